@@ -1,0 +1,36 @@
+"""Triolet's engine: structured-concurrency scheduling of language models on Trio.
+
+The public face; importing it imports neither torch nor transformers.
+"""
+
+from engine.api import Engine, Stream, open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.events import Finished, Tokens
+from engine.core.types import EndReason
+from engine.errors import TrioletError
+from engine.requests import (
+    Chat,
+    GenerateRequest,
+    OutputOptions,
+    PromptOptions,
+    SamplingParams,
+    Started,
+)
+
+__all__ = [
+    "Chat",
+    "EndReason",
+    "Engine",
+    "EngineConfig",
+    "Finished",
+    "GenerateRequest",
+    "ModelConfig",
+    "OutputOptions",
+    "PromptOptions",
+    "SamplingParams",
+    "Started",
+    "Stream",
+    "Tokens",
+    "TrioletError",
+    "open_engine",
+]

@@ -1,0 +1,298 @@
+"""The engine as a Trio program sees it.
+
+    async with open_engine(config) as engine:
+        async with engine.generate(GenerateRequest(text="Once upon a time")) as stream:
+            async for event in stream:
+                ...
+
+Rule 1: leaving ``generate``'s block ends the generation, leaving ``open_engine``'s drains.
+Rule 2: what a client can be told is raised as a `TrioletError`; all else is a bug of ours.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from engine.config import EngineConfig
+from engine.core.events import Pause, PauseMode, ResetPrefixCache, Resume
+from engine.errors import InvalidRequest, RequestTooLarge
+from engine.pool import REPLICA_ID, Pool
+from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
+from engine.supervisor import Supervisor
+from engine.threads import Threads, WorkerThreads
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from engine.config import ModelConfig
+    from engine.core.plan import Runner, TokenSpan
+    from engine.generation import Generation
+    from engine.pool import Entry, OnEvent, Replica, RunnerFactory
+    from engine.requests import Chat, GenerateRequest, StreamEvent
+    from engine.status import AbortOutcome, ModelStatus
+
+
+TOKENIZE_TOKENS_MAX = 100_000  # guess: about 3 MiB of answer, half a second to build
+
+
+class Stream:
+    """The events of one request: Started, Tokens…, and one Finished per choice.
+
+    Iterating ends after the last event of a request that succeeded, and raises its
+    `TrioletError` after the last event of one that did not.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    @property
+    def request_id(self) -> str:
+        return self._generation.request_id
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        try:
+            return await self._generation.receive()
+        except trio.EndOfChannel:
+            if self._generation.error is not None:
+                raise self._generation.error from None
+            raise StopAsyncIteration from None
+
+
+class Engine:
+    """A running engine; made by `open_engine`. All methods belong to its Trio thread."""
+
+    def __init__(self, config: EngineConfig, pool: Pool, supervisor: Supervisor) -> None:
+        self.config = config
+        self._pool = pool
+        self._supervisor = supervisor
+
+    # ---- generating
+
+    @asynccontextmanager
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
+        """Run a request; a refusal is raised at the first event.
+
+        Cancellation, or leaving the block early: the generation ends; its blocks are free
+        after at most one step.
+        """
+        generation = self.submit(request, buffer=self.config.in_process_buffer)
+        try:
+            yield Stream(generation)
+        finally:
+            generation.close_reader()
+
+    def submit(
+        self, request: GenerateRequest, *, buffer: int, arrived_at: float | None = None
+    ) -> Generation:
+        """Start a request whose reader the caller drives (`Generation`). Never waits."""
+        return self._supervisor.submit(request, buffer=buffer, arrived_at=arrived_at)
+
+    # ---- text and tokens
+
+    async def tokenize(
+        self,
+        model: str,
+        *,
+        text: str | None = None,
+        chat: Chat | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> tuple[tuple[TokenSpan, ...], int]:
+        """The tokens of a text or of a chat as its template renders it, with the characters
+        each came from; and the model's max_model_len.
+
+        Raises:
+            InvalidRequest: not exactly one input. RequestTooLarge: more tokens than one answer
+                holds. And as `Pool.lease`.
+        """
+        if (text is None) == (chat is None):
+            raise InvalidRequest.of("input", "set exactly one of text and chat")
+        async with self._pool.lease(model) as replica:
+            add = add_special_tokens
+            if chat is not None:
+                text = await self._supervisor.prompts.render_chat(replica, chat)
+                add = bool(add)
+            prompts, text, adds = self._supervisor.prompts, text or "", add is not False
+            # ids first: they are cheap to make, and tell whether the rest can be answered
+            count = len(await prompts.tokenize(replica, text, add_special_tokens=adds))
+            if count > TOKENIZE_TOKENS_MAX:
+                raise RequestTooLarge.of(
+                    "text" if chat is None else "chat",
+                    f"has {count} tokens, of at most {TOKENIZE_TOKENS_MAX} in one answer",
+                )
+            spans = await prompts.encode_spans(replica, text, add_special_tokens=adds)
+            return spans, replica.info.max_model_len
+
+    async def detokenize(
+        self, model: str, ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        """The text of token ids.
+
+        Raises:
+            InvalidRequest: an id outside the vocabulary. And as `Pool.lease`.
+        """
+        async with self._pool.lease(model) as replica:
+            return await self._supervisor.prompts.decode(
+                replica, ids, skip_special_tokens=skip_special_tokens
+            )
+
+    # ---- views
+
+    def list_models(self) -> tuple[ModelStatus, ...]:
+        """Every configured model, in the order of the configuration."""
+        return tuple(self._pool.status(entry) for entry in self._pool.entries.values())
+
+    def get_model(self, name: str) -> ModelStatus:
+        """One model, by name or alias.
+
+        Raises:
+            ModelNotFound: no such model.
+        """
+        return self._pool.status(self._pool.entry(name))
+
+    async def wait_ready(self, name: str = "") -> None:
+        """Wait until a model is ready.
+
+        Raises:
+            SpawnFailed, SpawnTimeout, ModelNotFound: as `Pool.lease`.
+        """
+        async with self._pool.lease(name):
+            pass
+
+    def statistics(self) -> EngineStatistics:
+        """The counters as they stand; never waits for a step."""
+        replicas = tuple(
+            ReplicaCounts(
+                entry.config.name, REPLICA_ID, entry.state, _replica_counts(entry.replica)
+            )
+            for entry in self._pool.entries.values()
+            if entry.replica is not None
+        )
+        totals = _sum([replica.counts for replica in replicas])
+        totals["requests_total"] = self._supervisor.metrics.requests_total
+        totals["memory_reserved"] = sum(status.memory_bytes for status in self.list_models())
+        totals["memory_limit"] = self._pool.memory_limit
+        return EngineStatistics(Counts(**totals), replicas)
+
+    def progress(self) -> Sequence[Entry]:
+        """The pool's entries, for showing how far loads are."""
+        return tuple(self._pool.entries.values())
+
+    # ---- operating
+
+    def pause(self, mode: PauseMode, model: str = "") -> None:
+        """Pause a model's scheduler, or every one's (D19). Pausing again changes the mode.
+
+        Raises:
+            ModelNotFound: no such model.
+        """
+        self._pool.post(Pause(mode), model)
+
+    def resume(self, model: str = "") -> None:
+        """Undo `pause`; without one, nothing. Raises as `pause`."""
+        self._pool.post(Resume(), model)
+
+    def reset_prefix_cache(self, model: str = "") -> None:
+        """Forget every cached prefix of a model, or of all. Raises as `pause`."""
+        self._pool.post(ResetPrefixCache(), model)
+
+    def abort(self, request_id: str) -> AbortOutcome:
+        """End a request by the operator's will (`Supervisor.abort`)."""
+        return self._supervisor.abort(request_id)
+
+    # ---- the end
+
+    def refuse_new(self) -> None:
+        """Refuse new requests from now on; running ones go on. `drain` ends them."""
+        self._supervisor.refuse_new()
+
+    async def drain(self, timeout_s: float | None = None) -> int:
+        """Refuse new requests, let running ones finish for up to ``timeout_s`` seconds (the
+        configured drain timeout), cut the rest. The number cut, by earlier drains too.
+
+        Cancellation: cuts the rest at once.
+        """
+        limit = self.config.drain_timeout_s if timeout_s is None else timeout_s
+        return await self._supervisor.drain(limit)
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is live and every scheduler has let go of its last step."""
+        await self._supervisor.wait_idle()
+        for entry in self._pool.entries.values():
+            if entry.replica is not None:
+                await entry.replica.loop.wait_idle()
+
+    async def drain_in_background(self, timeout_s: float | None = None) -> None:
+        """As `drain`, for a caller that may leave: cancelling ends only its waiting."""
+        limit = self.config.drain_timeout_s if timeout_s is None else timeout_s
+        await self._supervisor.drain_in_background(limit)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._supervisor.is_draining
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return self._supervisor.num_live
+
+
+def _replica_counts(replica: Replica) -> Counts:
+    stats = replica.loop.scheduler.statistics()
+    names = {field.name for field in fields(Counts)}
+    known = {name: value for name, value in asdict(stats).items() if name in names}
+    return Counts(**known, memory_reserved=replica.info.memory_bytes)
+
+
+def _sum(counts: Sequence[Counts]) -> dict[str, Any]:
+    names = [field.name for field in fields(Counts) if field.name != "requests_total"]
+    return {name: sum(getattr(count, name) for count in counts) for name in names}
+
+
+def make_torch_runner(model: ModelConfig, config: EngineConfig) -> Runner:
+    """The runner of a text model from transformers; imports torch when it loads."""
+    from engine.model.factory import make_runner
+
+    return make_runner(model, config)
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig | None = None,
+    *,
+    make_runner: RunnerFactory = make_torch_runner,
+    threads: Threads | None = None,
+    on_change: Callable[[], None] = lambda: None,
+    on_event: OnEvent | None = None,
+) -> AsyncIterator[Engine]:
+    """Start an engine; its models load in the background (`Engine.wait_ready`).
+
+    ``make_runner`` and ``threads`` are the seams for fakes and virtual time. ``on_change`` is
+    called on the Trio thread whenever a model's state changes, ``on_event`` with everything that
+    goes into and out of a scheduler (`engine.core.journal` writes it down).
+
+    Cancellation, or an exception from the block: running requests are cut at once; otherwise
+    leaving the block drains for the configured time.
+    """
+    config = config or EngineConfig()
+    threads = threads or WorkerThreads()
+    pool = Pool(config, make_runner, threads, on_change, on_event)
+    supervisor = Supervisor(config, pool, threads)
+    engine = Engine(config, pool, supervisor)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(supervisor.run)
+        try:
+            yield engine
+        except BaseException:
+            nursery.cancel_scope.cancel(reason="the engine's block raised")
+            raise
+        await engine.drain()
+
+
+__all__ = ["Engine", "ModelState", "Stream", "make_torch_runner", "open_engine"]

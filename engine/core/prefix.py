@@ -1,0 +1,89 @@
+"""The prefix cache: which block holds the KV of which token prefix (D5).
+
+Rule 1: a block is published only when all its tokens were computed by a committed step.
+Rule 2: `match` is read-only; holding what it found is the caller's `BlockPool.share`.
+
+A block's key is a hash chain: blake2b-128 over the parent's key and the block's own token ids,
+rooted in the model, adapter and salt. Equal keys mean equal prefixes, up to collisions of a
+128-bit hash; Python's ``hash()`` is never used (vLLM's default of that kind let one tenant hit
+another's blocks).
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.core.blocks import BlockPool
+    from engine.core.types import BlockId
+
+KEY_BYTES = 16
+
+
+def root_key(namespace: str, salt: str) -> bytes:
+    """The parent of a sequence's first block."""
+    text = f"{len(namespace)}:{namespace}{salt}".encode("utf-8", "surrogatepass")
+    return blake2b(text, digest_size=KEY_BYTES).digest()
+
+
+def extend_keys(
+    keys: list[bytes], root: bytes, tokens: Sequence[int], block_size: int, num_tokens: int
+) -> None:
+    """Append the keys of the full blocks within the first ``num_tokens`` tokens that ``keys``
+    lacks. ``tokens`` holds at least ``num_tokens`` ids."""
+    for index in range(len(keys), num_tokens // block_size):
+        parent = keys[-1] if keys else root
+        own = array("I", tokens[index * block_size : (index + 1) * block_size])
+        keys.append(blake2b(parent + own.tobytes(), digest_size=KEY_BYTES).digest())
+
+
+class PrefixCache:
+    """Keys of published blocks. The pool's free list decides what is evicted, and when."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._block_of: dict[bytes, BlockId] = {}
+        self._key_of: dict[BlockId, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def match(self, keys: Sequence[bytes]) -> tuple[BlockId, ...]:
+        """The blocks of the longest published prefix of ``keys``."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return tuple(found)
+
+    def publish(self, key: bytes, block: BlockId) -> None:
+        """Make a computed block matchable. A key published before keeps its first block."""
+        if key in self._block_of or block in self._key_of:
+            return
+        self._block_of[key] = block
+        self._key_of[block] = key
+        self._pool.mark_cached(block)
+
+    def forget(self, blocks: Sequence[BlockId]) -> None:
+        """The pool reuses these blocks: their prefixes are gone."""
+        for block in blocks:
+            del self._block_of[self._key_of.pop(block)]
+
+    def reset(self) -> None:
+        """Forget everything; live sequences keep the blocks they hold."""
+        for block in self._key_of:
+            self._pool.unmark_cached(block)
+        self._block_of.clear()
+        self._key_of.clear()
+
+    def check(self) -> None:
+        """Both directions agree, and the pool knows exactly the published blocks as cached."""
+        assert len(self._block_of) == len(self._key_of) == self._pool.num_cached
+        for key, block in self._block_of.items():
+            assert self._key_of[block] == key, f"block {block} is published under two keys"

@@ -1,0 +1,149 @@
+"""A live request and its sequences: the mutable state the core keeps of each.
+
+Rule 1: `Sequence.advance` is the only writer of ``state``. Rule 2: the other fields are written
+by the ledger and the scheduler alone, never by a policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.core.lifecycle import Event, State, advance
+from engine.core.types import BlockId, Request, SequenceId, Timings, Usage
+
+if TYPE_CHECKING:
+    from engine.core.credit import Credit
+
+Rank = tuple[int, float, int]
+
+
+class Sequence:
+    """One token stream: choice ``choice`` of a request.
+
+    Progress (D4): ``num_computed`` of ``num_tokens`` tokens are in the KV pool; a step computes
+    some of the rest. Both run ahead of the steps in flight: a plan counts its rows as computed,
+    and the token each will sample as there (``num_pending`` of them), so that the next plan can
+    be prepared meanwhile (D9); undoing a plan takes both back.
+    ``blocks`` is the block table, empty unless the sequence holds blocks. ``keys`` are the
+    prefix-cache keys of its full blocks, computed as needed.
+    ``is_attached``: a further choice of n > 1 whose prompt is still its parent's work.
+    ``in_step`` counts the plans, executing or prepared, that have a row (or a fork) for it.
+    """
+
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "choice",
+        "credit",
+        "in_step",
+        "is_attached",
+        "is_known_to_worker",
+        "keys",
+        "live",
+        "max_tokens",
+        "num_computed",
+        "num_pending",
+        "num_prompt",
+        "num_tokens",
+        "output",
+        "phase",
+        "phase_seconds",
+        "phase_since",
+        "rank",
+        "request_id",
+        "sequence_id",
+        "state",
+        "waiting_key",
+    )
+
+    def __init__(self, sequence_id: SequenceId, live: LiveRequest, choice: int, now: float) -> None:
+        self.sequence_id = sequence_id
+        self.live = live
+        self.choice = choice
+        self.request_id = live.request.request_id
+        self.credit = live.credit
+        self.rank: Rank = (live.request.priority, live.request.arrival, sequence_id)
+        self.state = State.WAITING
+        self.is_attached = choice > 0
+        self.is_known_to_worker = False
+        self.in_step = 0
+        self.blocks: list[BlockId] = []
+        self.keys: list[bytes] = []
+        self.output: list[int] = []
+        self.num_prompt = len(live.request.prompt)
+        self.max_tokens = live.request.stops.max_tokens
+        self.num_tokens = self.num_prompt
+        self.num_computed = 0
+        self.num_pending = 0
+        self.cached_tokens = 0
+        self.waiting_key: tuple[float, ...] = ()
+        self.phase = "queued"
+        self.phase_since = now
+        self.phase_seconds = dict.fromkeys(("queued", "prefill", "decode", "parked"), 0.0)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.sequence_id} {self.state.value} "
+            f"{self.num_computed}/{self.num_tokens} in {len(self.blocks)} blocks>"
+        )
+
+    def advance(self, event: Event) -> None:
+        """Change state by the table of `engine.core.lifecycle`, or raise and stay."""
+        self.state = advance(self.state, event)
+
+    def enter(self, phase: str, now: float) -> None:
+        """Close the running phase's clock and start another's."""
+        self.phase_seconds[self.phase] += max(0.0, now - self.phase_since)
+        self.phase = phase
+        self.phase_since = now
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Token ids at positions ``start … end - 1``, prompt and output together."""
+        prompt = self.live.request.prompt
+        if end <= len(prompt):
+            return prompt[start:end]
+        return (prompt + tuple(self.output))[start:end]
+
+    def usage(self) -> Usage:
+        """Tokens so far; cached ones belong to the choice that computed the prompt."""
+        return Usage(self.num_prompt, self.cached_tokens, len(self.output))
+
+    def timings(self) -> Timings:
+        """Seconds by phase up to the last `enter`."""
+        seconds = self.phase_seconds
+        return Timings(
+            queue_s=seconds["queued"],
+            prefill_s=seconds["prefill"],
+            decode_s=seconds["decode"],
+            parked_s=seconds["parked"],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request between admission and its last choice's end.
+
+    ``parked_since`` is set while it is parked, ``drained_at`` when its reader last took
+    something in that time.
+    """
+
+    request: Request
+    credit: Credit
+    sequences: list[Sequence] = field(default_factory=list)
+    parked_since: float | None = None
+    root: bytes = b""
+
+    @property
+    def parent(self) -> Sequence:
+        """The choice that computes the prompt for all."""
+        return self.sequences[0]
+
+    @property
+    def attached(self) -> list[Sequence]:
+        """Choices that still wait for the parent to compute their prompt."""
+        return [seq for seq in self.sequences if seq.is_attached]
+
+    @property
+    def is_over(self) -> bool:
+        return all(seq.state in (State.FINISHED, State.ENDING) for seq in self.sequences)

@@ -1,0 +1,220 @@
+"""One request's life on the Trio thread: its scope, its stream, and its one end.
+
+Rule 1: every early end is one `Generation.cancel(reason)`; the first reason wins (R204).
+Rule 2: `close` is the end, whatever led to it: no event comes after it. Rule 3: nothing here
+waits but a reader.
+
+Life: made by `Supervisor.submit` → events arrive by the `on_…` methods (`engine.loop.Sink`) → all
+choices ended, or an error, or a cancel → closed: its channel ends and ``error`` says how.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine.core.credit import Credit
+from engine.core.events import Admitted, Finished, ReaderDrained, Refused, Tokens
+from engine.core.types import EndReason, RequestId
+from engine.errors import (
+    DeadlineExceeded,
+    ReaderStalled,
+    RequestAborted,
+    RequestCancelled,
+    ShuttingDown,
+    StepFailed,
+    TrioletError,
+)
+from engine.requests import Started, StreamEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.pool import Replica
+    from engine.requests import GenerateRequest
+
+DEADLINE_MARGIN_S = 0.020  # D18: measured, at 0.010 no client saw a bare reset
+DEADLINE_MARGIN_SHARE = 0.10
+
+
+def server_deadline(now: float, timeout_s: float | None) -> float:
+    """When the server ends a request that has ``timeout_s`` left: a little before the client's
+    own timer, so that the status with its phase arrives (D18)."""
+    if timeout_s is None:
+        return math.inf
+    return now + timeout_s - min(DEADLINE_MARGIN_S, DEADLINE_MARGIN_SHARE * max(0.0, timeout_s))
+
+
+class Generation:
+    """One request's life on the Trio thread. Its reader takes events by `receive` or, in one
+    sweep, by `take_ready`; `on_ready` is called when there is something new, or the end.
+
+    ``error`` is None for a request that succeeded; meaningful once ``is_closed``.
+    """
+
+    def __init__(
+        self, request: GenerateRequest, request_id: str, core_id: RequestId, buffer: int
+    ) -> None:
+        self.request = request
+        self.request_id = request_id
+        self.core_id = core_id
+        self.scope = trio.CancelScope()
+        self.error: TrioletError | None = None
+        self.is_closed = False
+        self.phase = "tokenize"
+        self.tokens_done = 0
+        self.started_at = trio.current_time()
+        self.load_s = 0.0
+        self.echo_text: str | None = None
+        self.on_ready: Callable[[], None] | None = None
+        self.replica: Replica | None = None
+        self.reason: EndReason | None = None
+        self.model = ""
+        self._done = trio.Event()
+        self._num_choices = request.n or 1
+        self._num_finished = 0
+        self.credit = Credit(buffer)
+        # Started, and each choice's end, come beside the credited messages
+        self._send, self._receive = trio.open_memory_channel[StreamEvent](
+            buffer + self._num_choices + 1
+        )
+
+    def __repr__(self) -> str:
+        return f"<Generation {self.request_id} {self.phase} closed={self.is_closed}>"
+
+    # ---- the reader's side
+
+    async def receive(self) -> StreamEvent:
+        """The next event, its credit given back.
+
+        Raises:
+            trio.EndOfChannel: no more events; ``error`` tells how the request ended.
+        Cancellation: safe, no event is lost.
+        """
+        event = await self._receive.receive()
+        if isinstance(event, Tokens):
+            self.release(1)
+        return event
+
+    def take_ready(self) -> list[StreamEvent]:
+        """Every event there is, without waiting and without giving credit back."""
+        ready: list[StreamEvent] = []
+        try:
+            while True:
+                ready.append(self._receive.receive_nowait())
+        except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
+            return ready
+
+    def release(self, num_messages: int) -> None:
+        """The reader is done with so many Tokens events: give their credit back."""
+        if self.credit.release(num_messages) and self.replica is not None:
+            self.replica.loop.post(ReaderDrained(self.core_id))
+
+    def close_reader(self) -> None:
+        """The reader leaves: what is buffered is dropped, the request ends if it has not."""
+        self.cancel(EndReason.CANCELLED)
+        self._receive.close()
+
+    # ---- ending
+
+    def cancel(self, reason: EndReason) -> None:
+        """End the request now, for this reason unless it has one already. Idempotent; before
+        the start, during and after the end alike (R3)."""
+        if self.reason is None and not self.is_closed:
+            self.reason = reason
+            self.scope.cancel(reason=reason.value)
+
+    def close(self, error: TrioletError | None) -> None:
+        """The one end: no event comes after it, and waiting readers hear of it."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.error = error
+        self._send.close()
+        self._done.set()
+        if self.on_ready is not None:
+            self.on_ready()
+
+    async def wait_closed(self) -> None:
+        """Wait for `close`."""
+        await self._done.wait()
+
+    # ---- the loop's side (Sink)
+
+    def echo(self, text: str) -> None:
+        """Send the prompt's text before each choice. Its messages take their slots now: once the
+        request is submitted, the first step may have them all."""
+        if self.credit.try_reserve(self._num_choices):  # else the core refuses the request
+            self.credit.fill(self._num_choices)
+            self.echo_text = text
+
+    def _push(self, event: StreamEvent) -> None:
+        if self.is_closed:
+            return
+        try:
+            self._send.send_nowait(event)
+        except trio.BrokenResourceError:
+            self.cancel(EndReason.CANCELLED)
+            return
+        if self.on_ready is not None:
+            self.on_ready()
+
+    def on_admitted(self, event: Admitted) -> None:
+        self.phase = "queued"
+        self._push(Started(self.request_id, self.model, event.prompt_tokens))
+        if self.echo_text is not None:
+            for choice in range(self._num_choices):
+                self._push(Tokens(RequestId(self.request_id), choice, (), self.echo_text))
+
+    def on_tokens(self, event: Tokens) -> None:
+        self.phase = "decode"
+        self.tokens_done += len(event.token_ids)
+        if self.core_id != self.request_id:
+            event = event._replace(request_id=RequestId(self.request_id))
+        self._push(event)
+
+    def on_finished(self, event: Finished) -> None:
+        if event.reason.is_success:
+            timings = replace(event.timings, load_s=self.load_s)
+            own_id = RequestId(self.request_id)
+            self._push(replace(event, request_id=own_id, timings=timings))
+            self._num_finished += 1
+            if self._num_finished == self._num_choices:
+                self.close(None)
+        else:
+            self.phase = event.phase or self.phase
+            self.reason = self.reason or event.reason
+            self.close(self._early_end(event.reason, event.detail))
+
+    def on_refused(self, event: Refused) -> None:
+        self.close(event.error)
+
+    def on_lost(self, error: TrioletError) -> None:
+        self.close(error)
+
+    def _early_end(self, reason: EndReason, detail: str = "") -> TrioletError:
+        """The error a client gets for an end that is neither STOP nor LENGTH."""
+        done = f"after {self.tokens_done} tokens"
+        match reason:
+            case EndReason.DEADLINE:
+                return DeadlineExceeded(
+                    f"the deadline passed in phase {self.phase}, {done}",
+                    phase=self.phase,
+                    tokens_done=self.tokens_done,
+                )
+            case EndReason.ABORTED:
+                return RequestAborted(f"the request was aborted by the operator {done}")
+            case EndReason.STALLED:
+                return ReaderStalled(f"the client stopped reading; the request ended {done}")
+            case EndReason.SHUTDOWN:
+                return ShuttingDown(f"the request was cut {done}", retry_after_s=5.0)
+            case EndReason.FAILED:
+                return StepFailed(f"the model failed on this request {done}", log_detail=detail)
+        return RequestCancelled(f"the client cancelled the request {done}")
+
+    def early_end(self) -> TrioletError:
+        """The error for a scope that was cancelled: by `cancel`, or by its deadline."""
+        return self._early_end(self.reason or EndReason.DEADLINE)

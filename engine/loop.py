@@ -1,0 +1,265 @@
+"""The step loop of one replica: commands in, plan, step in a thread, commit, events out.
+
+Rule 1: the loop never waits for a reader: `send_nowait` only; a full stream is parked by the
+core long before its channel is full. Rule 2: no lock of ours is held or taken around a step
+(R35, R66). Rule 3: an idle or paused engine makes no wake-ups.
+
+Phases of a turn (R172): drain commands · plan · step · commit; what they caused is delivered
+while the next step runs, by a task of its own: 128 readers woken before the step's thread starts
+would hold it up by 2 ms (`python -m tools.bench gap`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import trio
+
+from engine.core.events import (
+    Admitted,
+    Finished,
+    Refused,
+    StepDone,
+    StepFailed,
+    Submit,
+    Tick,
+    Tokens,
+)
+from engine.core.plan import FailureKind, StepFailure
+from engine.errors import EngineBug, Overloaded, ShuttingDown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.core.events import InputEvent, OutputEvent
+    from engine.core.plan import Runner, StepPlan
+    from engine.core.scheduler import Scheduler
+    from engine.core.types import RequestId
+    from engine.errors import TrioletError
+    from engine.threads import Threads
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Where a request's events go; every method is synchronous and never waits."""
+
+    def on_admitted(self, event: Admitted) -> None: ...
+    def on_tokens(self, event: Tokens) -> None: ...
+    def on_finished(self, event: Finished) -> None: ...
+    def on_refused(self, event: Refused) -> None: ...
+    def on_lost(self, error: TrioletError) -> None: ...
+
+
+class EngineLoop:
+    """Drives one scheduler and one runner. All methods belong to the Trio thread.
+
+    ``check_level`` is ENGINE_CHECK: at 1 the books are checked whenever the loop goes idle, at
+    2 after every commit. ``on_event`` sees everything that goes into and out of the core.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scheduler: Scheduler,
+        runner: Runner,
+        threads: Threads,
+        *,
+        check_level: int = 1,
+        on_event: Callable[[InputEvent | OutputEvent | StepPlan], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.scheduler = scheduler
+        self.busy_s = 0.0
+        self.late_events = 0
+        self._runner = runner
+        self._threads = threads
+        self._limiter = trio.CapacityLimiter(1)
+        self._check_level = check_level
+        self._on_event = on_event
+        self._commands: deque[InputEvent] = deque()
+        self._num_submits = 0
+        self._sinks: dict[RequestId, Sink] = {}
+        self._outbox: list[OutputEvent] = []
+        self._has_outbox = trio.Event()
+        self._wake = trio.Event()
+        self._went_idle = trio.Event()
+        self._is_closing = False
+        self._has_ended = False
+        self._bug: EngineBug | None = None
+
+    # ---- commands: synchronous, in order, applied between steps
+
+    def submit(self, event: Submit, sink: Sink) -> None:
+        """Hand a request to the scheduler; its events, a refusal too, go to ``sink``.
+
+        Raises:
+            Overloaded: as many submits wait for the step's end as the queue may hold.
+            EngineBug, ShuttingDown: the loop has ended, by a bug or in order.
+        """
+        if self._has_ended:
+            raise self._bug or ShuttingDown("the model was closed", retry_after_s=5.0)
+        if self._num_submits >= self.scheduler.config.max_queued_requests:
+            raise Overloaded("the queue holds its requests", retry_after_s=1.0)
+        self._num_submits += 1
+        self._sinks[event.request.request_id] = sink
+        self.post(event)
+
+    def post(self, event: InputEvent) -> None:
+        """Apply an event as soon as no step is in flight. Commands other than submits are at
+        most a few per live request, which bounds the buffer."""
+        if self._has_ended:
+            return  # nothing is live any more, and nobody would apply it
+        self._commands.append(event)
+        self._wake.set()
+
+    def forget(self, request_id: RequestId) -> None:
+        """The request's sink wants no more events; what still comes is counted as late."""
+        self._sinks.pop(request_id, None)
+
+    def close(self) -> None:
+        """End `run` once nothing is live (after a drain) and no step is in flight."""
+        self._is_closing = True
+        self._wake.set()
+
+    def phase_of(self, request_id: RequestId) -> str | None:
+        """Where the scheduler has a live request; None: it does not (yet, or any more)."""
+        return self.scheduler.phase_of(request_id)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing live, nothing posted, no step in flight."""
+        return self.scheduler.is_idle and not self._commands
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing is live, posted or in flight, or the loop has ended."""
+        while not (self.is_idle or self._has_ended):
+            if self._went_idle.is_set():
+                self._went_idle = trio.Event()
+            await self._went_idle.wait()
+
+    # ---- the loop
+
+    async def run(self) -> None:
+        """Serve until closed.
+
+        Raises:
+            EngineBug: the bug it is; every live request's sink has heard of it by `on_lost`, and
+                nothing more is served.
+        Cancellation: a step in flight is waited for; its result is dropped.
+        """
+        try:
+            await self._run()
+        except Exception as error:
+            self._deliver()
+            self._bug = EngineBug(repr(error))
+            for sink in list(self._sinks.values()):
+                sink.on_lost(self._bug)
+            raise self._bug from error
+        finally:
+            self._has_ended = True
+            self._went_idle.set()
+
+    async def _run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._work_during_steps)
+            while await self._turn():
+                pass
+            nursery.cancel_scope.cancel(reason="the loop has ended")
+
+    async def _turn(self) -> bool:
+        """One step, or one wait for something to do. False: closed, and nothing is live."""
+        self._drain_commands()
+        now = trio.current_time()
+        plan, events = self.scheduler.plan(now)
+        self._outbox += events
+        if plan is not None:
+            if self._on_event is not None:
+                self._on_event(plan)
+            self._has_outbox.set()
+            await self._step(plan)
+            return True
+        self._deliver()
+        if self._is_closing and self.is_idle:
+            return False
+        await self._wait_for_work(now)
+        return True
+
+    def _drain_commands(self) -> None:
+        commands = self._commands
+        while commands:
+            event = commands.popleft()
+            if isinstance(event, Submit):
+                self._num_submits -= 1
+            self._apply(event)
+
+    def _apply(self, event: InputEvent) -> None:
+        if self._on_event is not None:
+            self._on_event(event)
+        self._outbox += self.scheduler.apply(event, trio.current_time())
+
+    async def _step(self, plan: StepPlan) -> None:
+        """Execute one plan in the worker's thread and commit what came of it."""
+        started = trio.current_time()
+        outcome = await self._threads.run(lambda: self._execute(plan), self._limiter)
+        self.busy_s += trio.current_time() - started
+        self._apply(outcome)
+        if self._check_level >= 2:
+            self.scheduler.check()
+
+    def _execute(self, plan: StepPlan) -> StepDone | StepFailed:
+        """In the worker's thread: whatever the model raises becomes a value (R51, R140)."""
+        try:
+            return StepDone(self._runner.execute(plan))
+        except MemoryError as error:
+            return StepFailed(StepFailure(plan.plan_id, FailureKind.OUT_OF_MEMORY, repr(error)))
+        except BaseException as error:
+            log.exception("step %d of %s failed", plan.plan_id, self.name)
+            return StepFailed(StepFailure(plan.plan_id, FailureKind.ERROR, repr(error)))
+
+    async def _wait_for_work(self, now: float) -> None:
+        if self.scheduler.is_idle:
+            self._went_idle.set()
+        if self._check_level >= 1 and self.scheduler.is_idle:
+            self.scheduler.check()
+        wakeup = self.scheduler.next_wakeup(now)
+        with trio.move_on_at(math.inf if wakeup is None else wakeup) as scope:
+            await self._wake.wait()
+        if scope.cancelled_caught:
+            self._apply(Tick())
+        else:
+            self._wake = trio.Event()
+
+    # ---- delivery
+
+    async def _work_during_steps(self) -> None:
+        """Deliver, and prepare the next plan. Scheduled when a step is about to start: in the
+        same round of Trio's run loop as the start itself, one round before the readers this
+        wakes."""
+        while True:
+            await self._has_outbox.wait()
+            self._has_outbox = trio.Event()
+            self._deliver()
+            self.scheduler.prepare(trio.current_time())
+
+    def _deliver(self) -> None:
+        """Hand every event to its request's sink, in order."""
+        events, self._outbox = self._outbox, []
+        sinks = self._sinks
+        for event in events:
+            if self._on_event is not None:
+                self._on_event(event)
+            sink = sinks.get(event.request_id)
+            if sink is None:
+                self.late_events += 1  # its request was ended from outside (R156)
+            elif isinstance(event, Tokens):
+                sink.on_tokens(event)
+            elif isinstance(event, Finished):
+                sink.on_finished(event)
+            elif isinstance(event, Admitted):
+                sink.on_admitted(event)
+            elif isinstance(event, Refused):
+                sink.on_refused(event)

@@ -1,0 +1,187 @@
+"""Sampling with torch: one call for all rows of a kind, on any device.
+
+Rule 1: a row's token is the one `engine.model.draw_rows` gives for it, seeded and greedy rows
+exactly and unseeded ones in distribution; one test suite holds both to that.
+Rule 2: no Python loop over rows but to make small tensors of their settings.
+
+Unseeded draws use an inverse CDF in two levels, blocks of the vocabulary and then tokens of one
+block; seeded ones Gumbel-max over all candidates.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from engine.model import noise, truncation
+from engine.model.sample_row import LOGIT_MAX, TEMPERATURE_MIN, NothingToSample, needs_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from engine.model.sample_row import SampleRow
+    from engine.model.truncation import Candidates
+
+_BLOCK = 128  # tokens of a block of the unseeded draw; 64 to 512 measure alike
+
+
+class _Kind(NamedTuple):
+    is_greedy: bool
+    is_seeded: bool
+    is_narrow: bool  # has top_k or top_p
+    is_edited: bool  # a processor changes its logits
+
+
+def sample_batch(
+    logits: torch.Tensor, rows: Sequence[SampleRow], generator: torch.Generator
+) -> list[int]:
+    """One token for each row; ``logits`` [rows, vocab] float32."""
+    tokens = [0] * len(rows)
+    for kind, members, scores in _groups(logits, rows):
+        if kind.is_greedy:
+            _fill(tokens, members, scores.argmax(1))
+            continue
+        for part in _candidates(kind, members, scores, rows):
+            if kind.is_seeded:
+                columns = _perturbed(part, rows).argmax(1, keepdim=True)
+            else:
+                columns = _draw_unseeded(part.scores, generator)
+            _fill(tokens, part.rows, part.token_ids(columns)[:, 0])
+    return tokens
+
+
+def margins(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[float]:
+    """By how much each row's token won; see `engine.model.sampler.gumbel_margin`."""
+    found = [0.0] * len(rows)
+    for kind, members, scores in _groups(logits, rows):
+        if kind.is_greedy:
+            _fill(found, members, _lead(scores.to(torch.float64)))
+            continue
+        if not kind.is_seeded:
+            raise ValueError(f"row {members[0]} has no seed: its draw has no margin")
+        for part in _candidates(kind, members, scores, rows):
+            _fill(found, part.rows, _lead(_perturbed(part, rows)))
+    return found
+
+
+def _fill(results: list[Any], members: Sequence[int], values: torch.Tensor) -> None:
+    """Put one group's values where its rows stand in the batch."""
+    for row, value in zip(members, values.tolist(), strict=True):
+        results[row] = value
+
+
+# --- groups, processors, temperature --------------------------------------------------------
+
+
+def _groups(
+    logits: torch.Tensor, rows: Sequence[SampleRow]
+) -> Iterator[tuple[_Kind, tuple[int, ...], torch.Tensor]]:
+    """Rows of one kind together, with their processed logits [members, vocab] float32."""
+    kinds: defaultdict[_Kind, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        kinds[_kind_of(row, logits.shape[1])].append(index)
+    for kind, members in kinds.items():
+        scores = logits if len(members) == len(rows) else logits[members]
+        if kind.is_edited:
+            scores = logits.clone() if scores is logits else scores
+            _process(scores, [rows[i] for i in members])
+        _check_best(scores, members)
+        yield kind, tuple(members), scores
+
+
+def _kind_of(row: SampleRow, vocab: int) -> _Kind:
+    sampling = row.sampling
+    is_edited = bool(row.banned)
+    if sampling.is_greedy:
+        return _Kind(True, False, False, is_edited)
+    is_narrow = needs_prefix(sampling, vocab)
+    return _Kind(False, sampling.seed is not None, is_narrow, is_edited)
+
+
+def _process(scores: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Every processor in its order, in place on [rows, vocab] float32."""
+    _ban(scores, rows)
+
+
+def _ban(scores: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    vocab = scores.shape[1]
+    pairs = [(i, t) for i, row in enumerate(rows) for t in row.banned if 0 <= t < vocab]
+    if pairs:
+        at = torch.tensor(pairs, device=scores.device).T  # [2, pairs] int64
+        scores[at[0], at[1]] = -torch.inf
+
+
+def _check_best(scores: torch.Tensor, members: Sequence[int]) -> None:
+    """Every row's best score is finite; NaN anywhere in a row makes its best NaN."""
+    is_fine = scores.amax(1).abs() < LOGIT_MAX
+    if not bool(is_fine.all()):
+        raise NothingToSample(members[is_fine.tolist().index(False)])
+
+
+def _candidates(
+    kind: _Kind, members: tuple[int, ...], scores: torch.Tensor, rows: Sequence[SampleRow]
+) -> Iterator[Candidates]:
+    limits = [rows[i].sampling for i in members]
+    heats = [max(one.temperature, TEMPERATURE_MIN) for one in limits]
+    if any(heat != 1.0 for heat in heats):
+        scores = scores / scores.new_tensor(heats)[:, None]
+    if kind.is_narrow:
+        yield from truncation.prefixes(members, scores, limits)
+    else:
+        yield truncation.whole(members, scores, limits)
+
+
+# --- draws ----------------------------------------------------------------------------------
+
+
+def _draw_unseeded(scores: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Columns [rows, 1] int64 of scores [rows, n] float32.
+
+    The second level has its own uniform and its own total, so that rounding between the levels
+    cannot pick a token of weight 0.
+    """
+    weights = _block_weights(scores)  # [rows, blocks, block] float32
+    num_rows = weights.shape[0]
+    u = torch.rand((num_rows, 2), dtype=torch.float64, device=weights.device, generator=generator)
+    blocks = _inverse_cdf(weights.sum(2), u[:, :1])  # [rows, 1] int64
+    chosen = weights[torch.arange(num_rows, device=weights.device), blocks[:, 0]]
+    return blocks * _BLOCK + _inverse_cdf(chosen, u[:, 1:])
+
+
+def _block_weights(scores: torch.Tensor) -> torch.Tensor:
+    """exp(score - best), padded with 0 to whole blocks. [rows, blocks, _BLOCK] float32."""
+    num_rows, width = scores.shape
+    num_blocks = -(-width // _BLOCK)
+    weights = scores.new_zeros((num_rows, num_blocks * _BLOCK))
+    torch.sub(scores, scores.amax(1, keepdim=True), out=weights[:, :width]).exp_()
+    return weights.view(num_rows, num_blocks, _BLOCK)
+
+
+def _inverse_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Columns [rows, 1] int64 drawn by ``weights`` [rows, n] float32 and u [rows, 1] in [0, 1).
+
+    ``right=True`` finds the first column whose running sum exceeds the target, which is never
+    one of weight 0.
+    """
+    sums = weights.cumsum(1, dtype=torch.float64)
+    return torch.searchsorted(sums, sums[:, -1:] * u, right=True)
+
+
+def _perturbed(part: Candidates, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Score + Gumbel noise of every candidate, [rows, n] float64."""
+    device = part.scores.device
+    keys = torch.tensor([noise.signed(rows[i].key) for i in part.rows], device=device)[:, None]
+    ids = part.ids
+    if ids is None:
+        ids = torch.arange(part.scores.shape[1], device=device)
+    return noise.gumbel(noise.uniforms(keys, ids)).add_(part.scores)
+
+
+def _lead(scores: torch.Tensor) -> torch.Tensor:
+    """Best minus second best, [rows] float64; inf where only one is finite."""
+    if scores.shape[1] == 1:
+        return scores.new_full((scores.shape[0],), torch.inf)
+    best = scores.topk(2, dim=1).values
+    return best[:, 0] - best[:, 1]

@@ -1,0 +1,305 @@
+"""A runner without a model: deterministic tokens, scripted costs and faults.
+
+Part of the product: tests, the simulator and users' own tests drive the whole house with it.
+Rule 1: imports no torch. Rule 2: a token depends on its sequence's own tokens, seed and choice
+alone, *as read back from the fake KV pool*: a wrong block table, a block shared too early or
+freed too soon gives other tokens, or raises `KvMismatch`.
+
+The fake KV pool holds, for every slot, a digest of all tokens up to that position.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from engine.core.plan import (
+    LoadProgress,
+    Logits,
+    ModelInfo,
+    RowFailure,
+    RowResult,
+    SamplingDefaults,
+    StepResult,
+    StepTimings,
+    TokenSpan,
+)
+from engine.core.types import BlockId, EndReason, SequenceId
+from engine.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from engine.core.plan import AdmittedSequence, Row, StepPlan
+
+_WRITTEN = re.compile(r"<(\d+)>")
+BYTE_OFFSET = 1  # ids 1…256 are the bytes of text that is not written as <id>
+VOCAB_SIZE = 1000
+EOS = 0
+
+
+class KvMismatch(AssertionError):
+    """A row read KV that is not its own prefix's: a bug of the core's."""
+
+
+class FakeTokenizer:
+    """Text ``<12><7>`` is the ids 12 and 7; any other text is its UTF-8 bytes, offset by 1."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        return tuple(span.token_id for span in self.encode_spans(text))
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest.of("text", "is not valid Unicode") from None
+        spans = []
+        position = 0
+        while position < len(text):
+            written = _WRITTEN.match(text, position)
+            end = written.end() if written else position + 1
+            piece = text[position:end]
+            ids = [int(written[1])] if written else [b + BYTE_OFFSET for b in piece.encode()]
+            spans += [TokenSpan(token_id, piece, position, end) for token_id in ids]
+            position = end
+        return tuple(spans)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        shown = (i for i in token_ids if not (skip_special_tokens and i == EOS))
+        return "".join(f"<{token_id}>" for token_id in shown)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        template_args: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
+
+
+@dataclass(slots=True)
+class FakeScript:
+    """What the fake does beside computing.
+
+    ``step_s`` and ``token_s`` are what a step costs, in seconds, plus ``step_costs[k]`` for the
+    k-th step, slept by ``sleep``. ``load_s`` is the load's. ``step_faults[k]`` is raised by the
+    k-th step (from 0) before it has any effect; ``row_faults`` fail a sequence's row by name of
+    the phase, once it has produced that many tokens. ``plan_fault`` and ``sample_fault`` decide
+    the same as they go: an exception for a plan, a phase for a row. ``eos_at`` maps a digest to
+    whether the sequence ends there; the default never does.
+    """
+
+    step_s: float = 0.0
+    token_s: float = 0.0
+    load_s: float = 0.0
+    load_error: BaseException | None = None
+    step_costs: dict[int, float] = field(default_factory=dict)
+    step_faults: dict[int, BaseException] = field(default_factory=dict)
+    row_faults: dict[SequenceId, tuple[int, str]] = field(default_factory=dict)
+    plan_fault: Callable[[StepPlan], BaseException | None] | None = None
+    sample_fault: Callable[[], str | None] | None = None
+    eos_at: Callable[[int], bool] | None = None
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(slots=True)
+class _FakeSequence:
+    admitted: AdmittedSequence
+    tokens: list[int]
+    blocks: list[BlockId]
+    text: str = ""
+    sent: int = 0
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.admitted.prompt)
+
+
+def next_token(digest: int, seed: int | None, choice: int) -> int:
+    """The token after a prefix of this digest: never EOS, spread over the vocabulary."""
+    mixed = crc32(f"{digest}/{seed}/{choice}".encode())
+    return 1 + mixed % (VOCAB_SIZE - 1)
+
+
+def digest_after(digest: int, token_id: int) -> int:
+    """The digest of a prefix extended by one token."""
+    return crc32(token_id.to_bytes(4, "little"), digest)
+
+
+class FakeRunner:
+    """`engine.core.plan.Runner` without a model. ``plans`` counts executed steps, ``executed``
+    keeps the last few plans for tests."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 512,
+        block_size: int = 16,
+        max_model_len: int = 2048,
+        script: FakeScript | None = None,
+    ) -> None:
+        self.script = script or FakeScript()
+        self.steps = 0
+        self.is_executing = False
+        self._info = ModelInfo(
+            architecture="fake",
+            dtype="none",
+            device="cpu",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            eos_token_ids=frozenset({EOS}),
+            memory_bytes=num_blocks * block_size,
+            defaults=SamplingDefaults(),
+        )
+        self._kv: list[int] = []
+        self._sequences: dict[SequenceId, _FakeSequence] = {}
+
+    @property
+    def tokenizer(self) -> FakeTokenizer:
+        return FakeTokenizer()
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        progress(LoadProgress("weights"))
+        self.script.sleep(self.script.load_s)
+        if self.script.load_error is not None:
+            raise self.script.load_error
+        self._kv = [-1] * (self._info.num_blocks * self._info.block_size)
+        return self._info
+
+    def close(self) -> None:
+        self._kv = []
+        self._sequences.clear()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.is_executing:
+            raise RuntimeError("two steps at once on one worker")
+        self.is_executing = True
+        try:
+            return self._execute(plan)
+        finally:
+            self.is_executing = False
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        script, step = self.script, self.steps
+        self.steps += 1
+        cost = script.step_s + script.token_s * plan.num_tokens + script.step_costs.get(step, 0.0)
+        if cost:
+            script.sleep(cost)
+        for released in plan.released:
+            del self._sequences[released]
+        for admitted in plan.admitted:
+            self._sequences[admitted.sequence] = _FakeSequence(admitted, list(admitted.prompt), [])
+        fault = script.step_faults.get(step)
+        if fault is None and script.plan_fault is not None:
+            fault = script.plan_fault(plan)
+        if fault is not None:
+            raise fault
+        for row in plan.rows:
+            self._forward(row)
+        for source, target in plan.copies:
+            size = self._info.block_size
+            self._kv[target * size : (target + 1) * size] = self._kv[
+                source * size : (source + 1) * size
+            ]
+        results = [result for row in plan.rows for result in self._sample_row(row)]
+        return StepResult(plan.plan_id, tuple(results), StepTimings(forward_s=cost))
+
+    # ---- one row
+
+    def _slot(self, seq: _FakeSequence, position: int) -> int:
+        size = self._info.block_size
+        return seq.blocks[position // size] * size + position % size
+
+    def _forward(self, row: Row) -> None:
+        """Write the digests of the row's positions after reading the one before them."""
+        seq = self._sequences[row.sequence]
+        if row.blocks is not None:
+            del seq.blocks[row.blocks.keep :]
+            seq.blocks.extend(row.blocks.append)
+        if row.start + row.count > len(seq.tokens):
+            raise KvMismatch(f"{row} is beyond its {len(seq.tokens)} tokens")
+        self._verify_prefix(seq, row.start)
+        digest = self._kv[self._slot(seq, row.start - 1)] if row.start else 0
+        for position in range(row.start, row.start + row.count):
+            digest = digest_after(digest, seq.tokens[position])
+            self._kv[self._slot(seq, position)] = digest
+
+    def _verify_prefix(self, seq: _FakeSequence, start: int) -> None:
+        """Every block below ``start`` holds this sequence's own prefix."""
+        digest, size = 0, self._info.block_size
+        for position in range(start):
+            digest = digest_after(digest, seq.tokens[position])
+            is_boundary = position % size == size - 1 or position == start - 1
+            if is_boundary and self._kv[self._slot(seq, position)] != digest:
+                raise KvMismatch(
+                    f"sequence {seq.admitted.sequence} reads foreign KV at position {position}"
+                )
+
+    def _sample_row(self, row: Row) -> list[RowResult | RowFailure]:
+        if row.logits is Logits.NONE:
+            return [RowResult(row.sequence)]
+        parent = self._sequences[row.sequence]
+        for fork in row.children:
+            sampling = replace(parent.admitted.sampling, choice=fork.choice)
+            admitted = replace(parent.admitted, sequence=fork.sequence, sampling=sampling)
+            self._sequences[fork.sequence] = _FakeSequence(
+                admitted, parent.tokens.copy(), list(fork.blocks)
+            )
+        ids = [row.sequence, *(fork.sequence for fork in row.children)]
+        return [self._sample(self._sequences[i]) for i in ids]
+
+    def _sample(self, seq: _FakeSequence) -> RowResult | RowFailure:
+        fault = self.script.row_faults.get(seq.admitted.sequence)
+        if fault is not None and seq.num_output >= fault[0]:
+            return RowFailure(seq.admitted.sequence, fault[1], "scripted")
+        phase = self.script.sample_fault() if self.script.sample_fault is not None else None
+        if phase is not None:
+            return RowFailure(seq.admitted.sequence, phase, "drawn")
+        digest = self._kv[self._slot(seq, len(seq.tokens) - 1)]
+        sampling = seq.admitted.sampling
+        token_id = next_token(digest, sampling.seed, sampling.choice)
+        can_end = seq.num_output + 1 >= seq.admitted.stops.min_tokens
+        if can_end and self.script.eos_at is not None and self.script.eos_at(digest):
+            token_id = EOS
+        seq.tokens.append(token_id)
+        return self._say(seq, token_id)
+
+    def _say(self, seq: _FakeSequence, token_id: int) -> RowResult:
+        """Text and end, by the plainest rules that agree with the real detokeniser's."""
+        stops = seq.admitted.stops
+        if not (token_id == EOS and stops.skip_special):
+            seq.text += f"<{token_id}>"
+        finish: EndReason | None = None
+        matched: str | int | None = None
+        end = len(seq.text)
+        found = [(seq.text.find(s, max(0, seq.sent)), s) for s in stops.strings]
+        hits = [(at + len(s), s) for at, s in found if at >= 0]
+        if seq.num_output >= stops.min_tokens and hits:
+            stop_end, matched = min(hits)
+            end = stop_end if stops.include else stop_end - len(matched)
+            finish = EndReason.STOP
+        elif token_id in stops.token_ids and seq.num_output >= stops.min_tokens:
+            finish, matched = EndReason.STOP, token_id
+        elif seq.num_output >= stops.max_tokens:
+            finish = EndReason.LENGTH
+        else:
+            end -= self._held_back(seq.text[seq.sent :], stops.strings)
+        text, seq.sent = seq.text[seq.sent : end], end
+        return RowResult(seq.admitted.sequence, (token_id,), text, finish=finish, matched=matched)
+
+    @staticmethod
+    def _held_back(text: str, strings: tuple[str, ...]) -> int:
+        """Characters at the end that may still become a stop string."""
+        longest = 0
+        for stop in strings:
+            for size in range(1, min(len(stop), len(text) + 1)):
+                if text.endswith(stop[:size]):
+                    longest = max(longest, size)
+        return longest

@@ -1,0 +1,69 @@
+"""A look at a loaded model: what do its layers really ask of their attention?
+
+Rule 1: the config is not believed. One small forward records every attention call; a layer that
+was not called once, another shape than the cache has, or a keyword outside the closed list
+(`engine.model.attention`) refuses the model by name, at load and not in a user's answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.model.architectures import LayerShape
+from engine.model.attention import KEYWORD, AttentionCall, UnsupportedAttention
+from engine.model.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.model.loader import LoadedModel
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """A `PreparedStep` that computes nothing and notes every call."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    shapes: list[tuple[LayerShape, LayerShape]] = field(default_factory=list)
+
+    def attend(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        self.calls.append(call)
+        self.shapes.append((LayerShape(*key.shape[1:]), LayerShape(*value.shape[1:])))
+        return query.new_zeros((*query.shape[:2], value.shape[2]))
+
+
+def probe(model: LoadedModel, shapes: Sequence[LayerShape]) -> tuple[AttentionCall, ...]:
+    """Run the model once over two packed tokens; return its layers' calls, in layer order.
+
+    Raises:
+        Refusal: its attention is not what the paged cache serves; the sentence names why.
+    """
+    recorder = _Recorder()
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    try:
+        model.module(input_ids=tokens, position_ids=tokens, use_cache=False, **{KEYWORD: recorder})
+    except UnsupportedAttention as error:
+        raise Refusal(f"{model.architecture.name} is not served: {error}") from error
+    _check_layers(model.architecture.name, recorder, shapes)
+    return tuple(sorted(recorder.calls, key=lambda call: call.layer))
+
+
+def _check_layers(name: str, recorder: _Recorder, shapes: Sequence[LayerShape]) -> None:
+    layers = sorted(call.layer for call in recorder.calls)
+    if layers != list(range(len(shapes))):
+        raise Refusal(
+            f"{name} is not served: its {len(shapes)} layers called the attention "
+            f"{len(layers)} times, and each must once"
+        )
+    for call, (keys, values) in zip(recorder.calls, recorder.shapes, strict=True):
+        if keys != shapes[call.layer] or values != shapes[call.layer]:
+            raise Refusal(
+                f"{name} is not served: layer {call.layer} keeps {keys.num_kv_heads} keys of "
+                f"{keys.head_dim} and values of {values.head_dim} for a token, and its config "
+                f"says {shapes[call.layer].num_kv_heads} of {shapes[call.layer].head_dim}"
+            )

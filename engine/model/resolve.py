@@ -1,0 +1,178 @@
+"""From what the user called the model to a directory that holds it.
+
+Rule 1: nothing here reads weights or knows architectures. Rule 2: the network is asked only for
+what the local cache does not hold whole, so that a second start needs none.
+
+Three kinds of name, in this order: an existing directory, a demo id, a Hugging Face id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.model.refusal import Refusal
+
+# Demo text models, as package data under engine/demo/.
+DEMOS = {"demo-stories": "stories"}
+DEMO_ROOT = Path(__file__).resolve().parent.parent / "demo"
+
+INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_NAME = "model.safetensors"
+# What a text model needs of a repository; the pickled and the original weights stay there.
+WANTED_FILES = (
+    "config.json", "generation_config.json", WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# The Hub's own rule: at most one slash, and each part of word characters, dots and dashes.
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A directory with a model, and the name a client may see."""
+
+    directory: Path
+    name: str
+    is_demo: bool = False
+
+
+def short_name(model: str) -> str:
+    """The name for sentences: a directory's last part, never the path to it."""
+    path = Path(model).expanduser()
+    is_path = path.is_dir() or model.startswith((".", "/", "~")) or model.count("/") > 1
+    return path.resolve().name if is_path else model
+
+
+def resolve(model: str, revision: str = "") -> Source:
+    """Find the model's directory, downloading it if it is a Hugging Face id not yet cached.
+
+    Raises:
+        Refusal: there is no such thing; the sentence says where was looked.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Source(path, short_name(model))
+    if model in DEMOS:
+        directory = DEMO_ROOT / DEMOS[model]
+        if not (directory / "config.json").is_file():
+            raise Refusal("this demo model is not part of the installation", detail=str(directory))
+        return Source(directory, model, is_demo=True)
+    if path.exists():
+        raise Refusal("it is a file, and a model is a directory", detail=str(path))
+    if not HUB_ID.fullmatch(model) or model.startswith("."):
+        raise Refusal("there is no such directory", detail=str(path))
+    return Source(_hub_directory(model, revision), model)
+
+
+def _hub_directory(model: str, revision: str) -> Path:
+    """The snapshot of a Hugging Face id: the cached one if it is whole, else downloaded."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    snapshot = partial(
+        huggingface_hub.snapshot_download,
+        model,
+        revision=revision or None,
+        allow_patterns=list(WANTED_FILES),
+    )
+    try:
+        cached = Path(snapshot(local_files_only=True))
+        if _is_whole(cached):
+            return cached
+    except (OSError, ValueError, HFValidationError):
+        pass  # not cached (or not that revision): ask the Hub
+    try:
+        directory = Path(snapshot())
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "no answer")
+        where = f"revision {revision!r} of it " if revision else "it "
+        raise Refusal(
+            "there is no directory of this name, and the Hugging Face Hub does not give "
+            f"{where}(status {status})",
+            detail=str(error),
+        ) from error
+    except Exception as error:  # whatever its HTTP client raises without a network
+        raise Refusal(
+            "there is no directory of this name, it is not in the Hugging Face cache, and the "
+            "Hub cannot be reached",
+            detail=f"{type(error).__name__}: {error}",
+        ) from error
+    if not _is_whole(directory):  # without a network, the Hub's client gives what it has
+        raise Refusal(
+            "its repository has no safetensors weights, or its download is unfinished and the "
+            "Hub cannot be reached",
+            detail=str(directory),
+        )
+    return directory
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether an earlier download of the directory was finished."""
+    if not (directory / "config.json").is_file():
+        return False
+    try:
+        return all((directory / name).is_file() for name in weight_files(directory))
+    except Refusal:
+        return False
+
+
+def weight_files(directory: Path) -> tuple[str, ...]:
+    """Names of the checkpoint's safetensors files, the index followed.
+
+    Raises:
+        Refusal: there are none, or only pickled ones.
+    """
+    if (directory / INDEX_NAME).is_file():
+        index = read_json(directory, INDEX_NAME).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise Refusal(f"its {INDEX_NAME} lists no weights")
+        names = sorted({str(name) for name in index.values()})
+        if any(Path(name).name != name for name in names):
+            raise Refusal(f"its {INDEX_NAME} points outside the model's directory")
+        return tuple(names)
+    if (directory / WEIGHTS_NAME).is_file():
+        return (WEIGHTS_NAME,)
+    pickled = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLED)
+    if pickled:
+        raise Refusal(
+            f"its weights are pickled ({pickled[0]}), which can run code when read; only "
+            "safetensors are loaded"
+        )
+    raise Refusal(f"it has no weights ({WEIGHTS_NAME})")
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Whether messages can be rendered for the model."""
+    if any((directory / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
+        return True
+    name = "tokenizer_config.json"
+    return (directory / name).is_file() and bool(read_json(directory, name).get("chat_template"))
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """A JSON object of the model's directory.
+
+    Raises:
+        Refusal: it is missing, unreadable, not JSON, or not an object.
+    """
+    path = directory / name
+    try:
+        parsed = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        empty = not any(directory.iterdir())
+        raise Refusal("its directory is empty" if empty else f"it has no {name}") from None
+    except OSError as error:
+        raise Refusal(f"its {name} cannot be read ({error.strerror})", detail=str(path)) from error
+    except ValueError as error:
+        where = f" at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise Refusal(f"its {name} is not valid JSON{where}", detail=str(error)) from error
+    if not isinstance(parsed, dict):
+        raise Refusal(f"its {name} is not a JSON object")
+    return parsed

@@ -1,0 +1,368 @@
+"""The worker: one transformers model, its paged cache, and its sequences' state (D3, D8).
+
+Rule 1: a step that raises leaves everything as it was before it, except that the plan's
+``admitted`` sequences are known and its ``released`` ones forgotten (both may be told again).
+So `_execute` computes first, and changes state only in `_finish`, where nothing can raise.
+Rule 2: one forward for each step, over exactly the plan's tokens.
+Rule 3: thread-local state is set inside every call, as each may come from another thread.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.core.plan import (
+    LoadProgress,
+    Logits,
+    ModelInfo,
+    RowFailure,
+    RowResult,
+    StepResult,
+    StepTimings,
+)
+from engine.errors import EngineBug, SpawnFailed
+from engine.model import packing
+from engine.model.architectures import context_limit, layer_shapes
+from engine.model.attention import KEYWORD
+from engine.model.checkpoint import Checkpoint
+from engine.model.generation import read_generation
+from engine.model.kv_cache import KvCache, size_pool
+from engine.model.loader import load_model, pick_device, pick_dtype, read_config
+from engine.model.probe import probe
+from engine.model.reference import ReferenceBackend
+from engine.model.refusal import Refusal
+from engine.model.resolve import has_chat_template, resolve, short_name
+from engine.model.sampler import sample
+from engine.model.sequences import SequenceState
+from engine.model.tokenizer import load_tokenizer
+from engine.model.warmup import warm_up, workspace_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from engine.core.plan import AdmittedSequence, Row, RunnerSpec, StepPlan
+    from engine.core.types import SequenceId
+    from engine.model.attention import AttentionBackend
+    from engine.model.loader import LoadedModel
+    from engine.model.packing import Ints
+    from engine.model.sampler import SampleRow
+    from engine.model.tokenizer import HfTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One token to be sampled: a row's own, or that of a child that forks from it."""
+
+    sequence: SequenceId
+    row: SampleRow
+    logits: int  # which of the kept logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A plan as the model takes it: packed rows, their ids, and which tokens need logits."""
+
+    rows: packing.PackedRows
+    input_ids: Ints  # [num_tokens]
+    tables: tuple[Ints, ...]  # each row's block table after the step
+    keep: Ints  # [num_kept] tokens whose logits are computed, in order
+    choices: tuple[_Choice, ...]
+
+
+class TorchRunner:
+    """`engine.core.plan.Runner` over transformers.
+
+    Life: 1. constructed from a spec, holding nothing; 2. `load`; 3. `execute`, any number of
+    times; 4. `close`, after which only `close` may be called.
+    """
+
+    def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
+        self._spec = spec
+        self._backend: AttentionBackend = backend or ReferenceBackend()
+        self._device = torch.device("cpu")
+        self._model: LoadedModel | None = None
+        self._cache: KvCache | None = None
+        self._tokenizer: HfTokenizer | None = None
+        self._generator: torch.Generator | None = None
+        self._sequences: dict[SequenceId, SequenceState] = {}
+
+    @property
+    def tokenizer(self) -> HfTokenizer:
+        if self._tokenizer is None:
+            raise EngineBug("the tokenizer was asked for before the model was loaded")
+        return self._tokenizer
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        name = short_name(self._spec.model)
+        try:
+            with self._thread_state():
+                return self._load(progress)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, SpawnFailed) or not isinstance(error, Exception):
+                raise
+            raise _spawn_failed(name, error) from error
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        try:
+            with self._thread_state():
+                return self._execute(plan)
+        except Exception as error:
+            if is_out_of_memory(error) and not isinstance(error, MemoryError):
+                raise MemoryError(str(error)) from error
+            raise
+
+    def close(self) -> None:
+        self._model = self._cache = self._tokenizer = self._generator = None
+        self._sequences.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # --- loading ----------------------------------------------------------------------------
+
+    def _load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        spec = self._spec
+        progress(LoadProgress("config"))
+        self._device = device = pick_device(spec.device)
+        source = resolve(spec.model, spec.revision)
+        architecture, config = read_config(source.directory)
+        limit = context_limit(config, spec.max_model_len)
+        shapes = layer_shapes(config)
+        defaults, ends = read_generation(source.directory, config)
+        with Checkpoint(source.directory) as checkpoint:
+            dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+            pool = size_pool(spec, shapes, dtype.itemsize, limit)
+            self._tokenizer = load_tokenizer(source.directory)
+            model = load_model(
+                checkpoint, architecture, config, dtype=dtype, device=device, progress=progress
+            )
+        progress(LoadProgress("warm-up"))
+        probe(model, shapes)
+        self._model = model
+        self._cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
+        self._generator = torch.Generator(device).manual_seed(spec.seed)
+        warm_up(self._execute, pool)
+        workspace = workspace_bytes(spec, config, dtype)
+        return ModelInfo(
+            architecture=architecture.name,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            vocab_size=int(config.vocab_size),
+            max_model_len=pool.max_model_len,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            eos_token_ids=ends,
+            memory_bytes=model.num_bytes + pool.num_bytes + workspace,
+            defaults=defaults,
+            is_demo=source.is_demo,
+            has_chat_template=has_chat_template(source.directory),
+        )
+
+    @contextmanager
+    def _thread_state(self) -> Iterator[None]:
+        """Rule 3. The thread count is OpenMP's, which keeps one for each thread that calls."""
+        threads = self._spec.threads
+        if threads and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        is_cuda = self._device.type == "cuda"
+        with torch.inference_mode(), torch.cuda.device(self._device) if is_cuda else nullcontext():
+            yield
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        times = [perf_counter()]
+        self._forget(plan.released)
+        self._admit(plan.admitted)
+        batch = self._pack(plan.rows) if plan.rows else None
+        times.append(perf_counter())
+        logits = self._forward(batch) if batch else None
+        if self._cache is not None:
+            self._cache.copy_blocks(plan.copies)
+        times.append(perf_counter())
+        drawn = self._sample(batch.choices, logits) if batch and logits is not None else {}
+        times.append(perf_counter())
+        rows = self._finish(plan.rows, batch, drawn) if batch else ()
+        times.append(perf_counter())
+        spent = [after - before for before, after in pairwise(times)]
+        return StepResult(plan.plan_id, rows, StepTimings(*spent))
+
+    def _forget(self, released: Sequence[SequenceId]) -> None:
+        for sequence in released:
+            self._sequences.pop(sequence, None)
+
+    def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
+        for new in admitted:  # one told again, after a step that raised, starts afresh
+            self._sequences[new.sequence] = SequenceState.admit(new)
+
+    def _pack(self, rows: Sequence[Row]) -> _Batch:
+        """Lay the plan out for the model; changes nothing."""
+        ids: list[int] = []
+        keep: list[int] = []
+        tables: list[Ints] = []
+        choices: list[_Choice] = []
+        for row in rows:
+            state = self._state_of(row)
+            ids.extend(state.tokens[row.start : row.start + row.count])
+            tables.append(self._table_after(row, state))
+            if row.logits is Logits.NONE:
+                continue
+            kept = row.count if row.logits is Logits.ALL else 1
+            keep.extend(range(len(ids) - kept, len(ids)))
+            choices.append(_Choice(row.sequence, state.sample_row(), len(keep) - 1))
+            for child in row.children:
+                own = state.sample_row(child.choice)
+                choices.append(_Choice(child.sequence, own, len(keep) - 1))
+        starts = [row.start for row in rows]
+        counts = [row.count for row in rows]
+        packed = packing.pack(starts, counts, tables, self._spec.block_size)
+        return _Batch(
+            packed,
+            np.array(ids, np.int64),
+            tuple(tables),
+            np.array(keep, np.int64),
+            tuple(choices),
+        )
+
+    def _state_of(self, row: Row) -> SequenceState:
+        """The row's sequence, the row held against it.
+
+        Raises:
+            EngineBug: the plan asks for what the worker does not have.
+        """
+        state = self._sequences.get(row.sequence)
+        if state is None:
+            raise EngineBug(f"sequence {row.sequence} is planned and not admitted")
+        end = row.start + row.count
+        if row.count < 1 or row.start < 0 or end > len(state.tokens):
+            raise EngineBug(
+                f"sequence {row.sequence} has {len(state.tokens)} tokens, and positions "
+                f"{row.start} … {end - 1} are planned"
+            )
+        if row.logits is not Logits.NONE and end != len(state.tokens):
+            raise EngineBug(f"sequence {row.sequence} is to be sampled before its last token")
+        return state
+
+    def _table_after(self, row: Row, state: SequenceState) -> Ints:
+        """The row's block table for this step: it holds every position up to the row's end."""
+        table = state.table_after(row.blocks)
+        end = row.start + row.count
+        if len(table) * self._spec.block_size < end:
+            raise EngineBug(f"sequence {row.sequence} has {len(table)} blocks for {end} tokens")
+        return table
+
+    def _forward(self, batch: _Batch) -> torch.Tensor:
+        """The step's one forward; returns logits [num_kept, vocab] float32."""
+        assert self._model is not None
+        assert self._cache is not None
+        device = self._device
+        output = self._model.module(
+            input_ids=torch.from_numpy(batch.input_ids)[None].to(device),
+            position_ids=torch.from_numpy(batch.rows.positions)[None].to(device),
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(batch.keep).to(device),
+            **{KEYWORD: self._backend.prepare(batch.rows, self._cache)},
+        )
+        return output.logits[0].to(torch.float32)
+
+    def _sample(
+        self, choices: Sequence[_Choice], logits: torch.Tensor
+    ) -> dict[SequenceId, int | RowFailure]:
+        """A token for each choice, or why it has none: logits that are not finite, nothing left
+        to choose from. All in one call; if that fails, each alone, so that one costs no other."""
+        if not choices:
+            return {}
+        try:
+            return self._draw(choices, logits)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if len(choices) == 1:
+                only = choices[0].sequence
+                return {only: RowFailure(only, "sample", _describe(error))}
+        drawn: dict[SequenceId, int | RowFailure] = {}
+        for choice in choices:
+            drawn.update(self._sample([choice], logits))
+        return drawn
+
+    def _draw(
+        self, choices: Sequence[_Choice], logits: torch.Tensor
+    ) -> dict[SequenceId, int | RowFailure]:
+        assert self._generator is not None
+        where = [choice.logits for choice in choices]
+        if where != list(range(len(logits))):
+            logits = logits[torch.tensor(where, device=logits.device)]
+        tokens = sample(logits, [choice.row for choice in choices], self._generator)
+        return {choice.sequence: token for choice, token in zip(choices, tokens, strict=True)}
+
+    # --- what took effect -------------------------------------------------------------------
+
+    def _finish(
+        self,
+        rows: Sequence[Row],
+        batch: _Batch,
+        drawn: dict[SequenceId, int | RowFailure],
+    ) -> tuple[RowResult | RowFailure, ...]:
+        """Make the step real: block tables, children, tokens, text. Nothing here raises."""
+        results: list[RowResult | RowFailure] = []
+        for row, table in zip(rows, batch.tables, strict=True):
+            state = self._sequences[row.sequence]
+            state.place(table)
+            if row.logits is Logits.NONE:
+                results.append(RowResult(row.sequence))
+                continue
+            forks = [(child.sequence, state.fork(child)) for child in row.children]
+            for sequence, one in [(row.sequence, state), *forks]:
+                results.append(self._take(sequence, one, drawn[sequence]))
+        return tuple(results)
+
+    def _take(
+        self, sequence: SequenceId, state: SequenceState, token: int | RowFailure
+    ) -> RowResult | RowFailure:
+        """Give a sequence its token; a child is known to the worker from here on."""
+        if isinstance(token, RowFailure):
+            return token
+        try:
+            step = state.advance(token, self.tokenizer)
+        except Exception as error:
+            return RowFailure(sequence, "text", _describe(error))
+        self._sequences[sequence] = state
+        return RowResult(sequence, (token,), step.text, finish=step.finish, matched=step.matched)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, or the system behind the CPU's allocator, had no memory left."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # torch has no class for these: the messages are those of its CPU and MPS allocators.
+    said = ("can't allocate memory", "MPS backend out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
+
+
+def _spawn_failed(name: str, error: Exception) -> SpawnFailed:
+    """One sentence for whatever stopped a load; what only the operator may see goes beside it."""
+    if isinstance(error, Refusal):
+        return SpawnFailed(f"the model {name!r} cannot be loaded: {error}", log_detail=error.detail)
+    if is_out_of_memory(error):
+        return SpawnFailed(
+            f"the model {name!r} cannot be loaded: the device has too little free memory for its "
+            "weights and KV pool",
+            log_detail=_describe(error),
+        )
+    return SpawnFailed(
+        f"the model {name!r} cannot be loaded: it failed in an unexpected way "
+        f"({type(error).__name__}); the log has the details",
+        log_detail=_describe(error),
+    )
+
+
+def _describe(error: BaseException) -> str:
+    """For the log only."""
+    return f"{type(error).__name__}: {error}"

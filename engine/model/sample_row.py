@@ -1,0 +1,52 @@
+"""What sampling is asked, what the two implementations share, and the one way it can fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.model import noise
+
+if TYPE_CHECKING:
+    from engine.core.types import Sampling
+
+# A best logit beyond this counts as not finite, and a lower temperature as this one: one
+# divided by the other is still a float32. Logits of real models stay below 1e3.
+LOGIT_MAX = 1e18
+TEMPERATURE_MIN = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """What one row of logits needs to be sampled.
+
+    ``position`` counts output tokens from 0. ``banned`` ids cannot be sampled now (a stop id
+    before min_tokens); ids beyond the vocabulary do not matter.
+    """
+
+    sampling: Sampling
+    position: int
+    banned: frozenset[int] = frozenset()
+
+    @property
+    def key(self) -> int:
+        """The key of this draw's noise; of a seeded row only."""
+        assert self.sampling.seed is not None, "an unseeded row has no key"
+        return noise.draw_key(self.sampling.seed, self.sampling.choice, self.position)
+
+
+def needs_prefix(sampling: Sampling, vocab: int) -> bool:
+    """True where the likeliest tokens must be sorted to know the candidates."""
+    return has_top_k(sampling, vocab) or sampling.top_p < 1.0
+
+
+def has_top_k(sampling: Sampling, vocab: int) -> bool:
+    return 0 < sampling.top_k < vocab
+
+
+class NothingToSample(ValueError):
+    """Row ``row`` has no token that can be sampled, or its best logit is not finite."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"row {row} has nothing to sample: its best logit is not finite")
+        self.row = row

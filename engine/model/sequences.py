@@ -1,0 +1,89 @@
+"""What a worker keeps for each sequence from ``admitted`` to ``released``.
+
+Rule 1: a state changes only in `SequenceState.advance` and `place`, which the runner calls once
+nothing of the step can fail any more. Rule 2: a preempted sequence keeps everything but its
+blocks: text and sampler state depend on prompt and output only (D8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.errors import EngineBug
+from engine.model.detokenizer import TextState
+from engine.model.sampler import SampleRow
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from engine.core.plan import AdmittedSequence, BlockDelta, ChildFork
+    from engine.core.types import Sampling, Stops
+    from engine.model.detokenizer import TextStep
+    from engine.model.tokenizer import HfTokenizer
+
+    Ints = NDArray[np.int64]
+
+NO_BLOCKS = np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """One sequence: its tokens (prompt and output), how it samples, its text, its blocks."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    sampling: Sampling
+    stops: Stops
+    text: TextState | None  # made with the first token: if it cannot be, this row alone fails
+    blocks: Ints  # [num_blocks] int64, the block table as of the last step that took effect
+
+    @classmethod
+    def admit(cls, new: AdmittedSequence) -> SequenceState:
+        return cls(list(new.prompt), len(new.prompt), new.sampling, new.stops, None, NO_BLOCKS)
+
+    @property
+    def position(self) -> int:
+        """The index of the next output token."""
+        return len(self.tokens) - self.prompt_tokens
+
+    def sample_row(self, choice: int | None = None) -> SampleRow:
+        """How the next token is chosen, for this sequence or a choice that forks from it."""
+        sampling = self.sampling if choice is None else replace(self.sampling, choice=choice)
+        is_early = self.position < self.stops.min_tokens
+        banned = self.stops.token_ids if is_early else frozenset()
+        return SampleRow(sampling, self.position, banned)
+
+    def table_after(self, delta: BlockDelta | None) -> Ints:
+        """The block table that a delta makes of this one, which stays as it is."""
+        if delta is None:
+            return self.blocks
+        if delta.keep > len(self.blocks):
+            raise EngineBug(f"a delta keeps {delta.keep} of {len(self.blocks)} blocks")
+        kept = self.blocks[: delta.keep]
+        return np.concatenate((kept, np.array(delta.append, np.int64))) if delta.append else kept
+
+    def place(self, blocks: Ints) -> None:
+        """The step took effect: its block table is the sequence's."""
+        self.blocks = blocks
+
+    def advance(self, token: int, tokenizer: HfTokenizer) -> TextStep:
+        """Take the sampled token; the text's failure leaves the tokens as they were."""
+        if self.text is None:
+            self.text = TextState(tokenizer, self.stops, self.tokens[: self.prompt_tokens])
+        step = self.text.push(token)
+        self.tokens.append(token)
+        return step
+
+    def fork(self, child: ChildFork) -> SequenceState:
+        """A choice that continues from this prompt, before any token of its own."""
+        return SequenceState(
+            tokens=list(self.tokens),
+            prompt_tokens=self.prompt_tokens,
+            sampling=replace(self.sampling, choice=child.choice),
+            stops=self.stops,
+            text=None if self.text is None else self.text.fork(),
+            blocks=np.array(child.blocks, np.int64),
+        )

@@ -1,0 +1,316 @@
+"""Text to token ids and back, from a model directory's own files.
+
+Rule 1: tokenizer.json is the truth; it is read by the `tokenizers` library, and transformers is
+imported only when the first chat is rendered. Rule 2: nothing here changes the tokenizer after
+`load_tokenizer`, which is what makes every method safe to call from any thread.
+
+What transformers' AutoTokenizer does and this file does the same: special tokens written in a
+user's text are parsed as special tokens; ``add_special_tokens`` runs tokenizer.json's own
+post-processor (``add_bos_token`` in tokenizer_config.json is ignored where tokenizer.json
+exists); special tokens named in tokenizer_config.json, or in special_tokens_map.json where the
+former lists no added_tokens_decoder, are added when tokenizer.json lacks them.
+What it does not do: truncate, pad, or clean up spaces after decoding.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from engine.core.plan import TokenSpan
+from engine.errors import InvalidRequest, SpawnFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# The names a chat template may read (transformers' SPECIAL_TOKENS_ATTRIBUTES).
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+# What `render_chat` passes itself; a client's template_args may not override it.
+_RESERVED_ARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversations",
+        "messages",
+        "return_assistant_tokens_mask",
+        "tools",
+    }
+)
+_TEMPLATE_MESSAGE_MAX = 200  # characters of a template's own complaint that a client sees; guess
+_ANCHOR_LETTERS = "aeionstrAEINOST0123456789.,"
+
+
+class HfTokenizer:
+    """`engine.core.plan.Tokenizer` over one `tokenizers.Tokenizer`.
+
+    ``special_ids`` are the ids that ``skip_special_tokens`` leaves out. ``special_tokens`` maps
+    names such as ``bos_token`` to their text. ``anchor`` is one token of plain text (or empty):
+    decoding after it shows a token as it looks inside a text, leading space included.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.special_ids = frozenset(
+            id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.anchor = _find_anchor(backend)
+        self._chat_templates = dict(chat_templates or {})
+        self._texts: dict[int, str] = {}
+        self._known: set[int] = set()
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._special_id("eos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_templates)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        return tuple(self._encoding(text, add_special_tokens).ids)
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
+        """Ids with the code points ``start … end - 1`` of ``text`` each came from.
+
+        A token that the post-processor added has an empty range. Tokens that share a character
+        (a byte each) share its range.
+        """
+        encoding = self._encoding(text, add_special_tokens)
+        return tuple(
+            TokenSpan(id_, self.token_text(id_), start, end)
+            for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+        )
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids the vocabulary lacks (a padded output layer has some) decode to nothing."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def is_known(self, token_id: int) -> bool:
+        """True where the vocabulary has the id; it may have gaps."""
+        if token_id in self._known:
+            return True
+        if self.backend.id_to_token(token_id) is None:
+            return False
+        self._known.add(token_id)
+        return True
+
+    def token_text(self, token_id: int) -> str:
+        """What one token looks like inside a text; part of a character shows as U+FFFD."""
+        text = self._texts.get(token_id)
+        if text is None:
+            before = self.decode(self.anchor, skip_special_tokens=False)
+            whole = self.decode((*self.anchor, token_id), skip_special_tokens=False)
+            text = self._texts[token_id] = whole[len(before) :]
+        return text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        template_args: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt text of a chat, by the model's own template; not yet encoded.
+
+        Encode it with ``add_special_tokens=False``: templates write their special tokens.
+        """
+        template = self._template(has_tools=bool(tools))
+        args = dict(template_args or {})
+        if clash := sorted(_RESERVED_ARGS & args.keys()):
+            raise InvalidRequest.of("chat", f"template_args cannot set {', '.join(clash)}")
+        if not messages:
+            raise InvalidRequest.of("chat", "a chat needs at least one message")
+        return _render(
+            template,
+            # transformers drops None as well: many templates print it as "None".
+            [{k: v for k, v in message.items() if v is not None} for message in messages],
+            [dict(tool) for tool in tools] or None,
+            {**self.special_tokens, **args},
+            add_generation_prompt,
+        )
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        try:
+            # not `encode`, which holds the GIL for its whole time: 2.8 s for 4 MiB
+            [found] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return found
+        except Exception as error:
+            # A lone surrogate is a TypeError; a model without an unknown token raises Exception.
+            if _has_surrogate(text):
+                what = "contains a lone surrogate, which no Unicode text can"
+            else:
+                what = "contains something this model's tokenizer cannot encode"
+            raise InvalidRequest.of("text", what) from error
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        id_: int | None = None if token is None else self.backend.token_to_id(token)
+        return id_
+
+    def _template(self, *, has_tools: bool) -> str:
+        """transformers' choice among several: tool_use where tools are given, else default."""
+        templates = self._chat_templates
+        if not templates:
+            raise InvalidRequest.of("chat", "this model has no chat template; send text instead")
+        if has_tools and "tool_use" in templates:
+            return templates["tool_use"]
+        if "default" not in templates:
+            raise InvalidRequest.of("chat", "this model has no default chat template")
+        return templates["default"]
+
+
+def load_tokenizer(path: str | Path) -> HfTokenizer:
+    """Read the tokenizer of a model directory.
+
+    Raises:
+        SpawnFailed: tokenizer.json is missing or unreadable, or a file beside it is not JSON.
+    """
+    directory = Path(path)
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise SpawnFailed("the model has no tokenizer.json", log_detail=str(file))
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:
+        message = "the model's tokenizer.json cannot be read"
+        raise SpawnFailed(message, log_detail=f"{file}: {error}") from error
+    config = _read_json(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _read_json(directory / "special_tokens_map.json")
+    _add_missing(backend, config)
+    return HfTokenizer(
+        backend,
+        special_tokens={n: _content(config[n]) for n in _SPECIAL_NAMES if config.get(n)},
+        chat_templates=_read_templates(directory, config),
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        message = f"the model's {file.name} is not JSON"
+        raise SpawnFailed(message, log_detail=f"{file}: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _content(token: object) -> str:
+    """A special token is written as its text or as an AddedToken's fields."""
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _added(token: object, *, special: bool) -> AddedToken:
+    """The AddedToken a configuration means by a text or by an AddedToken's fields."""
+    if not isinstance(token, dict):
+        return AddedToken(str(token), special=special, normalized=False)
+    names = ("single_word", "lstrip", "rstrip", "normalized")
+    flags = {name: bool(token[name]) for name in names if name in token}
+    return AddedToken(_content(token), special=special or bool(token.get("special")), **flags)
+
+
+def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Add what the configuration names and tokenizer.json does not have as an added token."""
+    have = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        if _content(token) not in have:
+            backend.add_tokens([_added(token, special=False)])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = list(extra.values()) if isinstance(extra, dict) else list(extra)
+    for token in [*(config[n] for n in _SPECIAL_NAMES if config.get(n)), *extra]:
+        known = have.get(_content(token))
+        if known is None or not known.special:
+            backend.add_special_tokens([_added(token, special=True)])
+
+
+def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; files win over tokenizer_config.json, as in transformers."""
+    templates = {}
+    if (file := directory / "chat_template.jinja").is_file():
+        templates["default"] = file.read_text(encoding="utf-8")
+    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    if templates:
+        return templates
+    written = config.get("chat_template")
+    if isinstance(written, str):
+        return {"default": written}
+    return {str(one["name"]): str(one["template"]) for one in written or ()}
+
+
+def _find_anchor(backend: Backend) -> tuple[int, ...]:
+    """A token whose text is one plain character wherever it stands, if there is one."""
+    for letter in _ANCHOR_LETTERS:
+        id_ = backend.token_to_id(letter)
+        if id_ is not None and backend.decode([id_, id_], skip_special_tokens=False) == 2 * letter:
+            return (id_,)
+    return ()
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _render(
+    template: str,
+    messages: list[dict[str, object]],
+    tools: list[dict[str, object]] | None,
+    args: dict[str, object],
+    add_generation_prompt: bool,
+) -> str:
+    """One chat through transformers' sandboxed renderer, which caches compiled templates.
+
+    The import costs nothing in a server, whose model code has imported transformers already
+    (alone: 0.9 s).
+    """
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        rendered, _ = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            **args,
+        )
+    except Exception as error:
+        # Only a template's own raise_exception() is exactly a TemplateError and written for users.
+        own = str(error)[:_TEMPLATE_MESSAGE_MAX] if type(error) is TemplateError else ""
+        what = "the model's chat template refused the chat" + (f": {own}" if own else "")
+        refused = InvalidRequest.of("chat", what)
+        refused.log_detail = f"{type(error).__name__}: {error}"
+        raise refused from error
+    text: str = rendered[0]
+    return text

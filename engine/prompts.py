@@ -1,0 +1,175 @@
+"""From what a client asked to what the core schedules: prompt, sampling, stops.
+
+Rule 1: what needs the model is checked here, what does not in `engine.requests`; nothing behind
+checks again. Rule 2: work that grows with the text runs in a thread with a limiter of its own, so
+that a long prompt delays neither the event loop nor a step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeVar
+
+import trio
+
+from engine.core.types import Request
+from engine.errors import InvalidRequest, RequestTooLarge
+from engine.requests import resolve_sampling, resolve_stops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.core.plan import TokenSpan
+    from engine.generation import Generation
+    from engine.pool import Replica
+    from engine.requests import Chat, GenerateRequest, PromptOptions
+    from engine.threads import Threads
+
+INLINE_TOKENIZE_CHARS = 4096  # guess: below this a thread hop costs more than the work
+CHARS_PER_MESSAGE = 64  # guess: what a template does for a message beside copying its text
+
+T = TypeVar("T")
+
+
+class Prompts:
+    """Makes requests of the core's out of generations. Belongs to the Trio thread."""
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._limiter = trio.CapacityLimiter(1)
+
+    async def prepare(self, generation: Generation, replica: Replica) -> Request:
+        """The core's request: prompt tokenised and cut, sampling and stops resolved.
+
+        Raises:
+            InvalidRequest: what only the model can tell is wrong. RequestTooLarge: a prompt that
+                leaves no room for an answer.
+        Cancellation: waits for the thread that tokenises, if there is one.
+        """
+        asked, info = generation.request, replica.info
+        prompt = _truncate(asked.prompt, await self._prompt_ids(asked, replica))
+        if not prompt:
+            raise InvalidRequest.of("input", "has no tokens")
+        if len(prompt) >= info.max_model_len:
+            most = info.max_model_len - 1
+            raise RequestTooLarge.of(
+                "input", f"has {len(prompt)} tokens, but at most {most} leave room for an answer"
+            )
+        if asked.token_ids is not None:
+            cut_off = len(asked.token_ids) - len(prompt)
+            first = 0 if asked.prompt.truncate_left is False else cut_off
+            self.check_ids("token_ids.ids", prompt, info.vocab_size, first=first)
+        self.check_ids("sampling.stop_token_ids", asked.sampling.stop_token_ids, info.vocab_size)
+        stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
+        if stops.min_tokens > 0 and len(stops.token_ids) >= info.vocab_size:
+            raise InvalidRequest.of(
+                "sampling.min_tokens", "cannot be reached: every token of the model is a stop token"
+            )
+        if asked.output.echo:
+            skips = asked.output.skip_special_tokens is not False
+            generation.echo(replica.tokenizer.decode(prompt, skip_special_tokens=skips))
+        deadline = generation.scope.deadline
+        return Request(
+            request_id=generation.core_id,
+            prompt=prompt,
+            sampling=resolve_sampling(asked.sampling, asked.output, info.defaults),
+            stops=stops,
+            arrival=generation.started_at,
+            n=asked.n or 1,
+            priority=asked.priority or 0,
+            deadline=None if math.isinf(deadline) else deadline,
+            constraint=asked.constraint,
+            cache_salt=asked.prompt.cache_salt,
+            bypass_prefix_cache=bool(asked.prompt.bypass_prefix_cache),
+        )
+
+    async def _prompt_ids(self, asked: GenerateRequest, replica: Replica) -> tuple[int, ...]:
+        add_special = asked.prompt.add_special_tokens
+        if asked.token_ids is not None:
+            if add_special is not None:
+                raise InvalidRequest.of("prompt.add_special_tokens", "does not go with token_ids")
+            return asked.token_ids
+        if asked.chat is not None:
+            text = await self.render_chat(replica, asked.chat)
+            return await self.tokenize(replica, text, add_special_tokens=bool(add_special))
+        return await self.tokenize(
+            replica, asked.text or "", add_special_tokens=add_special is not False
+        )
+
+    async def tokenize(
+        self, replica: Replica, text: str, *, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        """Encode a text: inline when short, else in a thread with a limiter of its own."""
+        encode = replica.tokenizer.encode
+        return await self._inline_or_thread(
+            len(text), lambda: encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def encode_spans(
+        self, replica: Replica, text: str, *, add_special_tokens: bool
+    ) -> tuple[TokenSpan, ...]:
+        """As `tokenize`, each token with the characters it came from."""
+        encode = replica.tokenizer.encode_spans
+        return await self._inline_or_thread(
+            len(text), lambda: encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def decode(
+        self, replica: Replica, ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> str:
+        """The text of ids, where `tokenize` would run.
+
+        Raises:
+            InvalidRequest: an id outside the vocabulary.
+        """
+
+        def job() -> str:
+            self.check_ids("ids", ids, replica.info.vocab_size)
+            return replica.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+        return await self._inline_or_thread(len(ids), job)
+
+    async def render_chat(self, replica: Replica, chat: Chat) -> str:
+        """The text that a model's template makes of messages, where `tokenize` would run."""
+        return await self._inline_or_thread(
+            _size_of(chat),
+            lambda: replica.tokenizer.render_chat(
+                chat.messages,
+                tools=chat.tools,
+                template_args=chat.template_args,
+                add_generation_prompt=chat.add_generation_prompt,
+            ),
+        )
+
+    async def _inline_or_thread(self, num_chars: int, job: Callable[[], T]) -> T:
+        if num_chars < INLINE_TOKENIZE_CHARS:
+            return job()
+        return await self._threads.run(job, self._limiter)
+
+    @staticmethod
+    def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, first: int = 0) -> None:
+        """Raise InvalidRequest for the first id outside the vocabulary; ``first`` is the index
+        that the first of ``ids`` has in the field."""
+        if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+            return
+        for index, token_id in enumerate(ids, start=first):
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest.of(
+                    f"{field}[{index}]", f"is {token_id}, outside the vocabulary of {vocab_size}"
+                )
+
+
+def _truncate(options: PromptOptions, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    limit = options.truncate_to
+    if limit is None or len(prompt) <= limit:
+        return prompt
+    return prompt[:limit] if options.truncate_left is False else prompt[-limit:]
+
+
+def _size_of(chat: Chat) -> int:
+    """Characters that rendering a chat takes about as long as; an estimate."""
+    num_messages = len(chat.messages)
+    if num_messages * CHARS_PER_MESSAGE >= INLINE_TOKENIZE_CHARS:
+        return num_messages * CHARS_PER_MESSAGE  # and do not even look at them
+    contents = sum(len(str(message.get("content", ""))) for message in chat.messages)
+    return num_messages * CHARS_PER_MESSAGE + contents

@@ -1,0 +1,244 @@
+"""What a client asks for and what it hears back: the public values of the engine.
+
+Rule 1: None means unset; the model's generation_config fills it, then the usual default
+(`resolve_sampling`). Rule 2: `GenerateRequest.validate` costs constant time per field and
+lists every broken field by its proto path; nothing behind it checks ranges again.
+Source: the comments in inference.proto (ranges, defaults).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.core.events import Finished, Tokens
+from engine.core.types import Constraint, Sampling, Stops
+from engine.errors import FieldViolation, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from engine.core.plan import ModelInfo, SamplingDefaults
+    from engine.core.types import TokenLogprob
+
+# The proto tells clients these; guesses, but for the alternatives, which are vLLM's default.
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 20
+MAX_REQUEST_ID_CHARS = 128  # guess: room for two UUIDs and a prefix
+INT32 = (-(2**31), 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The request's sampling, every scalar optional. Ranges are checked by `violations`."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+
+    def violations(self) -> Iterator[FieldViolation]:
+        """Every field outside its documented range, by proto path."""
+        for name, low, high, low_open in (
+            ("temperature", 0.0, 100.0, False),
+            ("top_p", 0.0, 1.0, True),
+            ("min_p", 0.0, 1.0, False),
+            ("typical_p", 0.0, 1.0, False),
+            ("repetition_penalty", 0.0, math.inf, True),
+            ("presence_penalty", -2.0, 2.0, False),
+            ("frequency_penalty", -2.0, 2.0, False),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                yield from _outside(f"sampling.{name}", value, low, high, low_open=low_open)
+        if self.max_tokens is not None and self.max_tokens < 1:
+            yield FieldViolation("sampling.max_tokens", "must be at least 1")
+        if (
+            self.min_tokens is not None
+            and self.max_tokens is not None
+            and self.min_tokens > self.max_tokens
+        ):
+            yield FieldViolation("sampling.min_tokens", "must not exceed max_tokens")
+        if len(self.stop) > MAX_STOPS:
+            yield FieldViolation("sampling.stop", f"has {len(self.stop)} of at most {MAX_STOPS}")
+        for index, text in enumerate(self.stop[:MAX_STOPS]):
+            if not 0 < len(text) <= MAX_STOP_CHARS:
+                yield FieldViolation(
+                    f"sampling.stop[{index}]", f"must have 1 to {MAX_STOP_CHARS} characters"
+                )
+
+
+def _outside(
+    path: str, value: float, low: float, high: float, *, low_open: bool
+) -> Iterator[FieldViolation]:
+    inside = (low < value if low_open else low <= value) and value <= high
+    if inside and math.isfinite(value):
+        return
+    bracket = "(" if low_open else "["
+    top = "∞)" if math.isinf(high) else f"{high:g}]"
+    yield FieldViolation(path, f"is {value:g}, outside {bracket}{low:g}, {top}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages for the model's own chat template; dicts with role and content."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """What is done to the prompt before it is computed."""
+
+    truncate_to: int | None = None
+    truncate_left: bool | None = None
+    cache_salt: str = ""
+    bypass_prefix_cache: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What a stream carries besides text."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool | None = None
+    echo: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One Generate call. Exactly one of ``text``, ``token_ids`` and ``chat`` is set.
+
+    ``timeout_s`` is what is left of the client's deadline, None for none. ``request_id`` empty:
+    the engine makes one.
+    """
+
+    model: str = ""
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    chat: Chat | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int | None = None
+    priority: int | None = None
+    request_id: str = ""
+    constraint: Constraint | None = None
+    prompt: PromptOptions = field(default_factory=PromptOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+    timeout_s: float | None = None
+
+    def validate(self) -> None:
+        """Check every range that needs no model.
+
+        Raises:
+            InvalidRequest: with one violation per broken field.
+        """
+        found = [*self._violations(), *self.sampling.violations()]
+        if found:
+            raise InvalidRequest(found)
+
+    def _violations(self) -> Iterator[FieldViolation]:
+        given = [x for x in (self.text, self.token_ids, self.chat) if x is not None]
+        if len(given) != 1:
+            yield FieldViolation("input", "set exactly one of text, token_ids and chat")
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            yield FieldViolation("n", f"is {self.n}, outside [1, {MAX_CHOICES}]")
+        if self.priority is not None and not INT32[0] <= self.priority <= INT32[1]:
+            yield FieldViolation("priority", "is not an int32")
+        if len(self.request_id) > MAX_REQUEST_ID_CHARS or not self.request_id.isprintable():
+            yield FieldViolation(
+                "request_id", f"must be at most {MAX_REQUEST_ID_CHARS} printable characters"
+            )
+        if self.prompt.truncate_to is not None and self.prompt.truncate_to < 1:
+            yield FieldViolation("prompt.truncate_to", "must be at least 1")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self.output, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                yield FieldViolation(f"output.{name}", f"is {value}, outside [0, {MAX_LOGPROBS}]")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first event of a stream: the request is admitted."""
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+StreamEvent = Started | Tokens | Finished
+
+
+def resolve_sampling(
+    params: SamplingParams, output: OutputOptions, defaults: SamplingDefaults
+) -> Sampling:
+    """Fill what is unset from the model's generation_config, then from the usual defaults."""
+
+    def pick(name: str, usual: float) -> Any:
+        asked = getattr(params, name)
+        if asked is not None:
+            return asked
+        configured = getattr(defaults, name, None)
+        return usual if configured is None else configured
+
+    return Sampling(
+        temperature=pick("temperature", 1.0),
+        top_k=pick("top_k", 0),
+        top_p=pick("top_p", 1.0),
+        min_p=pick("min_p", 0.0),
+        typical_p=pick("typical_p", 1.0),
+        repetition_penalty=pick("repetition_penalty", 1.0),
+        presence_penalty=pick("presence_penalty", 0.0),
+        frequency_penalty=pick("frequency_penalty", 0.0),
+        seed=params.seed,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        banned_token_ids=params.banned_token_ids,
+        bad_words=params.bad_words,
+        logprobs=output.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+    )
+
+
+def resolve_stops(
+    params: SamplingParams, output: OutputOptions, info: ModelInfo, num_prompt: int
+) -> Stops:
+    """The end conditions of a request of ``num_prompt`` tokens.
+
+    ``max_tokens`` unset: the rest of the context; too large: clamped to it.
+    """
+    room = info.max_model_len - num_prompt
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    eos = frozenset() if params.ignore_eos else info.eos_token_ids
+    return Stops(
+        max_tokens=max_tokens,
+        min_tokens=min(params.min_tokens or 0, max_tokens),
+        strings=params.stop,
+        token_ids=eos | frozenset(params.stop_token_ids),
+        include=bool(params.include_stop),
+        skip_special=output.skip_special_tokens is not False,
+    )

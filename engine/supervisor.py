@@ -1,0 +1,295 @@
+"""Who owns a request: one task and one cancel scope each, from submit to the last event.
+
+Rule 1: every early end is one `Generation.cancel(reason)`; the first reason wins (R204).
+Rule 2: the client's end is immediate, the engine's part follows within one step: closing a
+generation never waits for the step in flight (R10, R152). Rule 3: blocks belong to the core;
+the task only supervises, it forwards no token.
+
+A request's task leases a replica, has the prompt prepared, submits to the loop, and waits for the
+generation's end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import uuid
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine import logs
+from engine.core.events import Cancel, Submit
+from engine.core.types import EndReason, RequestId
+from engine.errors import (
+    DeadlineExceeded,
+    DuplicateRequest,
+    EngineBug,
+    InvalidRequest,
+    RequestAborted,
+    ShuttingDown,
+    StepFailed,
+    TrioletError,
+)
+from engine.generation import Generation, server_deadline
+from engine.metrics import Metrics
+from engine.prompts import Prompts
+from engine.status import AbortOutcome
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.pool import Pool
+    from engine.requests import GenerateRequest
+    from engine.threads import Threads
+
+log = logging.getLogger(__name__)
+
+# An abort that comes before its request is remembered; guesses, told by Abort in control.proto.
+ABORT_MEMORY_S = 60.0
+ABORT_MEMORY_MAX = 10_000
+
+
+class Supervisor:
+    """Starts and supervises the generations over one pool."""
+
+    def __init__(self, config: EngineConfig, pool: Pool, threads: Threads) -> None:
+        self._config = config
+        self._pool = pool
+        self._live: dict[str, Generation] = {}
+        self.prompts = Prompts(threads)
+        self._nursery: trio.Nursery | None = None
+        self._serials = itertools.count(1)
+        self._is_draining = False
+        self._num_cut = 0
+        self._background_drain: trio.Event | None = None
+        self._recently_ended = _RecentIds()
+        self._aborts_to_come = _RecentIds()
+        self._idle = trio.Event()
+        self.metrics = Metrics()
+
+    @property
+    def is_draining(self) -> bool:
+        """New requests are refused."""
+        return self._is_draining
+
+    @property
+    def num_live(self) -> int:
+        """Requests whose task has not ended."""
+        return len(self._live)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Own the request tasks and the pool until `drain` has ended both."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._pool.run)
+            task_status.started()
+        self._nursery = None
+
+    # ---- submit
+
+    def submit(
+        self, request: GenerateRequest, *, buffer: int, arrived_at: float | None = None
+    ) -> Generation:
+        """Start a request; never waits and never raises: a refusal is its ``error`` (R59).
+
+        ``arrived_at``: when it reached the server, on Trio's clock, if that was earlier.
+        """
+        request_id = request.request_id or uuid.uuid4().hex
+        generation = Generation(request, request_id, self._core_id(request_id), buffer)
+        timeout = request.timeout_s
+        if timeout is None:
+            timeout = self._config.default_deadline_s
+        start = generation.started_at if arrived_at is None else arrived_at
+        generation.scope.deadline = server_deadline(start, timeout)
+        error = self._refusal(request, request_id)
+        if error is not None or self._nursery is None:
+            self.metrics.count_refusal()
+            generation.close(error or ShuttingDown("the engine is closed"))
+            return generation
+        self._live[request_id] = generation
+        self._nursery.start_soon(self._supervise, generation, name=f"request {request_id}")
+        return generation
+
+    def _refusal(self, request: GenerateRequest, request_id: str) -> TrioletError | None:
+        if self._is_draining:
+            return ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        if self._aborts_to_come.take(request_id):
+            return RequestAborted("the request was aborted by the operator before it arrived")
+        if request_id in self._live:
+            return DuplicateRequest(f"request_id {request_id!r} is in use")
+        try:
+            request.validate()
+        except InvalidRequest as error:
+            return error
+        return None
+
+    def _core_id(self, request_id: str) -> RequestId:
+        """The core's name for a request: the client's id, or another if a step may still be
+        ending a request of that id. Events for the one must not reach the other."""
+        if request_id in self._recently_ended:
+            return RequestId(f"{request_id}~{next(self._serials)}")
+        return RequestId(request_id)
+
+    def abort(self, request_id: str) -> AbortOutcome:
+        """End a request by the operator's will: now if it is live; as it arrives, if that is
+        within a minute. Never waits."""
+        generation = self._live.get(request_id)
+        if generation is not None:
+            generation.cancel(EndReason.ABORTED)
+            return AbortOutcome.ABORTED
+        if request_id in self._recently_ended:
+            return AbortOutcome.ALREADY_ENDED
+        self._aborts_to_come.add(request_id)
+        return AbortOutcome.REMEMBERED
+
+    # ---- one request's task
+
+    async def _supervise(self, generation: Generation) -> None:
+        logs.request_id.set(generation.request_id)
+        try:
+            with generation.scope:
+                await self._generate(generation)
+            generation.close(generation.early_end())  # unless it has ended by itself
+        except TrioletError as error:
+            generation.close(error)
+        except Exception as error:
+            log.exception("the request's task failed")
+            generation.close(EngineBug(repr(error)))
+        finally:
+            if not generation.is_closed:  # the whole engine is being cancelled
+                generation.reason = EndReason.SHUTDOWN
+                generation.close(generation.early_end())
+            self._end(generation)
+
+    async def _generate(self, generation: Generation) -> None:
+        generation.phase = "load"
+        async with self._pool.lease(generation.request.model) as replica:
+            generation.model = replica.model
+            generation.load_s = trio.current_time() - generation.started_at
+            generation.phase = "tokenize"
+            request = await self.prompts.prepare(generation, replica)
+            generation.replica = replica
+            generation.phase = "queued"
+            replica.loop.submit(Submit(request, generation.credit), generation)
+            try:
+                await generation.wait_closed()
+            finally:
+                generation.phase = replica.loop.phase_of(request.request_id) or generation.phase
+                replica.loop.forget(request.request_id)
+                if generation.error is not None or not generation.is_closed:
+                    reason = generation.reason or EndReason.DEADLINE
+                    replica.loop.post(Cancel(request.request_id, reason))
+
+    def _end(self, generation: Generation) -> None:
+        """Count the end and forget the request."""
+        del self._live[generation.request_id]
+        self._recently_ended.add(generation.request_id)
+        self._count(generation)
+        if not self._live:
+            self._idle.set()
+        log.debug(
+            "ended: %s after %d tokens",
+            "ok" if generation.error is None else generation.error.reason,
+            generation.tokens_done,
+        )
+
+    def _count(self, generation: Generation) -> None:
+        replica, error = generation.replica, generation.error
+        if error is None:
+            self.metrics.count_end(EndReason.STOP)
+        elif generation.reason is not None or isinstance(error, DeadlineExceeded):
+            reason = generation.reason or EndReason.DEADLINE
+            self.metrics.count_end(reason, generation.phase)
+        elif isinstance(error, EngineBug):
+            self.metrics.count_end(EndReason.FAILED, generation.phase)
+        else:
+            self.metrics.count_refusal()
+        if replica is not None:
+            replica.processed += error is None
+            replica.failed += isinstance(error, (StepFailed, EngineBug))
+            replica.cancelled += generation.reason is EndReason.CANCELLED
+
+    # ---- the end of everything
+
+    def refuse_new(self) -> None:
+        """Refuse new requests from now on."""
+        if not self._is_draining:
+            self._is_draining = True
+            self._pool.notify()
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests, let running ones finish for ``timeout_s`` seconds, cut the rest,
+        and end the pool. The number of requests cut, by this drain and any before it.
+
+        Cancellation: the rest is cut at once.
+        """
+        self.refuse_new()
+        try:
+            with trio.move_on_after(timeout_s):
+                await self.wait_idle()
+        finally:
+            cut = [one for one in self._live.values() if one.reason is None]
+            for generation in cut:
+                generation.cancel(EndReason.SHUTDOWN)
+            self._num_cut += len(cut)
+            self._pool.close()
+        await self.wait_idle()
+        return self._num_cut
+
+    async def drain_in_background(self, timeout_s: float) -> None:
+        """Start a drain that goes on whoever waits for it, unless one has started; wait for it.
+
+        Cancellation: only the waiting ends.
+        """
+        if self._background_drain is None:
+            self._background_drain = trio.Event()
+            if self._nursery is not None:
+                self._nursery.start_soon(self._drain_and_tell, timeout_s, self._background_drain)
+            else:
+                self._background_drain.set()
+        await self._background_drain.wait()
+
+    async def _drain_and_tell(self, timeout_s: float, done: trio.Event) -> None:
+        try:
+            await self.drain(timeout_s)
+        finally:
+            done.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is live."""
+        while self._live:
+            if self._idle.is_set():
+                self._idle = trio.Event()
+            await self._idle.wait()
+
+
+class _RecentIds:
+    """The ids added in the last minute, at most `ABORT_MEMORY_MAX`, oldest forgotten first.
+    Looked through when it is used: no timer, no wake-up."""
+
+    def __init__(self) -> None:
+        self._added_at: dict[str, float] = {}
+
+    def add(self, request_id: str) -> None:
+        self._added_at.pop(request_id, None)
+        self._forget_old()
+        if len(self._added_at) >= ABORT_MEMORY_MAX:
+            del self._added_at[next(iter(self._added_at))]
+        self._added_at[request_id] = trio.current_time()
+
+    def take(self, request_id: str) -> bool:
+        """Was it added? It is forgotten now."""
+        self._forget_old()
+        return self._added_at.pop(request_id, None) is not None
+
+    def __contains__(self, request_id: str) -> bool:
+        self._forget_old()
+        return request_id in self._added_at
+
+    def _forget_old(self) -> None:
+        limit = trio.current_time() - ABORT_MEMORY_S
+        while self._added_at:
+            oldest = next(iter(self._added_at))
+            if self._added_at[oldest] > limit:
+                return
+            del self._added_at[oldest]

@@ -1,0 +1,1 @@
+"""Written by tools/regen_proto.py; do not edit."""

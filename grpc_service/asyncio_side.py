@@ -1,0 +1,193 @@
+"""The asyncio thread: grpc.aio's server, from bind to stop.
+
+Rule 1: everything of grpc lives on this thread's loop (grpc.aio objects are not thread-safe).
+Rule 2: the thread's end, whatever its cause, is told to the Trio side exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from engine.errors import ConfigError
+from grpc_service.health import SERVICE_NAME as HEALTH_NAME
+from grpc_service.health import HealthServicer, add_health, apply_states
+from grpc_service.reflection import SERVICE_NAMES as REFLECTION_NAMES
+from grpc_service.reflection import add_reflection
+from grpc_service.servicer import SERVICE_NAMES, add_servicers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.status import ModelStatus
+    from grpc_service.bridge import Bridge
+    from grpc_service.config import ServerConfig
+
+log = logging.getLogger(__name__)
+
+
+def server_options(config: ServerConfig) -> list[tuple[str, Any]]:
+    """Channel arguments: sizes, and keepalive that finds half-dead clients and allows a client
+    to ping every 10 s (grpc's default would punish it after two)."""
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a lottery
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 15_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where it is installed, else asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def check_free(config: ServerConfig) -> None:
+    """Find out early, and in one sentence, that the address cannot be had: grpc writes lines of
+    its own on standard error, and would take the path of a Unix socket from a running server.
+
+    Raises:
+        ConfigError: the address is in use, or not this machine's.
+    """
+    try:
+        if config.uds:
+            with socket.socket(socket.AF_UNIX) as client:
+                if client.connect_ex(config.uds) == 0:
+                    raise OSError
+        elif config.port:
+            host = config.host.strip("[]")
+            for family, kind, protocol, _, address in socket.getaddrinfo(
+                host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            ):
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(address)
+    except OSError:
+        raise _cannot_listen(config) from None
+
+
+def _cannot_listen(config: ServerConfig) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {config.address}: the address is in use or not ours; choose another "
+        f"with {'--uds' if config.uds else '--port'}"
+    )
+
+
+class AsyncioSide:
+    """Runs the gRPC server on a thread of its own.
+
+    ``on_bound(port)`` and ``on_end(error)`` are called on that thread; ``on_end`` last and once.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        bridge: Bridge,
+        on_bound: Callable[[int], None],
+        on_end: Callable[[BaseException | None], None],
+        new_event_loop: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
+    ) -> None:
+        self._config = config
+        self._bridge = bridge
+        self._on_bound = on_bound
+        self._on_end = on_end
+        self._loop = new_event_loop()
+        self._stop = asyncio.Event()
+        self._stop_grace_s = 0.0
+        self._health: HealthServicer | None = None
+        self._states: tuple[tuple[ModelStatus, ...], bool] = ((), False)
+        self._thread = threading.Thread(target=self._run, name="triolet-grpc", daemon=True)
+
+    def start(self) -> None:
+        """Bind and serve; `on_bound` tells the port, or `on_end` the reason why not."""
+        self._thread.start()
+
+    def stop(self, grace_s: float) -> None:
+        """From any thread: refuse new calls, give running ones ``grace_s`` seconds, end."""
+
+        def stop() -> None:
+            self._stop_grace_s = grace_s
+            self._stop.set()
+
+        self._soon(stop)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread's end; False: it is still running."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def show_states(self, models: Sequence[ModelStatus], *, is_draining: bool) -> None:
+        """From any thread: what health says from now on."""
+        states = (tuple(models), is_draining)
+
+        def show() -> None:
+            self._states = states
+            if self._health is not None:
+                apply_states(self._health, *states)
+
+        self._soon(show)
+
+    def _soon(self, callback: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            log.debug("the asyncio loop has ended")
+
+    # ---- on the thread
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            asyncio.set_event_loop(self._loop)
+            self._loop.run_until_complete(self._serve())
+        except BaseException as raised:
+            error = raised
+        finally:
+            try:
+                self._close_loop()
+            finally:
+                self._on_end(error)
+
+    def _close_loop(self) -> None:
+        loop = self._loop
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+    async def _serve(self) -> None:
+        self._bridge.attach(asyncio.get_running_loop())
+        server = grpc.aio.server(options=server_options(self._config))
+        self._health = HealthServicer()
+        apply_states(self._health, *self._states)
+        add_servicers(server, self._bridge)
+        add_health(server, self._health)
+        add_reflection(server, [*SERVICE_NAMES, HEALTH_NAME, *REFLECTION_NAMES])
+        port = self._bind(server)
+        await server.start()
+        self._on_bound(port)
+        await self._stop.wait()
+        await server.stop(self._stop_grace_s)
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        try:
+            return server.add_insecure_port(self._config.address)
+        except RuntimeError:
+            raise _cannot_listen(self._config) from None

@@ -1,0 +1,279 @@
+"""Between the two event worlds: grpc.aio's asyncio thread and the engine's Trio thread.
+
+Rule 1: no other file knows both. Rule 2: each direction is one queue with at most one wake-up
+under way, however much is posted: commands go over in posting order, and everything the engine
+made in a step comes back in one batch. Rule 3: nothing here waits for a reader or a writer.
+
+What bounds the queues: a stream's messages by its credit, which counts what is in its channel,
+handed over and unwritten together (D1); commands by the calls that are open, each posting one
+submit, at most one cancel, and a credit note per batch it was handed.
+
+When the other side has ended: a call gets ShuttingDown; the engine sees its readers gone.
+Measured (128 streams, 5 ms steps): a wake-up per token on both sides costs 20-30 µs a token,
+one per step on each about 7.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import trio
+
+from engine.core.types import EndReason
+from engine.errors import EngineBug, ShuttingDown, TrioletError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from engine.api import Engine
+    from engine.generation import Generation
+    from engine.requests import GenerateRequest, StreamEvent
+    from engine.status import EngineStatistics
+
+    Batch = list[tuple["BridgeCall", list[StreamEvent], bool, TrioletError | None]]
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class BridgeCall:
+    """One generation, seen from the asyncio side (`grpc_service.front.Call`)."""
+
+    def __init__(self, bridge: Bridge, request: GenerateRequest) -> None:
+        self._bridge = bridge
+        self._events: list[StreamEvent] = []
+        self._is_closed = False
+        self._is_cancelled = False
+        self._error: TrioletError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self.request = request
+        self.posted_at = time.monotonic()
+        self.generation: Generation | None = None  # the Trio side's, touched there alone
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    async def receive(self) -> Sequence[StreamEvent]:
+        while not self._events:
+            if self._is_closed:
+                if self._error is not None:
+                    raise self._error
+                return ()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        events, self._events = self._events, []
+        return events
+
+    def written(self, num_tokens_events: int) -> None:
+        if num_tokens_events:
+            self._bridge.post(lambda: self._release(num_tokens_events))
+
+    def cancel(self) -> None:
+        if not self._is_closed and not self._is_cancelled:
+            self._is_cancelled = True
+            self._bridge.post(self._close_reader)
+
+    # ---- on the asyncio thread, by the bridge
+
+    def take(self, events: list[StreamEvent], is_closed: bool, error: TrioletError | None) -> None:
+        """More events, and perhaps the end."""
+        self._events += events
+        if is_closed:
+            self._is_closed, self._error = True, error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # ---- on the Trio thread
+
+    def _release(self, num_messages: int) -> None:
+        if self.generation is not None:
+            self.generation.release(num_messages)
+
+    def _close_reader(self) -> None:
+        if self.generation is not None:
+            self.generation.close_reader()
+
+
+class Bridge:
+    """`grpc_service.front.Front` over an engine. Made on the Trio thread; `attach` gives it the
+    asyncio loop. ``run`` is its part on the Trio thread and ends when cancelled."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._buffer = engine.config.stream_buffer
+        self._token = trio.lowlevel.current_trio_token()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._commands: deque[Callable[[], object]] = deque()
+        self._is_posted = False
+        self._ready: dict[BridgeCall, None] = {}
+        self._wake = trio.Event()
+        self._nursery: trio.Nursery | None = None
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Name the asyncio loop that the `Front` methods are called on. On that loop's thread."""
+        self._loop = loop
+
+    # ---- asyncio side: the front
+
+    def generate(self, request: GenerateRequest) -> BridgeCall:
+        call = BridgeCall(self, request)
+        if not self.post(lambda: self._submit(call)):
+            call.take([], True, ShuttingDown("the engine has ended", retry_after_s=5.0))
+        return call
+
+    async def call(self, job: Callable[[Engine], Awaitable[T]]) -> T:
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        scope = trio.CancelScope()
+
+        def start() -> None:
+            if self._nursery is None:
+                self._reply(future, None, ShuttingDown("the engine has ended"))
+            else:
+                self._nursery.start_soon(self._run_job, job, scope, future)
+
+        self._require_engine(start)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.post(lambda: scope.cancel(reason="the client cancelled"))
+            raise
+
+    async def statistics(self) -> EngineStatistics:
+        return await self.ask(lambda engine: engine.statistics())
+
+    async def ask(self, question: Callable[[Engine], T]) -> T:
+        """Run a function that does not wait on the Trio thread, between its tasks."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def answer() -> None:
+            try:
+                self._reply(future, question(self._engine), None)
+            except Exception as error:
+                self._reply(future, None, error)
+
+        self._require_engine(answer)
+        return await future
+
+    def _require_engine(self, command: Callable[[], object]) -> None:
+        if not self.post(command):
+            raise ShuttingDown("the engine has ended", retry_after_s=5.0)
+
+    def post(self, command: Callable[[], object]) -> bool:
+        """Run ``command`` on the Trio thread, after those posted before. False: it has ended."""
+        self._commands.append(command)
+        if not self._is_posted:
+            self._is_posted = True
+            try:
+                self._token.run_sync_soon(self._run_commands)
+            except trio.RunFinishedError:
+                self._commands.clear()
+                self._is_posted = False
+                return False
+        return True
+
+    def _take_batch(self, batch: Batch) -> None:
+        for call, events, is_closed, error in batch:
+            call.take(events, is_closed, error)
+
+    # ---- Trio side
+
+    def _run_commands(self) -> None:
+        """Everything posted so far. A command that raises is a bug; the others still run."""
+        self._is_posted = False  # before the first look: a later post wakes us again
+        commands = self._commands
+        while commands:
+            try:
+                commands.popleft()()
+            except Exception:
+                log.exception("a command from the front failed")
+
+    def _submit(self, call: BridgeCall) -> None:
+        age = max(0.0, time.monotonic() - call.posted_at)
+        try:
+            generation = self._engine.submit(
+                call.request, buffer=self._buffer, arrived_at=trio.current_time() - age
+            )
+        except Exception as error:
+            bug = EngineBug(repr(error))
+            self._send(lambda: call.take([], True, bug))
+            raise
+        call.generation = generation
+        generation.on_ready = lambda: self._mark(call)
+        self._mark(call)
+
+    def _mark(self, call: BridgeCall) -> None:
+        """The call has news; the courier takes all news of a step at once."""
+        self._ready[call] = None
+        self._wake.set()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Carry events over, and own the jobs of `call`, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            try:
+                while True:
+                    await self._wake.wait()
+                    self._wake = trio.Event()
+                    self._carry()
+            finally:
+                self._nursery = None
+
+    def _carry(self) -> None:
+        ready, self._ready = self._ready, {}
+        batch: Batch = []
+        for call in ready:
+            generation = call.generation
+            assert generation is not None
+            events = generation.take_ready()
+            is_closed = generation.is_closed
+            if events or is_closed:
+                batch.append((call, events, is_closed, generation.error))
+        if batch and not self._send(lambda: self._take_batch(batch)):
+            for call, _events, _is_closed, _error in batch:
+                assert call.generation is not None
+                call.generation.cancel(EndReason.CANCELLED)
+
+    def _send(self, callback: Callable[[], object]) -> bool:
+        """Run ``callback`` on the asyncio thread. False: it has ended."""
+        try:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
+
+    async def _run_job(
+        self,
+        job: Callable[[Engine], Awaitable[Any]],
+        scope: trio.CancelScope,
+        future: asyncio.Future[Any],
+    ) -> None:
+        error: Exception | None = ShuttingDown("the engine has ended", retry_after_s=5.0)
+        result = None
+        try:
+            with scope:
+                result, error = await job(self._engine), None
+        except Exception as raised:
+            error = raised if isinstance(raised, TrioletError) else EngineBug(repr(raised))
+            if error is not raised:
+                log.exception("a job of the front failed")
+        finally:
+            self._reply(future, result, error)
+
+    def _reply(self, future: asyncio.Future[Any], result: object, error: Exception | None) -> None:
+        def settle() -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        self._send(settle)

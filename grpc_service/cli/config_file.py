@@ -1,0 +1,114 @@
+"""The TOML file of ``triolet serve --config``: every flag, and what a flag cannot say of a model.
+
+Rule 1: every key is either known or refused by name, with the nearest one that is known.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.errors import ConfigError
+from grpc_service.cli.values import COUNT, SWITCH, TEXT, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+MODEL_KEYS = {
+    "model": TEXT,
+    "name": TEXT,
+    "revision": TEXT,
+    "lazy": SWITCH,
+    "device": TEXT,
+    "dtype": TEXT,
+}
+WORKER_KEYS = {"device": TEXT, "count": COUNT, "threads": COUNT, "runner": TEXT}
+
+
+class Setting(Protocol):
+    """What a flag tells of its key."""
+
+    @property
+    def kind(self) -> Kind: ...
+
+
+def read_file(
+    path: str, known: Mapping[str, Setting]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The file's settings by key, and its models as fields of ModelConfig.
+
+    Raises:
+        ConfigError: the file cannot be read, or the first wrong key or value, by name.
+    """
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    try:
+        models = [
+            _model(entry, f"models[{index}].")
+            for index, entry in enumerate(_tables(table.pop("models", []), "models"))
+        ]
+        kinds = {key: setting.kind for key, setting in known.items()}
+        return _read(table, kinds, ""), models
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _model(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+    aliases = table.pop("aliases", [])
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise ConfigError(f"{prefix}aliases must be a list of names")
+    workers = _tables(table.pop("workers", []), f"{prefix}workers")
+    if len(workers) > 1:
+        raise ConfigError(f"{prefix}workers: more than one kind of worker is not supported yet")
+    model = _read(table, MODEL_KEYS, prefix, extra=("aliases", "workers"))
+    if "model" not in model:
+        raise ConfigError(f"{prefix}model is missing")
+    for worker in workers:
+        model |= _worker(worker, f"{prefix}workers[0].")
+    return model | {"aliases": tuple(aliases)}
+
+
+def _worker(table: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """One worker in a thread is what there is; asking for just that is fine."""
+    worker = _read(table, WORKER_KEYS, prefix)
+    for key, only in (("count", 1), ("runner", "thread")):
+        if worker.pop(key, only) != only:
+            raise ConfigError(f"{prefix}{key}: only {only!r} is supported yet")
+    return worker
+
+
+def _read(
+    table: dict[str, Any], kinds: Mapping[str, Kind], prefix: str, extra: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The values of ``table``, every key and value checked; ``extra`` keys are known elsewhere."""
+    values = {}
+    for key, given in table.items():
+        if key not in kinds:
+            raise ConfigError(f"{prefix}{key} is not a setting{_hint(key, (*kinds, *extra))}")
+        try:
+            values[key] = kinds[key].read(given)
+        except ValueError:
+            wanted = kinds[key].wanted
+            raise ConfigError(f"{prefix}{key} is {given!r}, but must be {wanted}") from None
+    return values
+
+
+def _tables(given: object, name: str) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or not all(isinstance(entry, dict) for entry in given):
+        table = re.sub(r"\[\d+\]", "", name)
+        raise ConfigError(f"{name} must be written as [[{table}]] tables")
+    return given
+
+
+def _hint(key: str, known: Iterable[str]) -> str:
+    if key in ("model", "served_model_name"):
+        return "; write a [[models]] table with model and name"
+    near = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1)
+    return f"; is {near[0]} meant?" if near else ""

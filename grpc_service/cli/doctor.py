@@ -1,0 +1,185 @@
+"""``triolet doctor``: what the server would find on this machine, and whether that will do.
+
+Rule 1: a finding is a value; printing is one place, and the exit code follows from `is_fit`.
+Rule 2: torch is asked in a process of its own, so that one that crashes is a finding too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.memory import default_limit, usable_bytes
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator
+
+PACKAGES = ("torch", "transformers", "grpcio", "trio", "protobuf", "tokenizers")
+MIN_PYTHON = (3, 11)
+MIN_MEMORY_BYTES = 1 * 2**30  # guess: Python with torch needs about half of it before any model
+CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "asimd", "sve")
+BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
+COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang")
+TORCH_TIMEOUT_S = 120  # guess: a first import from a slow disk
+ASK_TORCH = """
+import json, torch
+devices = []
+if torch.cuda.is_available():
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({"threads": torch.get_num_threads(), "devices": devices}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. ``advice`` says what to do where something is missing; only what
+    is not ``is_fit`` keeps the server from running."""
+
+    name: str
+    value: str
+    is_fit: bool = True
+    advice: str = ""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code: 1 when something would keep the server from running."""
+    findings = list(examine(args.host, args.port))
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False))
+    else:
+        for finding in findings:
+            mark = "ok " if finding.is_fit else "BAD"
+            advice = f" – {finding.advice}" if finding.advice else ""
+            print(f"{mark} {finding.name:<16}{finding.value}{advice}")
+    return 0 if all(finding.is_fit for finding in findings) else 1
+
+
+def examine(host: str, port: int) -> Iterator[Finding]:
+    """Everything, in the order of the report."""
+    yield _python()
+    yield from map(_package, PACKAGES)
+    yield _cores()
+    yield _memory()
+    yield _processor(_cpu_flags(Path("/proc/cpuinfo")))
+    yield from _torch()
+    yield _spin_count()
+    yield _compiler()
+    yield _port(host, port)
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    if sys.version_info < MIN_PYTHON:
+        return Finding("python", version, False, "install Python 3.11 or newer")
+    if not __debug__:
+        return Finding("python", f"{version} -O", False, "run without -O and PYTHONOPTIMIZE")
+    return Finding("python", version)
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name, "missing", False, "install Triolet's dependencies")
+
+
+def _cores() -> Finding:
+    """Cores that the process may run on, and the container's share of them."""
+    num_cores = len(os.sched_getaffinity(0))
+    quota = _cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
+    if quota is not None and quota < num_cores:
+        advice = "set threads in the configuration to no more than the limit"
+        return Finding("cores", f"{num_cores}, limited to {quota:g}", advice=advice)
+    return Finding("cores", str(num_cores))
+
+
+def _cpu_quota(path: Path) -> float | None:
+    """The container's limit in cores; None without one."""
+    try:
+        quota, period = path.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def _memory() -> Finding:
+    usable = usable_bytes()
+    text = f"{usable / 2**30:.1f} GiB, of which models may use {default_limit() / 2**30:.1f} GiB"
+    if usable < MIN_MEMORY_BYTES:
+        return Finding("memory", text, False, "give the process at least 1 GiB")
+    return Finding("memory", text)
+
+
+def _cpu_flags(path: Path) -> set[str]:
+    """The processor's own list: ``flags`` on x86, ``Features`` on ARM."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return set()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(value.split())
+    return set()
+
+
+def _processor(flags: set[str]) -> Finding:
+    found = [name for name in (*CPU_FEATURES, *BF16_FEATURES) if name in flags]
+    bf16 = "bf16 in hardware" if flags & set(BF16_FEATURES) else "no bf16: auto means float32"
+    return Finding("processor", f"{platform.machine()}, {' '.join(found) or 'plain'}; {bf16}")
+
+
+def _torch() -> Iterator[Finding]:
+    command = [sys.executable, "-c", ASK_TORCH]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        yield Finding("devices", "unknown", False, f"torch took over {TORCH_TIMEOUT_S} s to import")
+        return
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        yield Finding("devices", "unknown", False, f"torch does not work: {why}")
+        return
+    told = json.loads(done.stdout)
+    yield Finding("devices", ", ".join(["cpu", *told["devices"]]))
+    yield Finding("threads", f"{told['threads']} by torch's default")
+
+
+def _spin_count() -> Finding:
+    """See `engine.model`, which sets it before torch is imported."""
+    own = os.environ.get("GOMP_SPINCOUNT")
+    return Finding("GOMP_SPINCOUNT", f"{own}, from the environment" if own else "set at start")
+
+
+def _compiler() -> Finding:
+    wanted = [os.environ[name].split()[0] for name in ("CXX", "CC") if os.environ.get(name)]
+    for name in (*wanted, *COMPILERS):
+        path = shutil.which(name)
+        if path:
+            return Finding("compiler", path)
+    return Finding("compiler", "none", advice="install one for faster steps; it works without")
+
+
+def _port(host: str, port: int) -> Finding:
+    name = f"{host}:{port}"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host.strip("[]"), port))
+            listener.listen()
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        advice = "another server may run there; choose with --port"
+        return Finding("port", f"{name}: {why.lower()}", False, advice)
+    return Finding("port", f"{name} is free")

@@ -1,0 +1,254 @@
+"""What ``triolet serve`` can be told: one table of flags, read from arguments or a TOML file.
+
+Rule 1: a flag is one row of `FLAGS`; its key in the file is its name with underscores, its default
+that of the field it fills. Rule 2: what is not known is refused by name. An argument wins over the
+file. Rule 3: only features that exist have flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.config import DEMO_MODELS, EngineConfig, ModelConfig
+from engine.errors import ConfigError
+from grpc_service.cli.config_file import read_file
+from grpc_service.cli.values import BYTES, COUNT, SECONDS, SWITCH, TEXT, Kind
+from grpc_service.config import ServerConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    Target = type[EngineConfig] | type[ServerConfig] | type[ModelConfig]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag of serve. ``field`` of ``target`` takes its value, a switch's ``is_inverted``
+    turned round. Those of `ModelConfig` hold for every model that does not say otherwise."""
+
+    name: str
+    target: Target
+    field: str
+    kind: Kind
+    help: str
+    is_inverted: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+    def help_text(self) -> str:
+        """With the default, where there is one worth a word."""
+        default = {f.name: f.default for f in dataclasses.fields(self.target)}[self.field]
+        if self.kind.is_switch or default is None or default == "":
+            return self.help
+        return f"{self.help} (default: {default})"
+
+
+FLAGS = (
+    Flag("host", ServerConfig, "host", TEXT, "address to listen on"),
+    Flag("port", ServerConfig, "port", COUNT, "port to listen on; 0 takes a free one"),
+    Flag("uds", ServerConfig, "uds", TEXT, "path of a Unix socket to listen on, not host and port"),
+    Flag("insecure", ServerConfig, "insecure", SWITCH, "serve other machines without TLS or key"),
+    Flag("max-message-bytes", ServerConfig, "max_message_bytes", BYTES, "largest request taken"),
+    Flag(
+        "revision", ModelConfig, "revision", TEXT, "branch, tag or commit of a Hugging Face model"
+    ),
+    Flag("dtype", ModelConfig, "dtype", TEXT, "auto, float32, bfloat16 or float16"),
+    Flag("device", ModelConfig, "device", TEXT, "auto, cpu, cuda or cuda:N"),
+    Flag(
+        "max-model-len",
+        EngineConfig,
+        "max_model_len",
+        COUNT,
+        "most tokens of prompt and completion together (default: the model's, as far as the KV "
+        "pool holds them)",
+    ),
+    Flag("max-num-seqs", EngineConfig, "max_num_seqs", COUNT, "most sequences in one step"),
+    Flag(
+        "max-num-batched-tokens",
+        EngineConfig,
+        "max_num_batched_tokens",
+        COUNT,
+        "most tokens in one step",
+    ),
+    Flag("block-size", EngineConfig, "block_size", COUNT, "tokens in one block of the KV pool"),
+    Flag(
+        "kv-cache-memory",
+        EngineConfig,
+        "kv_cache_memory",
+        BYTES,
+        "size of the KV pool (default: what the bounds need, at most 4 GiB and a quarter of the "
+        "memory limit)",
+    ),
+    Flag(
+        "memory-limit",
+        EngineConfig,
+        "memory_limit",
+        BYTES,
+        "most memory for models (default: 0.80 of what the process may use)",
+    ),
+    Flag(
+        "no-prefix-cache", EngineConfig, "prefix_cache", SWITCH, "compute every prompt whole", True
+    ),
+    Flag(
+        "no-prepared-plans",
+        EngineConfig,
+        "prepared_plans",
+        SWITCH,
+        "plan each step only after the one before it has ended",
+        True,
+    ),
+    Flag("seed", EngineConfig, "seed", COUNT, "seed of the server's own random choices"),
+    Flag(
+        "max-queued-requests",
+        EngineConfig,
+        "max_queued_requests",
+        COUNT,
+        "most requests that wait; more are refused",
+    ),
+    Flag(
+        "max-queued-tokens",
+        EngineConfig,
+        "max_queued_tokens",
+        COUNT,
+        "most prompt tokens that wait; more are refused",
+    ),
+    Flag(
+        "stream-buffer",
+        EngineConfig,
+        "stream_buffer",
+        COUNT,
+        "messages that a stream may be ahead of its reader",
+    ),
+    Flag(
+        "stall-timeout",
+        EngineConfig,
+        "stall_timeout_s",
+        SECONDS,
+        "how long a request waits for a reader that does not read",
+    ),
+    Flag(
+        "spawn-timeout",
+        EngineConfig,
+        "spawn_timeout_s",
+        SECONDS,
+        "how long a request waits for its model to load",
+    ),
+    Flag(
+        "drain-timeout",
+        EngineConfig,
+        "drain_timeout_s",
+        SECONDS,
+        "how long requests may run on when the server is told to end",
+    ),
+    Flag(
+        "default-deadline",
+        EngineConfig,
+        "default_deadline_s",
+        SECONDS,
+        "deadline of requests that bring none (default: none)",
+    ),
+)
+BY_KEY = {flag.key: flag for flag in FLAGS}
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every flag of serve. What is not given leaves no attribute behind."""
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="NAME_OR_DIR",
+        help="a directory, a demo id or a Hugging Face id; may be given several times (default: "
+        f"{', '.join(DEMO_MODELS)})",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="the name clients use; the first is the first --model's, and so on",
+    )
+    parser.add_argument("--config", metavar="FILE.toml", help="a file with any of these settings")
+    for flag in FLAGS:
+        if flag.kind.is_switch:
+            parser.add_argument(
+                f"--{flag.name}",
+                action="store_true",
+                default=argparse.SUPPRESS,
+                help=flag.help_text(),
+            )
+        else:
+            parser.add_argument(
+                f"--{flag.name}",
+                type=_argument_type(flag.kind),
+                default=argparse.SUPPRESS,
+                metavar=flag.kind.metavar,
+                help=flag.help_text(),
+            )
+
+
+def _argument_type(kind: Kind) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return kind.read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"is {text!r}, but must be {kind.wanted}") from None
+
+    return read
+
+
+def configs_of(
+    args: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[EngineConfig, ServerConfig]:
+    """What the arguments, the file they name and ``ENGINE_CHECK`` say together.
+
+    Raises:
+        ConfigError: one sentence names the setting and what to change.
+    """
+    settings, models = ({}, []) if args.config is None else read_file(args.config, BY_KEY)
+    settings |= {key: value for key, value in vars(args).items() if key in BY_KEY}
+    engine = _fields(EngineConfig, settings)
+    engine["models"] = _models(args, models, _fields(ModelConfig, settings))
+    if "ENGINE_CHECK" in environ:
+        engine["check_level"] = _check_level(environ["ENGINE_CHECK"])
+    return EngineConfig(**engine), ServerConfig(**_fields(ServerConfig, settings))
+
+
+def _fields(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are fields of ``target``, by the fields' names."""
+    return {
+        flag.field: settings[flag.key] != flag.is_inverted
+        if flag.kind.is_switch
+        else settings[flag.key]
+        for flag in FLAGS
+        if flag.target is target and flag.key in settings
+    }
+
+
+def _models(
+    args: argparse.Namespace, tables: list[dict[str, Any]], common: dict[str, Any]
+) -> tuple[ModelConfig, ...]:
+    """The models of the arguments, else of the file, else the demos; names paired in order."""
+    if "model" in args:
+        tables = [{"model": model} for model in args.model]
+    tables = tables or [{"model": model} for model in DEMO_MODELS]
+    names = getattr(args, "served_model_name", [])
+    if len(names) > len(tables):
+        raise ConfigError(
+            f"--served-model-name is given {len(names)} times for {len(tables)} model(s); it "
+            "names the models in order"
+        )
+    for table, name in zip(tables, names, strict=False):
+        table["name"] = name
+    return tuple(ModelConfig(**common | table) for table in tables)
+
+
+def _check_level(text: str) -> int:
+    if text not in ("0", "1", "2"):
+        raise ConfigError(f"ENGINE_CHECK is {text!r}; use 0, 1 or 2")
+    return int(text)

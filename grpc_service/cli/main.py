@@ -1,0 +1,233 @@
+"""The command ``triolet``: which subcommands there are and what they take.
+
+Rule 1: nothing heavy is imported before the subcommand is known; a client command needs neither
+torch nor transformers, and starts in well under a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from engine.errors import ConfigError
+from grpc_service.cli.flags import add_serve_arguments, configs_of
+from grpc_service.cli.values import COUNT, SECONDS
+from grpc_service.config import DEFAULT_HOST, DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Run = Callable[[argparse.Namespace], int]
+
+EXIT_USAGE = 2  # argparse's own
+EXIT_INTERRUPTED = 130
+UINT32_MAX = 2**32 - 1
+UINT64_MAX = 2**64 - 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.run is None:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show a character shows a substitute; it is no reason to fail.
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+    # grpc's C code writes notes such as "Got goaway" to standard error unless told not to.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    try:
+        run: Run = args.run
+        return run(args)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except ConfigError as error:
+        print(f"triolet: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="triolet", description="A language-model server and its clients.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show it and exit")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+
+    def add(name: str, run: Run, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.set_defaults(run=run)
+        return command
+
+    add_serve_arguments(add("serve", _serve, "start a server"))
+    _add_generate(add("generate", _generate, "continue a prompt"))
+    _add_tokenize(
+        add("tokenize", _query("tokenize"), "split a text into tokens, or join ids to text")
+    )
+    _add_client(add("models", _query("models"), "list the server's models"), timeout_s=30)
+    _add_client(add("stats", _query("stats"), "show what the server is doing"), timeout_s=30)
+    _add_operating(add)
+    _add_doctor(add("doctor", _doctor, "say whether this machine can serve, and what with"))
+    return parser
+
+
+class _ShowVersion(argparse.Action):
+    """argparse's own wants the text before anybody asks, which takes 20 ms to find."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        try:
+            version = metadata.version("triolet")
+        except metadata.PackageNotFoundError:
+            version = "(not installed)"
+        print(f"triolet {version}")
+        parser.exit()
+
+
+def _add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
+    """What every client command takes."""
+    parser.add_argument(
+        "--server",
+        default=f"{DEFAULT_HOST}:{DEFAULT_PORT}",
+        metavar="ADDRESS",
+        help="HOST:PORT or unix:PATH of the server (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_number("seconds"),
+        default=timeout_s,
+        metavar="SECONDS",
+        help=f"longest wait for the answer (default: {'none' if timeout_s is None else timeout_s})",
+    )
+    parser.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="the prompt; - reads it from standard input")
+    parser.add_argument("--model", default="", help="name of the model (default: the first)")
+    count, real = _number("count"), _number("real")
+    parser.add_argument("--max-tokens", type=count, metavar="N", help="most tokens to generate")
+    parser.add_argument("--temperature", type=real, metavar="T", help="0 takes the likeliest")
+    parser.add_argument("--top-p", type=real, metavar="P", help="share of likeliest tokens kept")
+    parser.add_argument("--top-k", type=count, metavar="K", help="number of likeliest tokens kept")
+    parser.add_argument("--seed", type=_number("seed"), metavar="N", help="repeats a completion")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends it; may be repeated"
+    )
+    parser.add_argument("--n", type=count, metavar="N", help="number of completions")
+    _add_client(parser, timeout_s=None)
+
+
+def _add_tokenize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", nargs="?", help="the text; - reads it from standard input")
+    parser.add_argument(
+        "--detokenize", nargs="+", type=_number("count"), metavar="ID", help="ids to join instead"
+    )
+    parser.add_argument("--model", default="", help="name of the model (default: the first)")
+    parser.add_argument(
+        "--no-special-tokens", action="store_true", help="leave out those the model would add"
+    )
+    _add_client(parser, timeout_s=30)
+
+
+def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> None:
+    pause = add("pause", _query("pause"), "stop computing, for a model or for all")
+    pause.add_argument(
+        "--mode",
+        choices=("keep", "wait", "abort"),
+        default="keep",
+        help="keep: freeze and queue; wait: finish what runs; abort: end all (default: keep)",
+    )
+    resume = add("resume", _query("resume"), "compute again after a pause")
+    reset = add("reset-prefix-cache", _query("reset_prefix_cache"), "forget cached prefixes")
+    for command in (pause, resume, reset):
+        command.add_argument("--model", default="", help="name of the model (default: all)")
+        _add_client(command, timeout_s=30)
+    drain = add("drain", _query("drain"), "refuse new requests and wait for the running ones")
+    drain.add_argument(
+        "--cut-after",
+        type=_number("real"),
+        metavar="SECONDS",
+        help="cut what runs longer (default: the server's --drain-timeout)",
+    )
+    _add_client(drain, timeout_s=None)
+    abort = add("abort", _query("abort"), "end requests by their ids")
+    abort.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")
+    _add_client(abort, timeout_s=30)
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--host", default=DEFAULT_HOST, help="address to try (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port",
+        type=_number("count"),
+        default=DEFAULT_PORT,
+        help="port to try (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
+
+
+def _number(kind: str) -> Callable[[str], float]:
+    """A reader of numbers that the wire can carry; their meaning is for the server to check.
+    ``kind``: count, seed, real, or seconds (more than 0)."""
+
+    def read(text: str) -> float:
+        try:
+            number = SECONDS.read(text) if kind in ("seconds", "real") else COUNT.read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        most = {"count": UINT32_MAX, "seed": UINT64_MAX}.get(kind)
+        if most is not None and not 0 <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text} is outside [0, {most}]")
+        if kind == "seconds" and number <= 0:
+            raise argparse.ArgumentTypeError("must be more than 0")
+        return float(number) if most is None else int(number)
+
+    return read
+
+
+# ---- the subcommands, each importing what only it needs --------------------------------------
+
+
+def _serve(args: argparse.Namespace) -> int:
+    engine_config, server_config = configs_of(args, os.environ)
+    from grpc_service.server import serve_forever
+
+    return serve_forever(engine_config, server_config)
+
+
+def _query(name: str) -> Run:
+    """A subcommand of `grpc_service.cli.query`."""
+
+    def run(args: argparse.Namespace) -> int:
+        from grpc_service.cli import query
+
+        command: Run = getattr(query, name)
+        return command(args)
+
+    return run
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from grpc_service.cli import generate
+
+    return generate.run(args)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from grpc_service.cli import doctor
+
+    return doctor.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

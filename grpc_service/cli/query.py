@@ -1,0 +1,247 @@
+"""The commands of one question and one answer: ``triolet tokenize``, ``models``, ``stats``, and
+the operating ones, ``pause``, ``resume``, ``drain``, ``abort`` and ``reset-prefix-cache``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf import json_format
+
+from grpc_service._generated.triolet.v1 import (
+    common_pb2,
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+    models_pb2,
+    models_pb2_grpc,
+)
+from grpc_service.cli.client import run_client
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator, Sequence
+
+    import grpc
+    from google.protobuf.message import Message
+
+
+def tokenize(args: argparse.Namespace) -> int:
+    """Tokens of a text, or with --detokenize the text of ids. Returns the exit code."""
+    if (args.text is None) == (args.detokenize is None):
+        print("triolet tokenize: give either a text or --detokenize with ids", file=sys.stderr)
+        return 2
+
+    def split(channel: grpc.Channel) -> Any:
+        request = inference_pb2.TokenizeRequest(
+            model=args.model,
+            text=sys.stdin.read().removesuffix("\n") if args.text == "-" else args.text,
+            add_special_tokens=False if args.no_special_tokens else None,
+        )
+        return inference_pb2_grpc.InferenceStub(channel).Tokenize(request, timeout=args.timeout)
+
+    def join(channel: grpc.Channel) -> Any:
+        request = inference_pb2.DetokenizeRequest(model=args.model, ids=args.detokenize)
+        return inference_pb2_grpc.InferenceStub(channel).Detokenize(request, timeout=args.timeout)
+
+    if args.detokenize is not None:
+        return _show(args, join, lambda answer: print(answer.text))
+    return _show(args, split, print_tokens)
+
+
+def models(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+
+    def ask(channel: grpc.Channel) -> Any:
+        stub = models_pb2_grpc.ModelsStub(channel)
+        return stub.ListModels(models_pb2.ListModelsRequest(), timeout=args.timeout)
+
+    return _show(args, ask, lambda answer: print_models(answer.models))
+
+
+def stats(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+
+    def ask(channel: grpc.Channel) -> Any:
+        stub = control_pb2_grpc.ControlStub(channel)
+        return stub.GetStats(control_pb2.GetStatsRequest(), timeout=args.timeout)
+
+    return _show(args, ask, print_stats)
+
+
+def pause(args: argparse.Namespace) -> int:
+    """Pause the scheduler of one model or all. Returns the exit code."""
+    request = control_pb2.PauseRequest(mode=f"PAUSE_MODE_{args.mode.upper()}", model=args.model)
+    return _operate(args, lambda stub: stub.Pause(request, timeout=args.timeout), "paused")
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    request = control_pb2.ResumeRequest(model=args.model)
+    return _operate(args, lambda stub: stub.Resume(request, timeout=args.timeout), "resumed")
+
+
+def reset_prefix_cache(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    request = control_pb2.ResetPrefixCacheRequest(model=args.model)
+    return _operate(
+        args, lambda stub: stub.ResetPrefixCache(request, timeout=args.timeout), "forgotten"
+    )
+
+
+def drain(args: argparse.Namespace) -> int:
+    """Wait until the server has finished or cut its requests. Returns the exit code."""
+    request = control_pb2.DrainRequest()
+    if args.cut_after is not None:
+        request.timeout.FromMicroseconds(int(args.cut_after * 1e6))
+    return _operate(args, lambda stub: stub.Drain(request, timeout=args.timeout), "drained")
+
+
+def abort(args: argparse.Namespace) -> int:
+    """End requests by id; prints what became of each. Returns the exit code."""
+
+    def ask(channel: grpc.Channel) -> Any:
+        request = control_pb2.AbortRequest(request_ids=args.request_ids)
+        return control_pb2_grpc.ControlStub(channel).Abort(request, timeout=args.timeout)
+
+    return _show(args, ask, print_aborts)
+
+
+def _operate(
+    args: argparse.Namespace, ask: Callable[[control_pb2_grpc.ControlStub], Message], done: str
+) -> int:
+    return _show(
+        args, lambda channel: ask(control_pb2_grpc.ControlStub(channel)), lambda _: print(done)
+    )
+
+
+def _show(
+    args: argparse.Namespace,
+    ask: Callable[[grpc.Channel], Any],
+    show: Callable[[Any], None],
+) -> int:
+    """Ask the server and show its answer, in JSON if that is wanted. The exit code."""
+
+    def job(channel: grpc.Channel) -> None:
+        answer = ask(channel)
+        if args.json:
+            print_json(answer)
+        else:
+            show(answer)
+
+    return run_client(args, job)
+
+
+def print_json(message: Message) -> None:
+    """Proto's own mapping, zeros included."""
+    print(
+        json.dumps(
+            json_format.MessageToDict(
+                message,
+                preserving_proto_field_name=True,
+                always_print_fields_with_no_presence=True,
+            ),
+            ensure_ascii=False,
+        )
+    )
+
+
+def print_tokens(answer: inference_pb2.TokenizeResponse) -> None:
+    rows = [
+        (str(t.id), f"{t.start}–{t.end}", json.dumps(t.text, ensure_ascii=False))
+        for t in answer.tokens
+    ]
+    print_table(("ID", "PLACE", "TEXT"), rows)
+    print(f"{len(answer.tokens)} of at most {answer.max_model_len} tokens")
+
+
+def print_models(listed: Sequence[models_pb2.Model]) -> None:
+    rows = [
+        (
+            ", ".join((model.name, *model.aliases)),
+            common_pb2.ModelState.Name(model.state).removeprefix("MODEL_STATE_"),
+            _words(common_pb2.Capability.Name(model.capability).removeprefix("CAPABILITY_")),
+            model.device or "–",
+            model.dtype or "–",
+            str(model.max_model_len or "–"),
+            _size(model.memory_bytes),
+            str(len(model.replicas)),
+        )
+        for model in listed
+    ]
+    head = ("NAME", "STATE", "CAPABILITY", "DEVICE", "DTYPE", "MAX LEN", "MEMORY", "REPLICAS")
+    print_table(head, rows)
+    for model in listed:
+        if model.error:
+            print(f"{model.name}: {model.error}")
+
+
+def print_stats(answer: control_pb2.GetStatsResponse) -> None:
+    for name, text in _totals(answer.totals):
+        print(f"{name:<10}{text}")
+    for entry in answer.replicas:
+        state = common_pb2.ReplicaState.Name(entry.state).removeprefix("REPLICA_STATE_")
+        print(
+            f"{entry.model}/{entry.replica} {state}: {entry.running} running, {entry.waiting} "
+            f"waiting, {entry.free_blocks} of {entry.total_blocks} blocks free"
+        )
+
+
+def _totals(totals: control_pb2.Totals) -> Iterator[tuple[str, str]]:
+    ends = totals.requests_total
+    yield "sequences", _named(totals, ("running", "waiting", "parked", "ending", "zombies"))
+    yield "requests", _named(ends, [field.name for field in ends.DESCRIPTOR.fields])
+    yield (
+        "tokens",
+        f"{totals.prompt_tokens_total} of prompts, {totals.completion_tokens_total} generated",
+    )
+    yield (
+        "blocks",
+        f"{totals.free_blocks} of {totals.total_blocks} free, {totals.cached_blocks} cached",
+    )
+    share = totals.prefix_hits / totals.prefix_queries if totals.prefix_queries else 0.0
+    yield (
+        "prefixes",
+        f"{totals.prefix_hits} of {totals.prefix_queries} tokens found ({share:.0%})",
+    )
+    rows = totals.step_rows_total / totals.step_count if totals.step_count else 0.0
+    yield (
+        "steps",
+        f"{totals.step_count}, of {rows:.1f} rows on average, {totals.preemptions} preemptions",
+    )
+    yield "memory", f"{_size(totals.memory_reserved)} of {_size(totals.memory_limit)} reserved"
+
+
+def _named(message: Message, names: Sequence[str]) -> str:
+    return ", ".join(f"{getattr(message, name)} {name}" for name in names)
+
+
+def print_aborts(answer: control_pb2.AbortResponse) -> None:
+    for result in answer.results:
+        name = control_pb2.AbortOutcome.Name(result.outcome)
+        print(f"{result.request_id}: {name.removeprefix('ABORT_OUTCOME_').lower()}")
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def _words(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def _size(num_bytes: int) -> str:
+    if not num_bytes:
+        return "–"
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,85 @@
+"""What `triolet serve` shows a person while it starts.
+
+Rule: to standard error while loading, to standard output once ready; nothing that a pipe would
+choke on when there is no terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine.status import ModelState
+
+if TYPE_CHECKING:
+    from engine.api import Engine
+    from engine.pool import Entry
+    from grpc_service.config import ServerConfig
+
+REFRESH_S = 0.1
+
+
+async def show_loading(engine: Engine) -> None:
+    """A progress bar per model while it loads; one line per model without a terminal."""
+    entries = [entry for entry in engine.progress() if not entry.config.lazy]
+    if not sys.stderr.isatty():
+        for entry in entries:
+            print(f"loading {entry.config.name} …", file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks = {
+            entry.config.name: bars.add_task(entry.config.name, total=None) for entry in entries
+        }
+        while any(not entry.settled.is_set() for entry in entries):
+            for entry in entries:
+                total, done = _progress(entry)
+                bars.update(tasks[entry.config.name], total=total, completed=done)
+            await trio.sleep(REFRESH_S)
+
+
+def _progress(entry: Entry) -> tuple[int | None, int]:
+    progress = entry.progress
+    if progress is None or not progress.bytes_total:
+        return None, 0
+    return progress.bytes_total, progress.bytes_done
+
+
+def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
+    """One screen: where, what, and a first request."""
+    where = f"unix:{config.uds}" if config.uds else f"{config.host}:{port}"
+    lines = [f"Triolet is ready on {where} after {_seconds_since_start():.1f} s."]
+    for model in engine.list_models():
+        if model.state is ModelState.READY:
+            size = model.memory_bytes / 2**20
+            lines.append(
+                f"  {model.name}: {model.architecture}, {model.dtype} on {model.device}, "
+                f"context {model.max_model_len}, {size:.0f} MiB with its KV pool"
+            )
+        else:
+            lines.append(f"  {model.name}: {model.state.value}{_because(model.error)}")
+    lines += [
+        "Try:",
+        '  triolet generate "Once upon a time"',
+        f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
+        "triolet.v1.Inference/Generate",
+        "Ctrl-C drains; twice cuts.",
+    ]
+    print("\n".join(lines), flush=True)
+
+
+def _because(error: str) -> str:
+    return f" ({error})" if error else ""
+
+
+def _seconds_since_start() -> float:
+    """Seconds since this process was started, imports included."""
+    with open("/proc/self/stat") as stat:
+        started_ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / 100

@@ -1,0 +1,63 @@
+"""What the gRPC side is told at start: where to listen, and what is safe there (D21).
+
+Rule 1: as in `engine.config`, a config object that exists is valid, and defaults stand here only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from engine.errors import ConfigError
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 50051
+UNIX_PATH_BYTES_MAX = 107  # sun_path of Linux holds 108 with its NUL
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where clients reach the server. ``uds``, the path of a Unix socket, replaces host and
+    port. ``port`` 0 takes any free one. ``insecure`` lets other machines in without TLS or key."""
+
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    uds: str = ""
+    insecure: bool = False
+    max_message_bytes: int = 4 * 2**20
+
+    def __post_init__(self) -> None:
+        if self.uds:
+            if len(self.uds.encode()) > UNIX_PATH_BYTES_MAX:
+                raise ConfigError(f"--uds is longer than {UNIX_PATH_BYTES_MAX} bytes")
+        elif not self.host:
+            raise ConfigError("--host is empty; use 127.0.0.1 for this machine only")
+        elif not (self.insecure or is_loopback(self.host)):
+            raise ConfigError(
+                f"--host {self.host} would serve other machines without encryption or a key; add "
+                "--insecure if everyone who can reach it may use it, or listen on 127.0.0.1"
+            )
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port is {self.port}, outside [0, 65535]")
+        if self.max_message_bytes < 1024:
+            raise ConfigError("--max-message-bytes must be at least 1024")
+
+    @property
+    def address(self) -> str:
+        """The address as grpc takes it."""
+        if self.uds:
+            return f"unix:{self.uds}"
+        host = self.host.strip("[]")
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Can only this machine reach ``host``? A name other than localhost may mean anything."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

@@ -1,0 +1,102 @@
+"""What the servicers ask of the other side: the protocols that `grpc_service.bridge` fills.
+
+Rule 1: nothing of Trio and nothing of grpc is named here. A test's fake fills the same protocols.
+Rule 2: `Call` is used by one asyncio task; every method may be called after the request's end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from engine.core.events import PauseMode
+    from engine.core.plan import TokenSpan
+    from engine.requests import Chat, GenerateRequest, StreamEvent
+    from engine.status import AbortOutcome, EngineStatistics, ModelStatus
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """The engine's methods that a job of `Front.call` may use, on the Trio side.
+
+    Each raises a `TrioletError` where it cannot: ModelNotFound, InvalidRequest and so on.
+    """
+
+    async def tokenize(
+        self,
+        model: str,
+        *,
+        text: str | None,
+        chat: Chat | None,
+        add_special_tokens: bool | None,
+    ) -> tuple[tuple[TokenSpan, ...], int]:
+        """The tokens of a text or a chat, and the model's max_model_len. ``add_special_tokens``
+        None: True for a text, False for a chat."""
+        ...
+
+    async def detokenize(
+        self, model: str, ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> str: ...
+
+    def list_models(self) -> Sequence[ModelStatus]: ...
+
+    def get_model(self, name: str) -> ModelStatus: ...
+
+    def pause(self, mode: PauseMode, model: str = "") -> None: ...
+
+    def resume(self, model: str = "") -> None: ...
+
+    def reset_prefix_cache(self, model: str = "") -> None: ...
+
+    def abort(self, request_id: str) -> AbortOutcome: ...
+
+    async def drain_in_background(self, timeout_s: float | None = None) -> None: ...
+
+
+class Call(Protocol):
+    """One generation, seen from the asyncio side. Its request has exactly one end."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    async def receive(self) -> Sequence[StreamEvent]:
+        """Everything that is ready, at least one event; () after the last event of a request
+        that succeeded.
+
+        Raises:
+            TrioletError: the request ended otherwise; every event before that was handed out.
+        Cancellation: safe; no event is lost, though nobody may be left to ask for it.
+        """
+        ...
+
+    def written(self, num_tokens_events: int) -> None:
+        """Give credit back: so many Tokens events were written to the client (D1)."""
+        ...
+
+    def cancel(self) -> None:
+        """The client has gone, or needs nothing more. Idempotent, never raises."""
+        ...
+
+
+class Front(Protocol):
+    """The engine, seen from the asyncio side."""
+
+    def generate(self, request: GenerateRequest) -> Call:
+        """Post the request; never waits. A refusal comes from the call's first `receive`."""
+        ...
+
+    async def call(self, job: Callable[[Engine], Awaitable[T]]) -> T:
+        """Run ``job`` on the Trio thread and give its result.
+
+        Raises:
+            TrioletError: the job's own.
+        Cancellation: the job is cancelled.
+        """
+        ...
+
+    async def statistics(self) -> EngineStatistics:
+        """The newest snapshot; never waits for the engine."""
+        ...

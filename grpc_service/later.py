@@ -1,0 +1,89 @@
+"""The features that do not exist yet: the one table of fields that are refused until they do.
+
+Rule 1: a set field is refused also at its neutral value (`typical_p` = 1), so that a client learns
+of a missing feature at its first try and not at the first other value.
+Rule 2: the work that brings a feature takes its entries out of here, and decodes the fields.
+RPCs that come later need no table: a method without behaviour is one (`grpc_service.servicer`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.errors import Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from google.protobuf.message import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A field whose feature does not exist yet: refused when set or, with ``values``, when set
+    to one of them. ``path`` is a proto path without the indices of repeated fields."""
+
+    path: str
+    values: frozenset[object] = frozenset()
+
+
+CHAT_LATER = (
+    Later("chat.tools"),
+    Later("chat.messages.tool_calls"),
+    Later("chat.messages.tool_call_id"),
+    Later("chat.messages.role", values=frozenset({"tool"})),
+)
+LATER: Mapping[str, tuple[Later, ...]] = {
+    "GenerateRequest": (
+        *CHAT_LATER,
+        Later("sampling.typical_p"),
+        Later("sampling.repetition_penalty"),
+        Later("sampling.presence_penalty"),
+        Later("sampling.frequency_penalty"),
+        Later("sampling.logit_bias"),
+        Later("sampling.allowed_token_ids"),
+        Later("sampling.banned_token_ids"),
+        Later("sampling.bad_words"),
+        Later("constraint"),
+        Later("output.logprobs"),
+        Later("output.prompt_logprobs"),
+    ),
+    "TokenizeRequest": CHAT_LATER,
+}
+
+
+def refuse_later(message: Message) -> None:
+    """Check that no field of `LATER` is set.
+
+    Raises:
+        Unsupported: ``field`` is the first such field, the text names them all.
+    """
+    found = [
+        path
+        for later in LATER.get(message.DESCRIPTOR.name, ())
+        for path in _set_paths(message, later.path.split("."), later.values)
+    ]
+    if found:
+        verb = "is" if len(found) == 1 else "are"
+        raise Unsupported(f"{', '.join(found)} {verb} not supported yet", field=found[0])
+
+
+def _set_paths(
+    message: Message, names: Sequence[str], values: frozenset[object], prefix: str = ""
+) -> Iterator[str]:
+    """The paths, indices filled in, at which the field ``names`` is set in ``message``."""
+    name, *rest = names
+    path = f"{prefix}{name}"
+    field = message.DESCRIPTOR.fields_by_name[name]
+    value = getattr(message, name)
+    if not (message.HasField(name) if field.has_presence else bool(value)):
+        return
+    if not rest:
+        if not values or value in values:
+            yield path
+    elif field.is_repeated:
+        for index, item in enumerate(value):
+            yield from _set_paths(item, rest, values, f"{path}[{index}].")
+    else:
+        yield from _set_paths(value, rest, values, f"{path}.")

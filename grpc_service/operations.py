@@ -1,0 +1,68 @@
+"""Control's operating messages to the engine's values and back. Pure, as `grpc_service.codec`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.core.events import PauseMode
+from engine.errors import InvalidRequest
+from engine.requests import MAX_REQUEST_ID_CHARS
+from engine.status import AbortOutcome
+from grpc_service._generated.triolet.v1 import control_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+ABORTS_MAX = 10_000  # as many as are remembered before their requests arrive
+
+
+def decode_pause_mode(message: control_pb2.PauseRequest) -> PauseMode:
+    """Raises InvalidRequest for the unspecified mode and unknown ones."""
+    modes = {
+        control_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
+        control_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
+        control_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
+    }
+    if message.mode not in modes:
+        raise InvalidRequest.of("mode", "must be PAUSE_MODE_ABORT, _WAIT or _KEEP")
+    return modes[message.mode]
+
+
+def decode_abort(message: control_pb2.AbortRequest) -> tuple[str, ...]:
+    """The ids to abort. Raises InvalidRequest for none, for too many, and for one that no request
+    can have: what is remembered is bounded in bytes, too."""
+    if not 0 < len(message.request_ids) <= ABORTS_MAX:
+        raise InvalidRequest.of("request_ids", f"must hold 1 to {ABORTS_MAX} ids")
+    for index, name in enumerate(message.request_ids):
+        if not 0 < len(name) <= MAX_REQUEST_ID_CHARS:
+            raise InvalidRequest.of(
+                f"request_ids[{index}]", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters"
+            )
+    return tuple(message.request_ids)
+
+
+def encode_aborts(
+    names: Sequence[str], outcomes: Sequence[AbortOutcome]
+) -> control_pb2.AbortResponse:
+    """One result per id, in the order asked."""
+    numbers = {
+        AbortOutcome.ABORTED: control_pb2.ABORT_OUTCOME_ABORTED,
+        AbortOutcome.ALREADY_ENDED: control_pb2.ABORT_OUTCOME_ALREADY_ENDED,
+        AbortOutcome.REMEMBERED: control_pb2.ABORT_OUTCOME_REMEMBERED,
+    }
+    return control_pb2.AbortResponse(
+        results=[
+            control_pb2.AbortResult(request_id=name, outcome=numbers[outcome])
+            for name, outcome in zip(names, outcomes, strict=True)
+        ]
+    )
+
+
+def decode_drain(message: control_pb2.DrainRequest) -> float | None:
+    """Seconds, None for the server's own. Raises InvalidRequest for a negative time."""
+    if not message.HasField("timeout"):
+        return None
+    seconds = message.timeout.seconds + message.timeout.nanos / 1e9
+    if seconds < 0:
+        raise InvalidRequest.of("timeout", f"is {seconds:g} s, but must not be negative")
+    return seconds

@@ -1,0 +1,199 @@
+"""The worker's smaller parts by themselves: cache, packing, backend, and the checkpoint maker."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+
+from engine.core.plan import RunnerSpec  # noqa: E402
+from engine.model.architectures import LayerShape, layer_shapes  # noqa: E402
+from engine.model.attention import AttentionCall  # noqa: E402
+from engine.model.kv_cache import DEFAULT_KV_BYTES, KvCache, size_pool  # noqa: E402
+from engine.model.packing import pack  # noqa: E402
+from engine.model.reference import ReferenceBackend, first_visible  # noqa: E402
+from engine.model.refusal import Refusal  # noqa: E402
+from engine.model.tokenizer import load_tokenizer  # noqa: E402
+from tools.make_model import PRESETS, Shape, main, make, make_config  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+SHAPES = (LayerShape(2, 8), LayerShape(1, 16))
+
+
+def make_cache(num_blocks=6, block_size=4, dtype=torch.float32):
+    return KvCache(SHAPES, num_blocks, block_size, dtype=dtype, device=torch.device("cpu"))
+
+
+# --- the package ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("users", "seen"), [(None, "10000"), ("7", "7")])
+def test_importing_the_package_sets_the_spin_count_and_imports_no_torch(users, seen):
+    said = (
+        "import engine.model, os, sys; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    if users is not None:
+        environment["GOMP_SPINCOUNT"] = users
+    done = subprocess.run(
+        [sys.executable, "-c", said], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [seen, "False"]
+
+
+# --- the pool's arithmetic and the cache ------------------------------------------------------
+
+
+def test_a_block_costs_the_sum_over_layers():
+    spec = RunnerSpec("m", block_size=4, kv_bytes=10_000, max_num_seqs=100)
+    # (2 × 2 × 8 + 2 × 1 × 16) numbers × 2 bytes × 4 tokens
+    pool = size_pool(spec, SHAPES, 2, 64)
+    assert pool.bytes_per_block == 512
+    assert (pool.num_blocks, pool.max_model_len) == (19, 64)
+    assert pool.num_bytes == 19 * 512
+
+
+@pytest.mark.parametrize(
+    ("limit", "budget"), [(0, DEFAULT_KV_BYTES), (1 << 30, 1 << 28), (1 << 60, DEFAULT_KV_BYTES)]
+)
+def test_the_default_pool_is_a_quarter_of_the_limit_and_at_most_4_gib(limit, budget):
+    spec = RunnerSpec("m", memory_limit=limit, max_num_seqs=1 << 20)
+    pool = size_pool(spec, SHAPES, 2, 1 << 20)
+    assert pool.num_blocks == budget // pool.bytes_per_block
+
+
+def test_the_arithmetic_counts_a_last_block_begun():
+    fields = {"block_size": 4, "max_model_len": 9, "max_num_seqs": 1}
+    assert size_pool(RunnerSpec("m", kv_bytes=3 * 512, **fields), SHAPES, 2, 9).num_blocks == 3
+    with pytest.raises(Refusal, match="needs 3 blocks"):
+        size_pool(RunnerSpec("m", kv_bytes=3 * 512 - 1, **fields), SHAPES, 2, 9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_is_read_back(dtype):
+    cache = make_cache(dtype=dtype)
+    slots = torch.tensor([23, 0, 7])
+    for layer, shape in enumerate(SHAPES):
+        key, value = torch.randn(2, 3, shape.num_kv_heads, shape.head_dim).to(dtype)
+        cache.write(layer, slots, key, value)
+        keys, values = cache.read(layer, slots.flip(0)[:, None])
+        assert torch.equal(keys[:, 0], key.flip(0))
+        assert torch.equal(values[:, 0], value.flip(0))
+        assert torch.equal(cache.keys[layer][5, 3], key[0])
+
+
+def test_blocks_are_copied_as_if_all_at_once():
+    cache = make_cache()
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.arange(6.0)[:, None, None, None].expand(tensor.shape))
+    cache.copy_blocks([(0, 1), (1, 0), (2, 5)])
+    for tensor in (*cache.keys, *cache.values):
+        assert tensor[:, 0, 0, 0].tolist() == [1, 0, 2, 3, 4, 2]
+    cache.copy_blocks([])
+
+
+def test_shapes_follow_the_config():
+    shape = Shape(layers=2, hidden=64, heads=4, kv_heads=2)
+    assert layer_shapes(make_config("llama", shape, {})) == (LayerShape(2, 16),) * 2
+    assert layer_shapes(make_config("gemma3_text", shape, {"head_dim": 32}))[0].head_dim == 32
+    assert layer_shapes(make_config("gpt2", shape, {})) == (LayerShape(4, 16),) * 2
+
+
+# --- packing and the reference backend against plain loops -----------------------------------
+
+
+def test_rows_are_laid_out_one_after_another():
+    tables = [np.array([5]), np.array([4, 2, 0])]
+    rows = pack([1, 6], [1, 3], tables, 4)
+    assert rows.num_tokens == 4
+    assert rows.positions.tolist() == [1, 6, 7, 8]
+    assert rows.slots.tolist() == [21, 10, 11, 0]
+    assert rows.ends.tolist() == [2, 9]
+    assert rows.offsets.tolist() == [0, 1, 4]
+
+
+def test_a_window_shows_a_query_itself_and_those_before_it():
+    positions = np.array([0, 1, 2, 9])
+    assert first_visible(positions, 1).tolist() == [0, 1, 2, 9]
+    assert first_visible(positions, 3).tolist() == [0, 0, 0, 7]
+    assert first_visible(positions, None).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_reference_is_attention_token_by_token(seed, window, softcap):
+    """Random rows over shuffled blocks, every earlier key already in the cache."""
+    rng, block_size = random.Random(seed), 4
+    cache = KvCache([LayerShape(2, 8)], 64, block_size, dtype=torch.float64,
+                    device=torch.device("cpu"))  # fmt: skip
+    torch.manual_seed(seed)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.copy_(torch.randn(tensor.shape))
+    free = rng.sample(range(64), 64)
+    starts, counts, tables = [], [], []
+    for _ in range(6):
+        starts.append(rng.randint(0, 20))
+        counts.append(rng.choice([1, 1, 2, 9]))
+        blocks = -(-(starts[-1] + counts[-1]) // block_size)
+        tables.append(np.array([free.pop() for _ in range(blocks)]))
+    rows = pack(starts, counts, tables, block_size)
+    query = torch.randn(rows.num_tokens, 6, 8, dtype=torch.float64)
+    key, value = torch.randn(2, rows.num_tokens, 2, 8, dtype=torch.float64)
+    call = AttentionCall(0, 0.4, window, softcap)
+    out = ReferenceBackend().prepare(rows, cache).attend(call, query, key, value)
+    token = 0
+    for start, count, table in zip(starts, counts, tables, strict=True):
+        for position in range(start, start + count):
+            first = 0 if window is None else max(0, position - window + 1)
+            places = [table[p // 4] * 4 + p % 4 for p in range(first, position + 1)]
+            keys = cache.keys[0].flatten(0, 1)[places].repeat_interleave(3, 1)
+            values = cache.values[0].flatten(0, 1)[places].repeat_interleave(3, 1)
+            scores = torch.einsum("hd,lhd->hl", query[token], keys) * 0.4
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            wanted = torch.einsum("hl,lhd->hd", scores.softmax(-1).double(), values)
+            torch.testing.assert_close(out[token], wanted, rtol=1e-6, atol=1e-6)
+            token += 1
+
+
+# --- the checkpoint maker ---------------------------------------------------------------------
+
+
+def test_the_same_arguments_write_the_same_bytes(tmp_path):
+    first, second, other = (
+        make(tmp_path / n, "qwen2", seed=s) for n, s in (("a", 1), ("b", 1), ("c", 2))
+    )
+    read = lambda directory: (directory / "model.safetensors").read_bytes()  # noqa: E731
+    assert read(first) == read(second) != read(other)
+
+
+def test_the_command_line_sets_shape_and_fields(tmp_path, capsys):
+    main(["--arch", "mistral", "--layers", "1", "--kv-heads", "4", "--vocab", "700",
+          "--set", "sliding_window=9", "--dtype", "bfloat16", "--out", str(tmp_path)])  # fmt: skip
+    assert "mistral" in capsys.readouterr().out
+    config = (tmp_path / "config.json").read_text()
+    for said in ('"num_hidden_layers": 1', '"sliding_window": 9', '"vocab_size": 700'):
+        assert said in config
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode([699]) == " w699"
+    text = "Naïve tokens: 你好 🙂\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("preset", "arch", "millions"), [("s135", "llama", 134.5), ("q05", "qwen2", 494.0)]
+)
+def test_the_shapes_of_the_peers_have_their_sizes(preset, arch, millions):
+    """peers.md names them by these parameter counts."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_config(arch, PRESETS[preset], {}))
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.1)

@@ -1,0 +1,212 @@
+"""What is not served is refused at load, by name, in one sentence (D11)."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine.core.plan import RunnerSpec  # noqa: E402
+from engine.errors import SpawnFailed  # noqa: E402
+from engine.model import architectures  # noqa: E402
+from engine.model import runner as runner_module  # noqa: E402
+from engine.model.architectures import Architecture, LayerShape, context_limit, find  # noqa: E402
+from engine.model.attention import (  # noqa: E402
+    HARMLESS,
+    UnsupportedAttention,
+    check_keywords,
+    paged_attention,
+)
+from engine.model.refusal import Refusal  # noqa: E402
+from engine.model.runner import TorchRunner  # noqa: E402
+from tests.support.model_zoo import LONG_PHI3, load_runner  # noqa: E402
+from tools.make_model import PRESETS, make  # noqa: E402
+
+pytestmark = pytest.mark.model
+TINY = PRESETS["tiny"]
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+REFUSED = {
+    "recurrent by type": (
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
+        "MambaForCausalLM has recurrent layers",
+    ),
+    "recurrent by layers": (
+        {"architectures": ["Qwen3NextForCausalLM"], "layer_types": ["linear_attention"]},
+        "Qwen3NextForCausalLM has recurrent layers (linear_attention)",
+    ),
+    "recurrent layers in a served one": (
+        LLAMA | {"layer_types": ["mamba", "full_attention"]},
+        "LlamaForCausalLM has recurrent layers (mamba)",
+    ),
+    "encoder-decoder": (
+        {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+        "T5ForConditionalGeneration is an encoder-decoder model",
+    ),
+    "multimodal": (
+        {"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}},
+        "LlavaForConditionalGeneration is a multimodal model",
+    ),
+    "multimodal Gemma 3": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
+        "Gemma3ForConditionalGeneration is a multimodal model",
+    ),
+    "keywords not passed on": (
+        {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"},
+        "StableLmForCausalLM does not pass keywords on",
+    ),
+    "attention sinks": (
+        {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
+        "GptOssForCausalLM needs the attention keyword 's_aux'",
+    ),
+    "unknown": (
+        {"architectures": ["FalconForCausalLM"], "model_type": "falcon"},
+        "FalconForCausalLM is not served; these are, each tested token for token: Llama, Qwen2",
+    ),
+    "not a language model": ({"architectures": ["LlamaModel"]}, "LlamaModel is not served"),
+    "no architecture": ({"model_type": "llama"}, "names no architecture"),
+    "architectures of another kind": ({"architectures": "Llama"}, "names no architecture"),
+    "quantised": (
+        LLAMA | {"quantization_config": {"quant_method": "gptq"}},
+        "the checkpoint is quantised (gptq)",
+    ),
+    "bidirectional": (
+        {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+        "attends in both directions",
+    ),
+    "not causal": (LLAMA | {"is_causal": False}, "attends in both directions"),
+    "cross-attention": (
+        {"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True},
+        "has cross-attention",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "sentence"), REFUSED.values(), ids=REFUSED)
+def test_a_config_is_refused_by_name(config, sentence):
+    with pytest.raises(Refusal) as refused:
+        find(config)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def rotary(kind, **fields):
+    return SimpleNamespace(
+        max_position_embeddings=1024, rope_parameters={"rope_type": kind, **fields}
+    )
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "proportional", "mrope"])
+def test_a_rotary_that_depends_on_the_batch_or_is_untested_is_refused(kind):
+    with pytest.raises(Refusal, match=f"rotary embedding is of type '{kind}'"):
+        context_limit(rotary(kind), None)
+
+
+def test_one_layer_types_rotary_is_enough_to_refuse():
+    layers = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {}}
+    with pytest.raises(Refusal, match="'dynamic'"):
+        context_limit(SimpleNamespace(max_position_embeddings=9, rope_parameters=layers), None)
+
+
+def test_longrope_serves_its_original_length_and_refuses_more():
+    config = rotary("longrope", original_max_position_embeddings=600)
+    assert context_limit(config, None) == 600
+    assert context_limit(config, 600) == 600
+    with pytest.raises(Refusal, match="601 is more than the original length of its longrope"):
+        context_limit(config, 601)
+
+
+def test_a_length_beyond_the_models_is_refused():
+    assert context_limit(rotary("default"), 1024) == 1024
+    with pytest.raises(Refusal, match="1025 is more than the model's max_position_embeddings"):
+        context_limit(rotary("default"), 1025)
+
+
+def test_longrope_is_capped_at_load(tmp_path):
+    make(tmp_path, "phi3", TINY, extra=LONG_PHI3)
+    _, info = load_runner(tmp_path)
+    assert info.max_model_len == 600
+    with pytest.raises(SpawnFailed, match="601 is more than the original length"):
+        load_runner(tmp_path, max_model_len=601)
+
+
+# --- the probe: refused by what the layers really ask, not by a list -------------------------
+
+
+def serve_anyway(monkeypatch, name, module, config):
+    """Take the architecture for a served one."""
+    entry = Architecture(name, module, module, config)
+    monkeypatch.setitem(architectures.SERVED, name, entry)
+    monkeypatch.setattr(architectures, "KEYWORD_TYPES", {})
+    monkeypatch.setattr(architectures, "KEYWORDLESS_TYPES", ())
+
+
+def refusal_of(directory):
+    runner = TorchRunner(RunnerSpec(str(directory), kv_bytes=1 << 24, threads=1))
+    with pytest.raises(SpawnFailed) as failed:
+        runner.load(lambda _progress: None)
+    return str(failed.value)
+
+
+def test_the_probe_refuses_gpt_oss_for_its_sinks(monkeypatch, tmp_path):
+    serve_anyway(monkeypatch, "GptOssForCausalLM", "gpt_oss", "GptOssConfig")
+    make(tmp_path, "gpt_oss", TINY)
+    said = refusal_of(tmp_path)
+    assert "GptOssForCausalLM is not served: it needs the attention keyword 's_aux'" in said
+
+
+def test_the_probe_refuses_stablelm_for_dropping_keywords(monkeypatch, tmp_path):
+    serve_anyway(monkeypatch, "StableLmForCausalLM", "stablelm", "StableLmConfig")
+    make(tmp_path, "stablelm", TINY, extra={"head_dim": 16})
+    assert "does not pass keywords on" in refusal_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "sentence"),
+    [
+        ((LayerShape(2, 16),) * 4, "its 4 layers called the attention 3 times"),
+        ((LayerShape(4, 8),) * 3, "layer 0 keeps 2 keys of 16 and values of 16 for a token"),
+    ],
+)
+def test_the_probe_refuses_layers_that_are_not_as_the_config_says(
+    monkeypatch, tmp_path, shapes, sentence
+):
+    make(tmp_path)
+    monkeypatch.setattr(runner_module, "layer_shapes", lambda _config: shapes)
+    assert sentence in refusal_of(tmp_path)
+
+
+def test_an_unknown_keyword_is_refused_by_name():
+    with pytest.raises(UnsupportedAttention, match="'moon_phase'"):
+        check_keywords({"position_ids": 1, "moon_phase": 0.5})
+
+
+def test_a_known_keyword_with_a_value_that_changes_the_maths_is_refused():
+    check_keywords({"dropout": 0.0, "is_causal": True, "moon_phase": None})
+    with pytest.raises(UnsupportedAttention, match=r"'dropout' as 0\.1"):
+        check_keywords({"dropout": 0.1})
+    with pytest.raises(UnsupportedAttention, match="'is_causal' as False"):
+        check_keywords({"is_causal": False})
+
+
+def test_no_keyword_is_both_honoured_and_ignored():
+    named = paged_attention.__annotations__
+    assert not HARMLESS.keys() & named.keys()
+
+
+@pytest.mark.parametrize(
+    ("module", "keywords", "sentence"),
+    [
+        (SimpleNamespace(layer_idx=0), {}, "does not pass keywords on"),
+        (SimpleNamespace(layer_idx=0, is_causal=False), {"triolet_step": 1}, "both directions"),
+        (SimpleNamespace(), {"triolet_step": 1}, "carry no layer_idx"),
+    ],
+)
+def test_a_layer_that_cannot_be_paged_is_refused(module, keywords, sentence):
+    tensor = torch.zeros(1, 1, 1, 4)
+    with pytest.raises(UnsupportedAttention, match=sentence):
+        paged_attention(module, tensor, tensor, tensor, None, **keywords)
+    with pytest.raises(UnsupportedAttention, match="mask of its own"):
+        paged_attention(
+            SimpleNamespace(layer_idx=0), tensor, tensor, tensor, tensor, triolet_step=1
+        )

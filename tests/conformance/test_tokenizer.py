@@ -1,0 +1,340 @@
+"""`HfTokenizer` against transformers' AutoTokenizer on the same directory, and its own rules."""
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import engine.model  # noqa: F401  first: sets how long torch's threads spin (D13)
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from engine.core.plan import Tokenizer  # noqa: E402
+from engine.core.types import Stops  # noqa: E402
+from engine.errors import InvalidRequest, SpawnFailed  # noqa: E402
+from engine.model.detokenizer import TextState  # noqa: E402
+from engine.model.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
+from tests.support import toy_tokenizers  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+MODEL_TYPES = {
+    "byte_level": "gpt2",
+    "llama3_like": "llama",
+    "llama_like": "llama",
+    "qwen_like": "qwen2",
+}
+TEXTS = [
+    "",
+    " ",
+    "Once upon a time",
+    "  two  spaces \n\n and\ttabs \r\n",
+    "é e\u0301 한국어 漢字 🌶 👩‍👩‍👧",
+    "a<|endoftext|>b <|im_start|>user\nhi<|im_end|>\n<think>x</think>",
+    "<s> hi </s> <unk> <0x41>",
+    "\u2581low line, \x00 and \x7f",
+    "1234567890 3.14",
+]
+
+
+@pytest.fixture(scope="module", params=sorted(toy_tokenizers.ALL))
+def both(request, tmp_path_factory):
+    """Ours and transformers' tokenizer of one directory."""
+    directory = toy_tokenizers.save(request.param, tmp_path_factory.mktemp(request.param))
+    config = json.dumps({"model_type": MODEL_TYPES[request.param]})
+    (directory / "config.json").write_text(config)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    return load_tokenizer(directory), theirs
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return toy_tokenizers.save("qwen_like", tmp_path)
+
+
+def ids_of(theirs, text, add):
+    return tuple(theirs(text, add_special_tokens=add)["input_ids"])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("add", [True, False])
+def test_encode_equals_transformers(both, text, add):
+    ours, theirs = both
+    assert ours.encode(text, add_special_tokens=add) == ids_of(theirs, text, add)
+
+
+def test_encode_equals_transformers_on_any_text(both):
+    ours, theirs = both
+    fragments = st.sampled_from([*TEXTS, " ", "a", "▁", "🌶", "<|im_end|>", "</s>", "\u0301"])
+    text = st.lists(st.one_of(fragments, st.text(max_size=8)), max_size=6).map("".join)
+
+    @settings(max_examples=60, deadline=None)
+    @given(text=text, add=st.booleans())
+    def check(text, add):
+        assert ours.encode(text, add_special_tokens=add) == ids_of(theirs, text, add)
+
+    check()
+
+
+def test_decode_equals_transformers_on_any_ids(both):
+    ours, theirs = both
+
+    @settings(max_examples=60, deadline=None)
+    @given(ids=st.lists(st.integers(0, ours.vocab_size + 50), max_size=40), skip=st.booleans())
+    def check(ids, skip):
+        expected = theirs.decode(ids, skip_special_tokens=skip)
+        assert ours.decode(ids, skip_special_tokens=skip) == expected
+
+    check()
+
+
+def test_special_tokens_equal_transformers(both):
+    ours, theirs = both
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.special_tokens.items() <= theirs.special_tokens_map.items()
+    assert ours.special_ids == set(theirs.all_special_ids) | {
+        i for i, token in theirs.added_tokens_decoder.items() if token.special
+    }
+
+
+def test_spans_are_code_points_of_the_input(both):
+    ours, _ = both
+    text = "Once 🐕 upon é a time"
+    spans = ours.encode_spans(text)
+    assert tuple(s.token_id for s in spans) == ours.encode(text)
+    inside = [s for s in spans if s.start < s.end]
+    covered = {i for s in inside for i in range(s.start, s.end)}
+    # A tokenizer.json with trim_offsets leaves the space before a word to nobody.
+    assert covered | {i for i, c in enumerate(text) if c == " "} == set(range(len(text)))
+    dog = [s for s in spans if text[s.start : s.end].strip() == "🐕"]
+    assert len(dog) >= 2, "split into bytes, which share the character"
+    for span in inside:
+        if "\ufffd" not in span.text:
+            assert span.text.strip() == text[span.start : span.end].strip()
+
+
+def test_special_tokens_have_an_empty_span():
+    ours = HfTokenizer(toy_tokenizers.llama_like())
+    first, *rest = ours.encode_spans("Once")
+    assert (first.text, first.start, first.end) == ("<s>", 0, 0)
+    assert [(s.text, s.start, s.end) for s in rest] == [(" Once", 0, 4)]
+
+
+def test_token_text_shows_a_token_as_inside_a_text(both):
+    ours, _ = both
+    ids = ours.encode("Once upon a time", add_special_tokens=False)
+    assert [ours.token_text(i) for i in ids][1:] == [" upon", " a", " time"]
+    byte = next(i for i in range(ours.vocab_size) if ours.token_text(i) == "\ufffd")
+    assert ours.token_text(byte) == "\ufffd"
+    assert ours.token_text(ours.vocab_size + 5) == ""
+
+
+def test_it_is_the_cores_tokenizer(both):
+    assert isinstance(both[0], Tokenizer)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb", "ok \ud83d\ude00"])
+def test_a_lone_surrogate_is_the_clients_mistake(both, text):
+    for method in (both[0].encode, both[0].encode_spans):
+        with pytest.raises(InvalidRequest) as caught:
+            method(text)
+        assert [v.field for v in caught.value.violations] == ["text"]
+        assert "surrogate" in str(caught.value)
+        assert "a\udfffb" not in str(caught.value)
+
+
+def test_what_the_model_has_no_token_for_is_the_clients_mistake():
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    ours = HfTokenizer(Backend(models.WordLevel({"a": 0}, unk_token="<unk>")))
+    with pytest.raises(InvalidRequest, match="cannot encode"):
+        ours.encode("b")
+
+
+# --- loading --------------------------------------------------------------------------------
+
+
+def test_no_tokenizer_json_fails_the_spawn_in_one_sentence(tmp_path):
+    with pytest.raises(SpawnFailed) as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value) == "Worker spawn failed: the model has no tokenizer.json"
+    assert str(tmp_path) in caught.value.log_detail
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_file_fails_the_spawn(directory, name):
+    (directory / name).write_text("{")
+    with pytest.raises(SpawnFailed, match=name.replace(".", r"\.")) as caught:
+        load_tokenizer(str(directory))
+    assert str(directory) not in str(caught.value)
+
+
+def test_truncation_and_padding_in_tokenizer_json_are_off(tmp_path):
+    toy_tokenizers.save("byte_level", tmp_path)
+    backend = load_tokenizer(tmp_path).backend
+    backend.enable_truncation(max_length=2)
+    backend.enable_padding(length=50, pad_token="<|endoftext|>")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(load_tokenizer(tmp_path).encode("Once upon a time")) == 4
+
+
+def test_special_tokens_map_counts_where_the_config_lists_no_added_tokens(directory):
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert load_tokenizer(directory).special_tokens["eos_token"] == "<|endoftext|>"
+    config["added_tokens_decoder"] = {}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(directory).special_tokens["eos_token"] == "<|im_end|>"
+
+
+def added_fields(token):
+    names = ("content", "special", "lstrip", "rstrip", "single_word", "normalized")
+    return {name: getattr(token, name) for name in names}
+
+
+def test_tokens_that_only_the_config_names_are_added_as_transformers_does(directory):
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    backend = toy_tokenizers.qwen_like()
+    config["added_tokens_decoder"] = {
+        **{str(i): added_fields(t) for i, t in backend.get_added_tokens_decoder().items()},
+        "493": {"content": "<tool>", "special": False, **flags},
+        "494": {"content": "<|call|>", "special": True, **flags},
+    }
+    config["pad_token"] = "<|pad|>"
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text('{"model_type": "qwen2"}')
+    ours = load_tokenizer(directory)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    text = "a<tool>b<|call|>c<|pad|>"
+    ids = ours.encode(text)
+    assert ids == ids_of(theirs, text, True)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a<tool>bc"
+
+
+def test_loading_imports_neither_torch_nor_transformers(directory):
+    code = (
+        "import sys; from engine.model.tokenizer import load_tokenizer;"
+        f"load_tokenizer({str(directory)!r}).encode('hi');"
+        "banned = {'torch', 'transformers', 'grpc', 'asyncio', 'jinja2'};"
+        "sys.exit(', '.join(banned & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- chat -----------------------------------------------------------------------------------
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi <b>&\n", "name": None},
+]
+
+
+def write_template(directory, template):
+    (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return load_tokenizer(directory)
+
+
+def test_a_chat_renders_as_in_transformers(directory):
+    (directory / "config.json").write_text('{"model_type": "qwen2"}')
+    ours = load_tokenizer(directory)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    assert ours.has_chat_template
+    for add in (True, False):
+        text = ours.render_chat(MESSAGES, add_generation_prompt=add)
+        assert text == theirs.apply_chat_template(
+            MESSAGES, tokenize=False, add_generation_prompt=add
+        )
+        encoded = theirs.apply_chat_template(MESSAGES, add_generation_prompt=add)
+        assert ours.encode(text, add_special_tokens=False) == tuple(encoded["input_ids"])
+
+
+def test_a_template_sees_tools_arguments_special_tokens_and_no_none(directory):
+    template = (
+        "{{ eos_token }}|{{ tools[0].name if tools else 'none' }}|{{ enable_thinking }}|"
+        "{{ 'name' in messages[1] }}|{{ {'a': '<é>'} | tojson }}"
+    )
+    ours = write_template(directory, template)
+    args = {"enable_thinking": False}
+    text = ours.render_chat(MESSAGES, tools=[{"name": "add"}], template_args=args)
+    assert text == '<|im_end|>|add|False|False|{"a": "<é>"}'
+    assert ours.render_chat(MESSAGES).split("|")[-3:-1] == ["", "False"]
+
+
+def test_template_files_win_over_the_config_and_tools_choose_theirs(directory):
+    ours = write_template(directory, "file")
+    assert ours.render_chat(MESSAGES) == "file"
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    ours = load_tokenizer(directory)
+    assert ours.render_chat(MESSAGES) == "file"
+    assert ours.render_chat(MESSAGES, tools=[{"name": "x"}]) == "tools"
+
+
+def test_a_list_of_templates_in_the_config(directory):
+    config = {"chat_template": [{"name": "tool_use", "template": "t"}]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRequest, match="no default"):
+        load_tokenizer(directory).render_chat(MESSAGES)
+    config["chat_template"].append({"name": "default", "template": "d"})
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(directory).render_chat(MESSAGES) == "d"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ raise_exception('x' * 999) }}", "x" * 200),
+        ("{{ messages[5].content }}", ""),
+        ("{% if %}", ""),
+        ("{{ messages.append(1) }}", ""),
+        ("{{ ''.__class__.__mro__ }}", ""),
+        ("{{ 1 / 0 }}", ""),
+    ],
+)
+def test_a_template_that_refuses_is_the_clients_mistake(directory, template, told):
+    with pytest.raises(InvalidRequest) as caught:
+        write_template(directory, template).render_chat(MESSAGES)
+    expected = "the model's chat template refused the chat" + (f": {told}" if told else "")
+    assert [(v.field, v.description) for v in caught.value.violations] == [("chat", expected)]
+    assert caught.value.log_detail
+
+
+def test_a_chat_that_cannot_be_rendered_at_all(directory):
+    ours = load_tokenizer(directory)
+    with pytest.raises(InvalidRequest, match="at least one message"):
+        ours.render_chat([])
+    with pytest.raises(InvalidRequest, match="template_args cannot set messages"):
+        ours.render_chat(MESSAGES, template_args={"messages": [], "x": 1})
+    plain = HfTokenizer(toy_tokenizers.byte_level())
+    assert not plain.has_chat_template
+    with pytest.raises(InvalidRequest, match="chat: this model has no chat template"):
+        plain.render_chat(MESSAGES)
+
+
+# --- threads --------------------------------------------------------------------------------
+
+
+def test_many_threads_share_one_tokenizer(both):
+    ours, _ = both
+    texts = [t for t in TEXTS if t] * 3
+
+    def work(text):
+        ids = ours.encode(text)
+        state = TextState(ours, Stops(max_tokens=len(ids), skip_special=False), ())
+        return ids, ours.decode(ids), "".join(state.push(i).text for i in ids)
+
+    alone = [work(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            assert list(pool.map(work, texts)) == alone

@@ -1,0 +1,411 @@
+"""`TorchRunner` keeps the contract of `engine.core.plan`: values for one row's failure, nothing
+changed by a step that raises, forks, preemption, threads, isolation of sequences."""
+
+import pickle
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine.core.plan import (  # noqa: E402
+    AdmittedSequence,
+    BlockDelta,
+    Logits,
+    Row,
+    RowFailure,
+    RowResult,
+    RunnerSpec,
+    StepPlan,
+)
+from engine.core.types import BlockId, EndReason, PlanId, Sampling, SequenceId, Stops  # noqa: E402
+from engine.errors import EngineBug  # noqa: E402
+from engine.model import runner as runner_module  # noqa: E402
+from engine.model import sequences  # noqa: E402
+from engine.model.runner import TorchRunner, is_out_of_memory  # noqa: E402
+from tests.support.mini_planner import GREEDY, MiniPlanner  # noqa: E402
+from tests.support.model_zoo import Zoo, load_runner  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+LENGTHS = (5, 16, 33, 80)
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
+    yield zoo
+    zoo.close()
+
+
+@pytest.fixture
+def loaded(zoo):
+    return zoo.load("llama")
+
+
+def prompt_of(length, seed=0):
+    rng = random.Random(f"{seed} {length}")
+    return [rng.randrange(1, 512) for _ in range(length)]
+
+
+def alone(loaded, prompt, num_new=24, sampling=GREEDY):
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=1)
+    one = planner.add(prompt, num_new, sampling=sampling)
+    planner.run()
+    return one.output
+
+
+def one_row_plan(sequence=1, prompt=(5, 6, 7), *, logits=Logits.LAST, stops=None, **row):
+    new = AdmittedSequence(SequenceId(sequence), prompt, GREEDY, stops or Stops(max_tokens=9), None)
+    blocks = BlockDelta(0, (BlockId(3),))
+    fields = {"start": 0, "count": len(prompt), "blocks": blocks, "logits": logits} | row
+    return StepPlan(PlanId(0), (Row(SequenceId(sequence), **fields),), admitted=(new,))
+
+
+def release(loaded, *ids):
+    loaded.runner.execute(StepPlan(PlanId(9), (), released=tuple(SequenceId(i) for i in ids)))
+
+
+# --- a step that raises changes nothing ------------------------------------------------------
+
+
+STAGES = {
+    "preparing": lambda r: (runner_module.packing, "pack"),
+    "the forward": lambda r: (r._model.module, "forward"),
+    "copies": lambda r: (r._cache, "copy_blocks"),
+    "drawing": lambda r: (runner_module.TorchRunner, "_sample"),
+}
+
+
+@pytest.mark.parametrize("where", STAGES)
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_a_step_that_raises_can_be_told_again(loaded, monkeypatch, where, at):
+    """Interrupted at any stage of any step, the output is the same."""
+    prompts = [prompt_of(n) for n in LENGTHS]
+    wanted = [alone(loaded, prompt, 6) for prompt in prompts]
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
+    done = [planner.add(prompt, 6) for prompt in prompts]
+    stock, count = loaded.runner.execute, 0
+
+    def execute(plan):
+        nonlocal count
+        count += 1
+        if count == at + 1:
+            with monkeypatch.context() as broken:
+                broken.setattr(*STAGES[where](loaded.runner), fail)
+                with pytest.raises(ZeroDivisionError):
+                    stock(plan)
+            return stock(replace(plan, admitted=(), released=()))
+        return stock(plan)
+
+    monkeypatch.setattr(loaded.runner, "execute", execute)
+    planner.run()
+    assert [one.output for one in done] == wanted
+
+
+def fail(*_args, **_fields):
+    raise ZeroDivisionError("planted")
+
+
+def test_a_plan_told_twice_with_its_admissions_is_the_same(loaded, monkeypatch):
+    plan = one_row_plan()
+    wanted = loaded.runner.execute(plan).rows
+    release(loaded, 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(loaded.runner._cache, "copy_blocks", fail)
+        with pytest.raises(ZeroDivisionError):
+            loaded.runner.execute(plan)
+    assert loaded.runner.execute(plan).rows == wanted
+    release(loaded, 1)
+    release(loaded, 1)  # forgetting twice is nothing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+        RuntimeError("MPS backend out of memory"),
+    ],
+)
+def test_out_of_memory_is_memory_error(loaded, monkeypatch, error):
+    def run_out(*_args, **_fields):
+        raise error
+
+    assert is_out_of_memory(error)
+    monkeypatch.setattr(loaded.runner._model.module, "forward", run_out)
+    with pytest.raises(MemoryError):
+        loaded.runner.execute(one_row_plan())
+    release(loaded, 1)
+
+
+def test_out_of_memory_while_drawing_fails_the_step_and_no_row(loaded, monkeypatch):
+    def run_out(*_args):
+        raise MemoryError
+
+    monkeypatch.setattr(runner_module, "sample", run_out)
+    with pytest.raises(MemoryError):
+        loaded.runner.execute(one_row_plan())
+    release(loaded, 1)
+
+
+BUGS = {
+    "unknown sequence": (one_row_plan(), {"admitted": ()}),
+    "beyond the tokens": (one_row_plan(count=4), {}),
+    "no tokens": (one_row_plan(count=0), {}),
+    "sampled before the last token": (one_row_plan(count=2), {}),
+    "keeps blocks it never had": (one_row_plan(blocks=BlockDelta(2)), {}),
+    "no block for its tokens": (one_row_plan(blocks=BlockDelta(0)), {}),
+}
+
+
+@pytest.mark.parametrize(("plan", "change"), BUGS.values(), ids=BUGS)
+def test_a_plan_that_breaks_the_contract_is_our_bug(loaded, plan, change):
+    with pytest.raises(EngineBug):
+        loaded.runner.execute(replace(plan, **change))
+    release(loaded, 1)
+
+
+# --- one row's failure is a value ------------------------------------------------------------
+
+
+def test_logits_that_are_not_finite_fail_their_row_only(loaded):
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
+    done = [planner.add([token], 4) for token in (7, 8, 9, 10)]
+    wanted = [alone(loaded, one.prompt, 4) for one in done]
+
+    def poison(_module, _inputs, output):
+        output.logits[0, 2, 7] = float("nan")
+
+    hook = loaded.runner._model.module.register_forward_hook(poison)
+    planner.step(done)
+    hook.remove()
+    assert done[2].failure is not None
+    assert done[2].failure.phase == "sample"
+    assert "not finite" in done[2].failure.detail
+    planner.run()
+    assert [one.output for one in done] == [[] if i == 2 else w for i, w in enumerate(wanted)]
+
+
+def test_a_row_that_cannot_be_drawn_fails_alone(loaded):
+    """Every id but one banned, and that one too before min_tokens."""
+    nothing = Sampling(temperature=0.0, allowed_token_ids=())
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
+    all_ids = frozenset(range(512))
+    bad = planner.add([4], 4, sampling=nothing, stops=Stops(9, min_tokens=4, token_ids=all_ids))
+    good = planner.add([4], 4)
+    planner.run()
+    assert good.output == alone(loaded, [4], 4)
+    assert bad.failure is not None
+    assert bad.failure.phase == "sample"
+
+
+def test_a_text_that_fails_costs_its_row_only(loaded, monkeypatch):
+    wanted = alone(loaded, [4], 4)
+    stock = sequences.TextState.push
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
+    good, bad = planner.add([4], 4), planner.add([4], 4)
+
+    def push(state, token):
+        if state._stops.max_tokens == 77:
+            raise UnicodeError("planted")
+        return stock(state, token)
+
+    bad_state = replace(planner._admitted[1], stops=Stops(max_tokens=77))
+    planner._admitted[1] = bad_state
+    monkeypatch.setattr(sequences.TextState, "push", push)
+    planner.run()
+    assert good.output == wanted
+    assert bad.failure == RowFailure(bad.id, "text", "UnicodeError: planted")
+
+
+# --- forks, preemption, prefixes, isolation --------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 50])
+def test_children_share_the_prompt_and_go_their_own_way(loaded, length):
+    """Each choice of n is what a request of its own with that choice index gets."""
+    prompt = prompt_of(length)
+    sampling = Sampling(temperature=1.2, seed=7)
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=4)
+    planner.add(prompt, 24, sampling=sampling, choices=3)
+    while any(not one.is_done for one in planner.sequences.values()):
+        planner.step([one for one in planner.sequences.values() if not one.is_done])
+    outputs = [one.output for one in planner.sequences.values()]
+    planner.run()
+    wanted = [alone(loaded, prompt, 24, replace(sampling, choice=i)) for i in range(3)]
+    assert outputs == wanted
+    assert len({tuple(output) for output in outputs}) == 3
+
+
+def test_a_results_rows_follow_the_plan_with_children_after_their_parent(loaded):
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=4, chunks=1)
+    first = planner.add([3], 2, choices=3)
+    second = planner.add([4], 2)
+    result = planner.step([first, second])
+    assert [entry.sequence for entry in result.rows] == [first.id, SequenceId(2), 3, second.id]
+    planner.run()
+
+
+def test_text_and_ends_come_with_the_tokens(loaded):
+    tokenizer = loaded.runner.tokenizer
+    output = alone(loaded, prompt_of(16), 12)
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=1)
+    one = planner.add(prompt_of(16), 12, stops=Stops(max_tokens=12))
+    ends = []
+    while not one.is_done:
+        ends += planner.step([one]).rows
+    planner.run()
+    assert one.output == output
+    assert one.text == tokenizer.decode(output)
+    last = ends[-1]
+    assert isinstance(last, RowResult)
+    assert last.finish is EndReason.LENGTH
+    stopped = planner.add(prompt_of(16), 99, stops=Stops(99, token_ids=frozenset({output[5]})))
+    while True:
+        entry = planner.step([stopped]).rows[0]
+        if entry.finish is not None:
+            break
+    assert (entry.finish, entry.matched) == (EndReason.STOP, output[5])
+    assert len(stopped.output) == output.index(output[5]) + 1
+    planner.release(stopped)
+
+
+def test_an_unfinished_prompt_gives_no_token(loaded):
+    prompt = tuple(prompt_of(16))
+    plan = one_row_plan(2, prompt, logits=Logits.NONE, count=9)
+    assert loaded.runner.execute(plan).rows == (RowResult(SequenceId(2)),)
+    release(loaded, 2)
+
+
+def test_logits_all_samples_as_logits_last_does(loaded):
+    prompt = tuple(prompt_of(16))
+    rows = []
+    for logits in (Logits.LAST, Logits.ALL):
+        rows.append(loaded.runner.execute(one_row_plan(2, prompt, logits=logits)).rows)
+        release(loaded, 2)
+    assert rows[0] == rows[1]
+
+
+def test_a_cached_prefix_is_not_computed_again(loaded):
+    """A row may start after positions that another sequence computed into the same blocks."""
+    prompt = prompt_of(40)
+    wanted = alone(loaded, prompt, 5)
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=6)
+    first = planner.add(prompt, 5)
+    while not first.is_done:
+        planner.step([first])
+    second = planner.add(prompt, 5)
+    second.blocks, second.computed = first.blocks[:2], 32
+    while not second.is_done:
+        planner.step([second])
+    assert second.output == wanted
+    planner.run()
+
+
+def fill_cache(loaded, value):
+    cache = loaded.runner._cache
+    with torch.inference_mode():
+        for tensor in (*cache.keys, *cache.values):
+            tensor.fill_(value)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_nan_left_in_a_block_never_reaches_another_sequence(zoo, name):
+    loaded = zoo.load(name)
+    wanted = [alone(loaded, prompt_of(n), 8) for n in LENGTHS]
+    fill_cache(loaded, float("nan"))
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=8)
+    done = [planner.add(prompt_of(n), 8) for n in LENGTHS]
+    planner.run()
+    fill_cache(loaded, 0.0)
+    assert [one.output for one in done] == wanted
+
+
+def test_seeded_output_survives_batching_and_preemption(loaded):
+    sampling = Sampling(temperature=1.0, seed=3, top_p=0.95)
+    wanted = [alone(loaded, prompt_of(n), 16, sampling) for n in LENGTHS]
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=9)
+    done = [planner.add(prompt_of(n), 16, sampling=sampling) for n in LENGTHS]
+    rng = random.Random(1)
+    while live := [one for one in done if not one.is_done]:
+        planner.step(live)
+        if rng.random() < 0.3:
+            planner.preempt(rng.choice(live))
+    planner.run()
+    assert [one.output for one in done] == wanted
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 32, 1024])
+def test_the_block_size_does_not_matter(zoo, block_size):
+    stock = zoo.load("mistral")
+    wanted = [alone(stock, prompt_of(n), 8) for n in LENGTHS]
+    runner, info = load_runner(stock.directory, block_size=block_size)
+    planner = MiniPlanner(runner, info, seed=9)
+    done = [planner.add(prompt_of(n), 8) for n in LENGTHS]
+    planner.run()
+    assert info.block_size == block_size
+    assert [one.output for one in done] == wanted
+
+
+# --- threads, values, life -------------------------------------------------------------------
+
+
+def test_every_call_may_come_from_another_thread(loaded):
+    wanted = alone(loaded, prompt_of(33), 6)
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=1)
+    one = planner.add(prompt_of(33), 6)
+    states = []
+
+    def step():
+        torch.set_num_threads(2)  # as another worker's step could have left it
+        planner.step([one])
+        states.append((torch.get_num_threads(), torch.is_inference_mode_enabled()))
+
+    while not one.is_done:
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+    planner.run()
+    assert one.output == wanted
+    assert set(states) == {(1, False)}
+
+
+def test_plans_results_and_specs_pickle(loaded):
+    plan = one_row_plan()
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    result = loaded.runner.execute(plan)
+    release(loaded, 1)
+    assert pickle.loads(pickle.dumps(result)) == result
+    assert pickle.loads(pickle.dumps(loaded.info)) == loaded.info
+
+
+def test_timings_say_where_a_step_went(loaded):
+    timings = loaded.runner.execute(one_row_plan()).timings
+    release(loaded, 1)
+    parts = (timings.prepare_s, timings.forward_s, timings.sample_s, timings.text_s)
+    assert all(part > 0 for part in parts)
+
+
+def test_close_gives_everything_back_and_may_be_called_twice(zoo):
+    directory = zoo.directory("llama")
+    runner = TorchRunner(RunnerSpec(str(directory), kv_bytes=1 << 20, threads=1))
+    with pytest.raises(EngineBug):
+        _ = runner.tokenizer
+    info = runner.load(lambda _progress: None)
+    runner.execute(one_row_plan())
+    runner.close()
+    runner.close()
+    assert runner._model is None
+    assert not runner._sequences
+    assert runner.load(lambda _progress: None) == info
+
+
+def test_loading_leaves_no_sequence_behind(zoo):
+    runner, info = load_runner(zoo.directory("gpt2"))
+    assert not runner._sequences
+    assert info.vocab_size == 512
+    assert info.memory_bytes > info.num_blocks * 16 * 2 * 64 * 4 * 3

@@ -1,0 +1,55 @@
+"""The credit of a stream: what is reserved, filled and free always adds up (D1)."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from engine.core.credit import Credit
+from engine.errors import EngineBug
+
+OPS = st.lists(
+    st.tuples(st.sampled_from(["reserve", "cancel", "fill", "release"]), st.integers(1, 4)),
+    max_size=60,
+)
+
+
+@given(capacity=st.integers(1, 6), ops=OPS)
+def test_a_credit_agrees_with_three_counters(capacity, ops):
+    credit, reserved, filled, starved = Credit(capacity), 0, 0, False
+    for op, count in ops:
+        if op == "reserve":
+            fits = reserved + filled + count <= capacity
+            assert credit.try_reserve(count) == fits
+            reserved += count if fits else 0
+            if not fits:
+                credit.mark_starved()
+                starved = True
+        elif op in ("cancel", "fill"):
+            if count > reserved:
+                with pytest.raises(EngineBug):
+                    getattr(credit, op)(count)
+                continue
+            getattr(credit, op)(count)
+            reserved -= count
+            filled += count if op == "fill" else 0
+        elif count > filled:
+            with pytest.raises(EngineBug):
+                credit.release(count)
+        else:
+            assert credit.release(count) == starved
+            starved = False
+            filled -= count
+        assert (credit.reserved, credit.filled) == (reserved, filled)
+        assert credit.free == capacity - reserved - filled >= 0
+
+
+def test_a_release_of_nothing_wakes_nobody():
+    credit = Credit(1)
+    credit.mark_starved()
+    assert credit.release(0) is False
+    assert credit.starved
+
+
+def test_a_buffer_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least 1"):
+        Credit(0)

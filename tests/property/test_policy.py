@@ -1,0 +1,166 @@
+"""Laws of the policies: orders that are orders, nothing over budget, nobody starved (D4, D6)."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from engine.core.plan import Logits
+from engine.core.policy import blocks_for, choose_victim, retry_after, waiting_key
+from tests.support.core_driver import Driver, make_request
+
+RANKS = st.tuples(st.integers(-2, 2), st.floats(0, 100), st.integers(1, 1000))
+REQUESTS = st.builds(
+    lambda priority, arrival, wait: make_request(
+        "r",
+        [1],
+        priority=priority,
+        arrival=arrival,
+        deadline=None if wait is None else arrival + wait,
+    ),
+    st.integers(-3, 3),
+    st.floats(0, 1000),
+    st.none() | st.floats(0, 1000),
+)
+
+
+# ---- the waiting line
+
+
+@given(request=REQUESTS, now=st.floats(0, 2000), later=st.floats(0, 100))
+def test_waiting_never_makes_a_request_later(request, now, later):
+    assert waiting_key(request, now + later, 10.0, 1) <= waiting_key(request, now, 10.0, 1)
+
+
+@given(request=REQUESTS, levels=st.integers(0, 50))
+def test_a_request_rises_one_level_for_each_aging_time_it_waited(request, levels):
+    key = waiting_key(request, request.arrival + 10.0 * levels + 5.0, 10.0, 1)
+    assert key[0] == request.priority - levels
+
+
+@given(request=REQUESTS)
+def test_a_request_from_the_future_has_waited_for_nothing(request):
+    assert waiting_key(request, request.arrival - 50.0, 10.0, 1)[0] == request.priority
+
+
+@given(one=REQUESTS, other=REQUESTS)
+def test_equals_are_ordered_by_deadline_then_arrival_then_number(one, other):
+    now = max(one.arrival, other.arrival)
+    first, second = (waiting_key(r, now, math.inf, tie) for tie, r in enumerate((one, other)))
+    of = [
+        (r.priority, math.inf if r.deadline is None else r.deadline, r.arrival)
+        for r in (one, other)
+    ]
+    assert (first < second) == (of[0] <= of[1])
+
+
+# ---- who gives way
+
+
+def sequences(ranks):
+    return [SimpleNamespace(rank=rank) for rank in sorted(ranks)]
+
+
+@given(parked=st.sets(RANKS), running=st.sets(RANKS), rank=RANKS)
+def test_the_victim_is_the_last_parked_or_the_last_later_one(parked, running, rank):
+    victim = choose_victim(sequences(parked), sequences(running), rank)
+    if parked:
+        assert victim.rank == max(parked)
+    elif any(other > rank for other in running):
+        assert victim.rank == max(running)
+    else:
+        assert victim is None
+
+
+# ---- estimates
+
+
+@given(queued=st.integers(0, 10**7), rate=st.floats(-1, 10**5))
+def test_a_retry_is_asked_for_between_one_and_thirty_seconds(queued, rate):
+    seconds = retry_after(queued, rate)
+    assert 1.0 <= seconds <= 30.0
+    if rate > 0 and 1.0 < queued / rate < 30.0:
+        assert seconds == queued / rate
+    if rate <= 0:
+        assert seconds == 1.0
+
+
+@given(tokens=st.integers(0, 10_000), size=st.integers(1, 64))
+def test_blocks_hold_the_tokens_and_no_block_is_empty(tokens, size):
+    blocks = blocks_for(tokens, size)
+    assert (blocks - 1) * size < tokens <= blocks * size or tokens == blocks == 0
+
+
+# ---- the step's tokens, on whole schedules
+
+
+@given(
+    prompts=st.lists(st.integers(1, 60), min_size=1, max_size=12),
+    max_num_seqs=st.integers(1, 6),
+    room=st.integers(1, 30),
+    size=st.sampled_from([1, 4, 16]),
+    prepared=st.booleans(),
+)
+def test_a_step_is_never_over_budget_and_wastes_none(prompts, max_num_seqs, room, size, prepared):
+    """No step has more tokens or sequences than allowed; every decode has its one token; and
+    prompt tokens are left out only for want of room, seats or blocks."""
+    driver = Driver(
+        num_blocks=2000,
+        block_size=size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + room,
+        prefix_cache=False,
+        prepared_plans=prepared,
+    )
+    for index, length in enumerate(prompts):
+        driver.submit(make_request(f"r{index}", [index + 1] * length, max_tokens=3))
+    left = sum(prompts)
+    while (plan := driver.begin_step()) is not None:
+        decodes = [row for row in plan.rows if row.start >= prompts[row.sequence - 1]]
+        chunk = plan.num_tokens - len(decodes)
+        assert plan.num_tokens <= max_num_seqs + room
+        assert len(plan.rows) <= max_num_seqs
+        assert all(row.count == 1 and row.logits is Logits.LAST for row in decodes)
+        unstarted = left - chunk
+        if unstarted and len(plan.rows) < max_num_seqs and not prepared:
+            assert plan.num_tokens == max_num_seqs + room
+        left = unstarted
+        driver.end_step()
+    assert left == 0
+    driver.check_tokens()
+    assert len(driver.finished) == len(prompts)
+
+
+@given(
+    others=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=8),
+    size=st.sampled_from([1, 4, 16]),
+    prepared=st.booleans(),
+)
+def test_the_oldest_goes_on_in_every_step(others, size, prepared):
+    """However crowded, the first of the highest priority is in every plan until it has ended."""
+    driver = Driver(
+        num_blocks=-(-96 // size),
+        block_size=size,
+        max_model_len=96,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        prepared_plans=prepared,
+    )
+    driver.submit(make_request("oldest", range(1, 31), max_tokens=40))
+    for index, (length, tokens) in enumerate(others):
+        driver.now += 0.1
+        driver.submit(
+            make_request(f"r{index}", [50 + index] * length, max_tokens=tokens, arrival=driver.now)
+        )
+    while ("oldest", 0) not in driver.finished:
+        plan = driver.begin_step()
+        assert any(row.sequence == 1 for row in plan.rows), plan
+        driver.now += 0.01
+        driver.end_step()
+        driver.scheduler.check()
+    driver.run()
+    driver.check_tokens()
+    driver.check_idle()

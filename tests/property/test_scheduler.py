@@ -1,0 +1,163 @@
+"""The scheduler against the plainest model of it: every reader gets its own tokens, in order,
+and one end; the books balance after every event. Drawn schedules, not examples (R79-R87, R195).
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.core.events import Pause, PauseMode, ResetPrefixCache, Resume, StepDone, StepFailed
+from engine.core.plan import FailureKind, StepFailure
+from engine.core.types import EndReason, Sampling
+from tests.support.core_driver import Driver, make_request
+
+PREFIXES = [tuple(range(1, 30)), tuple(range(100, 130)), ()]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests, readers, cancels, pauses and failures over a small, crowded pool."""
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4, 16]),
+        extra=st.integers(0, 20),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 40),
+        prefix_cache=st.booleans(),
+        prepared_plans=st.booleans(),
+        buffer=st.sampled_from([1, 2, 5, 1000]),
+    )
+    def start(self, block_size, extra, max_num_seqs, budget, prefix_cache, prepared_plans, buffer):
+        max_model_len = 96
+        self.buffer = buffer
+        self.driver = Driver(
+            block_size=block_size,
+            max_model_len=max_model_len,
+            num_blocks=-(-max_model_len // block_size) + extra,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + budget,
+            max_queued_requests=8,
+            prefix_cache=prefix_cache,
+            prepared_plans=prepared_plans,
+        )
+        self.count = 0
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        own=st.lists(st.integers(200, 230), min_size=1, max_size=30),
+        max_tokens=st.integers(1, 20),
+        n=st.integers(1, 4),
+        priority=st.integers(-1, 1),
+        seed=st.sampled_from([None, 1]),
+        bypass=st.booleans(),
+    )
+    def submit(self, prefix, own, max_tokens, n, priority, seed, bypass):
+        self.count += 1
+        request = make_request(
+            f"r{self.count}",
+            prefix + tuple(own),
+            max_tokens=min(max_tokens, 96 - len(prefix) - len(own)),
+            arrival=self.driver.now,
+            n=n,
+            priority=priority,
+            sampling=Sampling(temperature=0.0, seed=seed),
+            bypass_prefix_cache=bypass,
+        )
+        self.driver.submit(request, buffer=self.buffer)
+
+    @rule(data=st.data(), reason=st.sampled_from([EndReason.CANCELLED, EndReason.DEADLINE]))
+    def cancel(self, data, reason):
+        if self.driver.requests:
+            self.driver.cancel(data.draw(st.sampled_from(sorted(self.driver.requests))), reason)
+
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def read(self, data, count):
+        if self.driver.requests:
+            name = data.draw(st.sampled_from(sorted(self.driver.requests)))
+            self.driver.read(name, count)
+
+    @precondition(lambda self: self.driver.in_flight is None)
+    @rule()
+    def begin_step(self):
+        self.driver.begin_step()
+
+    @precondition(lambda self: self.driver.in_flight is not None)
+    @rule()
+    def end_step(self):
+        self.driver.now += 0.01
+        event = self.driver.end_step()
+        assert isinstance(event, StepDone), event
+
+    @rule(steps=st.integers(1, 12))
+    def run_some_steps(self, steps):
+        if self.driver.in_flight is not None:
+            self.driver.end_step()
+        for _ in range(steps):
+            if not self.driver.step():
+                break
+
+    @precondition(lambda self: self.driver.in_flight is not None)
+    @rule(kind=st.sampled_from(FailureKind))
+    def fail_step(self, kind):
+        # released and admitted take effect in a failed step, nothing else does
+        driver, plan = self.driver, self.driver.in_flight
+        driver.runner.script.plan_fault = lambda plan: KeyboardInterrupt()
+        try:
+            driver.runner.execute(plan)
+        except KeyboardInterrupt:
+            driver.runner.script.plan_fault = None
+        driver.in_flight = None
+        driver.apply(StepFailed(StepFailure(plan.plan_id, kind, "drawn")))
+
+    @precondition(lambda self: self.driver.in_flight is not None)
+    @rule(index=st.integers(0, 3))
+    def fail_a_row(self, index):
+        # one row of the step, parents and forked choices alike (missed until a simulation hit it)
+        left = iter(range(1000))
+        script = self.driver.runner.script
+        script.sample_fault = lambda: "sample" if next(left) == index else None
+        self.driver.end_step()
+        script.sample_fault = None
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 31.0]))
+    def wait(self, seconds):
+        self.driver.tick(seconds)
+
+    @rule(mode=st.sampled_from(PauseMode))
+    def pause(self, mode):
+        self.driver.apply(Pause(mode))
+
+    @rule()
+    def resume(self):
+        self.driver.apply(Resume())
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.driver.apply(ResetPrefixCache())
+
+    @invariant()
+    def books_balance(self):
+        if hasattr(self, "driver"):
+            self.driver.scheduler.check()
+            self.driver.check_tokens()
+
+    def teardown(self):
+        if not hasattr(self, "driver"):
+            return
+        driver = self.driver
+        if driver.in_flight is not None:
+            driver.end_step()
+        driver.apply(Resume())
+        for name in driver.requests:
+            driver.read(name)
+        driver.run()
+        driver.check_tokens()
+        driver.check_idle()
+        for name, request in driver.requests.items():
+            ends = [key for key in driver.finished if key[0] == name]
+            assert len(ends) == (0 if name in driver.refused else request.n), name
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

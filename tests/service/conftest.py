@@ -1,0 +1,31 @@
+"""A test that fails shows what its servers logged; the demo model is loaded once for all."""
+
+import pytest
+
+from tests.support import server
+
+TAIL_CHARS = 6000
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory):
+    """`triolet serve` with the story model, on a Unix socket."""
+    uds = tmp_path_factory.mktemp("demo") / "socket"
+    with server.real("--served-model-name", "stories", uds=uds) as one:
+        yield one
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        for number, one in enumerate(server.shown_if_failed):
+            text = f"{one.out[-TAIL_CHARS:]}\n----\n{one.log[-TAIL_CHARS:]}"
+            report.sections.append((f"server {number}, {one.process.returncode}", text))
+    return report
+
+
+def pytest_runtest_logfinish(nodeid, location):
+    for one in list(server.shown_if_failed):
+        if one.is_over:
+            one.forget()

@@ -1,0 +1,184 @@
+"""A front without an engine: calls hand out what a test scripted, all on the asyncio side."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import functools
+from dataclasses import dataclass, field
+
+import grpc
+
+from engine.core.plan import TokenSpan
+from engine.errors import ModelNotFound
+from engine.status import (
+    AbortOutcome,
+    Counts,
+    EngineStatistics,
+    ModelState,
+    ModelStatus,
+    RequestsTotal,
+)
+from grpc_service.health import HealthServicer, add_health
+from grpc_service.servicer import add_servicers
+
+TEST_TIMEOUT_S = 30
+# A client whose window closes after a few KB: the window is the receiver's to set.
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+
+
+@dataclass
+class FakeCall:
+    """Hands out ``batches`` in turn, then waits for ever (``hangs``), raises ``error`` or ends.
+    A hanging one that is cancelled hands out ``afterwards``, if there is any: a careless front.
+    """
+
+    request: object
+    batches: list
+    error: BaseException | None = None
+    hangs: bool = False
+    afterwards: list | None = None
+    request_id: str = "r1"
+    num_written: int = 0
+    num_received: int = 0
+    num_cancels: int = 0
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def receive(self):
+        await asyncio.sleep(0)
+        if self.num_received < len(self.batches):
+            self.num_received += 1
+            return self.batches[self.num_received - 1]
+        if self.hangs:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if self.afterwards is None:
+                    raise
+                return self.afterwards
+        if self.error is not None:
+            raise self.error
+        return ()
+
+    def written(self, num_tokens_events):
+        self.num_written += num_tokens_events
+
+    def cancel(self):
+        self.num_cancels += 1
+        self.cancelled.set()
+
+
+class FakeEngine:
+    """A character is a token; two models, one of which failed."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def tokenize(self, model, *, text, chat, add_special_tokens):
+        self.asked.append((model, text, chat, add_special_tokens))
+        text = text if chat is None else chat.messages[0]["content"]
+        return tuple(TokenSpan(ord(c), c, i, i + 1) for i, c in enumerate(text)), 2048
+
+    async def detokenize(self, model, ids, *, skip_special_tokens):
+        self.asked.append((model, ids, skip_special_tokens))
+        return "".join(map(chr, ids))
+
+    def list_models(self):
+        return [
+            ModelStatus("stories", ModelState.READY, aliases=("s",), last_used=1.5),
+            ModelStatus("broken", ModelState.FAILED, error="no such file"),
+        ]
+
+    def get_model(self, name):
+        for status in self.list_models():
+            if name in (status.name, *status.aliases):
+                return status
+        raise ModelNotFound(f"no model is called {name!r}")
+
+    def pause(self, mode, model=""):
+        self.asked.append(("pause", mode, model))
+
+    def resume(self, model=""):
+        self.asked.append(("resume", model))
+
+    def reset_prefix_cache(self, model=""):
+        self.asked.append(("reset", model))
+
+    def abort(self, request_id):
+        self.asked.append(("abort", request_id))
+        return AbortOutcome.REMEMBERED
+
+    async def drain_in_background(self, timeout_s=None):
+        self.asked.append(("drain", timeout_s))
+
+
+STATISTICS = EngineStatistics(
+    totals=Counts(running=3, requests_total=RequestsTotal(finished=7)), replicas=()
+)
+
+
+class FakeFront:
+    """Every generation is the one scripted; ``calls`` keeps them."""
+
+    def __init__(self, *batches, **script):
+        self.script = {"batches": list(batches), **script}
+        self.calls = []
+        self.engine = FakeEngine()
+
+    @property
+    def last(self):
+        return self.calls[-1]
+
+    def generate(self, request):
+        self.calls.append(FakeCall(request, **self.script))
+        return self.last
+
+    async def call(self, job):
+        return await job(self.engine)
+
+    async def statistics(self):
+        return STATISTICS
+
+
+@contextlib.asynccontextmanager
+async def serving(front, health=None):
+    """The address of a server of ``front``, gone when the block is left."""
+    server = grpc.aio.server()
+    add_servicers(server, front)
+    add_health(server, health or HealthServicer())
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+@functools.cache
+def runner():
+    """One asyncio loop for every test of this process: grpc's poller knows one at a time, and an
+    event that comes late for a loop that is closed makes noise in another's test."""
+    one = asyncio.Runner()
+    atexit.register(one.close)
+    return one
+
+
+def complaints(caplog):
+    """What was logged, but for grpc's poller about loops that other tests closed."""
+    return [r for r in caplog.records if "PollerCompletionQueue" not in r.getMessage()]
+
+
+def run(front, main, *, health=None, options=()):
+    """Runs ``main(channel)`` against a server of ``front``, on asyncio."""
+
+    async def bounded():
+        async with (
+            asyncio.timeout(TEST_TIMEOUT_S),
+            serving(front, health) as address,
+            grpc.aio.insecure_channel(address, options=options) as channel,
+        ):
+            channel.address = address  # for clients of another kind
+            return await main(channel)
+
+    return runner().run(bounded())

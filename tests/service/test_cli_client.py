@@ -1,0 +1,258 @@
+"""The client commands against a scripted front: what they print, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from engine.core.events import Finished, Tokens
+from engine.core.types import EndReason, Timings, Usage
+from engine.errors import Overloaded
+from engine.requests import Started
+from grpc_service.cli.main import main
+from tests.service.fake_front import FakeFront, run, runner
+
+STARTED = Started("r1", "stories", 4)
+SILENT = "127.0.0.1:1"  # nobody listens on port 1
+
+
+def tokens(text, choice=0):
+    return Tokens("r1", choice, (1,), text)
+
+
+def finished(choice=0):
+    return Finished("r1", choice, EndReason.STOP, Usage(4, 0, 2), Timings())
+
+
+STORY = ([STARTED], [tokens("Once")], [tokens(" more")], [finished()])
+
+
+def triolet(front, *argv):
+    """The exit code of a command whose server is ``front``'s."""
+
+    async def command(channel):
+        return await asyncio.to_thread(main, [*argv, "--server", channel.address])
+
+    return run(front, command)
+
+
+@pytest.fixture
+def ask(capsys):
+    """Runs a command; returns its exit code, standard output and standard error."""
+
+    def call(front, *argv):
+        code = triolet(front, *argv)
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+# ---- answers ---------------------------------------------------------------------------------
+
+
+def test_generate_prints_the_text_and_one_newline(ask):
+    front = FakeFront(*STORY)
+    assert ask(front, "generate", "Once") == (0, "Once more\n", "")
+    assert ask(FakeFront([STARTED], [tokens("a\n")], [finished()]), "generate", "a")[1] == "a\n"
+    request = front.last.request
+    assert (request.text, request.n, request.timeout_s) == ("Once", None, None)
+    assert request.sampling.temperature is None
+
+
+def test_generate_sends_what_it_is_told(ask):
+    front = FakeFront(*STORY)
+    given = "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 0 --seed 7 --stop a --stop b"
+    given += " --n 1 --timeout 20 --model stories"
+    assert ask(front, "generate", "x", *given.split())[0] == 0
+    request, sampling = front.last.request, front.last.request.sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (5, 0.0, 0.5)
+    assert (sampling.top_k, sampling.seed, sampling.stop) == (0, 7, ("a", "b"))
+    assert (request.n, request.model) == (1, "stories")
+    assert 15 < request.timeout_s < 21
+
+
+def test_generate_reads_its_prompt_from_standard_input(ask, monkeypatch):
+    front = FakeFront(*STORY)
+    monkeypatch.setattr("sys.stdin.read", lambda: "two\nlines\n\n")
+    assert ask(front, "generate", "-")[0] == 0
+    assert front.last.request.text == "two\nlines\n"
+
+
+def test_generate_prints_several_choices_one_after_the_other(ask):
+    batch = [tokens("b", 1), finished(1), tokens("a", 0), finished(0)]
+    code, out, _ = ask(FakeFront([STARTED], batch), "generate", "x", "--n", "2")
+    assert (code, out) == (0, "--- 1 of 2 ---\na\n--- 2 of 2 ---\nb\n")
+
+
+def test_generate_json_is_one_event_per_line(ask):
+    _, out, _ = ask(FakeFront(*STORY), "generate", "x", "--json")
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [next(iter(event)) for event in events] == ["started", "delta", "delta", "finished"]
+    assert events[3]["finished"]["reason"] == "FINISH_REASON_STOP"
+
+
+def test_tokenize_there_and_back(ask):
+    code, out, _ = ask(FakeFront(), "tokenize", "hi")
+    assert code == 0
+    assert out.splitlines() == [
+        "ID   PLACE  TEXT",
+        '104  0–1    "h"',
+        '105  1–2    "i"',
+        "2 of at most 2048 tokens",
+    ]
+    assert ask(FakeFront(), "tokenize", "--detokenize", "104", "105")[1] == "hi\n"
+    _, out, _ = ask(FakeFront(), "tokenize", "h", "--json")
+    assert json.loads(out)["tokens"] == [{"id": 104, "text": "h", "start": 0, "end": 1}]
+
+
+def test_tokenize_can_leave_special_tokens_out(ask):
+    front = FakeFront()
+    ask(front, "tokenize", "hi", "--no-special-tokens")
+    ask(front, "tokenize", "hi")
+    assert [asked[3] for asked in front.engine.asked] == [False, None]
+
+
+def test_models(ask):
+    code, out, _ = ask(FakeFront(), "models")
+    assert code == 0
+    head, first, second, error = out.splitlines()
+    assert head.split()[:3] == ["NAME", "STATE", "CAPABILITY"]
+    assert first.split()[:4] == ["stories,", "s", "READY", "text-to-text"]
+    assert second.split()[:2] == ["broken", "FAILED"]
+    assert error == "broken: no such file"
+    listed = json.loads(ask(FakeFront(), "models", "--json")[1])["models"]
+    assert [model["name"] for model in listed] == ["stories", "broken"]
+
+
+def test_stats(ask):
+    code, out, _ = ask(FakeFront(), "stats")
+    assert code == 0
+    assert "sequences 3 running, 0 waiting, 0 parked, 0 ending, 0 zombies" in out
+    assert "requests  7 finished, 0 cancelled" in out
+    totals = json.loads(ask(FakeFront(), "stats", "--json")[1])["totals"]
+    assert (totals["running"], totals["waiting"]) == (3, 0)
+
+
+# ---- failures --------------------------------------------------------------------------------
+
+
+def test_a_servers_error_is_one_line_with_its_hint(ask):
+    front = FakeFront([STARTED], [tokens("On")], error=Overloaded("full\nup", retry_after_s=2))
+    code, out, err = ask(front, "generate", "x")
+    assert (code, out) == (1, "On\n")
+    assert err == "triolet: full up; try again in 2 s\n"
+
+
+def test_every_broken_field_is_named_once(ask):
+    code, _, err = ask(FakeFront(), "generate", "x", "--top-p", "2", "--n", "17")
+    assert code == 1
+    assert err == "triolet: n: is 17, outside [1, 16]; sampling.top_p: is 2, outside (0, 1]\n"
+
+
+def test_a_deadline_says_which(ask):
+    code, _, err = ask(FakeFront([STARTED], hangs=True), "generate", "x", "--timeout", "0.2")
+    assert (code, err) == (1, "triolet: the server did not finish within 0.2 s (--timeout)\n")
+
+
+@pytest.mark.parametrize("command", [["models"], ["stats"], ["generate", "x"], ["tokenize", "x"]])
+def test_a_server_that_is_not_there_is_one_clear_sentence(command, capsys):
+    assert main([*command, "--server", SILENT]) == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert err == f"triolet: no server answers at {SILENT}; `triolet serve` starts one\n"
+
+
+def test_a_proxy_in_the_environment_is_not_asked_for_loopback(ask, monkeypatch):
+    monkeypatch.setenv("http_proxy", f"http://{SILENT}")
+    monkeypatch.setenv("grpc_proxy", f"http://{SILENT}")
+    assert ask(FakeFront(*STORY), "generate", "x")[0] == 0
+
+
+# ---- as a process ----------------------------------------------------------------------------
+
+
+async def process_of(address, *argv):
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "grpc_service", *argv, "--server", address),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+
+
+def test_ctrl_c_ends_the_command_and_the_call_without_a_traceback():
+    front = FakeFront([STARTED], [tokens("Once")], hangs=True)
+
+    async def command(channel):
+        process = await process_of(channel.address, "generate", "x")
+        assert await process.stdout.read(4) == b"Once"
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+        await front.last.cancelled.wait()
+        return process.returncode, out, err
+
+    assert run(front, command) == (130, b"\n", b"")
+
+
+def test_a_reader_of_the_output_that_goes_ends_the_command_and_the_call():
+    front = FakeFront([STARTED], *[[tokens("x" * 1000)] for _ in range(300)], hangs=True)
+
+    async def command(channel):
+        process = await process_of(channel.address, "generate", "x")
+        assert await process.stdout.read(4) == b"xxxx"
+        process.stdout._transport.close()
+        err = await process.stderr.read()
+        await process.wait()
+        await front.last.cancelled.wait()
+        return process.returncode, err
+
+    assert run(front, command) == (141, b"")
+
+
+def test_a_server_that_stops_is_one_line():
+    front = FakeFront([STARTED], [tokens("Once")], hangs=True)
+    address = []
+
+    async def command(channel):
+        address.append(channel.address)
+        process = await process_of(channel.address, "generate", "x")
+        assert await process.stdout.read(4) == b"Once"
+        return process
+
+    async def end(process):
+        out, err = await process.communicate()
+        return process.returncode, out, err.decode()
+
+    line = "triolet: the connection to the server at {} was lost\n"
+    ended = runner().run(end(run(front, command)))
+    assert ended == (1, b"\n", line.format(*address))
+
+
+def test_a_client_command_starts_without_the_heavy_packages():
+    """Time is measured where it can be told apart: what is imported decides it."""
+
+    async def command(channel):
+        code = (
+            "import sys; from grpc_service.cli.main import main; code = main(sys.argv[1:]);"
+            "heavy = {'torch', 'transformers', 'numpy', 'rich'} & sys.modules.keys();"
+            "print(sorted(heavy), file=sys.stderr); sys.exit(code)"
+        )
+        started = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", code, "generate", "x", "--server", channel.address),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        return process.returncode, out, err, time.monotonic() - started
+
+    *ended, seconds = run(FakeFront(*STORY), command)
+    assert ended == [0, b"Once more\n", b"[]\n"]
+    assert seconds < 5  # 0.3 s on the author's machine, left room for a busy one

@@ -1,0 +1,161 @@
+"""grpc.health.v1: which names there are, what they say, and watchers that stand still."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from engine.status import Capability, ModelState, ModelStatus
+from grpc_service import health
+from grpc_service.health import HealthServicer, apply_states, model_states
+from grpc_service.servicer import SERVICE_NAMES
+from tests.service.fake_front import FakeFront, run
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+READY, LOADING, FAILED, UNLOADED, DRAINING = (
+    ModelState.READY,
+    ModelState.LOADING,
+    ModelState.FAILED,
+    ModelState.UNLOADED,
+    ModelState.DRAINING,
+)
+
+
+def model(name="a", state=READY, **kwargs):
+    return ModelStatus(name, state, **kwargs)
+
+
+ENCODER = {"capability": Capability.TEXT_EMBEDDING}
+
+
+@pytest.mark.parametrize(
+    ("models", "is_up"),
+    [
+        ([model()], True),
+        ([model(state=LOADING)], False),
+        ([model(state=UNLOADED)], False),
+        ([model(state=UNLOADED, is_lazy=True)], True),
+        ([model(state=LOADING, is_lazy=True)], True),
+        ([model(), model("b", LOADING)], False),
+        ([model(), model("b", FAILED)], True),
+        ([model(state=FAILED)], False),
+        ([model(), model("e", LOADING, **ENCODER)], True),
+        ([model(), model("e", FAILED, **ENCODER)], True),
+        ([model("e", LOADING, **ENCODER)], True),
+    ],
+)
+def test_the_server_is_serving_when_every_preloaded_text_model_is_ready(models, is_up):
+    states = model_states(models, draining=False)
+    assert states[""] is states["triolet.v1.Inference"] is is_up
+    assert states["triolet.v1.Models"] is states["triolet.v1.Control"] is True
+
+
+def test_each_model_has_a_name_of_its_own():
+    models = [model(), model("b", FAILED), model("c", UNLOADED, is_lazy=True), model("d", DRAINING)]
+    states = model_states(models, draining=False)
+    assert states.keys() == {"", *SERVICE_NAMES, *(f"model/{name}" for name in "abcd")}
+    assert [states[f"model/{name}"] for name in "abcd"] == [True, False, True, False]
+
+
+def test_a_draining_server_serves_nothing():
+    states = model_states([model(), model("b", UNLOADED, is_lazy=True)], draining=True)
+    assert not any(states.values())
+
+
+def watch(channel, name):
+    return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 (nothing announces it)
+        await asyncio.sleep(0.01)
+
+
+def run_health(main):
+    servicer = HealthServicer()
+    return run(FakeFront(), lambda channel: main(channel, servicer), health=servicer)
+
+
+def test_check_and_list():
+    async def main(channel, servicer):
+        stub = health_pb2_grpc.HealthStub(channel)
+        before = await stub.Check(health_pb2.HealthCheckRequest())
+        apply_states(servicer, [model()], False)
+        after = await stub.Check(health_pb2.HealthCheckRequest(service="model/a"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Check(health_pb2.HealthCheckRequest(service="model/b"))
+        listed = await stub.List(health_pb2.HealthListRequest())
+        return before.status, after.status, caught.value.code(), set(listed.statuses)
+
+    before, after, code, listed = run_health(main)
+    assert (before, after, code) == (NOT_SERVING, SERVING, grpc.StatusCode.NOT_FOUND)
+    assert listed == {"", *SERVICE_NAMES, "model/a"}
+
+
+def test_a_watcher_hears_of_every_change_and_of_nothing_else():
+    async def main(channel, servicer):
+        call = watch(channel, "model/a")
+        heard = [(await call.read()).status]
+        for models, draining in (
+            ([model()], False),
+            ([model(), model("b", LOADING)], False),  # nothing new for a
+            ([model(state=FAILED)], False),
+            ([], False),
+            ([model()], True),
+        ):
+            apply_states(servicer, models, draining)
+            await asyncio.sleep(0.05)
+        heard += [(await call.read()).status for _ in range(4)]
+        call.cancel()
+        await until(lambda: servicer.num_watchers == 0)
+        return heard
+
+    assert run_health(main) == [UNKNOWN, SERVING, NOT_SERVING, UNKNOWN, NOT_SERVING]
+
+
+def test_a_watcher_that_stands_still_delays_nobody_and_misses_what_is_past():
+    """The write is held up by hand: a real window holds thousands of these messages."""
+
+    class Stalled:
+        def __init__(self):
+            self.written, self.gate = [], asyncio.Event()
+
+        async def write(self, response):
+            await self.gate.wait()
+            self.written.append(response.status)
+
+    async def main(channel, servicer):
+        stalled = Stalled()
+        task = asyncio.create_task(servicer.Watch(health_pb2.HealthCheckRequest(), stalled))
+        call = watch(channel, "")
+        heard = [(await call.read()).status]
+        for state in (READY, LOADING, READY):
+            apply_states(servicer, [model(state=state)], False)
+            heard.append((await call.read()).status)
+        stalled.gate.set()
+        await until(lambda: len(stalled.written) == 2)
+        task.cancel()
+        await until(lambda: servicer.num_watchers == 1)
+        return heard, stalled.written
+
+    heard, written = run_health(main)
+    assert heard == [NOT_SERVING, SERVING, NOT_SERVING, SERVING]
+    assert written == [NOT_SERVING, SERVING]
+
+
+def test_watchers_are_bounded(monkeypatch):
+    monkeypatch.setattr(health, "WATCHERS_MAX", 1)
+
+    async def main(channel, servicer):
+        first = watch(channel, "")
+        await first.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch(channel, "").read()
+        return caught.value.code()
+
+    assert run_health(main) is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,0 +1,564 @@
+"""How requests end before their time, over real gRPC: clients that cancel, go, stall or run out
+of time, a server that drains, steps that fail. Whatever happens, it happens to that request only,
+and the engine is free after at most one step."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import grpc
+import pytest
+
+from grpc_service._generated.triolet.v1 import common_pb2
+from tests.support.core_driver import expected_tokens
+from tests.support.fake_server import POISONED_ROW, POISONED_STEP
+from tests.support.server import ROOT, fake, fake_argv, process
+from tests.support.wire import (
+    NOT_SERVING,
+    SERVING,
+    SMALL_WINDOW,
+    Generation,
+    connect,
+    details,
+    ended,
+    generate,
+    health,
+    is_idle,
+    list_models,
+    reason,
+    stats,
+    wait_idle,
+    wait_serving,
+    wait_until,
+)
+
+STEP_S = 0.1
+LONG = 2000  # more tokens than any test waits for
+DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
+LOADING = common_pb2.MODEL_STATE_LOADING
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+# ---- clients that go, in every phase ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slow():
+    """Two sequences at once, 16 tokens a step: there is time to look into every phase."""
+    with fake(
+        script={"step_s": STEP_S},
+        runner={"max_model_len": 4096},
+        engine={"max_num_seqs": 2, "max_num_batched_tokens": 16},
+    ) as server:
+        wait_serving(server.channel)
+        yield server
+
+
+@contextlib.contextmanager
+def nothing():
+    yield
+
+
+@contextlib.contextmanager
+def blockers(channel, timeout=None):
+    """Two generations that take both seats, and keep them."""
+    with (
+        Generation(channel, prompt_ids=[1], max_tokens=LONG, timeout=timeout) as first,
+        Generation(channel, prompt_ids=[2], max_tokens=LONG, timeout=timeout) as second,
+    ):
+        first.read_deltas(1)
+        second.read_deltas(1)
+        yield
+        for number, call in enumerate((first, second), 1):
+            call.read_deltas(len(call.heard.deltas) + 2)
+            ids = call.heard.ids()
+            assert ids == expected_tokens([number], count=len(ids))
+
+
+def is_in_phase(phase, totals, before):
+    made = totals.completion_tokens_total - before.completion_tokens_total
+    steps = totals.step_count - before.step_count
+    if phase == "queued":
+        return totals.waiting == 1
+    return totals.running == 1 and (steps >= 3 and not made if phase == "prefill" else made >= 3)
+
+
+PROMPT_CHARS = {"queued": 5, "prefill": 500, "decode": 5}
+
+
+def client_process(server, text):
+    """A client that another process is."""
+    command = ("generate", text, "--server", server.address, "--max-tokens", str(LONG))
+    return subprocess.Popen(
+        [sys.executable, "-m", "grpc_service", *command], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+
+
+@contextlib.contextmanager
+def leaving(how, server, text):
+    """A request; what the block is given makes its client leave."""
+    if how == "kill":
+        with client_process(server, text) as client:
+            try:
+                yield client.kill
+            finally:
+                client.kill()
+        return
+    with (
+        connect(server.address) as own,
+        Generation(own, text=text, max_tokens=LONG) as call,
+    ):
+        yield own.close if how == "close" else call.call.cancel
+
+
+@pytest.mark.parametrize("phase", PROMPT_CHARS)
+@pytest.mark.parametrize("how", ["cancel", "close", "kill"])
+def test_a_client_that_leaves_ends_its_request_within_a_step(slow, how, phase):
+    channel = slow.channel
+    wait_idle(channel)
+    with blockers(channel) if phase == "queued" else nothing():
+        before, ends = stats(channel), ended(channel)
+        with leaving(how, slow, "x" * PROMPT_CHARS[phase]) as leave:
+            wait_until(lambda: is_in_phase(phase, stats(channel), before), 15, phase)
+            last = stats(channel)
+            leave()
+            wait_until(lambda: ended(channel) != ends, 2, "the end")
+        if phase == "queued":
+            after = wait_until(lambda: (s := stats(channel)).waiting == 0 and s, 2)
+            assert after.running == 2
+        else:
+            after = wait_idle(channel, 2)
+        # the step in flight, and one that began before the news came over
+        assert after.step_count - last.step_count <= 2
+        assert ended(channel)["cancelled"] == ends.get("cancelled", 0) + 1
+    wait_idle(channel)
+
+
+def test_a_client_that_leaves_while_the_model_loads_ends_its_request_and_not_the_load():
+    with fake(models=[{"name": "late", "lazy": True}], script={"load_s": 0.8}) as server:
+        channel = server.channel
+        with connect(server.address) as own, Generation(own, max_tokens=3) as call:
+            wait_until(lambda: list_models(channel)[0].state == LOADING)
+            call.cancel()
+            wait_until(lambda: ended(channel) == {"cancelled": 1}, 0.5, "the end, before the load")
+        assert generate(channel, prompt_ids=[1], max_tokens=3).error is None
+        assert server.log.count("is ready") == 1
+
+
+def test_clients_that_cancel_at_random_moments_leave_another_ones_output_as_it_is():
+    """100 cancels, seeded; the blocks are few enough for preemptions."""
+    seed = 20
+    moments = random.Random(seed)
+    with fake(
+        script={"step_s": 0.002},
+        runner={"num_blocks": 64, "max_model_len": 512},
+        engine={"max_num_seqs": 8, "max_num_batched_tokens": 64},
+    ) as server:
+        wait_serving(server.channel)
+        files = server.num_files()
+
+        def cancel_some(number):
+            draw = random.Random(number)
+            with connect(server.address) as own:
+                for _ in range(20):
+                    prompt = [draw.randrange(1, 900)] * draw.randrange(1, 200)
+                    with Generation(own, prompt_ids=prompt, max_tokens=200, n=draw.choice((1, 3))):
+                        time.sleep(draw.random() * 0.05)
+
+        with Generation(server.channel, prompt_ids=[77], max_tokens=500) as control:
+            threads = [
+                threading.Thread(target=cancel_some, args=(moments.random(),)) for _ in range(5)
+            ]
+            for thread in threads:
+                thread.start()
+            heard = control.finish()
+            for thread in threads:
+                thread.join(30)
+        assert heard.error is None, f"seed {seed}"
+        assert heard.ids() == expected_tokens([77], count=500), f"seed {seed}"
+        wait_idle(server.channel)
+        ends = ended(server.channel)
+        assert sum(ends.values()) <= 101  # one that is cancelled at once may never have come
+        assert ends["cancelled"] > 50
+        wait_until(lambda: server.num_files() <= files, 5, "the connections' files are closed")
+
+
+# ---- deadlines -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hurried():
+    """The server's own deadline: no client's timer runs beside it. As slow as `slow`."""
+    models = [{"name": "fake"}, {"name": "late", "lazy": True, "script": {"load_s": 1.5}}]
+    engine = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "default_deadline_s": 0.6}
+    with fake(models=models, script={"step_s": STEP_S}, engine=engine) as server:
+        wait_serving(server.channel)
+        yield server
+
+
+def deadline_of(heard):
+    """What a DEADLINE_EXCEEDED tells: the phase and the number of tokens."""
+    assert heard.error.code() is DEADLINE
+    info = details(heard.error)["ErrorInfo"]
+    assert info.reason == "DEADLINE_EXCEEDED"
+    return info.metadata["phase"], int(info.metadata["tokens_done"])
+
+
+def test_a_deadline_in_the_queue_says_so(hurried):
+    with blockers(hurried.channel, timeout=30):
+        heard = generate(hurried.channel)
+        assert deadline_of(heard) == ("queued", 0)
+        assert heard.kinds == ["started"]
+    wait_idle(hurried.channel)
+
+
+def test_a_deadline_during_prefill_says_so(hurried):
+    heard = generate(hurried.channel, prompt_ids=[3] * 1000)
+    assert deadline_of(heard) == ("prefill", 0)
+    wait_idle(hurried.channel, 1)
+
+
+def test_a_deadline_during_decode_says_how_many_tokens_were_made(hurried):
+    ends = ended(hurried.channel)
+    heard = generate(hurried.channel, prompt_ids=[3])
+    phase, num_tokens = deadline_of(heard)
+    assert phase == "decode"
+    assert heard.ids() == expected_tokens([3], count=num_tokens)
+    assert 3 <= num_tokens <= 6
+    wait_idle(hurried.channel, 1)
+    assert ended(hurried.channel)["deadline"] == ends.get("deadline", 0) + 1
+
+
+def test_a_deadline_while_the_model_loads_says_so_and_the_load_goes_on(hurried):
+    assert deadline_of(generate(hurried.channel, model="late")) == ("load", 0)
+    assert generate(hurried.channel, model="late", max_tokens=1, timeout=10).error is None
+
+
+def test_a_clients_own_deadline_goes_before_the_servers(hurried):
+    heard = generate(hurried.channel, prompt_ids=[3], max_tokens=9, timeout=10)
+    assert heard.ids() == expected_tokens([3], count=9)
+
+
+def test_many_deadlines_all_reach_their_clients_with_details():
+    """D18: at a margin of 0, 12 of 30 clients saw a bare reset."""
+    with fake(script={"step_s": 0.1}) as server:
+        wait_serving(server.channel)
+        heard = []
+
+        def ask(number):
+            timeout = 0.4 + 0.02 * number
+            heard.append(generate(server.channel, prompt_ids=[7], max_tokens=LONG, timeout=timeout))
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(30)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert [one.error.code() for one in heard] == [DEADLINE] * 30
+        # all on a quiet machine; a busy one may wake a process 20 ms late
+        assert [reason(one.error) for one in heard].count("DEADLINE_EXCEEDED") >= 24
+        wait_idle(server.channel)
+
+
+def test_a_deadline_that_has_passed_on_arrival_starts_nothing(slow):
+    wait_idle(slow.channel)
+    before = stats(slow.channel)
+    heard = generate(slow.channel, timeout=1e-6)
+    assert heard.error.code() is DEADLINE
+    assert stats(slow.channel).step_count == before.step_count
+    wait_idle(slow.channel)
+
+
+# ---- readers that do not read ----------------------------------------------------------------
+
+BUFFER = 16
+PARKED_TOKENS = 1500
+
+
+@contextlib.contextmanager
+def stalling(server, **fields):
+    """A request of a client that has stopped reading, parked by the server."""
+    fields = {"prompt_ids": [42], "max_tokens": PARKED_TOKENS} | fields
+    with (
+        connect(server.address, *SMALL_WINDOW) as own,
+        Generation(own, **fields) as call,
+    ):
+        call.read_deltas(1)
+        wait_until(lambda: stats(server.channel).parked == fields.get("n", 1), 20, "parked")
+        yield call
+
+
+@pytest.fixture(scope="module")
+def buffered():
+    with fake(engine={"stream_buffer": BUFFER}) as server:
+        wait_serving(server.channel)
+        yield server
+
+
+def test_a_reader_that_stops_parks_itself_alone_and_then_gets_every_token(buffered):
+    channel = buffered.channel
+    with stalling(buffered) as call:
+        parked = stats(channel)
+        memory = buffered.memory_bytes()
+        for number in range(20):
+            other = generate(channel, prompt_ids=[number], max_tokens=50)
+            assert other.ids() == expected_tokens([number], count=50)
+        now = stats(channel)
+        assert now.parked == 1
+        assert now.completion_tokens_total - parked.completion_tokens_total == 20 * 50
+        assert buffered.memory_bytes() - memory < 4 * 2**20
+        heard = call.finish()
+    assert heard.error is None
+    assert heard.ids() == expected_tokens([42], count=PARKED_TOKENS)
+    assert heard.finished().timings.parked.ToTimedelta().total_seconds() > 0
+    wait_idle(channel)
+
+
+def test_a_reader_that_stops_is_ahead_by_its_buffer_and_window_only(buffered):
+    before = wait_idle(buffered.channel)
+    with stalling(buffered):
+        made = stats(buffered.channel).completion_tokens_total - before.completion_tokens_total
+        assert BUFFER < made < PARKED_TOKENS / 2
+    wait_idle(buffered.channel)
+
+
+def test_several_choices_of_a_stopped_reader_park_together_and_all_arrive(buffered):
+    with stalling(buffered, n=3, max_tokens=900) as call:
+        heard = call.finish()
+    assert heard.error is None
+    for choice in range(3):
+        assert heard.ids(choice) == expected_tokens([42], count=900, choice=choice)
+    wait_idle(buffered.channel)
+
+
+@pytest.mark.parametrize("how", ["cancel", "close"])
+def test_a_stopped_reader_that_leaves_frees_its_blocks(buffered, how):
+    ends = ended(buffered.channel)
+    with stalling(buffered) as call:
+        assert stats(buffered.channel).free_blocks < stats(buffered.channel).total_blocks
+        if how == "cancel":
+            call.cancel()
+    wait_idle(buffered.channel, 2)
+    assert ended(buffered.channel)["cancelled"] == ends.get("cancelled", 0) + 1
+
+
+def test_a_stopped_readers_deadline_frees_its_blocks(buffered):
+    ends = ended(buffered.channel)
+    with stalling(buffered, timeout=1):
+        wait_idle(buffered.channel, 3)
+    assert ended(buffered.channel)["deadline"] == ends.get("deadline", 0) + 1
+
+
+def test_stopped_readers_without_blocks_left_give_way_to_those_who_read():
+    """The parked one's blocks go to the others, and it recomputes what it lost."""
+    with fake(
+        engine={"stream_buffer": BUFFER, "prefix_cache": False},
+        runner={"num_blocks": 128, "max_model_len": 2048},
+    ) as server:
+        wait_serving(server.channel)
+        with stalling(server) as call:
+            parked = stats(server.channel)
+            assert parked.free_blocks < 2000 // 16, "there is room for both"
+            for number in range(2):
+                prompt = [number + 1] * 1900
+                heard = generate(server.channel, prompt_ids=prompt, max_tokens=100)
+                assert heard.ids() == expected_tokens(prompt, count=100)
+            heard = call.finish()
+        assert heard.ids() == expected_tokens([42], count=PARKED_TOKENS)
+        wait_idle(server.channel)
+
+
+def test_a_reader_that_has_stopped_for_too_long_is_ended_and_told_if_it_reads_again():
+    engine = {"stream_buffer": BUFFER, "stall_timeout_s": 0.5}
+    with fake(engine=engine) as server:
+        channel = server.channel
+        wait_serving(channel)
+        with stalling(server) as call, stalling(server, prompt_ids=[43]) as silent:
+            wait_idle(channel, 5)
+            assert ended(channel) == {"stalled": 2}
+            heard = call.finish()
+            assert heard.error.code() is grpc.StatusCode.ABORTED
+            assert reason(heard.error) == "READER_STALLED"
+            assert heard.ids() == expected_tokens([42], count=len(heard.ids()))
+            assert generate(channel, max_tokens=5).error is None
+            # one that never reads on does not hold up the end
+            start = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - start < 5
+            silent.cancel()
+
+
+# ---- the server's own end --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def draining(**engine):
+    """A server told to end while it generates: the server and the call."""
+    with fake(script={"step_s": 0.03}, engine=engine) as server:
+        wait_serving(server.channel)
+        with Generation(server.channel, prompt_ids=[9], max_tokens=LONG) as call:
+            call.read_deltas(2)
+            server.signal()
+            wait_until(lambda: health(server.channel) == NOT_SERVING, 5, "NOT_SERVING")
+            yield server, call
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_running_finish_and_refuses_the_new(number):
+    """The running one takes as long as its reader likes."""
+    with fake(engine={"stream_buffer": BUFFER}) as server:
+        wait_serving(server.channel)
+        with stalling(server) as call:
+            server.signal(number)
+            wait_until(lambda: health(server.channel) == NOT_SERVING, 5, "NOT_SERVING")
+            refused = generate(server.channel).error
+            assert refused.code() is UNAVAILABLE
+            assert reason(refused) == "SHUTTING_DOWN"
+            assert details(refused)["RetryInfo"].retry_delay.seconds == 5
+            heard = call.finish()
+            assert heard.error is None
+            assert heard.ids() == expected_tokens([42], count=PARKED_TOKENS)
+            assert server.wait() == 0
+
+
+def test_those_who_wait_in_the_queue_finish_too_when_the_server_drains():
+    with fake(script={"step_s": 0.02}, engine={"max_num_seqs": 1}) as server:
+        wait_serving(server.channel)
+        calls = [Generation(server.channel, prompt_ids=[i], max_tokens=6) for i in range(3)]
+        for call in calls:
+            assert call.read().HasField("started")
+        server.signal()
+        for number, call in enumerate(calls):
+            assert call.finish().ids() == expected_tokens([number], count=6)
+        assert server.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_cuts_what_runs_with_a_status(number):
+    with draining() as (server, call):
+        start = time.monotonic()
+        server.signal(number)
+        heard = call.finish()
+        assert heard.error.code() is UNAVAILABLE
+        assert reason(heard.error) == "SHUTTING_DOWN"
+        assert server.wait() == 128 + number
+        assert time.monotonic() - start < 5
+
+
+def test_the_drain_timeout_cuts_what_runs_with_a_status_and_exit_code_75():
+    with draining(drain_timeout_s=0.5) as (server, call):
+        heard = call.finish()
+        assert heard.error.code() is UNAVAILABLE
+        assert reason(heard.error) == "SHUTTING_DOWN"
+        assert heard.ids() == expected_tokens([9], count=len(heard.ids()))
+        assert server.wait() == 75
+
+
+def test_a_drain_does_not_wait_for_a_reader_that_never_reads():
+    engine = {"stream_buffer": BUFFER, "drain_timeout_s": 0.5}
+    with fake(engine=engine) as server:
+        wait_serving(server.channel)
+        with stalling(server):
+            start = time.monotonic()
+            assert server.stop() == 75
+            assert time.monotonic() - start < 5
+
+
+def test_sigusr1_logs_statistics_and_sigterm_ends_an_idle_server_that_has_clients():
+    with fake() as server, connect(server.address) as other:
+        wait_serving(other)
+        server.signal(signal.SIGUSR1)
+        wait_until(lambda: "statistics: EngineStatistics(" in server.log)
+        assert generate(other, max_tokens=2).error is None
+        start = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - start < 3
+
+
+def test_a_signal_while_the_model_loads_lets_those_who_wait_for_it_finish():
+    with fake(script={"load_s": 1.0}) as server:
+        assert health(server.channel) == NOT_SERVING
+        with Generation(server.channel, prompt_ids=[9], max_tokens=5) as call:
+            stats(server.channel)  # an answer to a later call: the first has been heard
+            server.signal()
+            assert call.finish().ids() == expected_tokens([9], count=5)
+        assert server.wait() == 0
+
+
+# ---- steps that fail -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def failing():
+    may_log = r"Traceback|STEP_FAILED|step \d+ of fake failed"
+    with fake(script={"step_s": 0.01}, may_log=may_log) as server:
+        wait_serving(server.channel)
+        yield server
+
+
+@pytest.mark.parametrize(("first", "num_tokens"), [(POISONED_STEP, 0), (POISONED_ROW, 2)])
+def test_a_step_that_fails_ends_the_request_to_blame_and_no_other(failing, first, num_tokens):
+    channel = failing.channel
+    ends = ended(channel)
+    with (
+        Generation(channel, prompt_ids=[1], max_tokens=60) as before,
+        Generation(channel, prompt_ids=[2], max_tokens=60) as beside,
+    ):
+        before.read_deltas(3)
+        bad = generate(channel, prompt_ids=[first, 8, 9], max_tokens=50)
+        assert bad.error.code() is grpc.StatusCode.INTERNAL
+        assert reason(bad.error) == "STEP_FAILED"
+        assert "secret" not in bad.error.details()
+        assert "Error" not in bad.error.details()
+        assert bad.ids() == expected_tokens([first, 8, 9], count=num_tokens)
+        assert before.finish().ids() == expected_tokens([1], count=60)
+        assert beside.finish().ids() == expected_tokens([2], count=60)
+    wait_idle(channel)
+    assert ended(channel)["failed"] == ends.get("failed", 0) + 1
+    assert ended(channel)["finished"] == ends.get("finished", 0) + 2
+    assert health(channel) == SERVING
+
+
+def test_a_choice_that_fails_ends_its_request_with_one_status(failing):
+    bad = generate(failing.channel, prompt_ids=[POISONED_ROW], max_tokens=20, n=4)
+    assert reason(bad.error) == "STEP_FAILED"
+    wait_idle(failing.channel)
+
+
+def test_a_cause_that_only_the_log_knows_is_there(failing):
+    generate(failing.channel, prompt_ids=[POISONED_STEP])
+    assert "a scripted secret" in failing.log
+
+
+def test_a_step_out_of_memory_is_tried_again_and_nobody_notices():
+    script = {"out_of_memory_steps": [3, 4, 8], "step_s": 0.01}
+    with fake(script=script) as server:
+        wait_serving(server.channel)
+        with Generation(server.channel, prompt_ids=[1] * 30, max_tokens=20) as one:
+            one.read_deltas(2)
+            other = generate(server.channel, prompt_ids=[2] * 40, max_tokens=10)
+            assert other.ids() == expected_tokens([2] * 40, count=10)
+            assert one.finish().ids() == expected_tokens([1] * 30, count=20)
+        assert is_idle(wait_idle(server.channel))
+
+
+# ---- the front -------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_one_sentence_and_a_failure():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with process(fake_argv(is_command=True, server={"port": port})) as server:
+            assert server.wait() == 1
+            assert server.sentences() == [
+                f"triolet: cannot listen on 127.0.0.1:{port}: the address is in use or not ours; "
+                "choose another with --port"
+            ]
+            assert not server.out

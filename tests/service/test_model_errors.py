@@ -1,0 +1,102 @@
+"""`triolet serve` of a model that cannot be served, or at a place it cannot have: one clear
+sentence on standard error, and a failure's exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+
+import pytest
+
+from tests.support.server import DEMO, MODEL_START_LIMIT_S, process, serve_argv
+from tests.support.wire import SERVING, health
+
+pytestmark = pytest.mark.model
+
+
+def missing(directory):
+    shutil.rmtree(directory)
+
+
+def empty(directory):
+    for path in directory.iterdir():
+        path.unlink()
+
+
+def without_config(directory):
+    (directory / "config.json").unlink()
+
+
+def truncated(directory):
+    weights = directory / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+
+
+def of_another_kind(directory):
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": ["MambaForCausalLM"]}
+    path.write_text(json.dumps(config | {"model_type": "mamba"}))
+
+
+BROKEN = {
+    "missing": missing,
+    "empty": empty,
+    "without a config": without_config,
+    "with truncated weights": truncated,
+    "of an unsupported architecture": of_another_kind,
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The servers by name, all started at once: most of their time is torch's import."""
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for name, damage in BROKEN.items():
+            directory = tmp_path_factory.mktemp("models") / "model"
+            shutil.copytree(DEMO, directory)
+            damage(directory)
+            argv = serve_argv("--model", directory, "--port", "0")
+            servers[name] = stack.enter_context(process(argv))
+        yield servers
+        for server in servers.values():
+            server.wait(MODEL_START_LIMIT_S)
+
+
+def check_failed(server, code=1):
+    """It failed with one sentence, which is returned."""
+    assert server.wait(MODEL_START_LIMIT_S) == code
+    assert not server.out
+    [told] = server.sentences()
+    assert told.startswith("triolet: ")
+    assert len(told) < 400
+    assert "Error" not in told, "a type of Python's"
+    return told
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_model_that_cannot_be_served_is_one_sentence_and_a_failure(ended, name):
+    assert "'model'" in check_failed(ended[name])
+
+
+def test_a_port_in_use_is_one_sentence_and_a_failure_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with process(serve_argv("--model", DEMO, "--port", str(port))) as server:
+            assert f"127.0.0.1:{port}" in check_failed(server)
+            assert "loading" not in server.log
+
+
+def test_the_unix_socket_of_a_running_server_is_not_taken_from_it(demo):
+    path = demo.address.removeprefix("unix:")
+    with process(serve_argv("--model", DEMO, "--uds", path)) as server:
+        assert demo.address in check_failed(server)
+    assert health(demo.channel) == SERVING
+
+
+def test_serving_other_machines_without_a_key_is_refused_at_once():
+    with process(serve_argv("--model", DEMO, "--host", "0.0.0.0", "--port", "0")) as server:
+        assert "--insecure" in check_failed(server, code=2)

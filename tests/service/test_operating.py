@@ -1,0 +1,197 @@
+"""Control over real gRPC: abort, pause, resume, reset and drain, and what requests hear of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
+from tests.support.core_driver import expected_tokens
+from tests.support.server import ROOT, fake
+from tests.support.wire import (
+    NOT_SERVING,
+    Generation,
+    broken_fields,
+    error_of,
+    generate,
+    health,
+    reason,
+    stats,
+    wait_idle,
+    wait_serving,
+    wait_until,
+)
+
+STEP_S = 0.02
+LONG = 2000
+ABORTED = control_pb2.ABORT_OUTCOME_ABORTED
+ALREADY_ENDED = control_pb2.ABORT_OUTCOME_ALREADY_ENDED
+REMEMBERED = control_pb2.ABORT_OUTCOME_REMEMBERED
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.fixture(scope="module")
+def server():
+    with fake(script={"step_s": STEP_S}, runner={"max_model_len": 4096}) as one:
+        wait_serving(one.channel)
+        yield one
+
+
+@pytest.fixture
+def control(server):
+    stub = control_pb2_grpc.ControlStub(server.channel)
+    yield stub
+    stub.Resume(control_pb2.ResumeRequest(), timeout=10)
+    wait_idle(server.channel)
+
+
+def abort(control, *names):
+    answer = control.Abort(control_pb2.AbortRequest(request_ids=names), timeout=10)
+    assert [result.request_id for result in answer.results] == list(names)
+    return [result.outcome for result in answer.results]
+
+
+def pause(control, mode, **fields):
+    control.Pause(control_pb2.PauseRequest(mode=f"PAUSE_MODE_{mode}", **fields), timeout=10)
+
+
+def test_an_abort_ends_a_running_request_with_every_choice(server, control):
+    with Generation(server.channel, request_id="a1", n=2, max_tokens=LONG) as call:
+        call.read_deltas(4)
+        assert abort(control, "a1") == [ABORTED]
+        heard = call.finish()
+    assert heard.error.code() is grpc.StatusCode.ABORTED
+    assert reason(heard.error) == "ABORTED"
+    assert abort(control, "a1") == [ALREADY_ENDED]
+
+
+def test_an_abort_before_its_request_is_remembered_once(server, control):
+    assert abort(control, "a2") == [REMEMBERED]
+    assert reason(generate(server.channel, request_id="a2").error) == "ABORTED"
+    assert generate(server.channel, request_id="a2", max_tokens=2).error is None
+
+
+@pytest.mark.parametrize("names", [[], [""], ["x", ""]])
+def test_an_abort_of_nothing_is_refused_by_name(control, names):
+    request = control_pb2.AbortRequest(request_ids=names)
+    error = error_of(lambda: control.Abort(request, timeout=10))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert any(field.startswith("request_ids") for field in broken_fields(error))
+
+
+def test_keep_freezes_what_runs_queues_what_comes_and_resumes_both(server, control):
+    with Generation(server.channel, prompt_ids=[5, 6], max_tokens=60) as running:
+        running.read_deltas(3)
+        pause(control, "KEEP")
+        wait_until(lambda: stats(server.channel).running == 1, 5, "one running")
+        steps = stats(server.channel).step_count
+        with Generation(server.channel, prompt_ids=[7], max_tokens=3) as queued:
+            wait_until(lambda: stats(server.channel).waiting == 1, 5, "one waiting")
+            assert stats(server.channel).step_count <= steps + 1
+            control.Resume(control_pb2.ResumeRequest(), timeout=10)
+            assert queued.finish().ids() == expected_tokens([7], count=3)
+        assert running.finish().ids() == expected_tokens([5, 6], count=60)
+
+
+def test_wait_lets_running_ones_finish_and_refuses_new_ones(server, control):
+    with Generation(server.channel, prompt_ids=[5], max_tokens=30) as running:
+        running.read_deltas(2)
+        pause(control, "WAIT")
+        refused = generate(server.channel, max_tokens=2)
+        assert refused.error.code() is UNAVAILABLE
+        assert reason(refused.error) == "PAUSED"
+        assert running.finish().ids() == expected_tokens([5], count=30)
+
+
+def test_abort_mode_ends_running_and_waiting_ones(server, control):
+    with Generation(server.channel, max_tokens=LONG) as running:
+        running.read_deltas(2)
+        pause(control, "ABORT")
+        assert reason(running.finish().error) == "ABORTED"
+    assert reason(generate(server.channel).error) == "PAUSED"
+    control.Resume(control_pb2.ResumeRequest(), timeout=10)
+    assert generate(server.channel, max_tokens=2).error is None
+
+
+def test_a_pause_of_no_mode_or_no_such_model_is_refused_by_name(control):
+    error = error_of(lambda: control.Pause(control_pb2.PauseRequest(), timeout=10))
+    assert broken_fields(error) == ["mode"]
+    error = error_of(lambda: pause(control, "KEEP", model="nobody"))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_reset_cache_is_not_hit(server, control):
+    prompt = list(range(1, 100))
+    first = generate(server.channel, prompt_ids=prompt, max_tokens=1)
+    assert first.finished().usage.cached_tokens == 0
+    again = generate(server.channel, prompt_ids=prompt, max_tokens=1)
+    assert again.finished().usage.cached_tokens == 96
+    control.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest(), timeout=10)
+    after = generate(server.channel, prompt_ids=prompt, max_tokens=1)
+    assert after.finished().usage.cached_tokens == 0
+
+
+def command(server, *args):
+    done = subprocess.run(
+        [sys.executable, "-m", "grpc_service", *args, "--server", server.address],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_line_operates_too(server, control):
+    assert command(server, "pause", "--mode", "wait") == (0, "paused\n", "")
+    assert reason(generate(server.channel).error) == "PAUSED"
+    assert command(server, "resume") == (0, "resumed\n", "")
+    assert command(server, "reset-prefix-cache") == (0, "forgotten\n", "")
+    assert command(server, "abort", "nobody") == (0, "nobody: remembered\n", "")
+    code, out, _ = command(server, "abort", "nobody", "--json")
+    assert code == 0
+    assert json.loads(out)["results"][0]["outcome"] == "ABORT_OUTCOME_REMEMBERED"
+    code, _, err = command(server, "pause", "--model", "nobody")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "nobody" in err
+
+
+def test_a_drain_goes_on_when_its_client_gives_up():
+    with fake(script={"step_s": STEP_S}, runner={"max_model_len": 4096}) as one:
+        wait_serving(one.channel)
+        control = control_pb2_grpc.ControlStub(one.channel)
+        with Generation(one.channel, prompt_ids=[5], max_tokens=60) as running:
+            running.read_deltas(1)
+            error = error_of(lambda: control.Drain(control_pb2.DrainRequest(), timeout=0.2))
+            assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert reason(generate(one.channel).error) == "SHUTTING_DOWN"
+            assert running.finish().ids() == expected_tokens([5], count=60)
+
+
+def test_drain_finishes_what_runs_refuses_the_rest_and_leaves_the_server_up():
+    with fake(script={"step_s": STEP_S}, runner={"max_model_len": 4096}) as one:
+        wait_serving(one.channel)
+        control = control_pb2_grpc.ControlStub(one.channel)
+        with (
+            Generation(one.channel, prompt_ids=[5], max_tokens=20) as short,
+            Generation(one.channel, prompt_ids=[6], max_tokens=LONG) as long,
+        ):
+            short.read_deltas(1)
+            long.read_deltas(1)
+            request = control_pb2.DrainRequest()
+            request.timeout.FromMilliseconds(1500)
+            drained = control.Drain.future(request, timeout=30)
+            wait_until(lambda: health(one.channel) == NOT_SERVING, 5, "NOT_SERVING")
+            assert reason(generate(one.channel).error) == "SHUTTING_DOWN"
+            assert short.finish().ids() == expected_tokens([5], count=20)
+            cut = long.finish()
+            assert (cut.error.code(), reason(cut.error)) == (UNAVAILABLE, "SHUTTING_DOWN")
+            assert cut.ids() == expected_tokens([6], count=len(cut.ids()))
+            drained.result(timeout=10)
+        assert stats(one.channel).requests_total.finished == 1
+        assert one.stop() == 75  # some were cut

@@ -1,0 +1,118 @@
+"""Health and statistics answer while the model computes (R188)."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+
+import pytest
+
+from tests.support.server import fake
+from tests.support.wire import (
+    SERVING,
+    Generation,
+    error_of,
+    generate,
+    generate_request,
+    health,
+    reason,
+    stats,
+    wait_idle,
+    wait_serving,
+)
+
+NUM_CALLS = 300
+P99_LIMIT_S = 0.020  # R188
+STEP_S = 0.2
+
+
+def timed(call):
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start
+
+
+def measure(channel, what, capsys):
+    """Seconds of health checks and of GetStats, asked in turn; their percentiles are printed."""
+    found = {"health": [], "stats": []}
+    for _ in range(NUM_CALLS):
+        found["health"].append(timed(lambda: health(channel)))
+        found["stats"].append(timed(lambda: stats(channel)))
+        time.sleep(0.005)  # spread over the steps
+    p99 = {}
+    for name, seconds in found.items():
+        cuts = statistics.quantiles(seconds, n=100)
+        p99[name] = cuts[98]
+        with capsys.disabled():
+            figures = f"p50 {cuts[49] * 1e3:.1f} ms, p99 {cuts[98] * 1e3:.1f} ms"
+            print(f"\n[{what}] {name}: {figures}, worst {max(seconds) * 1e3:.1f} ms", end="")
+    return p99
+
+
+@contextlib.contextmanager
+def generating(channel, count, **fields):
+    """So many generations that go on until the block's end, each of which has begun."""
+    with contextlib.ExitStack() as stack:
+        calls = [stack.enter_context(Generation(channel, **fields)) for _ in range(count)]
+        for call in calls:
+            call.read_deltas(1)
+        yield
+        assert stats(channel).running >= count, "the figures are of an idle server"
+
+
+def test_calls_are_answered_within_20_ms_while_200_ms_steps_run(capsys):
+    with fake(script={"step_s": STEP_S}, engine={"check_level": 1}) as server:
+        wait_serving(server.channel)
+        with generating(server.channel, 8, prompt_ids=[1, 2, 3]):
+            before = stats(server.channel).step_count
+            p99 = measure(server.channel, "8 streams, fake steps of 200 ms", capsys)
+            assert stats(server.channel).step_count - before >= 10
+        assert p99["health"] < P99_LIMIT_S
+        assert p99["stats"] < P99_LIMIT_S
+
+
+def test_a_request_is_answered_during_another_ones_first_long_step():
+    """A new stream's Started waits for the step in flight and no longer; a refusal waits not at
+    all."""
+    with fake(script={"step_s": 0.5}) as server:
+        channel = server.channel
+        wait_serving(channel)
+        with generating(channel, 1, prompt_ids=[1]):
+            assert timed(lambda: generate(channel, model="nobody")) < 0.25
+            with Generation(channel, prompt_ids=[2]) as second:
+                assert timed(second.read) < 1.0
+            assert health(channel) == SERVING
+
+
+@pytest.mark.model
+def test_calls_are_answered_while_the_demo_model_computes_on_all_cores(demo, capsys):
+    """Reported, and only bounded by what nobody would wait for: the model's own threads may hold
+    every core."""
+    sampling = {"temperature": 1.0, "ignore_eos": True}
+    with generating(demo.channel, 16, text="Once upon a time", sampling=sampling):
+        p99 = measure(demo.channel, "16 streams of the demo model", capsys)
+    assert max(p99.values()) < 1
+    wait_idle(demo.channel)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("how", ["text", "chat"])
+def test_a_huge_prompt_is_refused_without_delaying_anybody(demo, how):
+    """Tokenising 2 MiB takes seconds; they are a thread's, and not the interpreter's."""
+    text = "One sunny day Mia saw a fox by the river. " * (2 * 2**20 // 42)
+    fields = {"text": text}
+    if how == "chat":
+        fields = {"chat": {"messages": [{"role": "user", "content": text}]}}
+    request = generate_request(
+        **fields
+    ).SerializeToString()  # none of the client's time is measured
+    call = demo.channel.unary_stream("/triolet.v1.Inference/Generate")(request, timeout=60)
+    waits = []
+    while not call.done():
+        waits += [timed(lambda: health(demo.channel)), timed(lambda: stats(demo.channel))]
+        time.sleep(0.005)
+    error = error_of(lambda: list(call))
+    assert reason(error) == "REQUEST_TOO_LARGE"
+    assert len(waits) > 20
+    assert max(waits) < 0.5

@@ -1,0 +1,169 @@
+"""What health and reflection say of a whole server, from its start to its end."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from grpc_service._generated.grpc_reflection_v1 import reflection_pb2 as v1_pb2
+from grpc_service._generated.grpc_reflection_v1 import reflection_pb2_grpc as v1_pb2_grpc
+from grpc_service._generated.triolet.v1 import common_pb2
+from tests.support.server import fake, fake_argv, process
+from tests.support.wire import (
+    NOT_SERVING,
+    SERVING,
+    Generation,
+    connect,
+    error_of,
+    generate,
+    health,
+    list_models,
+    reason,
+    wait_serving,
+    wait_until,
+)
+
+NAMES = ("", "triolet.v1.Inference", "triolet.v1.Models", "triolet.v1.Control")
+
+
+class Watch:
+    """A health watcher; `next` is the next status it hears."""
+
+    def __init__(self, channel, name):
+        self._heard = queue.Queue()
+        stub = health_pb2_grpc.HealthStub(channel)
+        self.call = stub.Watch(health_pb2.HealthCheckRequest(service=name))
+        self._thread = threading.Thread(target=self._listen)
+        self._thread.start()
+
+    def _listen(self):
+        try:
+            for response in self.call:
+                self._heard.put(response.status)
+        except grpc.RpcError as error:
+            self._heard.put(error.code())
+
+    def next(self):
+        return self._heard.get(timeout=15)
+
+    def close(self):
+        self.call.cancel()
+        self._thread.join(10)
+
+
+@pytest.fixture
+def watch():
+    """Makes watchers, and ends them with the test."""
+    made = []
+
+    def make(channel, name):
+        made.append(Watch(channel, name))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_watchers_hear_of_the_load_and_of_the_drain_and_of_nothing_else(watch):
+    models = [{"name": "a", "script": {"load_s": 1.2}}, {"name": "b"}, {"name": "c", "lazy": True}]
+    with fake(models=models, script={"step_s": 0.02}) as server, connect(server.address) as own:
+        names = ["", "triolet.v1.Inference", "model/a"]
+        watchers = [watch(own, name) for name in names]
+        assert [one.next() for one in watchers] == [NOT_SERVING] * 3
+        assert health(own, "triolet.v1.Control") == health(own, "model/c") == SERVING
+        wait_until(lambda: health(own, "model/b") == SERVING, 1, "b, before a has loaded")
+        assert health(own) == NOT_SERVING
+        assert [one.next() for one in watchers] == [SERVING] * 3
+        with Generation(own, model="b", prompt_ids=[1], max_tokens=40) as call:
+            call.read_deltas(1)
+            server.signal()
+            assert [one.next() for one in watchers] == [NOT_SERVING] * 3
+            assert all(health(own, name) == NOT_SERVING for name in (*NAMES, "model/c"))
+            assert call.finish().error is None
+        assert server.wait() == 0
+        ends = [one.next() for one in watchers]
+        assert set(ends) <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+
+
+@pytest.mark.model
+def test_a_real_server_answers_while_it_imports_and_loads(demo):
+    """Neither the import of torch nor the load holds up the two event loops."""
+    assert len(demo.heard) > 10
+    assert demo.heard[:-1] == [NOT_SERVING] * (len(demo.heard) - 1)
+
+
+def test_an_unknown_name_is_not_found_by_check_and_watched_as_unknown(watch):
+    with fake() as server:
+        assert health(server.channel, "model/nobody") is None
+        watcher = watch(server.channel, "model/nobody")
+        assert watcher.next() == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+def test_a_lazy_model_is_serving_and_loads_at_the_first_request_once_for_all():
+    with fake(models=[{"name": "late", "lazy": True}], script={"load_s": 0.5}) as server:
+        channel = server.channel
+        wait_serving(channel)
+        assert list_models(channel)[0].state == common_pb2.MODEL_STATE_UNLOADED
+        calls = [Generation(channel, prompt_ids=[i], max_tokens=2) for i in range(5)]
+        wait_until(lambda: list_models(channel)[0].state == common_pb2.MODEL_STATE_LOADING)
+        for call in calls:
+            assert call.finish().error is None
+        [model] = list_models(channel)
+        assert model.state == common_pb2.MODEL_STATE_READY
+        assert (model.replicas[0].processed, model.leases) == (5, 0)
+        assert server.log.count("is ready") == 1
+
+
+def test_a_model_that_cannot_load_shows_under_its_own_name_and_others_serve():
+    models = [{"name": "good"}, {"name": "bad", "script": {"load_error": "a secret"}}]
+    with fake(models=models, may_log="model bad failed|Traceback") as server:
+        channel = server.channel
+        wait_serving(channel)
+        wait_until(lambda: health(channel, "model/bad") == NOT_SERVING)
+        states = {model.name: (model.state, model.error) for model in list_models(channel)}
+        assert states["good"] == (common_pb2.MODEL_STATE_READY, "")
+        assert states["bad"][0] == common_pb2.MODEL_STATE_FAILED
+        assert "secret" not in states["bad"][1]
+        for _ in range(2):
+            error = generate(channel, model="bad").error
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert reason(error) == "SPAWN_FAILED"
+            assert "secret" not in error.details()
+        assert generate(channel, model="good", max_tokens=1).error is None
+
+
+def test_a_server_none_of_whose_models_load_ends_with_one_sentence():
+    argv = fake_argv(is_command=True, script={"load_error": "a secret"})
+    with process(argv, may_log="model fake failed|Traceback") as server:
+        assert server.wait() == 1
+        told = [line for line in server.log.splitlines() if line.startswith("triolet: ")]
+        assert len(told) == 1
+        assert "fake" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("messages", "stubs"), [(v1_pb2, v1_pb2_grpc), (reflection_pb2, reflection_pb2_grpc)]
+)
+def test_reflection_lists_every_service(messages, stubs):
+    with fake() as server:
+        stub = stubs.ServerReflectionStub(server.channel)
+        ask = iter([messages.ServerReflectionRequest(list_services="")])
+        [answer] = stub.ServerReflectionInfo(ask, timeout=10)
+        assert {one.name for one in answer.list_services_response.service} == {
+            *NAMES[1:],
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1.ServerReflection",
+            "grpc.reflection.v1alpha.ServerReflection",
+        }
+        # what it lists is served
+        for name in NAMES[1:]:
+            call = server.channel.unary_unary(f"/{name}/Nothing")
+            assert error_of(lambda c=call: c(b"", timeout=5)).code() is (
+                grpc.StatusCode.UNIMPLEMENTED
+            )

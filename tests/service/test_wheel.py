@@ -1,0 +1,78 @@
+"""The built wheel, unpacked where nothing else is, serves the demo model: what is installed is what
+was tested (anchor A of the house style)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.support.server import MODEL_START_LIMIT_S, READY, ROOT, process
+from tests.support.wire import connect, generate, health, list_models
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+BUILD_LIMIT_S = 240
+
+
+def run(argv, **options):
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=BUILD_LIMIT_S, check=False, **options
+    )
+    assert done.returncode == 0, f"{argv}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("wheel")
+    run([*PIP, "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(directory)])
+    [path] = directory.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder that holds the wheel's contents and nothing else."""
+    target = tmp_path_factory.mktemp("installed")
+    run([*PIP, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)])
+    return target
+
+
+def test_the_wheel_holds_the_packages_and_the_demo_and_nothing_of_the_workshop(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {
+        "engine",
+        "grpc_service",
+        "triolet",
+    }
+    assert "engine/demo/stories/model.safetensors" in names
+    assert "grpc_service/_generated/triolet/v1/inference_pb2.py" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert not [name for name in names if "__pycache__" in name or "/test" in name]
+
+
+def test_the_wheel_serves_the_demo_model_from_an_empty_directory(installed, tmp_path):
+    env = {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
+    where = "import engine, grpc_service; print(engine.__file__, grpc_service.__file__)"
+    found = run([sys.executable, "-c", where], cwd=tmp_path, env=os.environ | env)
+    assert all(path.startswith(str(installed)) for path in found.split())
+    argv = [sys.executable, installed / "bin" / "triolet", "serve", "--port", "0"]
+    with process(argv, env=env, cwd=tmp_path) as server:
+        address = server.wait_for_output(READY.search, MODEL_START_LIMIT_S)[1]
+        with connect(address) as channel:
+            heard = generate(channel, text="Once upon a time", max_tokens=20, temperature=0)
+            assert heard.error is None
+            assert len(heard.ids()) > 1
+            assert " " in heard.text()
+            [model] = list_models(channel)
+            assert (model.name, model.demo) == ("demo-stories", True)
+            assert health(channel, "model/demo-stories")
+        command = [sys.executable, "-m", "grpc_service", "generate", "--server", address]
+        text = run([*command, "--max-tokens", "5", "Once"], cwd=tmp_path, env=os.environ | env)
+        assert text.strip()
+    assert list(tmp_path.iterdir()) == [], "serving left something behind"

@@ -1,0 +1,24 @@
+"""The drawn worlds reach nearly all of the core and its loop; what they miss, they do not test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.full
+def test_the_simulation_alone_covers_the_core():
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.coverage_sim", "--seeds", "40"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

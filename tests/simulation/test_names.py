@@ -1,0 +1,59 @@
+"""A request id that is used again at once never gets what was the first one's."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.types import EndReason
+from engine.errors import DuplicateRequest
+from engine.model.fake import FakeRunner, FakeScript
+from engine.requests import GenerateRequest, SamplingParams
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+
+STEP_S = 0.01
+REQUEST = GenerateRequest(
+    token_ids=(5, 6, 7), request_id="same", sampling=SamplingParams(max_tokens=20)
+)
+
+
+async def read_all(generation):
+    events = []
+    while True:
+        try:
+            events.append(await generation.receive())
+        except trio.EndOfChannel:
+            return events
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("lived_s", [0.0, STEP_S / 2, 2 * STEP_S, 4.5 * STEP_S])
+@pytest.mark.parametrize("gap_s", [0.0, STEP_S / 3, STEP_S])
+def test_a_name_used_again_right_after_an_abort(seed, lived_s, gap_s):
+    threads = VirtualThreads()
+    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        async with open_engine(
+            config, make_runner=lambda model, config: runner, threads=threads
+        ) as engine:
+            await engine.wait_ready()
+            first = engine.submit(REQUEST, buffer=99)
+            await trio.sleep(lived_s)
+            first.cancel(EndReason.ABORTED)
+            await first.wait_closed()
+            await trio.sleep(gap_s)
+            for _ in range(5):
+                second = engine.submit(REQUEST, buffer=99)
+                events = await read_all(second)
+                if not isinstance(second.error, DuplicateRequest):
+                    break
+                await trio.sleep(STEP_S)  # at most until the step in flight is over
+            assert second.error is None
+            assert len(events) == 22  # Started, twenty tokens, Finished
+            await engine.wait_idle()
+
+    run_deterministically(main, seed)

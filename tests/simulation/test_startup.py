@@ -1,0 +1,73 @@
+"""The first instant of an engine: whatever is done at once, in whatever order the tasks start."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.model.fake import FakeRunner, FakeScript
+from engine.requests import GenerateRequest, SamplingParams
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+
+SEEDS = range(8)  # of the task order: each of two starts comes up in about half of them
+
+
+def run(body, seed):
+    """Run ``body(engine)`` in a fresh engine. How many models it loaded."""
+    threads, loads = VirtualThreads(), []
+
+    def make_runner(model, config):
+        loads.append(model.name)
+        return FakeRunner(script=FakeScript(load_s=0.5, sleep=threads.note_sleep))
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+            await body(engine)
+
+    run_deterministically(main, seed)
+    return len(loads)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_asking_for_a_model_before_its_preload_has_begun(seed):
+    async def body(engine):
+        generation = engine.submit(
+            GenerateRequest(token_ids=(1,), sampling=SamplingParams(max_tokens=1)), buffer=9
+        )
+        await engine.wait_ready()
+        await generation.wait_closed()
+        assert generation.error is None
+
+    assert run(body, seed) == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_leaving_before_anything_has_begun(seed):
+    async def body(engine):
+        pass
+
+    assert run(body, seed) <= 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_failing_before_anything_has_begun(seed):
+    class LeftError(Exception):
+        pass
+
+    async def body(engine):
+        raise LeftError
+
+    with pytest.RaisesGroup(LeftError, allow_unwrapped=True, flatten_subgroups=True):
+        run(body, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cancelled_while_loading(seed):
+    async def body(engine):
+        with trio.move_on_after(0.1):
+            await engine.wait_ready()
+
+    assert run(body, seed) == 1

@@ -1,0 +1,175 @@
+"""Drives a `Scheduler` with a `FakeRunner`, synchronously, and checks what comes out.
+
+The oracle is `expected_tokens`: what a sequence's tokens must be, from its prompt, seed and
+choice alone. Whatever the schedule, a reader sees exactly those, in order.
+"""
+
+from __future__ import annotations
+
+from engine.config import SchedulerConfig
+from engine.core.credit import Credit
+from engine.core.events import (
+    Admitted,
+    Cancel,
+    Finished,
+    ReaderDrained,
+    Refused,
+    StepDone,
+    StepFailed,
+    Submit,
+    Tick,
+    Tokens,
+)
+from engine.core.plan import FailureKind, StepFailure
+from engine.core.scheduler import Scheduler
+from engine.core.types import EndReason, Request, RequestId, Sampling, Stops
+from engine.model.fake import FakeRunner, FakeScript, digest_after, next_token
+
+
+def expected_tokens(prompt, *, count, seed=None, choice=0):
+    """The fake model's output for a prompt."""
+    digest = 0
+    for token in prompt:
+        digest = digest_after(digest, token)
+    tokens = []
+    for _ in range(count):
+        tokens.append(next_token(digest, seed, choice))
+        digest = digest_after(digest, tokens[-1])
+    return tokens
+
+
+def make_request(name, prompt, *, max_tokens=8, arrival=0.0, **fields):
+    sampling = fields.pop("sampling", Sampling(temperature=0.0))
+    return Request(RequestId(name), tuple(prompt), sampling, Stops(max_tokens), arrival, **fields)
+
+
+class Driver:
+    """A scheduler, a fake runner, readers that take what they are told to, and a clock."""
+
+    def __init__(self, *, runner=None, **config):
+        self.config = SchedulerConfig(**{"num_blocks": 64, "max_model_len": 256, **config})
+        self.scheduler = Scheduler(self.config)
+        self.runner = runner or FakeRunner(
+            num_blocks=self.config.num_blocks,
+            block_size=self.config.block_size,
+            max_model_len=self.config.max_model_len,
+            script=FakeScript(),
+        )
+        self.runner.load(lambda progress: None)
+        self.now = 0.0
+        self.requests: dict[str, Request] = {}
+        self.credits: dict[str, Credit] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finished: dict[tuple[str, int], Finished] = {}
+        self.refused: dict[str, Refused] = {}
+        self.unread: dict[str, int] = {}
+        self.in_flight = None
+        self.log: list[object] = []
+
+    # ---- inputs
+
+    def submit(self, request, *, buffer=1000):
+        credit = Credit(buffer)
+        if request.request_id not in self.requests:
+            self.requests[request.request_id] = request
+            self.credits[request.request_id] = credit
+            self.unread[request.request_id] = 0
+        self._take(self.scheduler.apply(Submit(request, credit), self.now))
+
+    def cancel(self, name, reason=EndReason.CANCELLED):
+        self._take(self.scheduler.apply(Cancel(RequestId(name), reason), self.now))
+
+    def read(self, name, count=None):
+        """The reader takes ``count`` messages, or all."""
+        count = self.unread[name] if count is None else min(count, self.unread[name])
+        self.unread[name] -= count
+        if self.credits[name].release(count):
+            self._take(self.scheduler.apply(ReaderDrained(RequestId(name)), self.now))
+
+    def apply(self, event):
+        self._take(self.scheduler.apply(event, self.now))
+
+    def tick(self, seconds):
+        self.now += seconds
+        self._take(self.scheduler.apply(Tick(), self.now))
+
+    # ---- steps
+
+    def begin_step(self):
+        plan, events = self.scheduler.plan(self.now)
+        self._take(events)
+        self.in_flight = plan
+        if plan is not None:
+            self.scheduler.prepare(self.now)  # as the loop does while the step runs
+            self.scheduler.check()
+        return plan
+
+    def end_step(self):
+        plan, self.in_flight = self.in_flight, None
+        try:
+            event = StepDone(self.runner.execute(plan))
+        except MemoryError as error:
+            event = StepFailed(StepFailure(plan.plan_id, FailureKind.OUT_OF_MEMORY, repr(error)))
+        except RuntimeError as error:
+            event = StepFailed(StepFailure(plan.plan_id, FailureKind.ERROR, repr(error)))
+        self._take(self.scheduler.apply(event, self.now))
+        return event
+
+    def step(self, *, read=True):
+        """One step; the readers then take everything. False: nothing to compute."""
+        if self.begin_step() is None:
+            return False
+        self.now += 0.01
+        self.end_step()
+        if read:
+            for name in self.requests:
+                self.read(name)
+        self.scheduler.check()
+        return True
+
+    def run(self, *, max_steps=10_000):
+        """Step until nothing is left to compute."""
+        for steps in range(max_steps):
+            if not self.step():
+                return steps
+        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler}")
+
+    # ---- outputs
+
+    def _take(self, events):
+        for event in events:
+            self.log.append(event)
+            match event:
+                case Tokens():
+                    key = (event.request_id, event.choice)
+                    assert key not in self.finished, f"{event} after its end"
+                    self.tokens.setdefault(key, []).extend(event.token_ids)
+                    self.unread[event.request_id] += 1
+                case Finished():
+                    key = (event.request_id, event.choice)
+                    assert key not in self.finished, f"a second end: {event}"
+                    self.finished[key] = event
+                case Refused():
+                    self.refused[event.request_id] = event
+                case Admitted():
+                    assert event.request_id not in self.refused
+
+    def check_tokens(self):
+        """Every token that came out is the right one; whole outputs have their length."""
+        for (name, choice), got in self.tokens.items():
+            request = self.requests[name]
+            want = expected_tokens(
+                request.prompt, count=len(got), seed=request.sampling.seed, choice=choice
+            )
+            assert got == want, f"{name}/{choice}"
+        for (name, choice), end in self.finished.items():
+            if end.reason is EndReason.LENGTH:
+                assert len(self.tokens[name, choice]) == self.requests[name].stops.max_tokens
+
+    def check_idle(self):
+        """Everything is given back."""
+        self.scheduler.check()
+        stats = self.scheduler.statistics()
+        assert stats.free_blocks == stats.total_blocks
+        assert (stats.running, stats.waiting, stats.parked, stats.ending) == (0, 0, 0, 0)
+        assert self.scheduler.is_idle

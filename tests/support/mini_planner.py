@@ -1,0 +1,194 @@
+"""A planner of a few lines, for driving a `TorchRunner` by hand.
+
+It keeps the contract of `engine.core.plan` and nothing else: no queue, no policy. Blocks are
+handed out in a shuffled order, so that a table that is read in any other way shows; ``chunks``
+bounds how many prompt tokens of one sequence a step computes.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from engine.core.plan import (
+    AdmittedSequence,
+    BlockDelta,
+    ChildFork,
+    Logits,
+    Row,
+    RowFailure,
+    StepPlan,
+)
+from engine.core.types import BlockId, PlanId, Sampling, SequenceId, Stops
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.core.plan import ModelInfo, Runner, StepResult
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(slots=True)
+class Planned:
+    """What the planner knows of a sequence."""
+
+    id: SequenceId
+    prompt: tuple[int, ...]
+    num_new: int
+    sampling: Sampling
+    tokens: list[int]
+    blocks: list[BlockId] = field(default_factory=list)
+    sent: int = 0  # blocks the worker has been told of
+    keep: int = 0  # of those, how many it keeps with the next delta
+    computed: int = 0
+    choices: int = 1
+    text: str = ""
+    failure: RowFailure | None = None
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def is_done(self) -> bool:
+        return self.failure is not None or len(self.output) >= self.num_new
+
+
+class MiniPlanner:
+    """Plans steps over its sequences and gives them to a loaded runner."""
+
+    def __init__(self, runner: Runner, info: ModelInfo, *, seed: int = 0, chunks: int = 64) -> None:
+        self.runner = runner
+        self.info = info
+        self.chunks = chunks
+        self.random = random.Random(seed)
+        self.free = [BlockId(i) for i in range(info.num_blocks)]
+        self.random.shuffle(self.free)
+        self.sequences: dict[SequenceId, Planned] = {}
+        self.plans: list[StepPlan] = []
+        self._admitted: list[AdmittedSequence] = []
+        self._released: list[SequenceId] = []
+        self._next_id = 0
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        num_new: int = 64,
+        *,
+        sampling: Sampling = GREEDY,
+        stops: Stops | None = None,
+        choices: int = 1,
+    ) -> Planned:
+        """A new sequence; its first step is the next one it is planned in."""
+        one = self._planned(tuple(prompt), num_new, sampling)
+        one.choices = choices
+        # One more than is asked for, so that the text side never ends it first.
+        stops = stops or Stops(max_tokens=num_new + 1)
+        self._admitted.append(AdmittedSequence(one.id, one.prompt, sampling, stops))
+        return one
+
+    def _planned(self, prompt: tuple[int, ...], num_new: int, sampling: Sampling) -> Planned:
+        sequence = SequenceId(self._next_id)
+        self._next_id += 1
+        one = Planned(sequence, prompt, num_new, sampling, list(prompt))
+        self.sequences[sequence] = one
+        return one
+
+    def run(self) -> None:
+        """Step until every sequence has its tokens; give all blocks back."""
+        while live := [one for one in self.sequences.values() if not one.is_done]:
+            self.step(live)
+        for one in list(self.sequences.values()):
+            self.release(one)
+        self.runner.execute(self._plan((), ()))
+
+    def step(self, live: Sequence[Planned]) -> StepResult:
+        """One step over ``live``."""
+        copies: list[tuple[BlockId, BlockId]] = []
+        forks: dict[SequenceId, list[Planned]] = {}
+        rows = tuple(self._row(one, copies, forks) for one in live)
+        result = self.runner.execute(self._plan(rows, tuple(copies)))
+        results = {entry.sequence: entry for entry in result.rows}
+        for row in rows:
+            for one in (self.sequences[row.sequence], *forks.get(row.sequence, ())):
+                entry = results[one.id]
+                one.sent = len(one.blocks)
+                one.keep = one.sent
+                one.computed = row.start + row.count
+                if isinstance(entry, RowFailure):
+                    one.failure = entry
+                else:
+                    one.tokens.extend(entry.tokens)
+                    one.text += entry.text
+        return result
+
+    def preempt(self, one: Planned) -> None:
+        """Take its blocks; it is computed again from its first token."""
+        self.free.extend(one.blocks)
+        self.random.shuffle(self.free)
+        one.blocks, one.computed, one.keep = [], 0, 0
+
+    def release(self, one: Planned) -> None:
+        shared = {b for other in self.sequences.values() if other is not one for b in other.blocks}
+        self.free.extend(b for b in one.blocks if b not in shared)
+        one.blocks = []
+        del self.sequences[one.id]
+        self._released.append(one.id)
+
+    def _plan(self, rows: tuple[Row, ...], copies: tuple[tuple[BlockId, BlockId], ...]) -> StepPlan:
+        plan = StepPlan(
+            PlanId(len(self.plans)), rows, copies, tuple(self._admitted), tuple(self._released)
+        )
+        self._admitted.clear()
+        self._released.clear()
+        self.plans.append(plan)
+        return plan
+
+    def _row(
+        self,
+        one: Planned,
+        copies: list[tuple[BlockId, BlockId]],
+        forks: dict[SequenceId, list[Planned]],
+    ) -> Row:
+        left = len(one.tokens) - one.computed
+        count = min(left, self.random.randint(1, self.chunks)) if left > 1 else left
+        end = one.computed + count
+        self._grow(one, end)
+        is_last = end == len(one.tokens)
+        children: tuple[ChildFork, ...] = ()
+        if is_last and one.choices > 1:
+            children = self._fork(one, copies, forks)
+        return Row(
+            one.id,
+            one.computed,
+            count,
+            BlockDelta(one.keep, tuple(one.blocks[one.keep :])),
+            Logits.LAST if is_last else Logits.NONE,
+            children,
+        )
+
+    def _grow(self, one: Planned, end: int) -> None:
+        while len(one.blocks) * self.info.block_size < end:
+            one.blocks.append(self.free.pop())
+
+    def _fork(
+        self,
+        one: Planned,
+        copies: list[tuple[BlockId, BlockId]],
+        forks: dict[SequenceId, list[Planned]],
+    ) -> tuple[ChildFork, ...]:
+        """Children share the full blocks of the prompt and copy the one it ends in."""
+        children = []
+        for choice in range(1, one.choices):
+            child = self._planned(one.prompt, one.num_new, replace(one.sampling, choice=choice))
+            full = len(one.prompt) // self.info.block_size
+            child.blocks = one.blocks[:full]
+            if full < len(one.blocks):
+                child.blocks.append(self.free.pop())
+                copies.append((one.blocks[full], child.blocks[full]))
+            forks.setdefault(one.id, []).append(child)
+            children.append(ChildFork(child.id, choice, tuple(child.blocks)))
+        one.choices = 1
+        return tuple(children)

@@ -1,0 +1,128 @@
+"""Tiny checkpoints of every served architecture, made once for a test run.
+
+The shapes are those of `tools.make_model`: three layers, hidden 64, windows of 24 tokens and
+soft caps low enough that dropping one shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.core.plan import RunnerSpec
+from engine.model.runner import TorchRunner
+from tests.support.parity import Oracle
+from tools.make_model import PRESETS, Shape, make
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine.core.plan import ModelInfo
+
+TINY = PRESETS["tiny"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the parity table: transformers' model type and what its config says besides."""
+
+    arch: str
+    extra: dict[str, Any] = field(default_factory=dict)
+    shape: Shape = TINY
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+}  # fmt: skip
+YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+}  # fmt: skip
+# Phi-3's config keeps the original length beside the rotary settings.
+LONG_PHI3 = {
+    "rope_parameters": LONG_ROPE,
+    "original_max_position_embeddings": 600,
+    "sliding_window": None,
+}
+
+ZOO: dict[str, Entry] = {
+    "llama": Entry("llama"),
+    "llama, untied, biases": Entry(
+        "llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}
+    ),
+    "llama, llama3 rotary": Entry("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, yarn": Entry("llama", {"rope_parameters": YARN_ROPE}),
+    "llama, linear rotary": Entry("llama", {"rope_parameters": LINEAR_ROPE}),
+    "qwen2": Entry("qwen2"),
+    "qwen2, windows above": Entry(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+    ),
+    "qwen3": Entry("qwen3"),
+    "qwen3_moe": Entry("qwen3_moe"),
+    "mistral": Entry("mistral"),
+    "mistral, no window": Entry("mistral", {"sliding_window": None}),
+    "phi3": Entry("phi3"),
+    "phi3, longrope": Entry("phi3", LONG_PHI3),
+    "gemma": Entry("gemma"),
+    "gemma2": Entry("gemma2"),
+    "gemma3": Entry("gemma3_text"),
+    "olmo2": Entry("olmo2"),
+    "gpt2": Entry("gpt2"),
+    "gpt2, layer-scaled": Entry(
+        "gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}
+    ),
+    "opt": Entry("opt"),
+    "opt, projected": Entry("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "granite": Entry("granite"),
+    "starcoder2": Entry("starcoder2"),
+}
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A runner with its model, and the oracle of the same checkpoint."""
+
+    directory: Path
+    runner: TorchRunner
+    info: ModelInfo
+    oracle: Oracle
+
+
+def load_runner(directory: Path, **fields: Any) -> tuple[TorchRunner, ModelInfo]:
+    """A loaded runner. One thread: the shapes are too small for two to help."""
+    spec = RunnerSpec(**({"model": str(directory), "kv_bytes": 1 << 24, "threads": 1} | fields))
+    runner = TorchRunner(spec)
+    return runner, runner.load(lambda _progress: None)
+
+
+class Zoo:
+    """Makes and loads each entry at its first use."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._loaded: dict[str, Loaded] = {}
+
+    def directory(self, name: str) -> Path:
+        path = self._root / name.replace(",", "").replace(" ", "-")
+        if not path.exists():
+            entry = ZOO[name]
+            make(path, entry.arch, entry.shape, extra=entry.extra)
+        return path
+
+    def load(self, name: str) -> Loaded:
+        if name not in self._loaded:
+            directory = self.directory(name)
+            runner, info = load_runner(directory)
+            self._loaded[name] = Loaded(directory, runner, info, Oracle(str(directory)))
+        return self._loaded[name]
+
+    def close(self) -> None:
+        for loaded in self._loaded.values():
+            loaded.runner.close()

@@ -1,0 +1,108 @@
+"""Is our greedy output transformers' own, token for token?
+
+The oracle is the stock model with eager attention, in float32, in the same process, run over
+each whole sequence at once. It is fed the tokens that were sampled, so that after a position that
+is skipped the two still look at the same text. A position counts unless its two best logits, or
+the last expert that a router took and the first that it did not, are closer than `MARGIN`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from tests.support.mini_planner import Planned
+
+MARGIN = 1e-3  # float noise of another summation order is 1e-5 at most; D11
+SKIPPED_SHARE_MAX = 0.02  # the bar; 0.0 to 0.8 % measured
+
+
+@dataclass(slots=True)
+class Tally:
+    """Positions compared, skipped and wrong of one architecture."""
+
+    compared: int = 0
+    skipped: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def skipped_share(self) -> float:
+        return self.skipped / max(1, self.compared + self.skipped)
+
+    def check(self) -> None:
+        assert not self.wrong, f"{len(self.wrong)} of {self.compared}: {'; '.join(self.wrong[:5])}"
+        assert self.skipped_share < SKIPPED_SHARE_MAX
+        assert self.compared
+
+
+# Filled by the suite, printed by tests/conformance/conftest.py when the run ends.
+TALLIES: dict[str, Tally] = {}
+
+
+class Oracle:
+    """The stock model of a checkpoint."""
+
+    def __init__(self, directory: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation="eager", dtype=torch.float32
+        )
+        self._routers = [m for m in self.model.modules() if type(m).__name__.endswith("Router")]
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """For every position, the logits of the next token [num_tokens, vocab], and the least
+        margin by which a router decided there [num_tokens]."""
+        margins = [torch.full((len(tokens),), torch.inf)]
+        hooks = [router.register_forward_hook(_router_margin(margins)) for router in self._routers]
+        try:
+            logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return logits, torch.stack(margins).amin(dim=0)
+
+    def compare(self, sequences: Iterable[Planned], tally: Tally) -> None:
+        """Hold every output token of ``sequences`` against the oracle."""
+        for one in sequences:
+            assert one.failure is None, one.failure
+            for position, got, want, margin in self._rows(one):
+                if margin < MARGIN:
+                    tally.skipped += 1
+                    continue
+                tally.compared += 1
+                if got != want:
+                    tally.wrong.append(
+                        f"prompt {len(one.prompt)} position {position}: {got} for {want} "
+                        f"by {margin:.4f}"
+                    )
+
+    def _rows(self, one: Planned) -> Iterator[tuple[int, int, int, float]]:
+        logits, routed = self.next_logits(one.tokens[:-1])
+        first = len(one.prompt) - 1
+        best = logits[first:].topk(2, dim=-1)
+        margins = torch.minimum(best.values[:, 0] - best.values[:, 1], routed[first:]).tolist()
+        wanted = best.indices[:, 0].tolist()
+        yield from zip(range(len(wanted)), one.output, wanted, margins, strict=True)
+
+
+def _router_margin(margins: list[torch.Tensor]) -> Any:
+    def hook(router: Any, _arguments: object, output: tuple[torch.Tensor, ...]) -> None:
+        ranked = output[0].reshape(-1, output[0].shape[-1]).sort(dim=-1, descending=True).values
+        margins.append(ranked[:, router.top_k - 1] - ranked[:, router.top_k])
+
+    return hook
+
+
+def skipped_table() -> list[str]:
+    """One line for each architecture compared so far."""
+    lines = [f"{'architecture':<24}{'compared':>10}{'skipped':>9}{'share':>9}"]
+    for name, tally in TALLIES.items():
+        lines.append(f"{name:<24}{tally.compared:>10}{tally.skipped:>9}{tally.skipped_share:>9.3%}")
+    return lines

@@ -1,0 +1,294 @@
+"""The documented API, transcribed, against the descriptors: every service, message, field and enum.
+
+A field reads `name:type`, with `?` for explicit presence (proto3 optional), `*` for repeated, and
+`oneof/name:type` inside a oneof. Types of google.protobuf go by their last name. Field numbers are
+not in the table.
+"""
+
+from __future__ import annotations
+
+import keyword
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, inference_pb2, models_pb2
+
+FILES = (common_pb2, inference_pb2, models_pb2, control_pb2)
+PACKAGE = "triolet.v1"
+
+SERVICES = {
+    "Inference": """
+        Generate(GenerateRequest) stream GenerateResponse
+        Embed(EmbedRequest) stream EmbedResponse
+        Rerank(RerankRequest) stream RerankResponse
+        Tokenize(TokenizeRequest) TokenizeResponse
+        Detokenize(DetokenizeRequest) DetokenizeResponse
+    """,
+    "Models": """
+        ListModels(ListModelsRequest) ListModelsResponse
+        GetModel(GetModelRequest) GetModelResponse
+        LoadModel(LoadModelRequest) stream LoadModelResponse
+        UnloadModel(UnloadModelRequest) UnloadModelResponse
+    """,
+    "Control": """
+        GetStats(GetStatsRequest) GetStatsResponse
+        WatchStats(WatchStatsRequest) stream GetStatsResponse
+        Pause(PauseRequest) PauseResponse
+        Resume(ResumeRequest) ResumeResponse
+        Abort(AbortRequest) AbortResponse
+        Drain(DrainRequest) DrainResponse
+        ResetPrefixCache(ResetPrefixCacheRequest) ResetPrefixCacheResponse
+        Explain(ExplainRequest) ExplainResponse
+    """,
+}
+
+STATS = """
+    running:uint32 waiting:uint32 parked:uint32 ending:uint32 zombies:uint32
+    free_blocks:uint32 total_blocks:uint32 cached_blocks:uint32
+    prefix_queries:uint64 prefix_hits:uint64 step_count:uint64 step_rows_total:uint64
+    preemptions:uint64 prompt_tokens_total:uint64 completion_tokens_total:uint64
+    requests_total:RequestsTotal memory_reserved:uint64 memory_limit:uint64
+"""
+
+MESSAGES = {
+    # Generate
+    "GenerateRequest": """
+        model:string input/text:string input/token_ids:TokenIds input/chat:Chat
+        sampling:SamplingParams n:uint32? priority:int32? request_id:string
+        constraint:Constraint prompt:PromptOptions output:OutputOptions
+    """,
+    "TokenIds": "ids:uint32*",
+    "Chat": "messages:Message* tools:Tool* template_args:Struct add_generation_prompt:bool?",
+    "Message": """
+        role:string content:string tool_calls:ToolCall* tool_call_id:string name:string
+    """,
+    "Tool": "name:string description:string parameters:Struct",
+    "ToolCall": "id:string name:string arguments_json:string",
+    "SamplingParams": """
+        temperature:double? top_p:double? min_p:double? typical_p:double?
+        repetition_penalty:double? presence_penalty:double? frequency_penalty:double?
+        top_k:uint32? max_tokens:uint32? min_tokens:uint32? seed:uint64? ignore_eos:bool?
+        stop:string* stop_token_ids:uint32* include_stop:bool? logit_bias:map<uint32,double>
+        allowed_token_ids:uint32* banned_token_ids:uint32* bad_words:string*
+    """,
+    "Constraint": """
+        kind/json_schema:string kind/json_object:bool kind/regex:string kind/lark:string
+        kind/choice:Choice
+    """,
+    "Choice": "choices:string*",
+    "PromptOptions": """
+        truncate_to:uint32? truncate_left:bool? cache_salt:string bypass_prefix_cache:bool?
+        add_special_tokens:bool?
+    """,
+    "OutputOptions": """
+        logprobs:uint32? prompt_logprobs:uint32? token_ids:bool? echo:bool?
+        skip_special_tokens:bool?
+    """,
+    "GenerateResponse": "event/started:Started event/delta:Delta event/finished:Finished",
+    "Started": """
+        request_id:string model:string prompt_tokens:uint32 prompt_logprobs:TokenLogprob*
+    """,
+    "Delta": """
+        choice:uint32 text:string token_ids:uint32* logprobs:TokenLogprob* reasoning:string
+        tool_calls:ToolCallDelta*
+    """,
+    "ToolCallDelta": "position:uint32 id:string name:string arguments_json:string",
+    "TokenLogprob": "token_id:uint32 text:string logprob:double? alternatives:Alternative*",
+    "Alternative": "token_id:uint32 text:string logprob:double rank:uint32",
+    "Finished": """
+        choice:uint32 reason:FinishReason matched/stop:string matched/stop_token_id:uint32
+        usage:Usage timings:Timings
+    """,
+    "Usage": "prompt_tokens:uint32 cached_tokens:uint32 completion_tokens:uint32",
+    "Timings": """
+        queue:Duration load:Duration prefill:Duration decode:Duration parked:Duration
+    """,
+    # Embed, Rerank, Tokenize, Detokenize
+    "EmbedRequest": """
+        model:string inputs:EmbedInput* dimensions:uint32? normalize:bool? prompt_name:string
+        truncate:bool? request_id:string priority:int32?
+    """,
+    "EmbedInput": "input/text:string input/token_ids:TokenIds input/image:bytes",
+    "EmbedResponse": "index:uint32 values:float* tokens:uint32 model:string",
+    "RerankRequest": """
+        model:string query:string documents:string* raw_scores:bool? truncate:bool?
+        top_n:uint32? request_id:string priority:int32?
+    """,
+    "RerankResponse": "index:uint32 score:double",
+    "TokenizeRequest": """
+        model:string input/text:string input/chat:Chat add_special_tokens:bool?
+    """,
+    "TokenizeResponse": "tokens:Token* max_model_len:uint32",
+    "Token": "id:uint32 text:string start:uint32 end:uint32",
+    "DetokenizeRequest": "model:string ids:uint32* skip_special_tokens:bool?",
+    "DetokenizeResponse": "text:string",
+    # Models
+    "ListModelsRequest": "",
+    "ListModelsResponse": "models:Model*",
+    "GetModelRequest": "model:string",
+    "GetModelResponse": "model:Model",
+    "Model": """
+        name:string aliases:string* capability:Capability state:ModelState error:string
+        memory_bytes:uint64 replicas:Replica* leases:uint32 last_used:Timestamp
+        dtype:string device:string architecture:string max_model_len:uint32 demo:bool
+    """,
+    "Replica": """
+        id:uint32 state:ReplicaState device:string threads:uint32 restarts:uint32
+        processed:uint64 failed:uint64 cancelled:uint64 busy:Duration
+    """,
+    "LoadModelRequest": "model:string replicas:uint32?",
+    "LoadModelResponse": """
+        phase:string bytes_done:uint64 bytes_total:uint64 tensors_done:uint32
+        tensors_total:uint32 state:ModelState
+    """,
+    "UnloadModelRequest": "model:string drain:Duration",
+    "UnloadModelResponse": "",
+    # Control
+    "GetStatsRequest": "",
+    "WatchStatsRequest": "",
+    "GetStatsResponse": "totals:Totals replicas:ReplicaStats*",
+    "RequestsTotal": """
+        finished:uint64 cancelled:uint64 deadline:uint64 aborted:uint64 stalled:uint64
+        failed:uint64 refused:uint64
+    """,
+    "Totals": STATS,
+    "ReplicaStats": STATS + "model:string replica:uint32 state:ReplicaState",
+    "PauseRequest": "mode:PauseMode model:string",
+    "PauseResponse": "",
+    "ResumeRequest": "model:string",
+    "ResumeResponse": "",
+    "AbortRequest": "request_ids:string*",
+    "AbortResponse": "results:AbortResult*",
+    "AbortResult": "request_id:string outcome:AbortOutcome",
+    "DrainRequest": "timeout:Duration",
+    "DrainResponse": "",
+    "ResetPrefixCacheRequest": "model:string",
+    "ResetPrefixCacheResponse": "",
+    "ExplainRequest": "request_id:string",
+    "ExplainResponse": """
+        state:string waiting_for:string position:uint32 estimate:Duration
+        computed_tokens:uint32 blocks:uint32 parked:Duration
+    """,
+}
+
+# Values without their prefix, after UNSPECIFIED, which is 0 in each.
+ENUMS = {
+    "FinishReason": ("FINISH_REASON", "STOP LENGTH"),
+    "PauseMode": ("PAUSE_MODE", "ABORT WAIT KEEP"),
+    "AbortOutcome": ("ABORT_OUTCOME", "ABORTED ALREADY_ENDED REMEMBERED"),
+    "ReplicaState": ("REPLICA_STATE", "LOADING READY DRAINING FAILED DEGRADED"),
+    "ModelState": ("MODEL_STATE", "UNLOADED LOADING READY DRAINING FAILED"),
+    "Capability": (
+        "CAPABILITY",
+        "TEXT_TO_TEXT TEXT_EMBEDDING RERANK IMAGE_EMBEDDING VISION TEXT_TO_IMAGE",
+    ),
+}
+
+SCALARS = {
+    FieldDescriptor.TYPE_BOOL: "bool",
+    FieldDescriptor.TYPE_BYTES: "bytes",
+    FieldDescriptor.TYPE_DOUBLE: "double",
+    FieldDescriptor.TYPE_FLOAT: "float",
+    FieldDescriptor.TYPE_INT32: "int32",
+    FieldDescriptor.TYPE_STRING: "string",
+    FieldDescriptor.TYPE_UINT32: "uint32",
+    FieldDescriptor.TYPE_UINT64: "uint64",
+}
+
+
+def declared(kind):
+    """Everything of one kind (`message`, `enum`) that the protos declare at file level, by name."""
+    return {
+        name: descriptor
+        for file in FILES
+        for name, descriptor in getattr(file.DESCRIPTOR, f"{kind}_types_by_name").items()
+    }
+
+
+def type_of(field):
+    """The type of a field as the table writes it, without what says how often it occurs."""
+    named = field.message_type or field.enum_type
+    if named is None:
+        return SCALARS[field.type]
+    package = named.file.package
+    assert package in (PACKAGE, "google.protobuf")
+    return named.full_name.removeprefix(f"{package}.")
+
+
+def written(field):
+    """A field as the table writes it."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = (type_of(field.message_type.fields_by_name[part]) for part in ("key", "value"))
+        return f"{field.name}:map<{key},{value}>"
+    if field.is_repeated:
+        return f"{field.name}:{type_of(field)}*"
+    oneof = field.containing_oneof
+    if oneof is None:
+        return f"{field.name}:{type_of(field)}"
+    if len(oneof.fields) == 1 and oneof.name == f"_{field.name}":  # how proto3 optional is stored
+        return f"{field.name}:{type_of(field)}?"
+    return f"{oneof.name}/{field.name}:{type_of(field)}"
+
+
+def method_written(method):
+    """An RPC as the table writes it."""
+    assert not method.client_streaming
+    stream = "stream " if method.server_streaming else ""
+    return f"{method.name}({method.input_type.name}) {stream}{method.output_type.name}"
+
+
+def test_there_is_no_other_message_enum_or_service():
+    assert declared("message").keys() == MESSAGES.keys()
+    assert declared("enum").keys() == ENUMS.keys()
+    services = [name for file in FILES for name in file.DESCRIPTOR.services_by_name]
+    assert sorted(services) == sorted(SERVICES)
+    nested = [
+        inner.full_name
+        for message in declared("message").values()
+        for inner in (*message.nested_types, *message.enum_types)
+        if not inner.GetOptions().map_entry
+    ]
+    assert nested == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.DESCRIPTOR.name)
+def test_descriptors_keep_package_and_file_name(file):
+    assert file.DESCRIPTOR.package == PACKAGE
+    assert file.DESCRIPTOR.name == f"triolet/v1/{file.__name__.rpartition('.')[2][:-4]}.proto"
+    assert file.__name__ == f"grpc_service._generated.{PACKAGE}.{file.__name__.rpartition('.')[2]}"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_rpcs(name):
+    [service] = [
+        file.DESCRIPTOR.services_by_name[name]
+        for file in FILES
+        if name in file.DESCRIPTOR.services_by_name
+    ]
+    documented = [line.strip() for line in SERVICES[name].strip().splitlines()]
+    assert [method_written(method) for method in service.methods] == documented
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_fields(name):
+    fields = declared("message")[name].fields
+    assert sorted(map(written, fields)) == sorted(MESSAGES[name].split())
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_enum_values(name):
+    prefix, values = ENUMS[name]
+    documented = [f"{prefix}_{value}" for value in ("UNSPECIFIED", *values.split())]
+    enum = declared("enum")[name]
+    assert [value.name for value in enum.values] == documented
+    assert [value.number for value in enum.values] == list(range(len(documented)))
+
+
+def test_vectors_are_packed():
+    assert inference_pb2.EmbedResponse.DESCRIPTOR.fields_by_name["values"].is_packed
+
+
+def test_no_field_name_is_a_keyword_of_python():
+    names = {field.name for message in declared("message").values() for field in message.fields}
+    assert not {name for name in names if keyword.iskeyword(name)}

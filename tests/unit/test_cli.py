@@ -1,0 +1,350 @@
+"""The command line: every flag and every key of the file, and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+import pytest
+
+from engine.config import DEMO_MODELS, EngineConfig, ModelConfig
+from engine.errors import ConfigError
+from grpc_service.cli import client, flags
+from grpc_service.cli.main import build_parser, main
+from grpc_service.cli.values import BYTES, COUNT, SECONDS, SWITCH, TEXT
+from grpc_service.config import ServerConfig
+
+# An accepted value of each flag that differs from its default, as argument and as TOML.
+OTHER = {
+    "host": ("::1", '"::1"'),
+    "port": ("0", "0"),
+    "uds": ("/run/t.sock", '"/run/t.sock"'),
+    "insecure": (None, "true"),
+    "max_message_bytes": ("1MiB", '"1MiB"'),
+    "revision": ("v2", '"v2"'),
+    "dtype": ("float32", '"float32"'),
+    "device": ("cpu", '"cpu"'),
+    "max_model_len": ("512", "512"),
+    "max_num_seqs": ("64", "64"),
+    "max_num_batched_tokens": ("512", "512"),
+    "block_size": ("32", "32"),
+    "kv_cache_memory": ("1.5GiB", '"1.5GiB"'),
+    "memory_limit": ("8GiB", "8589934592"),
+    "no_prefix_cache": (None, "true"),
+    "no_prepared_plans": (None, "true"),
+    "seed": ("7", "7"),
+    "max_queued_requests": ("10", "10"),
+    "max_queued_tokens": ("1000", "1000"),
+    "stream_buffer": ("16", "16"),
+    "stall_timeout": ("2.5", "2.5"),
+    "spawn_timeout": ("7", "7.0"),
+    "drain_timeout": ("0", "0"),
+    "default_deadline": ("60", "60"),
+}
+
+
+def configs(*argv, environ=None):
+    args = build_parser().parse_args(["serve", *argv])
+    return flags.configs_of(args, environ or {})
+
+
+def from_file(tmp_path, text, *argv):
+    path = tmp_path / "triolet.toml"
+    path.write_text(text)
+    return configs("--config", str(path), *argv)
+
+
+def refused(tmp_path, text, *argv):
+    with pytest.raises(ConfigError) as caught:
+        from_file(tmp_path, text, *argv)
+    return str(caught.value).removeprefix(f"{tmp_path / 'triolet.toml'}: ")
+
+
+# ---- serve -----------------------------------------------------------------------------------
+
+
+def test_without_arguments_everything_is_the_configs_own_default():
+    assert configs() == (EngineConfig(), ServerConfig())
+
+
+def test_every_field_of_the_configs_has_a_flag():
+    """Those that have none are reached otherwise, or have no surface yet."""
+    without = {
+        EngineConfig: {"models", "in_process_buffer", "check_level"},
+        ServerConfig: set(),
+        ModelConfig: {"model", "name", "aliases", "lazy", "threads"},
+    }
+    for target, others in without.items():
+        fields = {field.name for field in dataclasses.fields(target)}
+        assert fields - others == {f.field for f in flags.FLAGS if f.target is target}
+
+
+@pytest.mark.parametrize("flag", flags.FLAGS, ids=lambda flag: flag.name)
+def test_every_flag_sets_its_field_alike_as_argument_and_in_the_file(flag, tmp_path):
+    argument, toml = OTHER[flag.key]
+    given = [f"--{flag.name}"] if argument is None else [f"--{flag.name}", argument]
+    by_argument, by_file = configs(*given), from_file(tmp_path, f"{flag.key} = {toml}")
+    assert by_argument == by_file
+    engine, server = by_argument
+    target = {EngineConfig: engine, ServerConfig: server, ModelConfig: engine.models[0]}
+    default = {f.name: f.default for f in dataclasses.fields(flag.target)}[flag.field]
+    assert getattr(target[flag.target], flag.field) != default
+
+
+def test_an_argument_wins_over_the_file(tmp_path):
+    engine, _ = from_file(tmp_path, "seed = 1\nmax_num_seqs = 8", "--seed", "2")
+    assert (engine.seed, engine.max_num_seqs) == (2, 8)
+
+
+def test_models_and_names_pair_in_order():
+    engine, _ = configs(
+        *("--model", "org/a", "--model", "b", "--served-model-name", "x", "--dtype", "float32")
+    )
+    assert engine.models == (
+        ModelConfig("org/a", name="x", dtype="float32"),
+        ModelConfig("b", name="b", dtype="float32"),
+    )
+    assert configs("--served-model-name", "x")[0].models == (ModelConfig(DEMO_MODELS[0], name="x"),)
+
+
+def test_more_names_than_models_are_refused():
+    with pytest.raises(ConfigError, match="given 2 times for 1 model"):
+        configs("--model", "a", "--served-model-name", "x", "--served-model-name", "y")
+
+
+def test_the_designs_example_file(tmp_path):
+    engine, server = from_file(
+        tmp_path,
+        """
+        host = "127.0.0.1"
+        [[models]]
+        model = "demo-stories"
+        name = "stories"
+        lazy = false
+        [[models.workers]]
+        device = "cpu"
+        count = 1
+        threads = 2
+        runner = "thread"
+        """,
+    )
+    assert engine.models == (ModelConfig("demo-stories", name="stories", device="cpu", threads=2),)
+    assert server == ServerConfig()
+
+
+def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_path):
+    text = """
+    dtype = "bfloat16"
+    [[models]]
+    model = "a"
+    aliases = ["x", "y"]
+    lazy = true
+    [[models]]
+    model = "b"
+    dtype = "float32"
+    """
+    assert from_file(tmp_path, text)[0].models == (
+        ModelConfig("a", aliases=("x", "y"), lazy=True, dtype="bfloat16"),
+        ModelConfig("b", dtype="float32"),
+    )
+    assert from_file(tmp_path, text, "--model", "c")[0].models == (
+        ModelConfig("c", dtype="bfloat16"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("max_num_seq = 1", "max_num_seq is not a setting; is max_num_seqs meant?"),
+        ("max-num-seqs = 1", "max-num-seqs is not a setting; is max_num_seqs meant?"),
+        ("idle_ttl = 1", "idle_ttl is not a setting"),
+        ('model = "a"', "model is not a setting; write a [[models]] table with model and name"),
+        ("seed = true", "seed is True, but must be a whole number"),
+        ("seed = 1.5", "seed is 1.5, but must be a whole number"),
+        ("stall_timeout = nan", "stall_timeout is nan, but must be a number of seconds"),
+        (
+            'kv_cache_memory = "4 parsecs"',
+            "kv_cache_memory is '4 parsecs', but must be a number of",
+        ),
+        ("insecure = 1", "insecure is 1, but must be true or false"),
+        ("models = 1", "models must be written as [[models]] tables"),
+        ("[[models]]\nname = 'a'", "models[0].model is missing"),
+        ("[[models]]\nmodel = ''", "models[0].model is '', but must be a text"),
+        ("[[models]]\nmodel = 'a'\nlasy = true", "models[0].lasy is not a setting; is lazy meant?"),
+        ("[[models]]\nmodel = 'a'\naliases = 'b'", "models[0].aliases must be a list of names"),
+        (
+            "[[models]]\nmodel = 'a'\n[[models.workers]]\ncount = 2",
+            "models[0].workers[0].count: only 1 is supported yet",
+        ),
+        (
+            "[[models]]\nmodel = 'a'\n[[models.workers]]\nrunner = 'process'",
+            "models[0].workers[0].runner: only 'thread' is supported yet",
+        ),
+        (
+            "[[models]]\nmodel = 'a'\nworkers = 2",
+            "models[0].workers must be written as [[models.workers]] tables",
+        ),
+        ("[[models]]\nmodel = 'a'\n[[models]]\nmodel = 'a'", "two models are served as 'a'"),
+    ],
+)
+def test_what_the_file_gets_wrong_is_named(tmp_path, text, sentence):
+    assert refused(tmp_path, text).startswith(sentence)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        configs("--config", str(tmp_path / "none.toml"))
+    assert "is not TOML" in refused(tmp_path, "a = ")
+
+
+def test_the_check_level_comes_from_the_environment():
+    assert configs(environ={"ENGINE_CHECK": "2"})[0].check_level == 2
+    with pytest.raises(ConfigError, match="ENGINE_CHECK is '3'"):
+        configs(environ={"ENGINE_CHECK": "3"})
+
+
+# ---- where to listen -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost"])
+def test_loopback_needs_no_leave(host):
+    assert ServerConfig(host=host)
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "127.1", "::ffff:0:0"]
+)
+def test_other_machines_are_served_only_when_told_so(host):
+    with pytest.raises(ConfigError, match="add --insecure if") as caught:
+        ServerConfig(host=host)
+    assert host in str(caught.value)
+    assert ServerConfig(host=host, insecure=True)
+
+
+def test_addresses_are_as_grpc_takes_them():
+    assert ServerConfig().address == "127.0.0.1:50051"
+    assert ServerConfig(host="::1", port=1).address == "[::1]:1"
+    assert ServerConfig(host="[::1]").address == "[::1]:50051"
+    assert ServerConfig(host="0.0.0.0", uds="/run/t.sock").address == "unix:/run/t.sock"
+
+
+@pytest.mark.parametrize("wrong", [{"port": 65536}, {"host": ""}, {"uds": "a" * 108}])
+def test_impossible_addresses_are_refused(wrong):
+    with pytest.raises(ConfigError, match=f"--{next(iter(wrong))}"):
+        ServerConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("server", "target"),
+    [
+        ("127.0.0.1:7", "127.0.0.1:7"),
+        ("example.org", "example.org:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("[::1]:7", "[::1]:7"),
+        ("unix:/run/t.sock", "unix:/run/t.sock"),
+    ],
+)
+def test_a_clients_server_may_leave_the_port_out(server, target):
+    assert client._target(server) == target
+
+
+# ---- values ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("1024", 1024),
+        ("512MiB", 512 * 2**20),
+        ("4g", 4 * 2**30),
+        ("4 GiB", 4 * 2**30),
+        ("4GB", 4 * 10**9),
+        ("1.5K", 1536),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text, size):
+    assert BYTES.read(text) == size
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (BYTES, "4XB"),
+        (BYTES, ""),
+        (BYTES, "-1"),
+        (BYTES, -1),
+        (BYTES, 1.5),
+        (BYTES, "٤"),
+        (COUNT, "1.5"),
+        (COUNT, None),
+        (SECONDS, "inf"),
+        (SECONDS, "soon"),
+        (SECONDS, True),
+        (TEXT, ""),
+        (TEXT, 1),
+        (SWITCH, "true"),
+    ],
+)
+def test_values_that_are_none(kind, given):
+    with pytest.raises(ValueError):  # noqa: PT011 (the caller writes the sentence)
+        kind.read(given)
+
+
+# ---- main ------------------------------------------------------------------------------------
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith("triolet ")
+
+
+def test_no_command_shows_what_there_is(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    for command in ("serve", "generate", "tokenize", "models", "stats", "doctor"):
+        assert f"\n    {command} " in shown
+
+
+def test_a_configuration_that_cannot_be_is_one_sentence_and_no_traceback(capsys):
+    assert main(["serve", "--host", "0.0.0.0"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("triolet: --host 0.0.0.0 would serve other machines")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["serve", "--port", "x"], "argument --port: is 'x', but must be a whole number"),
+        (["serve", "--max-num", "1"], "unrecognized arguments: --max-num"),
+        (["generate", "a", "--n", "-1"], "argument --n: -1 is outside [0, 4294967295]"),
+        (["generate", "a", "--seed", str(2**64)], "is outside [0,"),
+        (["generate", "a", "--timeout", "0"], "argument --timeout: must be more than 0"),
+        (["tokenize", "--detokenize", "4294967296"], "is outside [0, 4294967295]"),
+    ],
+)
+def test_arguments_that_cannot_be_are_usage_errors(argv, sentence, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_tokenize_wants_one_thing(capsys):
+    assert main(["tokenize"]) == main(["tokenize", "a", "--detokenize", "1"]) == 2
+    assert "either a text or --detokenize" in capsys.readouterr().err
+
+
+def test_serve_hands_its_configs_to_the_server(monkeypatch):
+    seen = []
+    server = argparse.Namespace(serve_forever=lambda *configs: seen.append(configs) or 75)
+    monkeypatch.setitem(sys.modules, "grpc_service.server", server)
+    monkeypatch.delenv("ENGINE_CHECK", raising=False)
+    assert main(["serve", "--seed", "3", "--port", "0"]) == 75
+    assert seen == [(EngineConfig(seed=3), ServerConfig(port=0))]

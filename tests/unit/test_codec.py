@@ -1,0 +1,350 @@
+"""Proto to engine and back: nothing set is lost, nothing unset is invented, nothing is ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.events import Finished, Tokens
+from engine.core.types import (
+    Alternative,
+    Constraint,
+    EndReason,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from engine.errors import InvalidRequest, TrioletError
+from engine.requests import GenerateRequest, OutputOptions, PromptOptions, SamplingParams, Started
+from grpc_service import codec
+from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service.later import LATER
+
+IS_LATER = {later.path for later in LATER["GenerateRequest"]}
+
+
+def decode(**fields):
+    fields = fields if fields.keys() & {"text", "token_ids", "chat"} else {"text": "a"} | fields
+    return codec.decode_generate(inference_pb2.GenerateRequest(**fields))
+
+
+# ---- requests --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "cls"),
+    [
+        (inference_pb2.SamplingParams, SamplingParams),
+        (inference_pb2.PromptOptions, PromptOptions),
+        (inference_pb2.OutputOptions, OutputOptions),
+    ],
+)
+def test_the_engines_fields_are_the_protos(message, cls):
+    names = {field.name for field in message.DESCRIPTOR.fields}
+    assert names == {field.name for field in dataclasses.fields(cls)}
+
+
+def test_an_empty_request_leaves_everything_unset():
+    assert decode() == GenerateRequest(text="a")
+
+
+def scalars(section):
+    """The fields with presence of a section that are served now, by proto path."""
+    message = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[section].message_type
+    return [
+        field
+        for field in message.fields
+        if field.has_presence and f"{section}.{field.name}" not in IS_LATER
+    ]
+
+
+SET_SCALARS = [
+    pytest.param(section, field, id=f"{section}.{field.name}")
+    for section in ("sampling", "prompt", "output")
+    for field in scalars(section)
+]
+NON_ZERO = {
+    FieldDescriptor.CPPTYPE_DOUBLE: 0.5,
+    FieldDescriptor.CPPTYPE_UINT32: 3,
+    FieldDescriptor.CPPTYPE_UINT64: 3,
+    FieldDescriptor.CPPTYPE_BOOL: True,
+}
+ZERO_IS_OUTSIDE = {"sampling.top_p", "sampling.max_tokens", "prompt.truncate_to"}
+
+
+@pytest.mark.parametrize(("section", "field"), SET_SCALARS)
+def test_unset_zero_and_set_are_told_apart(section, field):
+    value = NON_ZERO[field.cpp_type]
+    path = f"{section}.{field.name}"
+    assert getattr(getattr(decode(), section), field.name) is None
+    assert getattr(getattr(decode(**{section: {field.name: value}}), section), field.name) == value
+    zero = type(value)()
+    if path in ZERO_IS_OUTSIDE:
+        with pytest.raises(InvalidRequest) as caught:
+            decode(**{section: {field.name: zero}})
+        assert [violation.field for violation in caught.value.violations] == [path]
+        return
+    got = getattr(getattr(decode(**{section: {field.name: zero}}), section), field.name)
+    assert (got, type(got)) == (zero, type(zero))
+
+
+def test_top_level_scalars_are_told_apart():
+    assert (decode().n, decode().priority) == (None, None)
+    assert decode(priority=0).priority == 0
+    assert (decode(n=2).n, decode(priority=-5).priority) == (2, -5)
+    with pytest.raises(InvalidRequest, match="n: is 0"):
+        decode(n=0)
+
+
+def test_lists_become_tuples():
+    sampling = decode(sampling={"stop": ["a", "b"], "stop_token_ids": [0, 7]}).sampling
+    assert (sampling.stop, sampling.stop_token_ids) == (("a", "b"), (0, 7))
+
+
+def test_each_kind_of_prompt():
+    assert decode(text="").text == ""
+    assert decode(token_ids={"ids": [0, 5]}).token_ids == (0, 5)
+    chat = decode(
+        chat={
+            "messages": [{"role": "system", "content": "be"}, {"role": "user", "name": "Ann"}],
+            "add_generation_prompt": False,
+        }
+    ).chat
+    assert chat.messages == (
+        {"role": "system", "content": "be"},
+        {"role": "user", "content": "", "name": "Ann"},
+    )
+    assert chat.add_generation_prompt is False
+    assert decode(chat={"messages": [{"role": "user"}]}).chat.add_generation_prompt is True
+
+
+def test_a_request_without_a_prompt_names_the_choice():
+    with pytest.raises(InvalidRequest) as caught:
+        codec.decode_generate(inference_pb2.GenerateRequest())
+    assert [violation.field for violation in caught.value.violations] == ["input"]
+
+
+def test_every_broken_field_is_named_at_once():
+    with pytest.raises(InvalidRequest) as caught:
+        decode(
+            token_ids={},
+            n=17,
+            sampling={"top_p": math.inf, "stop": ["", "a" * 257]},
+            prompt={"add_special_tokens": True},
+        )
+    assert [violation.field for violation in caught.value.violations] == [
+        "token_ids.ids",
+        "prompt.add_special_tokens",
+        "n",
+        "sampling.top_p",
+        "sampling.stop[0]",
+        "sampling.stop[1]",
+    ]
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False).filter(lambda x: not x.is_integer())
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text(), JSON))
+def test_template_args_are_the_json_that_was_sent(args):
+    chat = inference_pb2.Chat(messages=[inference_pb2.Message(role="user")])
+    chat.template_args.update(args)
+    assert decode(chat=chat).chat.template_args == args
+
+
+@given(st.data())
+def test_any_request_decodes_or_is_refused_by_the_engines_own_errors(data):
+    """Bytes at random, as a message where they are one: never another kind of exception."""
+    raw = data.draw(st.binary(max_size=60))
+    try:
+        message = inference_pb2.GenerateRequest.FromString(raw)
+    except Exception:
+        return
+    try:
+        request = codec.decode_generate(message)
+    except TrioletError as error:
+        assert str(error)  # noqa: PT017 (either is fine)
+    else:
+        assert isinstance(request, GenerateRequest)
+
+
+CONSTRAINTS = [
+    ({"json_schema": "{}"}, Constraint("json_schema", "{}")),
+    ({"json_object": True}, Constraint("json_object", "")),
+    ({"regex": "a+"}, Constraint("regex", "a+")),
+    ({"lark": "start: A"}, Constraint("lark", "start: A")),
+    ({"choice": {"choices": ["a", ""]}}, Constraint("choice", "a\0")),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"), CONSTRAINTS, ids=[c[1].kind for c in CONSTRAINTS]
+)
+def test_constraints_decode_once_they_are_let_in(monkeypatch, fields, constraint):
+    monkeypatch.setitem(LATER, "GenerateRequest", ())
+    assert decode(constraint=fields).constraint == constraint
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "constraint"),
+        ({"json_object": False}, "constraint.json_object"),
+        ({"regex": ""}, "constraint.regex"),
+        ({"choice": {}}, "constraint.choice.choices"),
+        ({"choice": {"choices": ["a", "b\0"]}}, "constraint.choice.choices[1]"),
+    ],
+)
+def test_empty_constraints_are_refused_by_name(monkeypatch, fields, field):
+    monkeypatch.setitem(LATER, "GenerateRequest", ())
+    with pytest.raises(InvalidRequest) as caught:
+        decode(constraint=fields)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+# ---- events ----------------------------------------------------------------------------------
+
+
+def tokens(text="a", *, choice=0, ids=(1,), **kwargs):
+    return Tokens("r", choice, ids, text, **kwargs)
+
+
+def ended(choice=0, reason=EndReason.STOP, matched=None):
+    timings = Timings(queue_s=1.25, load_s=0.0, prefill_s=1e-9, decode_s=61.0, parked_s=-1e-12)
+    return Finished("r", choice, reason, Usage(5, 4, 3), timings, matched)
+
+
+def test_started_is_told_whole():
+    [message] = codec.encode_events([Started("r", "m", 7)])
+    assert message == inference_pb2.GenerateResponse(
+        started=inference_pb2.Started(request_id="r", model="m", prompt_tokens=7)
+    )
+
+
+def test_finished_is_told_whole():
+    [message] = codec.encode_events([ended(2, EndReason.LENGTH)])
+    assert json_format.MessageToDict(message, preserving_proto_field_name=True) == {
+        "finished": {
+            "choice": 2,
+            "reason": "FINISH_REASON_LENGTH",
+            "usage": {"prompt_tokens": 5, "cached_tokens": 4, "completion_tokens": 3},
+            "timings": {
+                "queue": "1.250s",
+                "load": "0s",
+                "prefill": "0.000000001s",
+                "decode": "61s",
+                "parked": "0s",
+            },
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("matched", "kind"), [("\n", "stop"), (0, "stop_token_id"), ("", "stop"), (None, None)]
+)
+def test_what_a_choice_stopped_at_is_told_even_when_it_is_zero(matched, kind):
+    [message] = codec.encode_events([ended(matched=matched)])
+    assert message.finished.WhichOneof("matched") == kind
+    if kind:
+        assert getattr(message.finished, kind) == matched
+
+
+@pytest.mark.parametrize("reason", [reason for reason in EndReason if not reason.is_success])
+def test_other_ends_are_left_to_the_status(reason):
+    messages = codec.encode_events([tokens("x"), ended(reason=reason)])
+    assert [message.delta.text for message in messages] == ["x"]
+
+
+def test_log_probabilities_keep_their_absence_and_rank_from_one():
+    entry = TokenLogprob(4, "d", None, (Alternative(5, "e", -0.5, 0),))
+    [message] = codec.encode_events([tokens(logprobs=(entry,))])
+    [got] = message.delta.logprobs
+    assert not got.HasField("logprob")
+    assert (got.alternatives[0].rank, got.alternatives[0].logprob) == (1, -0.5)
+
+
+EVENTS = st.lists(
+    st.builds(
+        tokens,
+        st.text(max_size=3),
+        choice=st.integers(0, 2),
+        ids=st.lists(st.integers(0, 2**32 - 1), max_size=2).map(tuple),
+    )
+    | st.builds(ended, st.integers(0, 2)),
+    max_size=12,
+)
+
+
+@given(EVENTS, st.booleans())
+def test_coalescing_keeps_each_choices_text_tokens_and_order(events, with_ids):
+    messages = codec.encode_events(events, token_ids=with_ids)
+    for choice in range(3):
+        want = [event for event in events if event.choice == choice]
+        got = [m for m in messages if getattr(m, m.WhichOneof("event")).choice == choice]
+        assert read(got) == read_events(want, with_ids=with_ids)
+    deltas = [m.delta for m in messages if m.HasField("delta")]
+    assert all(delta.text or delta.token_ids for delta in deltas)
+
+
+def read(messages):
+    """What a client puts together: text and tokens up to each Finished."""
+    parts, text, ids = [], "", []
+    for message in messages:
+        if message.HasField("finished"):
+            parts.append((text, ids))
+            text, ids = "", []
+        text += message.delta.text
+        ids = ids + list(message.delta.token_ids)
+    return [*parts, (text, ids)]
+
+
+def read_events(events, *, with_ids):
+    parts, text, ids = [], "", []
+    for event in events:
+        if isinstance(event, Finished):
+            parts.append((text, ids))
+            text, ids = "", []
+            continue
+        text += event.text
+        ids = ids + (list(event.token_ids) if with_ids else [])
+    return [*parts, (text, ids)]
+
+
+def test_tokens_of_a_choice_that_are_ready_together_are_one_message():
+    events = [tokens("a"), tokens("b", choice=1), tokens("c"), tokens("d", choice=1)]
+    assert [m.delta.text for m in codec.encode_events(events)] == ["ac", "bd"]
+
+
+@pytest.mark.parametrize("limit", [20, 40, 200])
+@given(events=EVENTS)
+def test_no_message_exceeds_the_limit(limit, events):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "MESSAGE_BYTES_MAX", limit)
+        messages = codec.encode_events(events, token_ids=True)
+    assert all(m.ByteSize() <= limit for m in messages if m.HasField("delta"))
+    for choice in range(3):
+        want = [event for event in events if event.choice == choice]
+        got = [m for m in messages if getattr(m, m.WhichOneof("event")).choice == choice]
+        assert read(got) == read_events(want, with_ids=True)
+
+
+def test_what_cannot_be_split_goes_out_whole():
+    entry = TokenLogprob(4, "d" * 100, -1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "MESSAGE_BYTES_MAX", 50)
+        messages = codec.encode_events([tokens("", logprobs=(entry,))])
+    assert [len(m.delta.logprobs) for m in messages] == [1]

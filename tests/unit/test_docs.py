@@ -1,0 +1,250 @@
+"""The pages say what is there: numbers that the code cites, files that the pages name, the diagram.
+
+What a page names in code type is checked when it is a path (``engine/core/plan.py``), and when it
+is the text of a link to a file: that file then defines or mentions it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tools import draw_lifecycle
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "engine" / "README.md",
+    ROOT / "tools" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+SOURCES = [
+    path
+    for folder in ("engine", "grpc_service", "tests", "tools")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".sh", "") and path.is_file()
+    if not {"_generated", "node_modules", "__pycache__"} & set(path.parts)
+]
+TOP_LEVEL = {".ci", "docs", "engine", "grpc_service", "proto", "tests", "tools"}
+FILE_SUFFIXES = (".py", ".md", ".sh", ".toml", ".txt", ".proto", ".json")
+
+CITATION = re.compile(r"(?<![\w.`])(R[1-9]\d{0,2}|[DE][1-9]\d?)(?!\w)")
+INVARIANT = re.compile(r"\bI[1-9]\d?\b")
+LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)")
+CODE = re.compile(r"`([^`]+)`")
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+SECTIONS = ("Decision", "Why", "Evidence", "Consequences", "Status")
+
+
+@cache
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+def defined(page: str, pattern: str) -> list[str]:
+    return re.findall(pattern, (ROOT / page).read_text(), re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+# ---- numbers ---------------------------------------------------------------------------------
+
+
+def test_every_requirement_is_there_once_and_in_order():
+    assert defined("docs/requirements.md", r"^- \*\*R(\d+)\*\* ") == [
+        str(number) for number in range(1, 212)
+    ]
+
+
+def test_every_decision_is_there_once_and_says_everything():
+    page = (ROOT / "docs" / "decisions.md").read_text()
+    decisions = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    numbered = [text for text in decisions if re.match(r"D\d+ ", text)]
+    assert [text.split()[0] for text in numbered] == [f"D{number}" for number in range(1, 22)]
+    for text in numbered:
+        found = tuple(re.findall(r"^\*(\w+)\.\*", text, re.MULTILINE))
+        assert found == SECTIONS, text.splitlines()[0]
+
+
+@cache
+def known_numbers() -> frozenset[str]:
+    return frozenset(
+        [
+            *(f"R{number}" for number in defined("docs/requirements.md", r"\*\*R(\d+)\*\*")),
+            *(f"E{number}" for number in defined("docs/requirements.md", r"\*\*E(\d+)\*\*")),
+            *(f"D{number}" for number in defined("docs/decisions.md", r"^## D(\d+) ")),
+        ]
+    )
+
+
+def citations(text: str) -> set[str]:
+    return set(CITATION.findall(text))
+
+
+def test_every_number_cited_in_code_stands_in_the_docs():
+    unknown = {
+        name_of(path): missing
+        for path in SOURCES
+        if (missing := citations(path.read_text(errors="replace")) - known_numbers())
+    }
+    assert unknown == {}
+
+
+@pages
+def test_every_number_cited_on_a_page_stands_in_the_docs(page):
+    assert citations(prose(page)) - known_numbers() == set()
+
+
+def test_citations_are_found():
+    found = citations("(R10, D6) R79-R87 D4–D7. E12;")
+    assert found == {"R10", "D6", "R79", "R87", "D4", "D7", "E12"}
+    assert citations("`D1` x.R2 R0 D2048 noqa: E501 UTF8") == set()
+
+
+def test_every_invariant_cited_in_code_stands_in_the_engines_readme():
+    known = set(defined("engine/README.md", r"^\| \*\*(I\d+)\*\* "))
+    cited = {
+        number
+        for path in SOURCES
+        for line in path.read_text(errors="replace").splitlines()
+        if "engine/README.md" in line
+        for number in INVARIANT.findall(line)
+    }
+    assert cited <= known, cited - known
+    assert cited
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """Text and target of every link that leads to a file here."""
+    return [
+        (found["text"], found["target"].partition("#")[0])
+        for found in LINK.finditer(prose(page))
+        if "://" not in found["target"] and not found["target"].startswith("#")
+    ]
+
+
+@pages
+def test_every_relative_link_leads_somewhere(page):
+    dead = [target for _, target in links(page) if not (page.parent / target).exists()]
+    assert dead == []
+
+
+@pages
+def test_every_anchor_is_a_heading(page):
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", text).strip().lower().replace(" ", "-") for text in headings}
+    wanted = set(re.findall(r"\]\(#([^)]+)\)", prose(page)))
+    assert wanted <= anchors
+
+
+@pages
+def test_code_that_links_to_a_file_is_in_that_file(page):
+    lost = [
+        (text, target)
+        for text, target in links(page)
+        if text.startswith("`") and not _defines(page.parent / target, text.strip("`"))
+    ]
+    assert lost == []
+
+
+def _defines(path: Path, dotted: str) -> bool:
+    """Does every part of a name such as ``Ledger.check`` belong to a class or function there?"""
+    source = path.read_text()
+    return all(
+        re.search(rf"^\s*(?:async )?(?:def|class) {re.escape(part)}\b", source, re.MULTILINE)
+        for part in dotted.split(".")
+        if part != "__post_init__"
+    )
+
+
+def paths_in(page: Path) -> list[str]:
+    """What the page names in code type that reads as a path of the repository."""
+    words = [word for code in CODE.findall(prose(page)) for word in code.split()]
+    return [word for word in words if _is_path(word)]
+
+
+def _is_path(word: str) -> bool:
+    if "<" in word or "*" in word or not re.fullmatch(r"[\w./-]+", word):
+        return False
+    if "/" in word:
+        return word.split("/")[0] in TOP_LEVEL
+    return word.endswith(FILE_SUFFIXES) and word not in ("FILE.toml",)
+
+
+def test_paths_are_told_from_other_words():
+    words = "engine/core/plan.py pyproject.toml tools/test docs/ plan/result model/NAME --dtype a.b"
+    assert [word for word in words.split() if _is_path(word)] == words.split()[:4]
+
+
+@pages
+def test_every_path_named_exists(page):
+    missing = [
+        path
+        for path in paths_in(page)
+        if not ((ROOT / path).exists() or (page.parent / path).exists())
+    ]
+    assert missing == []
+
+
+@pages
+def test_every_module_and_tool_named_exists(page):
+    modules = re.findall(r"python -m ((?:tools|engine|grpc_service)[\w.]*)", page.read_text())
+    missing = [
+        name
+        for name in modules
+        if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+        and not (ROOT / name.replace(".", "/")).is_dir()
+    ]
+    assert missing == []
+
+
+def test_every_tool_has_a_line():
+    page = (ROOT / "tools" / "README.md").read_text()
+    tools = [
+        path
+        for path in sorted((ROOT / "tools").iterdir())
+        if path.name not in ("README.md", "__pycache__", "__init__.py")
+    ]
+    silent = [path.name for path in tools if not re.search(rf"tools[./]{path.stem}\b", page)]
+    assert silent == []
+
+
+def test_the_readmes_commands_are_executable():
+    for name in ("tools/serve", "tools/test"):
+        assert (ROOT / name).stat().st_mode & 0o111, f"{name} cannot be run"
+
+
+# ---- the diagram -----------------------------------------------------------------------------
+
+
+def test_the_engines_readme_shows_the_lifecycle_there_is():
+    assert draw_lifecycle.main(["--check"]) == 0
+
+
+def test_another_diagram_is_seen(tmp_path, monkeypatch, capsys):
+    page = draw_lifecycle.README.read_text()
+    changed = tmp_path / "README.md"
+    changed.write_text(page.replace("WAITING --> RUNNING: START", "WAITING --> ENDING: START"))
+    monkeypatch.setattr(draw_lifecycle, "README", changed)
+    assert draw_lifecycle.main(["--check"]) == 1
+    assert "--write" in capsys.readouterr().err
+    assert draw_lifecycle.main(["--write"]) == 0
+    assert changed.read_text() == page
+
+
+def test_a_page_without_markers_is_refused():
+    with pytest.raises(ValueError, match="both markers"):
+        draw_lifecycle.embed("# Nothing", draw_lifecycle.draw())

@@ -1,0 +1,88 @@
+"""What doctor finds, from files and sockets of the test's own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import types
+
+import pytest
+
+from grpc_service.cli import doctor
+from grpc_service.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_not_asked(monkeypatch):
+    """torch may be missing here, and takes seconds where it is not."""
+    told = types.SimpleNamespace(returncode=0, stderr="", stdout='{"threads": 2, "devices": []}')
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: told)
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "1.0")
+
+
+def test_a_port_that_is_taken_makes_the_machine_unfit(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert main(["doctor", "--port", str(port)]) == 1
+        assert f"BAD port            127.0.0.1:{port}: address already in use" in (
+            capsys.readouterr().out
+        )
+    assert main(["doctor", "--port", "0"]) == 0
+
+
+def test_json_is_one_list_of_findings(capsys):
+    assert main(["doctor", "--port", "0", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    names = [finding["name"] for finding in findings]
+    assert {"python", "torch", "cores", "memory", "devices", "GOMP_SPINCOUNT", "port"} <= set(names)
+    assert all(finding["is_fit"] for finding in findings)
+
+
+def test_a_missing_package_is_named(monkeypatch, capsys):
+    def version(name):
+        if name == "torch":
+            raise doctor.metadata.PackageNotFoundError
+        return "1.0"
+
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    assert main(["doctor", "--port", "0"]) == 1
+    assert "BAD torch           missing – install Triolet's dependencies" in capsys.readouterr().out
+
+
+def test_a_torch_that_does_not_import_says_why(monkeypatch):
+    told = types.SimpleNamespace(
+        returncode=1, stderr="Traceback\nImportError: no libgomp", stdout=""
+    )
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: told)
+    [finding] = doctor._torch()
+    assert (finding.is_fit, finding.advice) == (
+        False,
+        "torch does not work: ImportError: no libgomp",
+    )
+
+
+def test_processor_features_are_found_under_either_name(tmp_path):
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512_bf16\n")
+    finding = doctor._processor(doctor._cpu_flags(path))
+    assert finding.value.endswith("avx2 avx512_bf16; bf16 in hardware")
+    path.write_text("Features\t: asimd\n")
+    assert "asimd; no bf16" in doctor._processor(doctor._cpu_flags(path)).value
+    assert doctor._cpu_flags(tmp_path / "none") == set()
+
+
+@pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None)])
+def test_a_containers_share_of_the_cores(tmp_path, text, cores):
+    path = tmp_path / "cpu.max"
+    path.write_text(text)
+    assert doctor._cpu_quota(path) == cores
+    assert doctor._cpu_quota(tmp_path / "none") is None
+
+
+def test_a_compiler_of_the_users_own_comes_first(monkeypatch):
+    monkeypatch.setenv("CXX", "mycc -O2")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}")
+    assert doctor._compiler().value == "/bin/mycc"
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert doctor._compiler().is_fit
+    assert doctor._compiler().value == "none"

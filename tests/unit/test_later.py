@@ -1,0 +1,122 @@
+"""Every field of a request is decoded or refused by name: none is ignored."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+
+from engine.errors import InvalidRequest, Unsupported
+from grpc_service import codec
+from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service.later import LATER
+
+IS_LATER = {later.path for later in LATER["GenerateRequest"] if not later.values}
+
+
+def decode(**fields):
+    fields = fields if fields.keys() & {"text", "token_ids", "chat"} else {"text": "a"} | fields
+    return codec.decode_generate(inference_pb2.GenerateRequest(**fields))
+
+
+def example(field):
+    """A value that sets ``field``, at its zero where it has presence."""
+    if field.message_type is not None:
+        if field.message_type.GetOptions().map_entry:
+            return {1: 0.0}
+        inner = {} if field.name != "messages" else {"role": "user"}
+        return [inner] if field.is_repeated else inner
+    zero = "" if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else 0
+    if field.is_repeated:
+        return [zero]
+    return zero if field.has_presence else "x"
+
+
+def leaves(descriptor, prefix=""):
+    """Every field of a request, as (path, the request that sets only it)."""
+    for field in descriptor.fields:
+        yield f"{prefix}{field.name}", {field.name: example(field)}
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        if field.message_type.file.package != "triolet.v1":
+            continue
+        for path, inner in leaves(field.message_type, f"{prefix}{field.name}."):
+            if field.name == "messages":
+                inner = {"role": "user"} | inner
+            yield path, {field.name: [inner] if field.is_repeated else inner}
+
+
+EVERY_FIELD = dict(leaves(inference_pb2.GenerateRequest.DESCRIPTOR))
+
+
+def is_later(path):
+    return any(path == later or path.startswith(f"{later}.") for later in IS_LATER)
+
+
+@pytest.mark.parametrize("path", sorted(IS_LATER))
+def test_every_later_field_is_refused_by_name(path):
+    with pytest.raises(Unsupported) as caught:
+        decode(**EVERY_FIELD[path])
+    plain = caught.value.field.replace("[0]", "")
+    assert plain == path
+    assert caught.value.field in str(caught.value)
+
+
+def test_a_tools_turn_is_refused_by_name():
+    turns = [{"role": "user"}, {"role": "tool"}]
+    with pytest.raises(Unsupported) as caught:
+        decode(chat={"messages": turns})
+    assert caught.value.field == "chat.messages[1].role"
+    with pytest.raises(Unsupported):
+        codec.decode_tokenize(inference_pb2.TokenizeRequest(chat={"messages": turns}))
+
+
+def test_every_later_field_that_is_set_is_named():
+    with pytest.raises(Unsupported) as caught:
+        decode(sampling={"typical_p": 1.0, "bad_words": ["no"]}, constraint={"regex": "a*"})
+    assert str(caught.value) == (
+        "sampling.typical_p, sampling.bad_words, constraint are not supported yet"
+    )
+
+
+@pytest.mark.parametrize("path", sorted(path for path in EVERY_FIELD if not is_later(path)))
+def test_no_set_field_is_ignored(path):
+    """Setting it either shows in the engine's request or is refused; sections that are empty and
+    a template's own defaults may look like nothing."""
+    nothing = {"sampling", "prompt", "output", "chat", "chat.add_generation_prompt"}
+    nothing |= {"chat.template_args", "chat.messages", "chat.messages.content"}
+    base = {"text": "a"}
+    fields = EVERY_FIELD[path]
+    if path.startswith("chat"):
+        base = {"chat": {"messages": [{"role": "user"}]}}
+        fields = {"chat": base["chat"] | fields["chat"]}
+        if path == "chat.add_generation_prompt":
+            fields["chat"][path.split(".")[1]] = False
+            nothing.remove(path)
+        if path == "chat.messages.content":
+            fields["chat"]["messages"] = [{"role": "user", "content": "x"}]
+            nothing.remove(path)
+        if path == "chat.messages.role":
+            fields["chat"]["messages"] = [{"role": "assistant"}]
+    if path == "text":
+        fields = {"text": "b"}
+    if path == "token_ids":
+        fields = {"token_ids": {"ids": [1]}}
+    expected = decode(**base)
+    try:
+        got = decode(**fields)
+    except InvalidRequest as error:
+        assert path in {violation.field.split("[")[0] for violation in error.violations}  # noqa: PT017
+        return
+    assert (got != expected) or path in nothing
+
+
+def test_the_tables_paths_exist():
+    for name, entries in LATER.items():
+        fields = {
+            "GenerateRequest": inference_pb2.GenerateRequest,
+            "TokenizeRequest": inference_pb2.TokenizeRequest,
+        }[name].DESCRIPTOR
+        for later in entries:
+            message = fields
+            for part in later.path.split("."):
+                message = message.fields_by_name[part].message_type

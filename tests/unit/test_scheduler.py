@@ -1,0 +1,129 @@
+"""What the scheduler refuses to be told, and what it tells of itself.
+
+Its decisions are in `tests/golden`, its laws in `tests/property`.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.events import StepDone, StepFailed
+from engine.core.plan import FailureKind, RowResult, StepFailure, StepResult
+from engine.errors import EngineBug, Overloaded
+from tests.support.core_driver import Driver, make_request
+
+
+@pytest.fixture
+def driver():
+    return Driver(block_size=4, max_num_seqs=4, max_num_batched_tokens=16, prepared_plans=False)
+
+
+def begun(driver, count=1):
+    for index in range(count):
+        first = 10 * index + 1
+        driver.submit(make_request(f"r{index}", range(first, first + 5), max_tokens=3))
+    return driver.begin_step()
+
+
+def test_one_plan_at_a_time(driver):
+    begun(driver)
+    with pytest.raises(EngineBug, match="internal"):
+        driver.scheduler.plan(0.0)
+
+
+def test_a_result_belongs_to_the_plan_in_flight(driver):
+    plan = begun(driver)
+    stranger = plan.plan_id + 1
+    failure = StepFailure(stranger, FailureKind.ERROR, "")
+    for event in (StepDone(StepResult(stranger, ())), StepFailed(failure)):
+        with pytest.raises(EngineBug):
+            driver.apply(event)
+    driver.end_step()  # and nothing was changed by either
+    with pytest.raises(EngineBug):
+        driver.apply(StepDone(StepResult(plan.plan_id, ())))
+    driver.run()
+    driver.check_tokens()
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_row_s_result_names_its_sequence(driver, steps):
+    plan = begun(driver)
+    for _ in range(steps):  # the first gives a prompt's token, the second a decode's
+        driver.end_step()
+        plan = driver.begin_step()
+    result = StepResult(plan.plan_id, (RowResult(plan.rows[0].sequence + 1, (7,), "<7>"),))
+    with pytest.raises(EngineBug) as caught:
+        driver.apply(StepDone(result))
+    assert "came in the row of" in caught.value.log_detail
+
+
+def test_a_row_that_samples_gives_a_token(driver):
+    plan = begun(driver)
+    with pytest.raises(EngineBug) as caught:
+        driver.apply(StepDone(StepResult(plan.plan_id, (RowResult(plan.rows[0].sequence),))))
+    assert "got none" in caught.value.log_detail
+
+
+def test_the_queue_s_estimate_follows_the_rate_there_was():
+    driver = Driver(max_queued_requests=2, max_num_seqs=1, max_num_batched_tokens=200)
+    driver.submit(make_request("warm", range(100), max_tokens=5))
+    for _ in range(5):
+        driver.begin_step()
+        driver.now += 10.0
+        driver.end_step()
+    rate = 0.0  # of 100 tokens in 10 s, then 1 each, each new one weighing a fifth
+    for tokens in (100, 1, 1, 1, 1):
+        rate += 0.2 * (tokens / 10.0 - rate)
+    driver.submit(make_request("a", range(4), arrival=driver.now))
+    driver.submit(make_request("b", range(9), arrival=driver.now))
+    driver.submit(make_request("c", range(9), arrival=driver.now))
+    error = driver.refused["c"].error
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s == pytest.approx(13 / rate)
+
+
+def test_statistics_count_what_happened(driver):
+    begun(driver, 3)
+    stats = driver.scheduler.statistics()
+    assert (stats.running, stats.waiting, stats.parked, stats.ending) == (3, 0, 0, 0)
+    assert (stats.step_count, stats.step_rows_total, stats.prompt_tokens_total) == (1, 3, 15)
+    driver.cancel("r0")
+    stats = driver.scheduler.statistics()
+    assert (stats.running, stats.ending) == (2, 1)
+    assert stats.free_blocks == stats.total_blocks - 6
+    driver.end_step()
+    driver.run()
+    stats = driver.scheduler.statistics()
+    assert (stats.completion_tokens_total, stats.late_results, stats.preemptions) == (6, 1, 0)
+    assert stats.step_rows_total == 3 + 2 + 2
+    assert (stats.free_blocks, stats.cached_blocks) == (stats.total_blocks, 2)
+    assert (stats.prefix_queries, stats.prefix_hits) == (15, 0)
+    driver.submit(make_request("again", range(11, 16), max_tokens=1))
+    driver.run()
+    stats = driver.scheduler.statistics()
+    assert (stats.prefix_queries, stats.prefix_hits) == (20, 4)
+    assert driver.finished["again", 0].usage.cached_tokens == 4
+    driver.check_idle()
+
+
+def test_phases_add_up_to_a_choice_s_life(driver):
+    driver.submit(make_request("r", range(1, 40), max_tokens=3), buffer=1)
+    driver.tick(1.0)  # queued
+    while not driver.tokens:  # three chunks of prefill
+        driver.begin_step()
+        driver.now += 0.5
+        driver.end_step()
+    driver.tick(2.0)
+    assert driver.begin_step() is None  # parked from here
+    driver.tick(4.0)
+    driver.read("r")
+    driver.tick(8.0)
+    driver.begin_step()
+    driver.now += 0.5
+    driver.end_step()
+    driver.cancel("r")
+    seconds = driver.finished["r", 0].timings
+    assert (seconds.queue_s, seconds.prefill_s, seconds.parked_s) == (1.0, 1.5, 4.0)
+    assert seconds.decode_s == 2.0 + 8.0 + 0.5
+    assert driver.finished["r", 0].phase == "decode"

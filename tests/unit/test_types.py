@@ -1,0 +1,16 @@
+"""The little that the core's values decide themselves."""
+
+import pytest
+
+from engine.core.types import EndReason, Sampling
+
+
+def test_only_a_temperature_of_zero_is_greedy():
+    assert Sampling(temperature=0.0).is_greedy
+    assert not Sampling(temperature=1e-9).is_greedy
+    assert not Sampling().is_greedy
+
+
+@pytest.mark.parametrize("reason", EndReason)
+def test_two_ends_are_successes(reason):
+    assert reason.is_success == (reason.value in ("stop", "length"))

@@ -1,0 +1,107 @@
+"""Plans and results are values: they pickle without torch and come back equal (D8)."""
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from engine.core import plan as p
+from engine.core.types import (
+    Alternative,
+    BlockId,
+    Constraint,
+    EndReason,
+    PlanId,
+    Sampling,
+    SequenceId,
+    Stops,
+    TokenLogprob,
+)
+
+SAMPLING = Sampling(0.7, 5, 0.9, seed=3, logit_bias=((1, 2.0),), bad_words=("x",), logprobs=2)
+STOPS = Stops(9, 1, ("a", "b"), frozenset({2}), include=True)
+LOGPROB = TokenLogprob(5, "x", -0.5, (Alternative(6, "y", -1.0, 1),))
+VALUES = [
+    p.StepPlan(
+        PlanId(7),
+        (
+            p.Row(
+                SequenceId(1),
+                0,
+                4,
+                p.BlockDelta(0, (BlockId(3),)),
+                p.Logits.LAST,
+                (p.ChildFork(SequenceId(2), 1, (BlockId(4),)),),
+            ),
+            p.Row(SequenceId(9), 8, 1, None, p.Logits.ALL),
+        ),
+        ((BlockId(3), BlockId(4)),),
+        (
+            p.AdmittedSequence(
+                SequenceId(1), (5, 6, 7, 8), SAMPLING, STOPS, Constraint("regex", "a+")
+            ),
+        ),
+        (SequenceId(0),),
+    ),
+    p.StepResult(
+        PlanId(7),
+        (
+            p.RowResult(SequenceId(1), (5,), "x", (LOGPROB,), (), EndReason.STOP, "a"),
+            p.RowFailure(SequenceId(2), "sample", "why"),
+        ),
+        p.StepTimings(1.0, 2.0, 3.0, 4.0),
+    ),
+    p.StepFailure(PlanId(7), p.FailureKind.OUT_OF_MEMORY, "why"),
+    p.EncodePlan(PlanId(8), (p.EncodeRow(SequenceId(1), (1, 2), 1, "query", 64, True),)),
+    p.EncodeResult(PlanId(8), (p.EncodeRowResult(SequenceId(1), (0.5,), 2),)),
+    p.RunnerSpec("demo-stories", kv_bytes=1, threads=2),
+    p.ModelInfo("llama", "float32", "cpu", 10, 20, 30, 16, frozenset({1}), 99),
+    p.LoadProgress("weights", 1, 2, 3, 4),
+    p.TokenSpan(1, "x", 0, 1),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_comes_back_equal_from_a_pickle(value):
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(value, protocol)) == value
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_cannot_be_changed(value):
+    name = value._fields[0] if isinstance(value, tuple) else dataclasses.fields(value)[0].name
+    with pytest.raises(AttributeError):
+        setattr(value, name, None)
+
+
+def test_every_value_class_of_the_plan_is_in_the_list():
+    def walk(value):
+        yield type(value)
+        if isinstance(value, tuple):
+            for part in value:
+                yield from walk(part)
+        elif dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                yield from walk(getattr(value, field.name))
+
+    seen = {cls for value in VALUES for cls in walk(value)}
+    declared = {
+        cls
+        for cls in vars(p).values()
+        if isinstance(cls, type)
+        and cls.__module__ == p.__name__
+        and not getattr(cls, "_is_protocol", False)
+    }
+    assert declared - seen == {p.SamplingDefaults} - seen
+
+
+def test_a_plan_is_unpickled_by_a_process_without_torch():
+    code = (
+        "import pickle, sys; sys.modules['torch'] = None\n"
+        "assert len(pickle.load(sys.stdin.buffer)) > 5"
+    )
+    data = pickle.dumps(VALUES)
+    done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, timeout=30)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,34 @@
+"""`python -m tools.bench NAME [--json FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+NOT_BENCHES = {"__init__", "__main__", "frame"}
+
+
+def names() -> list[str]:
+    """The benches there are: the modules beside this file."""
+    found = {path.stem for path in Path(__file__).parent.glob("*.py")}
+    return sorted(found - NOT_BENCHES)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench")
+    parser.add_argument("name", choices=names())
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    bench = importlib.import_module(f"tools.bench.{args.name}")
+    from tools.bench.frame import report
+
+    return report(args.name, bench.run(), args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What a step costs in the scheduler: µs of plan + commit for steadily decoding rows.
+
+Prefix cache and cheap checks on; the runner's part is left out (results are made beforehand,
+outside the clock). Beside it, the floor: a bare loop that makes a row tuple and an event.
+"""
+
+from __future__ import annotations
+
+import time
+
+from engine.config import SchedulerConfig
+from engine.core.credit import Credit
+from engine.core.events import StepDone, Submit, Tokens
+from engine.core.plan import Logits, RowResult, StepResult
+from engine.core.plan import Row as PlanRow
+from engine.core.scheduler import Scheduler
+from engine.core.types import Request, RequestId, Sampling, SequenceId, Stops
+from tools.bench.frame import Row, repeat_in_turn, row_of
+
+STEPS = 200
+COUNTS = (1, 64, 256, 1024)
+BAR_US_64 = 100.0
+BAR_RATIO_1024 = 20.0
+
+
+def decoding_scheduler(count: int) -> Scheduler:
+    """``count`` sequences, their prompts computed, with room to decode."""
+    config = SchedulerConfig(
+        num_blocks=count * 64 + 64,
+        max_model_len=1024,
+        max_num_seqs=count,
+        max_num_batched_tokens=max(2048, 40 * count),
+    )
+    scheduler = Scheduler(config)
+    for index in range(count):
+        prompt = tuple(range(index, index + 32))
+        request = Request(
+            RequestId(f"r{index}"), prompt, Sampling(temperature=0.0), Stops(900), float(index)
+        )
+        scheduler.apply(Submit(request, Credit(100_000)), 0.0)
+    step(scheduler, 1.0)
+    return scheduler
+
+
+def step(scheduler: Scheduler, now: float) -> float:
+    """One step; the seconds spent in plan and commit."""
+    started = time.perf_counter()
+    plan, _ = scheduler.plan(now)
+    planned = time.perf_counter()
+    assert plan is not None
+    rows = tuple(
+        RowResult(row.sequence, (7,), "x")
+        if row.logits is not Logits.NONE
+        else RowResult(row.sequence)
+        for row in plan.rows
+    )
+    done = StepDone(StepResult(plan.plan_id, rows))
+    committing = time.perf_counter()
+    scheduler.apply(done, now)
+    return planned - started + time.perf_counter() - committing
+
+
+def measure(count: int) -> float:
+    """µs of plan + commit per step at ``count`` rows."""
+    scheduler = decoding_scheduler(count)
+    step(scheduler, 2.0)
+    steps = STEPS if count <= 256 else STEPS // 4
+    total = sum(step(scheduler, 3.0 + index) for index in range(steps))
+    return 1e6 * total / steps
+
+
+def floor(count: int) -> float:
+    """µs of a loop that makes a row and an event for each of ``count`` sequences."""
+    steps = STEPS
+    name = RequestId("r")
+    started = time.perf_counter()
+    for _ in range(steps):
+        rows = []
+        events = []
+        for index in range(count):
+            rows.append(PlanRow(SequenceId(index), index, 1, None, Logits.LAST, ()))
+            events.append(Tokens(name, 0, (7,), "x", (), ()))
+    return 1e6 * (time.perf_counter() - started) / steps
+
+
+def run() -> list[Row]:
+    samples = dict(
+        zip(COUNTS, repeat_in_turn([lambda c=c: measure(c) for c in COUNTS]), strict=True)
+    )
+    floors = repeat_in_turn([lambda: floor(64)])[0]
+    rows = [
+        row_of(
+            f"plan + commit, {count} rows",
+            samples[count],
+            "µs",
+            bar=BAR_US_64 if count == 64 else None,
+        )
+        for count in COUNTS
+    ]
+    ratios = [large / small for large, small in zip(samples[1024], samples[64], strict=True)]
+    rows.append(row_of("1024 rows against 64", ratios, "×", bar=BAR_RATIO_1024))
+    rows.append(row_of("floor: a row tuple and an event, 64 rows", floors, "µs"))
+    return rows

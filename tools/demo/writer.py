@@ -1,0 +1,76 @@
+"""Writes stories with Triolet itself: what a user of the server gets, all of them at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import trio
+
+import engine
+from engine.core.types import EndReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from engine import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a model wrote after a prompt; ``ended`` is False when the token limit cut it off."""
+
+    text: str
+    ended: bool
+
+
+class TrioletWriter:
+    """Generates by `engine.open_engine` over a model's folder."""
+
+    def __init__(self, folder: Path, *, temperature: float, max_tokens: int) -> None:
+        self._folder = folder
+        self._temperature = temperature
+        self._max_tokens = max_tokens
+
+    def generate_stories(self, prompts: Sequence[str], seeds: Sequence[int]) -> list[Written]:
+        """The continuation of each prompt."""
+        return self._run([{"text": prompt} for prompt in prompts], seeds)
+
+    def answer_requests(self, requests: Sequence[str], seeds: Sequence[int]) -> list[Written]:
+        """The assistant's answer to each one-message chat."""
+        chats = [engine.Chat(({"role": "user", "content": text},)) for text in requests]
+        return self._run([{"chat": chat} for chat in chats], seeds)
+
+    def _run(self, inputs: Sequence[dict[str, object]], seeds: Sequence[int]) -> list[Written]:
+        requests = [
+            engine.GenerateRequest(
+                **given,  # type: ignore[arg-type]
+                sampling=engine.SamplingParams(
+                    temperature=self._temperature, seed=seed, max_tokens=self._max_tokens
+                ),
+            )
+            for given, seed in zip(inputs, seeds, strict=True)
+        ]
+        return trio.run(self._generate, requests)
+
+    async def _generate(self, requests: Sequence[GenerateRequest]) -> list[Written]:
+        written: dict[int, Written] = {}
+        models = (engine.ModelConfig(str(self._folder)),)
+
+        async with engine.open_engine(engine.EngineConfig(models=models)) as eng:
+
+            async def one(index: int, request: GenerateRequest) -> None:
+                text, ended = "", False
+                async with eng.generate(request) as stream:
+                    async for event in stream:
+                        if isinstance(event, engine.Tokens):
+                            text += event.text
+                        elif isinstance(event, engine.Finished):
+                            ended = event.reason is EndReason.STOP
+                written[index] = Written(text, ended)
+
+            async with trio.open_nursery() as nursery:
+                for index, request in enumerate(requests):
+                    nursery.start_soon(one, index, request)
+        return [written[index] for index in range(len(requests))]

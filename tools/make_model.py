@@ -1,0 +1,262 @@
+"""Write a random-weight checkpoint of any transformers text architecture and shape.
+
+    python -m tools.make_model --arch qwen2 --preset tiny --out DIR
+    python -m tools.make_model --arch llama --preset s135 --dtype bfloat16 --out DIR
+    python -m tools.make_model --arch mistral --layers 4 --set sliding_window=64 --out DIR
+
+Rule 1: the same arguments write the same weights: everything comes from ``--seed``.
+Rule 2: the weights are random but not degenerate, so that greedy decoding has few near-ties and
+every part matters: attention scores spread by about 2.5, each layer adds more to the residual
+than the token's own embedding, and the last norm is scaled so that logits spread by `LOGIT_STD`.
+
+The tokenizer is byte-level BPE trained on the text below (0.1 s); ids beyond what it learns are
+filled with made-up words, so that every id of a large vocabulary decodes to some text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+EOS = "<|end|>"
+# With 512 entries the two best of normal logits this wide are within 1e-3 of each other at about
+# 0.1 % of positions (measured over the parity suite).
+LOGIT_STD = 3.0
+TOKENIZER_TEXT = """
+The quick brown fox jumps over the lazy dog while seven wizards watch from the hill.
+A model reads a few words, and then it writes one more word, and then it reads that word too.
+def add(a, b): return a + b
+for i in range(10): print(i, i * i, f"{i:03d}")
+{"name": "Ada", "born": 1815, "languages": ["English", "French"], "score": 9.75}
+Once upon a time there was a small boat. The boat was red, and it sailed across the lake at night.
+"Where are you going?" asked the heron. "To the other side," said the boat, "where the lamps are."
+Warum ist der Himmel blau? Pourquoi pas? ¿Qué hora es? Это хорошо. 你好，世界。 こんにちは。 🙂🚀
+0 1 2 3 4 5 6 7 8 9 10 11 12 100 1000 2024 3.14159 2.71828 -1 +7 50% $20 #tag @name a_b c-d e/f
+"""
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's size, in the words most configs use."""
+
+    layers: int = 3
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    mlp: int = 128
+    vocab: int = 512
+    max_len: int = 1024
+    tied: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+PRESETS = {
+    "tiny": Shape(),
+    # peers.md: the two shapes that speed is compared at.
+    "s135": Shape(30, 576, 9, 3, 1536, 49152, 2048),
+    "q05": Shape(24, 896, 14, 2, 4864, 151936, 2048),
+}
+
+# What an architecture needs beside the shape. Windows are shorter than the test prompts, caps
+# near the spread of what they cap: otherwise neither would show in any output.
+EXTRA: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 24},
+    "phi3": {"sliding_window": 24},
+    "starcoder2": {"sliding_window": 24},
+    "gemma2": {
+        "sliding_window": 24, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 10.0,
+    },
+    "gemma3_text": {
+        "sliding_window": 24, "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "granite": {
+        "attention_multiplier": 0.2, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
+        "logits_scaling": 4.0,
+    },
+    "qwen3_moe": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+}  # fmt: skip
+
+
+def make(
+    out: Path | str,
+    arch: str = "llama",
+    shape: Shape = PRESETS["tiny"],
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    extra: dict[str, Any] | None = None,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write the checkpoint and its tokenizer into ``out``; return it.
+
+    ``arch`` is transformers' model type (``llama``, ``gemma3_text``); ``extra`` sets fields of
+    the config over everything else.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    directory = Path(out)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = make_config(arch, shape, extra or {})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    fill(model, torch.Generator().manual_seed(seed))
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    write_tokenizer(directory, shape.vocab)
+    return directory
+
+
+def make_config(arch: str, shape: Shape, extra: dict[str, Any]) -> Any:
+    """transformers' config of the architecture in this shape."""
+    from transformers import AutoConfig
+
+    fields: dict[str, Any] = {
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.mlp,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.max_len,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
+    if arch in ("gpt2", "opt"):
+        for name in ("head_dim", "num_key_value_heads", "intermediate_size"):
+            del fields[name]
+    if arch == "opt":
+        fields |= {"ffn_dim": shape.mlp, "word_embed_proj_dim": shape.hidden}
+    fields |= {key: value for key, value in EXTRA.get(arch, {}).items() if key not in fields}
+    if len(fields.get("layer_types", ())) not in (0, shape.layers):
+        del fields["layer_types"]
+    return AutoConfig.for_model(arch, **copy.deepcopy(fields | extra))
+
+
+def fill(model: Any, generator: torch.Generator) -> None:
+    """Random weights by Rule 2, in place."""
+    import torch
+
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    # GPT-2's Conv1D stores its weight the other way round: inputs first.
+    flipped = {id(m.weight) for m in model.modules() if type(m).__name__ == "Conv1D"}
+    scale = _embedding_scale(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if id(parameter) in embedded:
+                parameter.copy_(noise * (0.1 / scale))  # see Rule 2
+            elif parameter.dim() == 1:
+                # Norm weights near what they start as (1, or 0 where the model adds the 1).
+                start = parameter.mean().round() if "bias" not in name else 0.0
+                parameter.copy_(start + 0.1 * noise)
+            else:
+                inputs = parameter.shape[0 if id(parameter) in flipped else -1]
+                parameter.copy_(noise * _gain(name) / inputs**0.5)
+        _scale_logits(model, generator)
+
+
+def _gain(name: str) -> float:
+    """How much wider than its input a projection's output is."""
+    if any(part in name for part in ("q_proj", "k_proj", "c_attn", "qkv_proj")):
+        return 1.6
+    return 2.0 if name.endswith(("mlp.gate.weight", "router.weight")) else 1.0
+
+
+def _embedding_scale(model: Any) -> float:
+    """What the model multiplies embeddings by (Gemma: the root of the width; Granite)."""
+    config = model.config
+    if config.model_type.startswith("gemma"):
+        return float(config.hidden_size**0.5)
+    return float(getattr(config, "embedding_multiplier", 1.0))
+
+
+def _scale_logits(model: Any, generator: torch.Generator) -> None:
+    """Scale the last norm so that logits over random tokens spread by `LOGIT_STD`."""
+    import torch
+
+    tokens = torch.randint(0, model.config.vocab_size, (1, 24), generator=generator)
+    last = ("model.norm", "transformer.ln_f", "decoder.final_layer_norm")
+    norms = [module for name, module in model.named_modules() if name.endswith(last)]
+    if not norms:
+        return
+    weight = norms[-1].weight
+    offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
+    for _ in range(3):  # a cap on the logits makes it less than linear
+        factor = LOGIT_STD / model.eval()(tokens, use_cache=False).logits.std()
+        weight.copy_((weight + offset) * factor - offset)
+
+
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """tokenizer.json and tokenizer_config.json: byte-level BPE with ``vocab_size`` entries."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocab_size, 512),
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TOKENIZER_TEXT.splitlines(), trainer)
+    written = json.loads(tokenizer.to_str())
+    vocab = written["model"]["vocab"]
+    for index in range(len(vocab), vocab_size):
+        vocab[f"Ġw{index}"] = index
+    (directory / "tokenizer.json").write_text(json.dumps(written, ensure_ascii=False), "utf-8")
+    config = {"eos_token": EOS, "model_max_length": 1 << 20, "chat_template": CHAT_TEMPLATE,
+              "tokenizer_class": "PreTrainedTokenizerFast"}  # fmt: skip
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2), "utf-8")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="make_model", description="Write a random checkpoint.")
+    parser.add_argument("--arch", default="llama", help="transformers' model type (llama, gpt2)")
+    parser.add_argument("--preset", default="tiny", choices=sorted(PRESETS))
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--max-shard-size", default="5GB")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=JSON", dest="fields",
+                        help="a field of the config, as often as needed")  # fmt: skip
+    for name in ("layers", "hidden", "heads", "kv-heads", "mlp", "vocab", "max-len"):
+        parser.add_argument(f"--{name}", type=int)
+    given = parser.parse_args(arguments)
+    sizes = {name: value for name in ("layers", "hidden", "heads", "kv_heads", "mlp", "vocab",
+             "max_len") if (value := getattr(given, name)) is not None}  # fmt: skip
+    shape = replace(PRESETS[given.preset], **sizes)
+    extra = dict(field.split("=", 1) for field in given.fields)
+    extra = {name: json.loads(value) for name, value in extra.items()}
+    make(given.out, given.arch, shape, seed=given.seed, dtype=given.dtype, extra=extra,
+         max_shard_size=given.max_shard_size)  # fmt: skip
+    print(f"wrote {given.arch} {shape} to {given.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What the text side of a step costs: µs per token of `TextState.push`, µs per row of `sample`.
+
+    python -m tools.microbench_text [--rows 1,32,256] [--vocab 49152,151936] [--seconds 0.5]
+
+Each figure is the median of the repetitions that fit into ``--seconds``, with the fastest behind
+it; the two differ by what else the machine did. Logits are normal with a standard deviation of 3
+and one leader, so that top_p 0.95 leaves a few hundred candidates, as real rows do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import engine.model  # noqa: F401  first: sets how long torch's threads spin (D13)
+
+import torch  # isort: skip
+
+from engine.core.types import Sampling, Stops
+from engine.model.detokenizer import TextState
+from engine.model.sampler import SampleRow, sample
+from engine.model.tokenizer import HfTokenizer
+from tests.support import toy_tokenizers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+TEXT = "Once upon a time there was a small dog, and a café 🌶 by the sea. " * 20
+STOPS = {
+    "no stop strings": (),
+    "4 stop strings, never near": ("<|stop|>", "###", "User:", "QQQ"),
+    "16 stop strings, often near": tuple(f"the sea. On{i} " for i in range(16)),
+}
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "unseeded": Sampling(temperature=0.8),
+    "unseeded top_p 0.95": Sampling(temperature=0.8, top_p=0.95),
+    "unseeded top_k 50": Sampling(temperature=0.8, top_k=50),
+    "unseeded min_p 0.05": Sampling(temperature=0.8, min_p=0.05),
+    "seeded": Sampling(temperature=0.8, seed=1),
+    "seeded top_p 0.95": Sampling(temperature=0.8, top_p=0.95, seed=1),
+    "greedy, a stop id banned": Sampling(temperature=0.0),
+}
+
+
+def measured(work: Callable[[], object], seconds: float, per: int) -> str:
+    """Median and fastest run in µs per unit."""
+    work()
+    runs, end = [], time.perf_counter() + seconds
+    while len(runs) < 3 or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        runs.append((time.perf_counter() - start) / per * 1e6)
+    return f"{statistics.median(runs):10.2f} µs   (fastest {min(runs):.2f}, n={len(runs)})"
+
+
+def push_all(
+    tokenizer: HfTokenizer, stops: Stops, prompt: Sequence[int], ids: Sequence[int]
+) -> None:
+    state = TextState(tokenizer, stops, prompt)
+    for token_id in ids:
+        state.push(token_id)
+
+
+def bench_push(seconds: float) -> None:
+    for name, build in toy_tokenizers.ALL.items():
+        tokenizer = HfTokenizer(build())
+        prompt, ids = tokenizer.encode("Once upon a time"), tokenizer.encode(TEXT)
+        for what, strings in STOPS.items():
+            stops = Stops(max_tokens=len(ids), strings=strings)
+            work = partial(push_all, tokenizer, stops, prompt, ids)
+            print(f"push    {name:12} {what:28}", measured(work, seconds, len(ids)), flush=True)
+
+
+def bench_sample(num_rows: int, vocab: int, seconds: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(num_rows, vocab, generator=generator).mul_(3.0)
+    logits[:, 7] = 16.0
+    for what, sampling in SAMPLINGS.items():
+        banned = frozenset({0}) if "banned" in what else frozenset()
+        rows = [SampleRow(sampling, i, banned) for i in range(num_rows)]
+        work = partial(sample, logits, rows, generator)
+        label = f"sample  {vocab:6} x {num_rows:3} rows {what:26}"
+        print(label, measured(work, seconds, num_rows), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="1,32,256")
+    parser.add_argument("--vocab", default="49152,151936")
+    parser.add_argument("--seconds", type=float, default=0.5)
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    bench_push(args.seconds)
+    with torch.inference_mode():
+        for vocab in args.vocab.split(","):
+            for num_rows in args.rows.split(","):
+                bench_sample(int(num_rows), int(vocab), args.seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Generates the Python code of every proto into grpc_service/_generated, or checks it for drift.
+
+    python tools/regen_proto.py            write the generated package anew
+    python tools/regen_proto.py --check    write nothing; exit 1 and name the files that differ
+
+Rule 1: everything under grpc_service/_generated comes from here, `__init__.py` files included, so a
+file there that a fresh run would not write counts as drift too.
+Rule 2: a descriptor keeps the file name its proto package gives it (`triolet/v1/inference.proto`),
+because reflection clients ask for it by that name; only Python import paths are moved.
+The output depends on grpcio-tools, whose version constraints.txt pins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = Path("grpc_service/_generated")
+OUTPUT_PACKAGE = "grpc_service._generated"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One proto package and the Python package, relative to the output, that it goes to."""
+
+    include: str
+    proto_package: str
+    python_package: str
+
+    def protos(self) -> list[str]:
+        """Paths of the package's protos, relative to the include directory, sorted."""
+        include = ROOT / self.include
+        folder = include / self.proto_package.replace(".", "/")
+        return sorted(path.relative_to(include).as_posix() for path in folder.glob("*.proto"))
+
+
+SOURCES = (
+    Source("proto", "triolet.v1", "triolet.v1"),
+    # Not `grpc.reflection.v1`: a package called grpc would read as the installed one.
+    Source("proto/third_party", "grpc.reflection.v1", "grpc_reflection_v1"),
+)
+
+
+def generate(destination: Path) -> None:
+    """Writes the whole generated package into `destination`, which must be an empty directory."""
+    write_init(destination)
+    for source in SOURCES:
+        with tempfile.TemporaryDirectory() as scratch:
+            run_protoc(source, Path(scratch))
+            place(source, Path(scratch), destination)
+
+
+def run_protoc(source: Source, out: Path) -> None:
+    """Runs protoc for one proto package.
+
+    Raises:
+        SystemExit: there is nothing to generate, or protoc refused and said why on stderr.
+    """
+    protos = source.protos()
+    if not protos:
+        raise SystemExit(f"no protos of package {source.proto_package} under {source.include}")
+    outs = [f"--{plugin}_out={out}" for plugin in ("python", "pyi", "grpc_python")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{source.include}", *outs, *protos]
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    if done.returncode:
+        raise SystemExit(f"protoc failed on package {source.proto_package}")
+
+
+def place(source: Source, scratch: Path, destination: Path) -> None:
+    """Moves one package's generated modules to their Python package, with imports to match."""
+    package = destination
+    for part in source.python_package.split("."):
+        package /= part
+        package.mkdir(exist_ok=True)
+        write_init(package)
+    for path in sorted((scratch / source.proto_package.replace(".", "/")).iterdir()):
+        text = path.read_text(encoding="utf-8")
+        (package / path.name).write_text(move_imports(text), encoding="utf-8")
+
+
+def move_imports(text: str) -> str:
+    """Points the absolute imports that protoc writes at where the modules really are.
+
+    The module name that protoc gives its builder moves too: it becomes `__module__` of the message
+    classes, by which pickle finds them.
+    """
+    for source in SOURCES:
+        moved = f"{OUTPUT_PACKAGE}.{source.python_package}"
+        package = re.escape(source.proto_package)
+        text = re.sub(
+            rf"^from {package} import ", f"from {moved} import ", text, flags=re.MULTILINE
+        )
+        builder = r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')"
+        text = re.sub(rf"{builder}{package}\.", rf"\g<1>{moved}.", text)
+    return text
+
+
+def write_init(package: Path) -> None:
+    """Makes a directory a package, with a line that keeps people from editing it."""
+    line = '"""Written by tools/regen_proto.py; do not edit."""\n'
+    (package / "__init__.py").write_text(line, encoding="utf-8")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file under `folder` but bytecode, by its relative path."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in files
+        if "__pycache__" not in path.parts
+    }
+
+
+def drift(current: Path, fresh: Path) -> list[str]:
+    """Relative paths of files that are missing, superfluous or different, each with which it is."""
+    have, want = contents(current), contents(fresh)
+    found = []
+    for name in sorted(have.keys() | want.keys()):
+        if name not in have:
+            found.append(f"missing: {OUTPUT / name}")
+        elif name not in want:
+            found.append(f"superfluous: {OUTPUT / name}")
+        elif have[name] != want[name]:
+            found.append(f"differs: {OUTPUT / name}")
+    return found
+
+
+def main() -> int:
+    """Runs the command line; returns its exit status."""
+    parser = argparse.ArgumentParser(description="Generate grpc_service/_generated from proto/.")
+    parser.add_argument("--check", action="store_true", help="only compare; exit 1 on any drift")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        fresh = Path(scratch)
+        generate(fresh)
+        found = drift(ROOT / OUTPUT, fresh)
+        if arguments.check:
+            print("\n".join(found) if found else "grpc_service/_generated is current")
+            return 1 if found else 0
+        shutil.rmtree(ROOT / OUTPUT, ignore_errors=True)
+        shutil.copytree(fresh, ROOT / OUTPUT)
+    print("\n".join(found) if found else "nothing changed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+# Sourced by tools/serve and tools/test: makes .venv if it is missing or out of date.
+# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, …) are passed through. Where torch's
+# default build is the CUDA one and you want the CPU build, see the README.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+find_python() {
+    local candidate
+    for candidate in "${TRIOLET_PYTHON:-}" python3.11 python3 python3.12 python3.13; do
+        [ -n "$candidate" ] || continue
+        command -v "$candidate" >/dev/null 2>&1 || continue
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "triolet: needs Python 3.11 or newer with venv; set TRIOLET_PYTHON to it" >&2
+    return 1
+}
+
+# setup EXTRAS: installs the project with EXTRAS ("" or "[dev]") exactly as constraints.txt says.
+setup() {
+    local extras=$1 venv="$root/.venv" python stamp
+    stamp=$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)
+    # a set-up with dev tools serves as well
+    if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.triolet-dev" 2>/dev/null)" = "$stamp" ]; then
+        return
+    fi
+    if [ -z "$extras" ] && [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.triolet-serve" 2>/dev/null)" = "$stamp" ]; then
+        return
+    fi
+    python=$(find_python) || return 1
+    echo "setting up .venv (once; torch is a large download) …" >&2
+    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return 1
+    # torch alone and first: its exact version, so that nothing else decides which build comes
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check "$(grep '^torch==' "$root/constraints.txt")" || return 1
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$root/constraints.txt" -e "$root$extras" || return 1
+    if [ -n "$extras" ]; then echo "$stamp" >"$venv/.triolet-dev"; else echo "$stamp" >"$venv/.triolet-serve"; fi
+}

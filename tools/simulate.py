@@ -1,0 +1,115 @@
+"""Simulate the engine in virtual time: `python -m tools.simulate --seed 7`.
+
+Prints one line per seed; a violation prints the seed and the command that replays it, and the
+exit code is 1. `--journal` prints every event, `--table` what was hit, and how often.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from tools.simulator.run import Outcome, simulate
+from tools.simulator.workload import FAULTS
+
+TRANSITIONS = Path(__file__).parents[1] / "tests" / "simulation" / "transitions.txt"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--requests", type=int, default=200, help="requests in each world")
+    parser.add_argument("--hours", type=float, help="run seeds until this much time has passed")
+    parser.add_argument(
+        "--faults", help=f"comma-separated, or none; default: drawn. All: {','.join(FAULTS)}"
+    )
+    parser.add_argument("-x", action="store_true", dest="stop", help="stop at the first failure")
+    parser.add_argument("--journal", action="store_true", help="print every event")
+    parser.add_argument("--table", action="store_true", help="print transitions by cause")
+    return parser.parse_args(argv)
+
+
+def faults_of(text: str | None) -> frozenset[str] | None:
+    """What --faults says; None: drawn."""
+    if text is None:
+        return None
+    names = frozenset(name for name in text.split(",") if name and name != "none")
+    unknown = names - set(FAULTS)
+    if unknown:
+        sys.exit(f"unknown faults: {', '.join(sorted(unknown))}")
+    return names
+
+
+def replay_command(args: argparse.Namespace, seed: int) -> str:
+    """The command that runs this seed again."""
+    faults = f" --faults {args.faults}" if args.faults is not None else ""
+    return f"python -m tools.simulate --seed {seed} --requests {args.requests}{faults}"
+
+
+def report(outcome: Outcome, seconds: float) -> str:
+    """One line: the seed, its journal's digest, how requests ended."""
+    digest = hashlib.blake2b("\n".join(outcome.journal).encode(), digest_size=6).hexdigest()
+    ends = " ".join(f"{name}={count}" for name, count in sorted(outcome.ends.items()))
+    return f"seed {outcome.seed} {digest} {len(outcome.journal)} events {seconds:.2f} s: {ends}"
+
+
+def table(transitions: Counter[str]) -> list[str]:
+    """How often each transition was hit by cause, beside what `TRANSITIONS` lists."""
+    listed = {line for line in TRANSITIONS.read_text().splitlines() if not line.startswith("#")}
+    lines = [
+        f"{transitions[name]:8d} {name}{'' if name in listed else '  NOT LISTED'}"
+        for name in sorted({*transitions, *listed})
+    ]
+    rare = [name for name in listed if transitions[name] < 10]
+    return [*lines, f"{len(lines)} transitions by cause, {len(rare)} hit less than 10 times"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    logging.disable(logging.CRITICAL)  # the drawn faults' tracebacks are not news
+    faults = faults_of(args.faults)
+    transitions: Counter[str] = Counter()
+    started = time.monotonic()
+    seed, failed = args.seed, 0
+    while True:
+        began = time.monotonic()
+        try:
+            outcome = simulate(seed, num_requests=args.requests, faults=faults)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            failed += 1
+            print(f"seed {seed} FAILED: {_first(error)!r}\n  replay: {replay_command(args, seed)}")
+            if args.seeds == 1 and args.hours is None:
+                raise
+        else:
+            transitions += outcome.transitions
+            if args.journal:
+                print("\n".join(outcome.journal))
+            print(report(outcome, time.monotonic() - began), flush=True)
+        seed += 1
+        past = time.monotonic() - started
+        if past > args.hours * 3600 if args.hours is not None else seed >= args.seed + args.seeds:
+            break
+        if failed and args.stop:
+            break
+    if args.table:
+        print("\n".join(table(transitions)))
+    print(f"{seed - args.seed} seeds, {failed} failed")
+    return 1 if failed else 0
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""The clients of a simulated world: what each asks for and how its reader behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from engine.requests import Chat, GenerateRequest, OutputOptions, PromptOptions, SamplingParams
+from tools.simulator.oracle import MAX_MODEL_LEN, prompt_of
+
+if TYPE_CHECKING:
+    import random
+
+MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
+Families = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Client:
+    """One request and how its reader behaves. ``delay_s`` is slept after each message, the
+    reader leaves after ``leave_after`` events and stops reading after ``stall_after``; the
+    request is cancelled or aborted ``cancel_at_s`` after its arrival. ``is_batch``: the reader
+    takes what is there at once and gives credit back later, as the gRPC front does.
+
+    ``may_end`` are errors that only this request may end with, ``must_fail``: with one of them.
+    """
+
+    arrival_s: float
+    request: GenerateRequest
+    buffer: int
+    delay_s: float = 0.0
+    leave_after: int | None = None
+    stall_after: int | None = None
+    cancel_at_s: float | None = None
+    aborts: bool = False
+    is_batch: bool = False
+    may_end: frozenset[str] = frozenset()
+    must_fail: bool = False
+
+
+def draw_client(
+    rng: random.Random,
+    index: int,
+    active: frozenset[str],
+    duration: float,
+    families: Families,
+    step_s: float,
+) -> Client:
+    """A client of a world whose faults are ``active``."""
+    arrival = 0.0 if "bursts" in active and rng.random() < 0.5 else rng.uniform(0, duration)
+    request = _draw_request(rng, index, active, families, step_s)
+    buffer = rng.choice([2, 5, 256])
+    client = Client(arrival, request, buffer, is_batch=rng.random() < 0.5)
+    client = replace(client, **_draw_behaviour(rng, active, step_s))
+    if "odd_requests" in active and rng.random() < 0.3:
+        client = _make_odd(rng, client)
+    if "bad_requests" in active and rng.random() < 0.12:
+        client = _spoil(rng, client, index)
+    if "model_trouble" in active and rng.random() < 0.1:
+        client = _ask_elsewhere(rng, client)
+    return client
+
+
+def _draw_request(
+    rng: random.Random, index: int, active: frozenset[str], families: Families, step_s: float
+) -> GenerateRequest:
+    prefix = rng.choice(families) if rng.random() < 0.6 else ()
+    own = tuple(rng.randint(1, 900) for _ in range(rng.randint(1, 40)))
+    return GenerateRequest(
+        token_ids=prefix + own,
+        n=rng.choice([None, 1, 1, 2, 2, 4]),
+        priority=rng.choice([0, 0, 0, -1, 2]),
+        request_id=f"r{index}",
+        sampling=SamplingParams(max_tokens=rng.randint(1, 25), seed=rng.choice([None, 7])),
+        prompt=PromptOptions(
+            bypass_prefix_cache=True if rng.random() < 0.1 else None,
+            cache_salt="salt" if rng.random() < 0.05 else "",
+        ),
+        timeout_s=rng.uniform(0, 60 * step_s)
+        if "deadlines" in active and rng.random() < 0.2
+        else None,
+    )
+
+
+def _draw_behaviour(rng: random.Random, active: frozenset[str], step_s: float) -> dict[str, Any]:
+    fate = rng.random()
+    if "leavers" in active and fate < 0.1:
+        return {"leave_after": rng.randint(0, 12)}
+    if "cancels" in active and fate < 0.25:
+        return {"cancel_at_s": rng.uniform(0, 60 * step_s)}
+    if "aborts" in active and fate < 0.32:
+        return {"cancel_at_s": rng.uniform(0, 60 * step_s), "aborts": True}
+    if "stalled_readers" in active and fate < 0.4:
+        return {"stall_after": rng.randint(0, 6)}
+    if "slow_readers" in active and fate < 0.6:
+        return {"delay_s": rng.choice([2, 20]) * step_s}
+    return {}
+
+
+def _make_odd(rng: random.Random, client: Client) -> Client:
+    """One of the ways a good request can differ from token ids and a number of tokens."""
+    request, sampling = client.request, client.request.sampling
+    ids = request.token_ids or ()
+    match rng.randrange(9):
+        case 0:
+            request = replace(request, token_ids=None, text="".join(f"<{i}>" for i in ids))
+        case 1:  # long enough for a thread of its own
+            request = replace(
+                request,
+                token_ids=None,
+                text="".join(f"<{i}>" for i in ids) * 60 + "x" * 2000,
+                prompt=replace(request.prompt, truncate_to=rng.randint(1, 100)),
+            )
+        case 2:
+            messages = ({"role": "user", "content": "".join(f"<{i}>" for i in ids)},)
+            request = replace(request, token_ids=None, chat=Chat(messages))
+        case 3:
+            request = replace(request, output=OutputOptions(echo=True))
+        case 4:
+            request = replace(
+                request,
+                prompt=replace(
+                    request.prompt, truncate_to=rng.randint(1, 60), truncate_left=rng.random() < 0.5
+                ),
+            )
+        case 5:
+            stops = rng.choice([("7>",), ("<1", "99"), ("><5", "0><")])
+            sampling = replace(sampling, stop=stops, include_stop=rng.random() < 0.5)
+        case 6:
+            sampling = replace(sampling, stop_token_ids=tuple(range(1, 1000, 37)))
+        case 7:
+            sampling = replace(sampling, min_tokens=min(4, sampling.max_tokens or 4))
+        case 8:
+            sampling = replace(sampling, max_tokens=None, ignore_eos=rng.random() < 0.5)
+    request = replace(request, sampling=sampling)
+    if len(prompt_of(request)) >= MAX_MODEL_LEN:
+        return client
+    return replace(client, request=request)
+
+
+def _spoil(rng: random.Random, client: Client, index: int) -> Client:
+    """One of the ways a request can be refused."""
+    request, prompt = client.request, client.request.prompt
+    reason = "INVALID_REQUEST"
+    match rng.randrange(9):
+        case 0:  # the name of an earlier one, which may have ended by now
+            name = f"r{rng.randint(max(0, index - 20), index)}"
+            return replace(
+                client,
+                request=replace(request, request_id=name),
+                may_end=frozenset({"DUPLICATE_REQUEST"}),
+            )
+        case 1:
+            request, reason = replace(request, model="nobody"), "MODEL_NOT_FOUND"
+        case 2:
+            request = replace(request, text="both", chat=None, token_ids=(5,))
+        case 3:
+            request = replace(request, text=None, chat=None, token_ids=())
+        case 4:
+            request = replace(request, text=None, chat=None, token_ids=(1, 2, 1000))
+        case 5:
+            request = replace(request, token_ids=None, chat=None, text="\ud800")
+        case 6:
+            request = replace(
+                request,
+                text=None,
+                chat=None,
+                token_ids=(5,),
+                prompt=replace(prompt, add_special_tokens=True),
+            )
+        case 7:
+            request = replace(
+                request,
+                text=None,
+                chat=None,
+                token_ids=(5,) * MAX_MODEL_LEN,
+                prompt=replace(prompt, truncate_to=None),
+            )
+            reason = "REQUEST_TOO_LARGE"
+        case 8:  # more choices than any stream of this buffer or scheduler can hold
+            request = replace(request, n=16)
+            client, reason = replace(client, buffer=5), "REQUEST_TOO_LARGE"
+    return replace(client, request=request, may_end=frozenset({reason}), must_fail=True)
+
+
+def _ask_elsewhere(rng: random.Random, client: Client) -> Client:
+    """Ask for a model that does not load, or loads for longer than its waiters wait."""
+    if client.request.model:
+        return client
+    if rng.random() < 0.5:
+        return replace(
+            client,
+            request=replace(client.request, model=FRAGILE),
+            may_end=client.may_end | {"SPAWN_FAILED"},
+            must_fail=True,
+        )
+    return replace(
+        client,
+        request=replace(client.request, model=SLEEPY),
+        may_end=client.may_end | {"SPAWN_TIMEOUT"},
+    )

@@ -1,0 +1,280 @@
+"""Bugs planted in production code, one at a time, to see that the simulator finds them.
+
+`python -m tools.simulator.mutants [TITLE…]` prints for each the first world that shows it. A mutant
+is a function's own source with one piece replaced; a piece that is not there any more is an error,
+so that a mutant cannot rot unseen.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import textwrap
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine import loop, pool, supervisor
+from engine.core import blocks, credit, ledger, planner, scheduler
+from tools.simulator.run import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUM_REQUESTS = 60
+NUM_WORLDS = 100
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` becomes ``new`` in the source of ``owner``'s function ``name``. ``seed`` is the first
+    world that showed it, looked at first; when worlds are drawn differently it may be another."""
+
+    title: str
+    owner: Any
+    name: str
+    old: str
+    new: str
+    seed: int = 0
+
+
+MUTANTS = (
+    Mutant(
+        "an ended sequence keeps its blocks",
+        ledger.Ledger,
+        "finish",
+        "self._give_back_blocks(seq)",
+        "pass",
+    ),
+    Mutant(
+        "the oldest gives way to the newest",
+        planner,
+        "choose_victim",
+        "running[-1].rank > rank",
+        "running[-1].rank < rank",
+        seed=10,
+    ),
+    Mutant("a command wakes nobody", loop.EngineLoop, "post", "self._wake.set()", "pass"),
+    Mutant(
+        "an end is told twice",
+        scheduler.Scheduler,
+        "_end",
+        "self._ledger.end(seq, now)",
+        "self._ledger.end(seq, now); self._events += self._events[-1:]",
+    ),
+    Mutant(
+        "a late result keeps its slot",
+        scheduler.Scheduler,
+        "_take_result",
+        "        if has_slot:\n            seq.credit.cancel()\n        self._late += 1",
+        "        self._late += 1",
+        seed=3,
+    ),
+    Mutant(
+        "a message takes no slot",
+        scheduler.Scheduler,
+        "_take_tokens",
+        "seq.credit.fill()",
+        "pass",
+    ),
+    Mutant(
+        "a late result is delivered",
+        scheduler.Scheduler,
+        "_take_result",
+        "if seq.state is not State.RUNNING:",
+        "if seq.state is State.FINISHED:",
+        seed=3,
+    ),
+    Mutant(
+        "a prefix is published before its step is over",
+        planner.Planner,
+        "_add_row",
+        "_run_ahead(seq, end,",
+        "self._ledger.publish_computed(seq, start, end); _run_ahead(seq, end,",
+        seed=2,
+    ),
+    Mutant(
+        "what a failed step started stays started",
+        planner.Planner,
+        "_settle",
+        "elif is_started:",
+        "elif is_started and is_fork:",
+        seed=2,
+    ),
+    Mutant(
+        "a preempted sequence comes back with its old block table",
+        planner.Planner,
+        "_start",
+        "BlockDelta(0, tuple(seq.blocks))",
+        "row.blocks",
+        seed=2,
+    ),
+    Mutant(
+        "a fork's partial block is not copied",
+        planner.Planner,
+        "_fork",
+        "self._step.copies.append((parent.blocks[len(full)], copies[index]))",
+        "pass",
+    ),
+    Mutant(
+        "a drained sequence runs on without a seat",
+        ledger.Ledger,
+        "unpark",
+        "> self.config.max_num_seqs",
+        "> 10**9",
+        seed=2,
+    ),
+    Mutant(
+        "a row run alone takes a seat there is not",
+        planner.Planner,
+        "_has_seats_for",
+        "seats <= self._config.max_num_seqs",
+        "True",
+        seed=2,
+    ),
+    Mutant(
+        "aging is not compared, and two preempt each other for ever",
+        planner.Planner,
+        "_victims_for_first",
+        "if seq.rank > first.rank and ledger.waiting_key_of(seq, self._now) > key",
+        "if seq.rank > first.rank",
+        seed=80,
+    ),
+    Mutant(
+        "nobody looks at the stall timeout",
+        scheduler.Scheduler,
+        "next_wakeup",
+        "return None if first is None else max(now, first + self.config.stall_timeout_s)",
+        "return None",
+        seed=9,
+    ),
+    Mutant(
+        "a deadline is ignored",
+        supervisor,
+        "server_deadline",
+        "return now + timeout_s - min(",
+        "return math.inf - min(",
+    ),
+    Mutant(
+        "a starved reader's release is not told",
+        credit.Credit,
+        "release",
+        "return was_starved and count > 0",
+        "return False",
+    ),
+    Mutant(
+        "a prepared plan keeps the rows that ended",
+        planner.Planner,
+        "reconcile",
+        "if seq.state is State.ENDING",
+        "if seq.state is State.FINISHED",
+        seed=5,
+    ),
+    Mutant(
+        "a step runs while the engine is paused",
+        scheduler.Scheduler,
+        "_pause_with",
+        "self._pause = mode",
+        "self._pause = mode if mode is not PauseMode.KEEP else None",
+        seed=4,
+    ),
+    Mutant(
+        "events are delivered in the wrong order",
+        loop.EngineLoop,
+        "_deliver",
+        "for event in events:",
+        "for event in reversed(events):",
+    ),
+    Mutant(
+        "a drain cuts nobody",
+        supervisor.Supervisor,
+        "drain",
+        "generation.cancel(EndReason.SHUTDOWN)",
+        "pass",
+        seed=15,
+    ),
+    Mutant(
+        "a cancel does not reach the core",
+        supervisor.Supervisor,
+        "_generate",
+        "replica.loop.post(Cancel(request.request_id, reason))",
+        "pass",
+        seed=4,
+    ),
+    Mutant(
+        "a failed load wakes nobody",
+        pool.Pool,
+        "_serve",
+        "entry.settled.set()",
+        "pass",
+        seed=5,
+    ),
+    Mutant(
+        "a reused block stays matchable",
+        blocks.BlockPool,
+        "take",
+        "self._reused.append(block)",
+        "pass",
+        seed=4,
+    ),
+)
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The bug is there for the time of the block."""
+    original = getattr(mutant.owner, mutant.name)
+    source = textwrap.dedent(inspect.getsource(original))
+    if source.count(mutant.old) != 1:
+        raise LookupError(f"{mutant.title}: {source.count(mutant.old)} × {mutant.old!r}")
+    space: dict[str, Any] = {}
+    changed = "from __future__ import annotations\n" + source.replace(mutant.old, mutant.new)
+    exec(compile(changed, f"<{mutant.title}>", "exec"), original.__globals__, space)
+    setattr(mutant.owner, mutant.name, space[mutant.name])
+    try:
+        yield
+    finally:
+        setattr(mutant.owner, mutant.name, original)
+
+
+def shows(mutant: Mutant, seed: int) -> BaseException | None:
+    """What the watchers say of a world with the bug; None: they see nothing."""
+    with planted(mutant):
+        try:
+            simulate(seed, num_requests=NUM_REQUESTS)
+        except Exception as error:
+            return error
+    return None
+
+
+def find(mutant: Mutant) -> tuple[int, BaseException] | None:
+    """The first world that shows the bug, and what is seen. None: there is none."""
+    for seed in range(NUM_WORLDS):
+        if (error := shows(mutant, seed)) is not None:
+            return seed, error
+    return None
+
+
+def main(argv: list[str]) -> int:
+    logging.disable(logging.CRITICAL)
+    missed = 0
+    for mutant in MUTANTS:
+        if argv and mutant.title not in argv:
+            continue
+        started = time.monotonic()
+        found = find(mutant)
+        seconds = time.monotonic() - started
+        missed += found is None
+        seed, error = found or (NUM_WORLDS, None)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        seen = "NOT FOUND" if error is None else f"{type(error).__name__}: {error}"
+        print(f"seed {seed:3d} {seconds:5.1f} s  {mutant.title}: {seen[:110]}", flush=True)
+    print(f"{len(MUTANTS)} mutants, {missed} not found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,146 @@
+"""What a simulated world does: drawn from a seed, swarm-style (most faults are off in half of the
+worlds, so that every combination of a few comes up)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from engine.config import EngineConfig, ModelConfig
+from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_client
+from tools.simulator.oracle import MAX_MODEL_LEN
+
+FAULTS = (
+    "slow_readers",
+    "stalled_readers",
+    "leavers",
+    "cancels",
+    "aborts",
+    "deadlines",
+    "row_failures",
+    "step_failures",
+    "out_of_memory",
+    "memory_pressure",
+    "bursts",
+    "stalled_loop",
+    "pauses",
+    "cache_resets",
+    "drain",
+    "odd_requests",
+    "bad_requests",
+    "model_trouble",
+    "engine_cancelled",
+    "broken_runner",
+)
+SHARES = {  # of worlds that have the fault; these end a world early, or take much from it
+    "drain": 0.3,
+    "model_trouble": 0.3,
+    "engine_cancelled": 0.1,
+    "broken_runner": 0.1,
+}
+LOAD_ERRORS = ("refused", "raised", "exited")
+
+
+@dataclass(frozen=True)
+class World:
+    """Everything drawn for one run."""
+
+    seed: int
+    faults: frozenset[str]
+    config: EngineConfig
+    num_blocks: int
+    block_size: int
+    step_s: float
+    token_s: float
+    clients: tuple[Client, ...]
+    has_ends: bool  # the model ends sequences itself
+    load_error: str
+    row_fault_share: float = 0.0
+    step_fault_share: float = 0.0
+    oom_share: float = 0.0
+    hiccup_share: float = 0.0
+    operations: tuple[tuple[float, str], ...] = ()
+    drain_at_s: float | None = None
+    drain_timeout_s: float = 5.0
+    cancelled_at_s: float | None = None
+    broken_at_step: int | None = None
+
+
+def draw_world(
+    seed: int, *, num_requests: int = 200, faults: frozenset[str] | None = None
+) -> World:
+    """A world of ``num_requests`` requests. ``faults`` None: a drawn part of `FAULTS`."""
+    rng = random.Random(seed)
+    drawn = frozenset(name for name in FAULTS if rng.random() < SHARES.get(name, 0.5))
+    active = drawn if faults is None else faults
+    block_size = rng.choice([1, 4, 16])
+    least = -(-MAX_MODEL_LEN // block_size)
+    num_blocks = least + rng.randint(0, 4) if "memory_pressure" in active else 12 * least
+    step_s = rng.choice([0.001, 0.02, 1.0])  # the last for worlds in which requests age
+    duration = num_requests * step_s * rng.choice([0.5, 3.0])
+    families = tuple(
+        tuple(rng.randint(1, 900) for _ in range(rng.randint(1, 90))) for _ in range(4)
+    )
+    return World(
+        seed=seed,
+        faults=active,
+        config=_draw_config(rng, seed, active, block_size),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        step_s=step_s,
+        token_s=step_s / 50,
+        clients=tuple(
+            draw_client(rng, index, active, duration, families, step_s)
+            for index in range(num_requests)
+        ),
+        has_ends=rng.random() < 0.4,
+        load_error=rng.choice(LOAD_ERRORS),
+        row_fault_share=0.05 if "row_failures" in active else 0.0,
+        step_fault_share=0.03 if "step_failures" in active else 0.0,
+        oom_share=rng.choice([0.03, 0.03, 0.4]) if "out_of_memory" in active else 0.0,
+        hiccup_share=0.02 if "stalled_loop" in active else 0.0,
+        operations=_draw_operations(rng, active, duration),
+        drain_at_s=rng.uniform(0, 1.5 * duration) if "drain" in active else None,
+        drain_timeout_s=rng.choice([0.0, 0.5, 60.0]),
+        cancelled_at_s=rng.uniform(0, duration) if "engine_cancelled" in active else None,
+        broken_at_step=rng.randint(0, num_requests) if "broken_runner" in active else None,
+    )
+
+
+def _draw_config(
+    rng: random.Random, seed: int, active: frozenset[str], block_size: int
+) -> EngineConfig:
+    max_num_seqs = rng.choice([2, 8, 64])
+    models = [ModelConfig(MODEL, lazy=rng.random() < 0.2)]
+    if "model_trouble" in active:
+        models += [ModelConfig(FRAGILE, lazy=rng.random() < 0.5), ModelConfig(SLEEPY, lazy=True)]
+    return EngineConfig(
+        models=tuple(models),
+        block_size=block_size,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.choice([1, 16, 256]),
+        max_queued_requests=rng.choice([5, 20, 1000]) if "bursts" in active else 1000,
+        stall_timeout_s=rng.choice([2.0, 30.0]),
+        prefix_cache=rng.random() < 0.7,
+        prepared_plans=seed % 4 != 0,
+        check_level=2,
+    )
+
+
+def _draw_operations(
+    rng: random.Random, active: frozenset[str], duration: float
+) -> tuple[tuple[float, str], ...]:
+    """Operator's commands at their times; every pause is followed by a resume."""
+    operations: list[tuple[float, str]] = [(rng.uniform(0, duration), "look")]
+    if "pauses" in active:
+        for _ in range(3):
+            at = rng.uniform(0, duration)
+            operations.append((at, f"pause {rng.choice(['keep', 'wait', 'abort'])}"))
+            operations.append((at + rng.uniform(0, duration / 4), "resume"))
+    if "cache_resets" in active:
+        operations += [(rng.uniform(0, duration), "reset") for _ in range(3)]
+    return tuple(sorted(operations))
+
+
+__all__ = ["FAULTS", "MODEL", "Client", "World", "draw_world"]
