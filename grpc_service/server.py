@@ -23,6 +23,7 @@ import trio
 from engine import logs
 from engine.api import make_torch_runner, open_engine
 from engine.errors import ConfigError, TrioletError
+from engine.memory import settle_heap
 from engine.status import ModelState
 from grpc_service.asyncio_side import AsyncioSide, check_free, new_event_loop
 from grpc_service.bridge import Bridge
@@ -99,6 +100,7 @@ async def serve(
 
         async def wait_ready() -> None:
             await _wait_loaded(engine)
+            settle_heap()
             if shows_progress and not engine.is_draining:
                 show_ready(engine, server_config, front.port)
 

@@ -267,13 +267,13 @@ def test_many_deadlines_all_reach_their_clients_with_details():
         wait_idle(server.channel)
 
 
-def test_a_deadline_that_has_passed_on_arrival_starts_nothing(slow):
-    wait_idle(slow.channel)
-    before = stats(slow.channel)
+def test_a_deadline_that_passes_at_once_leaves_nothing(slow):
+    """The client's transport rounds it up to a millisecond, in which a step may start; that one
+    which has passed on arrival starts none is shown in tests/simulation/test_deadlines.py."""
+    before = wait_idle(slow.channel)
     heard = generate(slow.channel, timeout=1e-6)
     assert heard.error.code() is DEADLINE
-    assert stats(slow.channel).step_count == before.step_count
-    wait_idle(slow.channel)
+    assert wait_idle(slow.channel).step_count - before.step_count <= 1
 
 
 # ---- readers that do not read ----------------------------------------------------------------

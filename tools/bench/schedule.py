@@ -1,11 +1,13 @@
 """What a step costs in the scheduler: µs of plan + commit for steadily decoding rows.
 
-Prefix cache and cheap checks on; the runner's part is left out (results are made beforehand,
-outside the clock). Beside it, the floor: a bare loop that makes a row tuple and an event.
+Prefix cache and cheap checks on, garbage looked for as a server does; the runner's part is left
+out (results are made beforehand, outside the clock). Beside it, the floor: a bare loop that makes a
+row tuple and an event; and 1,024 rows with Python's own thresholds for garbage.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 
 from engine.config import SchedulerConfig
@@ -15,10 +17,12 @@ from engine.core.plan import Logits, RowResult, StepResult
 from engine.core.plan import Row as PlanRow
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, RequestId, Sampling, SequenceId, Stops
+from engine.memory import settle_heap
 from tools.bench.frame import Row, repeat_in_turn, row_of
 
 STEPS = 200
 COUNTS = (1, 64, 256, 1024)
+PYTHONS_THRESHOLDS = gc.get_threshold()
 BAR_US_64 = 100.0
 BAR_RATIO_1024 = 20.0
 
@@ -83,10 +87,23 @@ def floor(count: int) -> float:
     return 1e6 * (time.perf_counter() - started) / steps
 
 
+def measure_unsettled(count: int) -> float:
+    """As `measure`, in a process that never called `settle_heap`."""
+    settled = gc.get_threshold()
+    gc.unfreeze()
+    gc.set_threshold(*PYTHONS_THRESHOLDS)
+    try:
+        return measure(count)
+    finally:
+        gc.freeze()
+        gc.set_threshold(*settled)
+
+
 def run() -> list[Row]:
-    samples = dict(
-        zip(COUNTS, repeat_in_turn([lambda c=c: measure(c) for c in COUNTS]), strict=True)
-    )
+    settle_heap()
+    measures = [*(lambda c=c: measure(c) for c in COUNTS), lambda: measure_unsettled(COUNTS[-1])]
+    *settled, unsettled = repeat_in_turn(measures)
+    samples = dict(zip(COUNTS, settled, strict=True))
     floors = repeat_in_turn([lambda: floor(64)])[0]
     rows = [
         row_of(
@@ -99,5 +116,6 @@ def run() -> list[Row]:
     ]
     ratios = [large / small for large, small in zip(samples[1024], samples[64], strict=True)]
     rows.append(row_of("1024 rows against 64", ratios, "×", bar=BAR_RATIO_1024))
+    rows.append(row_of("1024 rows, Python's own garbage thresholds", unsettled, "µs"))
     rows.append(row_of("floor: a row tuple and an event, 64 rows", floors, "µs"))
     return rows

@@ -1,0 +1,66 @@
+"""Deadlines in virtual time, where the instants are exact (D18)."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import DeadlineExceeded
+from engine.model.fake import FakeRunner, FakeScript
+from engine.requests import GenerateRequest, SamplingParams
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+
+STEP_S = 0.1
+
+
+def ends_of(arrivals, *, timeout_s, seed):
+    """Submit a request per hand-off age in ``arrivals`` to an idle engine: what each ended with,
+    after how many seconds, and how many steps were made."""
+    threads, ends = VirtualThreads(), []
+
+    def make_runner(model, config):
+        return FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+            await engine.wait_ready()
+            for age in arrivals:
+                steps = engine.statistics().totals.step_count
+                start = trio.current_time()
+                generation = engine.submit(
+                    GenerateRequest(
+                        token_ids=(1,),
+                        sampling=SamplingParams(max_tokens=100),
+                        timeout_s=timeout_s,
+                    ),
+                    buffer=200,
+                    arrived_at=start - age,
+                )
+                await generation.wait_closed()
+                took = trio.current_time() - start
+                await trio.sleep(1)
+                made = engine.statistics().totals.step_count - steps
+                ends.append((generation.error, round(took, 6), made))
+
+    run_deterministically(main, seed)
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_deadline_that_has_passed_on_arrival_starts_nothing(seed):
+    [(error, took, steps)] = ends_of([0.5], timeout_s=0.4, seed=seed)
+    assert isinstance(error, DeadlineExceeded)
+    assert (took, steps) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_time_a_request_spent_on_its_way_counts(seed):
+    """The server's margin is 20 ms, a tenth of short timeouts."""
+    ends = ends_of([0.0, 0.15, 0.3], timeout_s=0.5, seed=seed)
+    assert [took for _, took, _ in ends] == [0.48, 0.33, 0.18]
+    assert all(isinstance(error, DeadlineExceeded) for error, _, _ in ends)
+    [(_, took, _)] = ends_of([0.0], timeout_s=0.1, seed=seed)
+    assert took == 0.09
