@@ -19,12 +19,14 @@ import asyncio
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
 from engine.core.types import EndReason
-from engine.errors import EngineBug, ShuttingDown, TrioletError
+from engine.errors import EngineBug, Overloaded, ShuttingDown, TrioletError
+from grpc_service.zombies import Zombies, address_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -44,15 +46,17 @@ log = logging.getLogger(__name__)
 class BridgeCall:
     """One generation, seen from the asyncio side (`grpc_service.front.Call`)."""
 
-    def __init__(self, bridge: Bridge, request: GenerateRequest) -> None:
+    def __init__(self, bridge: Bridge, request: GenerateRequest, address: str) -> None:
         self._bridge = bridge
+        self._address = address
         self._events: list[StreamEvent] = []
         self._is_closed = False
         self._is_cancelled = False
+        self._is_left = False
         self._error: TrioletError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.request = request
-        self.posted_at = time.monotonic()
+        self.posted_at = bridge.clock()
         self.generation: Generation | None = None  # the Trio side's, touched there alone
 
     @property
@@ -79,6 +83,12 @@ class BridgeCall:
             self._is_cancelled = True
             self._bridge.post(self._close_reader)
 
+    def leave(self) -> None:
+        self.cancel()
+        if not self._is_left:
+            self._is_left = True
+            self._bridge.zombies.gone(self)
+
     # ---- on the asyncio thread, by the bridge
 
     def take(self, events: list[StreamEvent], is_closed: bool, error: TrioletError | None) -> None:
@@ -86,6 +96,8 @@ class BridgeCall:
         self._events += events
         if is_closed:
             self._is_closed, self._error = True, error
+            if not self._is_left:
+                self._bridge.zombies.ended(self, self._address)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -102,9 +114,12 @@ class BridgeCall:
 
 class Bridge:
     """`grpc_service.front.Front` over an engine. Made on the Trio thread; `attach` gives it the
-    asyncio loop. ``run`` is its part on the Trio thread and ends when cancelled."""
+    asyncio loop. ``run`` is its part on the Trio thread and ends when cancelled. ``clock`` gives
+    seconds, alike on both threads."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.zombies = Zombies(clock)
         self._engine = engine
         self._buffer = engine.config.stream_buffer
         self._token = trio.lowlevel.current_trio_token()
@@ -121,8 +136,13 @@ class Bridge:
 
     # ---- asyncio side: the front
 
-    def generate(self, request: GenerateRequest) -> BridgeCall:
-        call = BridgeCall(self, request)
+    def generate(self, request: GenerateRequest, peer: str = "") -> BridgeCall:
+        call = BridgeCall(self, request, address := address_of(peer))
+        try:
+            self.zombies.check_room(address)
+        except Overloaded as error:
+            call.take([], True, error)
+            return call
         if not self.post(lambda: self._submit(call)):
             call.take([], True, ShuttingDown("the engine has ended", retry_after_s=5.0))
         return call
@@ -145,7 +165,9 @@ class Bridge:
             raise
 
     async def statistics(self) -> EngineStatistics:
-        return await self.ask(lambda engine: engine.statistics())
+        statistics = await self.ask(lambda engine: engine.statistics())
+        totals = replace(statistics.totals, zombies=self.zombies.count())
+        return replace(statistics, totals=totals)
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
         """Run a function that does not wait on the Trio thread, between its tasks."""
@@ -194,7 +216,7 @@ class Bridge:
                 log.exception("a command from the front failed")
 
     def _submit(self, call: BridgeCall) -> None:
-        age = max(0.0, time.monotonic() - call.posted_at)
+        age = max(0.0, self.clock() - call.posted_at)
         try:
             generation = self._engine.submit(
                 call.request, buffer=self._buffer, arrived_at=trio.current_time() - age

@@ -77,15 +77,21 @@ class Call(Protocol):
         ...
 
     def cancel(self) -> None:
-        """The client has gone, or needs nothing more. Idempotent, never raises."""
+        """End the request, if it has not ended. Idempotent, never raises."""
+        ...
+
+    def leave(self) -> None:
+        """`cancel`, and nobody will ask this call for anything again: its client has gone, or has
+        been given all there is. Idempotent, never raises."""
         ...
 
 
 class Front(Protocol):
     """The engine, seen from the asyncio side."""
 
-    def generate(self, request: GenerateRequest) -> Call:
-        """Post the request; never waits. A refusal comes from the call's first `receive`."""
+    def generate(self, request: GenerateRequest, peer: str = "") -> Call:
+        """Post the request; never waits. A refusal comes from the call's first `receive`.
+        ``peer`` is the client as grpc names it. Every call must be left (`Call.leave`)."""
         ...
 
     async def call(self, job: Callable[[Engine], Awaitable[T]]) -> T:
@@ -97,6 +103,11 @@ class Front(Protocol):
         """
         ...
 
+    async def ask(self, question: Callable[[Engine], T]) -> T:
+        """As `call`, for a function that does not wait: it is answered between two tasks of the
+        engine's, and goes on if the asker leaves."""
+        ...
+
     async def statistics(self) -> EngineStatistics:
-        """The newest snapshot; never waits for the engine."""
+        """The counters as they stand, the front's own among them; never waits for a step."""
         ...

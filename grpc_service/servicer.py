@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
-    from engine.status import AbortOutcome, ModelStatus
-    from grpc_service.front import Engine, Front
+    from grpc_service.front import Front
 
     Context = grpc.aio.ServicerContext[Any, Any]
     Behaviour = Callable[[Any, Context], Awaitable[Any]]
@@ -57,16 +56,22 @@ class Inference:
         self._front = front
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        """One outstanding write; credit goes back when the client's transport took it (D1)."""
+        """One outstanding write; credit goes back when the client's transport took it (D1). The
+        call is left when its status is given: one that cannot be is a zombie."""
         timeout_s = clients_timeout(context.time_remaining())
-        call = self._front.generate(codec.decode_generate(request, timeout_s))
+        call = self._front.generate(codec.decode_generate(request, timeout_s), context.peer())
         try:
             while events := await call.receive():
                 for message in codec.encode_events(events, token_ids=request.output.token_ids):
                     await _write(context, message)
                 call.written(sum(isinstance(event, Tokens) for event in events))
-        finally:
+        except Disconnected:
+            pass
+        except Exception as error:
             call.cancel()
+            await _abort(context, error)
+        finally:
+            call.leave()
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -99,21 +104,14 @@ class Models:
     async def ListModels(
         self, request: models_pb2.ListModelsRequest, context: Context
     ) -> models_pb2.ListModelsResponse:
-        async def job(engine: Engine) -> tuple[ModelStatus, ...]:
-            return tuple(engine.list_models())
-
-        models = [snapshots.encode_model(status) for status in await self._front.call(job)]
-        return models_pb2.ListModelsResponse(models=models)
+        statuses = await self._front.ask(lambda engine: engine.list_models())
+        return models_pb2.ListModelsResponse(models=map(snapshots.encode_model, statuses))
 
     async def GetModel(
         self, request: models_pb2.GetModelRequest, context: Context
     ) -> models_pb2.GetModelResponse:
         name = codec.decode_get_model(request)
-
-        async def job(engine: Engine) -> ModelStatus:
-            return engine.get_model(name)
-
-        status = await self._front.call(job)
+        status = await self._front.ask(lambda engine: engine.get_model(name))
         return models_pb2.GetModelResponse(model=snapshots.encode_model(status))
 
 
@@ -132,51 +130,34 @@ class Control:
         self, request: control_pb2.PauseRequest, context: Context
     ) -> control_pb2.PauseResponse:
         mode = operations.decode_pause_mode(request)
-
-        async def job(engine: Engine) -> None:
-            engine.pause(mode, request.model)
-
-        await self._front.call(job)
+        await self._front.ask(lambda engine: engine.pause(mode, request.model))
         return control_pb2.PauseResponse()
 
     async def Resume(
         self, request: control_pb2.ResumeRequest, context: Context
     ) -> control_pb2.ResumeResponse:
-        async def job(engine: Engine) -> None:
-            engine.resume(request.model)
-
-        await self._front.call(job)
+        await self._front.ask(lambda engine: engine.resume(request.model))
         return control_pb2.ResumeResponse()
 
     async def ResetPrefixCache(
         self, request: control_pb2.ResetPrefixCacheRequest, context: Context
     ) -> control_pb2.ResetPrefixCacheResponse:
-        async def job(engine: Engine) -> None:
-            engine.reset_prefix_cache(request.model)
-
-        await self._front.call(job)
+        await self._front.ask(lambda engine: engine.reset_prefix_cache(request.model))
         return control_pb2.ResetPrefixCacheResponse()
 
     async def Abort(
         self, request: control_pb2.AbortRequest, context: Context
     ) -> control_pb2.AbortResponse:
         names = operations.decode_abort(request)
-
-        async def job(engine: Engine) -> list[AbortOutcome]:
-            return [engine.abort(name) for name in names]
-
-        return operations.encode_aborts(names, await self._front.call(job))
+        outcomes = await self._front.ask(lambda engine: [engine.abort(name) for name in names])
+        return operations.encode_aborts(names, outcomes)
 
     async def Drain(
         self, request: control_pb2.DrainRequest, context: Context
     ) -> control_pb2.DrainResponse:
         """Answers when no request is left; the server stays up, refusing new ones."""
         timeout_s = operations.decode_drain(request)
-
-        async def job(engine: Engine) -> None:
-            await engine.drain_in_background(timeout_s)
-
-        await self._front.call(job)
+        await self._front.call(lambda engine: engine.drain_in_background(timeout_s))
         return control_pb2.DrainResponse()
 
 
@@ -262,6 +243,8 @@ def _answering(behaviour: Behaviour, *, is_local_only: bool) -> Behaviour:
             return await behaviour(request, context)
         except Disconnected:
             return None
+        except grpc.aio.AbortError:
+            raise  # the behaviour has ended the call itself
         except asyncio.CancelledError as error:
             if _is_ended_by_grpc():
                 raise

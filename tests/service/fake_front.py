@@ -42,8 +42,8 @@ class FakeCall:
     request_id: str = "r1"
     num_written: int = 0
     num_received: int = 0
-    num_cancels: int = 0
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    num_leaves: int = 0
+    left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def receive(self):
         await asyncio.sleep(0)
@@ -65,8 +65,11 @@ class FakeCall:
         self.num_written += num_tokens_events
 
     def cancel(self):
-        self.num_cancels += 1
-        self.cancelled.set()
+        pass
+
+    def leave(self):
+        self.num_leaves += 1
+        self.left.set()
 
 
 class FakeEngine:
@@ -130,12 +133,15 @@ class FakeFront:
     def last(self):
         return self.calls[-1]
 
-    def generate(self, request):
+    def generate(self, request, peer=""):
         self.calls.append(FakeCall(request, **self.script))
         return self.last
 
     async def call(self, job):
         return await job(self.engine)
+
+    async def ask(self, question):
+        return question(self.engine)
 
     async def statistics(self):
         return STATISTICS

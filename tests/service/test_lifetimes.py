@@ -395,6 +395,38 @@ def test_a_reader_that_has_stopped_for_too_long_is_ended_and_told_if_it_reads_ag
             silent.cancel()
 
 
+def test_calls_whose_readers_never_read_are_counted_and_bounded():
+    """R71, D1: they hold nothing, everybody else is served, and one address has 64 of them."""
+    engine = {"stream_buffer": BUFFER, "stall_timeout_s": 0.3}
+    with (
+        fake(engine=engine) as server,
+        connect(server.address, *SMALL_WINDOW) as own,
+        contextlib.ExitStack() as stack,
+    ):
+        channel = server.channel
+        wait_serving(channel)
+        fields = {"prompt_ids": [42], "max_tokens": PARKED_TOKENS}
+        silent = [stack.enter_context(Generation(own, **fields)) for _ in range(64)]
+        wait_until(lambda: stats(channel).zombies == 64, 20, "zombies")
+        assert is_idle(stats(channel))
+        assert ended(channel) == {"stalled": 64}
+        assert health(channel) == SERVING
+        refused = generate(channel, max_tokens=1).error
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "64 calls from this address" in refused.details()
+        assert details(refused)["RetryInfo"].retry_delay.seconds == 5
+        silent[0].cancel()
+        wait_until(lambda: stats(channel).zombies == 63, 5, "one less")
+        assert generate(channel, max_tokens=1).error is None
+        # one that reads after all gets what was its own, and the status
+        heard = silent[1].finish()
+        assert reason(heard.error) == "READER_STALLED"
+        assert heard.ids() == expected_tokens([42], count=len(heard.ids()))
+        start = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - start < 5
+
+
 # ---- the server's own end --------------------------------------------------------------------
 
 

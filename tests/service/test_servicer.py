@@ -106,7 +106,7 @@ def test_a_generation_is_started_deltas_finished_and_all_credit_comes_back():
     ]
     assert [message.delta.text for message in messages[1:3]] == ["Once", " upon a"]
     assert not messages[1].delta.token_ids
-    assert (front.last.num_written, front.last.num_cancels) == (3, 1)
+    assert (front.last.num_written, front.last.num_leaves) == (3, 1)
 
 
 def test_token_ids_come_when_asked_for():
@@ -153,7 +153,7 @@ def test_an_error_is_told_after_the_events_before_it():
     info = details(error)["ErrorInfo"]
     assert info.reason == "DEADLINE_EXCEEDED"
     assert dict(info.metadata) == {"phase": "decode", "tokens_done": "1"}
-    assert front.last.num_cancels == 1
+    assert front.last.num_leaves == 1
 
 
 def test_a_refusal_carries_its_retry_hint():
@@ -288,12 +288,12 @@ def test_a_client_that_cancels_cancels_the_call():
         assert (await call.read()).HasField("started")
         assert (await call.read()).delta.text == "Once"
         assert call.cancel()
-        await front.last.cancelled.wait()
+        await front.last.left.wait()
         return await collect(call)
 
     with pytest.raises(asyncio.CancelledError):
         run(front, main)
-    assert (front.last.num_written, front.last.num_cancels) == (1, 1)
+    assert (front.last.num_written, front.last.num_leaves) == (1, 1)
 
 
 def test_a_channel_that_closes_cancels_the_call():
@@ -303,10 +303,10 @@ def test_a_channel_that_closes_cancels_the_call():
         call = generate(channel)
         await call.read()
         await channel.close()
-        await front.last.cancelled.wait()
+        await front.last.left.wait()
 
     run(front, main)
-    assert front.last.num_cancels == 1
+    assert front.last.num_leaves == 1
 
 
 def test_a_deadline_that_the_engine_missed_still_cancels_the_call():
@@ -314,7 +314,7 @@ def test_a_deadline_that_the_engine_missed_still_cancels_the_call():
 
     async def main(channel):
         _, error = await collect(generate(channel, timeout=0.2))
-        await front.last.cancelled.wait()
+        await front.last.left.wait()
         return error
 
     assert run(front, main).code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -327,7 +327,7 @@ def test_a_server_that_stops_cancels_the_call():
         await generate(channel).read()
 
     run(front, main)
-    assert front.last.num_cancels == 1
+    assert front.last.num_leaves == 1
 
 
 async def blocked(front):
@@ -369,10 +369,10 @@ def test_a_client_that_goes_during_a_blocked_write_cancels_the_call(caplog):
         await call.read()
         await blocked(front)
         call.cancel()
-        await front.last.cancelled.wait()
+        await front.last.left.wait()
 
     run(front, main, options=SMALL_WINDOW)
-    assert front.last.num_cancels == 1
+    assert front.last.num_leaves == 1
     assert not complaints(caplog)
 
 
@@ -385,10 +385,10 @@ def test_nothing_is_sent_or_logged_after_the_client_has_gone(caplog):
             call = generate(channel)
             await call.read()
             call.cancel()
-            await front.last.cancelled.wait()
+            await front.last.left.wait()
 
         run(front, main)
-        assert (front.last.num_written, front.last.num_cancels) == (0, 1)
+        assert (front.last.num_written, front.last.num_leaves) == (0, 1)
     assert not complaints(caplog)
 
 

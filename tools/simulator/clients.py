@@ -19,8 +19,9 @@ Families = tuple[tuple[int, ...], ...]
 class Client:
     """One request and how its reader behaves. ``delay_s`` is slept after each message, the
     reader leaves after ``leave_after`` events and stops reading after ``stall_after``; the
-    request is cancelled or aborted ``cancel_at_s`` after its arrival. ``is_batch``: the reader
-    takes what is there at once and gives credit back later, as the gRPC front does.
+    request is cancelled or aborted ``cancel_at_s`` after its arrival, or aborted ``abort_before_s``
+    before it. ``over_wire``: it is a client of the gRPC front, as far as that is simulated, and one
+    that stalled keeps its handler for ``linger_s`` after the end.
 
     ``may_end`` are errors that only this request may end with, ``must_fail``: with one of them.
     """
@@ -33,7 +34,9 @@ class Client:
     stall_after: int | None = None
     cancel_at_s: float | None = None
     aborts: bool = False
-    is_batch: bool = False
+    abort_before_s: float | None = None
+    over_wire: bool = False
+    linger_s: float = 0.0
     may_end: frozenset[str] = frozenset()
     must_fail: bool = False
 
@@ -45,12 +48,14 @@ def draw_client(
     duration: float,
     families: Families,
     step_s: float,
+    stream_buffer: int,
 ) -> Client:
-    """A client of a world whose faults are ``active``."""
+    """A client of a world whose faults are ``active``; ``stream_buffer`` is the front's."""
     arrival = 0.0 if "bursts" in active and rng.random() < 0.5 else rng.uniform(0, duration)
     request = _draw_request(rng, index, active, families, step_s)
     buffer = rng.choice([2, 5, 256])
-    client = Client(arrival, request, buffer, is_batch=rng.random() < 0.5)
+    over_wire = rng.random() < 0.5
+    client = Client(arrival, request, stream_buffer if over_wire else buffer, over_wire=over_wire)
     client = replace(client, **_draw_behaviour(rng, active, step_s))
     if "odd_requests" in active and rng.random() < 0.3:
         client = _make_odd(rng, client)
@@ -87,11 +92,14 @@ def _draw_behaviour(rng: random.Random, active: frozenset[str], step_s: float) -
     if "leavers" in active and fate < 0.1:
         return {"leave_after": rng.randint(0, 12)}
     if "cancels" in active and fate < 0.25:
-        return {"cancel_at_s": rng.uniform(0, 60 * step_s)}
+        stalls = {"stall_after": rng.randint(0, 6)} if rng.random() < 0.3 else {}
+        return {"cancel_at_s": rng.uniform(0, 60 * step_s), **stalls}
     if "aborts" in active and fate < 0.32:
+        if rng.random() < 0.2:
+            return {"abort_before_s": rng.choice([0.01, 30.0, 90.0])}
         return {"cancel_at_s": rng.uniform(0, 60 * step_s), "aborts": True}
     if "stalled_readers" in active and fate < 0.4:
-        return {"stall_after": rng.randint(0, 6)}
+        return {"stall_after": rng.randint(0, 6), "linger_s": rng.choice([0.0, 3.0])}
     if "slow_readers" in active and fate < 0.6:
         return {"delay_s": rng.choice([2, 20]) * step_s}
     return {}
@@ -179,7 +187,7 @@ def _spoil(rng: random.Random, client: Client, index: int) -> Client:
             reason = "REQUEST_TOO_LARGE"
         case 8:  # more choices than any stream of this buffer or scheduler can hold
             request = replace(request, n=16)
-            client, reason = replace(client, buffer=5), "REQUEST_TOO_LARGE"
+            client, reason = replace(client, buffer=5, over_wire=False), "REQUEST_TOO_LARGE"
     return replace(client, request=request, may_end=frozenset({reason}), must_fail=True)
 
 

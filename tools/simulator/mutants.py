@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import loop, pool, supervisor
 from engine.core import blocks, credit, ledger, planner, scheduler
+from grpc_service import bridge
 from tools.simulator.run import simulate
 
 if TYPE_CHECKING:
@@ -218,6 +219,48 @@ MUTANTS = (
         "self._reused.append(block)",
         "pass",
         seed=4,
+    ),
+    Mutant(
+        "a batch that comes over wakes no handler",
+        bridge.BridgeCall,
+        "take",
+        "self._waiter.set_result(None)",
+        "pass",
+    ),
+    Mutant(
+        "what a client was written gives no credit back",
+        bridge.BridgeCall,
+        "written",
+        "if num_tokens_events:",
+        "if num_tokens_events > 1:",
+    ),
+    Mutant(
+        "a client that goes is not told to the engine",
+        bridge.BridgeCall,
+        "cancel",
+        "self._bridge.post(self._close_reader)",
+        "pass",
+    ),
+    Mutant(
+        "the front's second command finds nobody awake",
+        bridge.Bridge,
+        "_run_commands",
+        "self._is_posted = False",
+        "pass",
+    ),
+    Mutant(
+        "an end comes over before the last tokens",
+        bridge.Bridge,
+        "_carry",
+        "events = generation.take_ready()",
+        "events = [] if generation.is_closed else generation.take_ready()",
+    ),
+    Mutant(
+        "an abort before its request is forgotten at once",
+        supervisor.Supervisor,
+        "abort",
+        "self._aborts_to_come.add(request_id)",
+        "pass",
     ),
 )
 

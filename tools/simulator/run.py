@@ -9,25 +9,30 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from engine.api import open_engine
-from engine.core import journal
-from engine.core.events import Finished, PauseMode, Tokens
+from engine.core.events import PauseMode
 from engine.core.types import EndReason
 from engine.errors import EngineBug, SpawnFailed
 from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import Started
+from engine.status import AbortOutcome
+from engine.supervisor import ABORT_MEMORY_S
 from tools.simulator.clients import FRAGILE, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 from tools.simulator.oracle import echo_of, expected_output, is_end, prompt_of
+from tools.simulator.readers import Reader, read, serve
 from tools.simulator.watch import CoreWatch, Outcome, Violation
+from tools.simulator.wire import Wire, open_wire
 from tools.simulator.workload import Client, World, draw_world
 
 if TYPE_CHECKING:
+    import asyncio
+
     from engine.api import Engine
     from engine.config import EngineConfig, ModelConfig
     from engine.core.plan import StepPlan, StepResult
@@ -40,18 +45,6 @@ LOAD_ERRORS = {
     "exited": SystemExit("drawn"),
 }
 SLEEPY_LOAD_S = 45.0  # above the 30 s its waiters wait
-
-
-@dataclass
-class _Reader:
-    """What one client has seen."""
-
-    client: Client
-    prompt_tokens: int | None = None
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    text: dict[int, str] = field(default_factory=dict)
-    finished: dict[int, Finished] = field(default_factory=dict)
-    has_left: bool = False
 
 
 class BreakingRunner(FakeRunner):
@@ -76,6 +69,7 @@ class Simulation:
         self._rng = random.Random(world.seed ^ 0x5EED)
         self._watch = CoreWatch(world.config, len(world.clients), self.outcome)
         self._generations: list[Generation] = []
+        self._aborted_at: dict[str, float] = {}
         self._names = Counter(client.request.request_id for client in world.clients)
 
     def run(self) -> Outcome:
@@ -144,25 +138,32 @@ class Simulation:
 
     async def _serve(self) -> None:
         world = self.world
-        async with open_engine(
-            world.config,
-            make_runner=self._make_runner,
-            threads=self._threads,
-            on_event=self._watch.note,
-        ) as engine:
+        async with (
+            open_engine(
+                world.config,
+                make_runner=self._make_runner,
+                threads=self._threads,
+                on_event=self._watch.note,
+            ) as engine,
+            open_wire(engine, world.latency_s) as wire,
+        ):
             async with trio.open_nursery() as nursery:
                 for client in world.clients:
-                    nursery.start_soon(self._client, engine, client)
-                nursery.start_soon(self._operate, engine)
+                    nursery.start_soon(self._client, engine, wire, client)
+                    if client.abort_before_s is not None:
+                        nursery.start_soon(self._abort_early, engine, client)
+                nursery.start_soon(self._operate, engine, wire)
             with trio.fail_after(PATIENCE_S):
                 await engine.wait_idle()
             self._check_idle(engine)
+            if wire.bridge.zombies.count():
+                raise Violation(f"{wire.bridge.zombies.count()} zombies without a handler")
         self.outcome.statistics = engine.statistics().totals
         late = engine.submit(world.clients[0].request, buffer=2) if world.clients else None
         if late is not None and getattr(late.error, "reason", "") != "SHUTTING_DOWN":
             raise Violation(f"{late} was accepted by a closed engine")
 
-    async def _operate(self, engine: Engine) -> None:
+    async def _operate(self, engine: Engine, wire: Wire) -> None:
         for at, operation in self.world.operations:
             await trio.sleep_until(at)
             verb, _, mode = operation.partition(" ")
@@ -173,132 +174,143 @@ class Simulation:
             elif verb == "reset":
                 engine.reset_prefix_cache()
             else:
-                await self._look(engine)
+                await wire.join(await wire.handle(partial(self._look, wire)))
         if self.world.drain_at_s is not None:
             await trio.sleep_until(self.world.drain_at_s)
             engine.resume()
-            until = trio.current_time() + self.world.drain_timeout_s
-            await engine.drain(self.world.drain_timeout_s)
-            if not engine.is_draining or trio.current_time() > until:
-                raise Violation(f"drained until {trio.current_time()} instead of {until}")
+            await self._drain(engine)
 
-    async def _look(self, engine: Engine) -> None:
-        """An operator looks around: none of it may disturb, or fail but for want of a model."""
+    async def _drain(self, engine: Engine) -> None:
+        limit = self.world.drain_timeout_s
+        until = trio.current_time() + limit
+        if self.world.drain_is_left:
+            with trio.move_on_after(limit / 2):
+                await engine.drain_in_background(limit)
+            await engine.drain_in_background(limit)
+        else:
+            await engine.drain(limit)
+        if not engine.is_draining or trio.current_time() > until:
+            raise Violation(f"drained until {trio.current_time()} instead of {until}")
+
+    async def _look(self, wire: Wire) -> None:
+        """An operator looks around, over the wire: none of it may disturb, or fail but for want of
+        a model."""
+        bridge = wire.bridge
         if self.world.drain_at_s is None and self.world.broken_at_step is None:
-            spans, _ = await engine.tokenize("", text="<3><4>" * 1000)
+            spans, _ = await bridge.call(lambda engine: engine.tokenize("", text="<3><4>" * 1000))
             if [span.token_id for span in spans] != [3, 4] * 1000:
                 raise Violation("wrong tokens of a text")
-        statistics = engine.statistics().totals
+        statistics = (await bridge.statistics()).totals
         if statistics.free_blocks > statistics.total_blocks:
             raise Violation(f"more blocks free than there are: {statistics}")
 
-    async def _client(self, engine: Engine, client: Client) -> None:
+    # ---- clients
+
+    async def _client(self, engine: Engine, wire: Wire, client: Client) -> None:
         await trio.sleep_until(client.arrival_s)
-        generation = engine.submit(client.request, buffer=client.buffer)
-        self._generations.append(generation)
-        reader = _Reader(client)
+        reader = Reader(client)
         with trio.move_on_after(PATIENCE_S) as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._wait_for_end, generation, client)
-                if client.cancel_at_s is not None:
-                    nursery.start_soon(self._cancel, generation, client)
-                read = self._read_batches if client.is_batch else self._read
-                await read(generation, reader)
-                nursery.cancel_scope.cancel(reason="read to the end")
+            if client.over_wire:
+                generation = await self._call(engine, wire, reader)
+            else:
+                generation = engine.submit(client.request, buffer=client.buffer)
+                self._generations.append(generation)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._wait_for_end, generation, client, client.arrival_s)
+                    nursery.start_soon(self._cancel, engine, generation, client)
+                    await read(generation, reader)
+                    nursery.cancel_scope.cancel(reason="read to the end")
         if scope.cancelled_caught:
-            raise Violation(f"{client.request.request_id} starves: {generation}")
+            raise Violation(f"{client.request.request_id} starves")
         self._check_reader(generation, reader)
 
-    async def _wait_for_end(self, generation: Generation, client: Client) -> None:
+    async def _call(self, engine: Engine, wire: Wire, reader: Reader) -> Generation:
+        """One RPC: a handler on asyncio's side, which its client may cancel."""
+        client, calls = reader.client, []
+        arrived = trio.Event()
+
+        async def handler() -> None:
+            call = wire.bridge.generate(client.request)
+            calls.append(call)
+            wire.bridge.post(arrived.set)
+            await serve(wire, call, reader)
+
+        task = await wire.handle(handler)
+        await arrived.wait()
+        [call] = calls
+        generation = call.generation
+        if generation is None:
+            raise Violation(f"{client.request.request_id} was lost on its way")
+        self._generations.append(generation)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._wait_for_end, generation, client, call.posted_at)
+            if client.cancel_at_s is not None and not client.aborts:
+                nursery.start_soon(self._cancel_call, wire, task, generation, client)
+            else:
+                nursery.start_soon(self._cancel, engine, generation, client)
+            await wire.join(task)
+            nursery.cancel_scope.cancel(reason="served to the end")
+        await generation.wait_closed()
+        if not reader.has_left and reader.error is not generation.error:
+            raise Violation(f"{generation}: {generation.error!r} came over as {reader.error!r}")
+        return generation
+
+    async def _wait_for_end(self, generation: Generation, client: Client, start: float) -> None:
         await generation.wait_closed()
         timeout = client.request.timeout_s
-        if timeout is not None and trio.current_time() > client.arrival_s + timeout:
+        if timeout is not None and trio.current_time() > start + timeout:
             raise Violation(f"{generation} ended after its deadline")
 
-    async def _cancel(self, generation: Generation, client: Client) -> None:
-        await trio.sleep(client.cancel_at_s or 0.0)
+    async def _cancel(self, engine: Engine, generation: Generation, client: Client) -> None:
+        if client.cancel_at_s is None:
+            return
+        await trio.sleep(client.cancel_at_s)
         was_closed = generation.is_closed
-        generation.cancel(EndReason.ABORTED if client.aborts else EndReason.CANCELLED)
+        if not client.aborts:
+            generation.cancel(EndReason.CANCELLED)
+        elif self._names[client.request.request_id] == 1:
+            outcome = engine.abort(client.request.request_id)
+            if (outcome is AbortOutcome.ABORTED) == was_closed:
+                raise Violation(f"{generation}: an abort found it {outcome}")
+        else:  # of several by that name, this one
+            generation.cancel(EndReason.ABORTED)
         if not was_closed:
             asked = trio.current_time()
             await generation.wait_closed()
             if trio.current_time() != asked:
                 raise Violation(f"{generation}: a cancel waited for the engine")
 
-    # ---- readers
+    async def _cancel_call(
+        self, wire: Wire, task: asyncio.Task[None], generation: Generation, client: Client
+    ) -> None:
+        """The client goes: grpc cancels the handler."""
+        await trio.sleep(client.cancel_at_s or 0.0)
+        until = trio.current_time() + wire.latency_s
+        wire.post(task.cancel)
+        await generation.wait_closed()
+        if trio.current_time() > until:
+            raise Violation(f"{generation}: a client's cancel waited for the engine")
 
-    async def _turn(self, generation: Generation, reader: _Reader, seen: int) -> bool:
-        """Do what the reader does after so many events. False: it has left."""
-        client = reader.client
-        if client.leave_after is not None and seen >= client.leave_after:
-            generation.close_reader()
-            reader.has_left = True
-            await generation.wait_closed()
-            return False
-        if client.stall_after is not None and seen >= client.stall_after:
-            await generation.wait_closed()  # then it reads what was left for it
-        return True
-
-    async def _read(self, generation: Generation, reader: _Reader) -> None:
-        seen = 0
-        while await self._turn(generation, reader, seen):
-            try:
-                event = await generation.receive()
-            except trio.EndOfChannel:
-                return
-            self._see(reader, event)
-            seen += 1
-            if reader.client.delay_s:
-                await trio.sleep(reader.client.delay_s)
-
-    async def _read_batches(self, generation: Generation, reader: _Reader) -> None:
-        """As the gRPC front's courier: told of news, takes all, gives credit back when done."""
-        seen, news = 0, trio.Event()
-
-        def on_ready() -> None:
-            news.set()
-
-        generation.on_ready = on_ready
-        while await self._turn(generation, reader, seen):
-            is_closed = generation.is_closed
-            batch = generation.take_ready()
-            if not batch:
-                if is_closed:
-                    return
-                await news.wait()
-                news = trio.Event()
-                continue
-            for event in batch:
-                self._see(reader, event)
-            seen += len(batch)
-            if reader.client.delay_s:
-                await trio.sleep(reader.client.delay_s)
-            generation.release(sum(isinstance(event, Tokens) for event in batch))
+    async def _abort_early(self, engine: Engine, client: Client) -> None:
+        """An operator's abort that comes before its request."""
+        await trio.sleep_until(client.arrival_s - (client.abort_before_s or 0.0))
+        if self._names[client.request.request_id] == 1:
+            outcome = engine.abort(client.request.request_id)
+            if outcome is AbortOutcome.REMEMBERED:
+                self._aborted_at[client.request.request_id] = trio.current_time()
 
     # ---- watchers
 
-    def _see(self, reader: _Reader, event: Started | Tokens | Finished) -> None:
-        name = reader.client.request.request_id
-        if isinstance(event, Started):
-            if reader.prompt_tokens is not None or reader.tokens:
-                raise Violation(f"{name}: started twice")
-            reader.prompt_tokens = event.prompt_tokens
-            return
-        if reader.prompt_tokens is None or event.choice in reader.finished:
-            raise Violation(f"{name}: {journal.line(event)} out of place")
-        if isinstance(event, Finished):
-            reader.finished[event.choice] = event
-        else:
-            reader.tokens.setdefault(event.choice, []).extend(event.token_ids)
-            text = reader.text.get(event.choice, "")
-            reader.text[event.choice] = text + event.text
-
-    def _check_reader(self, generation: Generation, reader: _Reader) -> None:
+    def _check_reader(self, generation: Generation, reader: Reader) -> None:
         request, error = reader.client.request, generation.error
         if not generation.is_closed:
             raise Violation(f"{request.request_id}: its reader ended, it did not")
         reason = "" if error is None else error.reason
         self.outcome.ends[reason or "ok"] += 1
+        aborted_at = self._aborted_at.get(request.request_id, math.inf)
+        is_remembered = 0 < generation.started_at - aborted_at < ABORT_MEMORY_S
+        if is_remembered and reason not in ("ABORTED", "SHUTTING_DOWN"):
+            raise Violation(f"{request.request_id}: ended by {error!r} and not by its abort")
         if reader.client.must_fail and not reason:
             raise Violation(f"{request.request_id}: succeeded, though it cannot")
         allowed = self._allowed_ends(reader.client)
@@ -309,7 +321,7 @@ class Simulation:
         if reader.prompt_tokens is not None:
             self._check_output(reader, is_whole=not reason and not reader.has_left)
 
-    def _check_output(self, reader: _Reader, *, is_whole: bool) -> None:
+    def _check_output(self, reader: Reader, *, is_whole: bool) -> None:
         """Each choice got the start of what it must get, or all of it."""
         request, echo = reader.client.request, echo_of(reader.client.request)
         name = request.request_id
@@ -352,6 +364,8 @@ class Simulation:
         }
         if client.cancel_at_s is not None:
             causes["ABORTED" if client.aborts else "CANCELLED"] = True
+        if client.abort_before_s is not None:
+            causes["ABORTED"] = True
         if "pauses" in world.faults:
             causes["ABORTED"] = True
         return client.may_end | {reason for reason, may in causes.items() if may}

@@ -62,6 +62,8 @@ class World:
     operations: tuple[tuple[float, str], ...] = ()
     drain_at_s: float | None = None
     drain_timeout_s: float = 5.0
+    drain_is_left: bool = False  # it goes on in the background, whoever waits for it
+    latency_s: float = 0.0  # of the front's thread
     cancelled_at_s: float | None = None
     broken_at_step: int | None = None
 
@@ -81,16 +83,17 @@ def draw_world(
     families = tuple(
         tuple(rng.randint(1, 900) for _ in range(rng.randint(1, 90))) for _ in range(4)
     )
+    config = _draw_config(rng, seed, active, block_size)
     return World(
         seed=seed,
         faults=active,
-        config=_draw_config(rng, seed, active, block_size),
+        config=config,
         num_blocks=num_blocks,
         block_size=block_size,
         step_s=step_s,
         token_s=step_s / 50,
         clients=tuple(
-            draw_client(rng, index, active, duration, families, step_s)
+            draw_client(rng, index, active, duration, families, step_s, config.stream_buffer)
             for index in range(num_requests)
         ),
         has_ends=rng.random() < 0.4,
@@ -102,6 +105,9 @@ def draw_world(
         operations=_draw_operations(rng, active, duration),
         drain_at_s=rng.uniform(0, 1.5 * duration) if "drain" in active else None,
         drain_timeout_s=rng.choice([0.0, 0.5, 60.0]),
+        drain_is_left=rng.random() < 0.5,
+        # a front slower than the stall timeout would make stalled readers of all
+        latency_s=min(rng.choice([0.0, 0.0, 0.3, 3.0]) * step_s, config.stall_timeout_s / 4),
         cancelled_at_s=rng.uniform(0, duration) if "engine_cancelled" in active else None,
         broken_at_step=rng.randint(0, num_requests) if "broken_runner" in active else None,
     )
@@ -122,6 +128,7 @@ def _draw_config(
         max_num_batched_tokens=max_num_seqs + rng.choice([1, 16, 256]),
         max_queued_requests=rng.choice([5, 20, 1000]) if "bursts" in active else 1000,
         stall_timeout_s=rng.choice([2.0, 30.0]),
+        stream_buffer=rng.choice([2, 5, 256]),
         prefix_cache=rng.random() < 0.7,
         prepared_plans=seed % 4 != 0,
         check_level=2,
