@@ -27,8 +27,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         prepared_plans=st.booleans(),
         buffer=st.sampled_from([1, 2, 5, 1000]),
+        ends_every=st.sampled_from([None, 4, 11]),
     )
-    def start(self, block_size, extra, max_num_seqs, budget, prefix_cache, prepared_plans, buffer):
+    def start(
+        self,
+        block_size,
+        extra,
+        max_num_seqs,
+        budget,
+        prefix_cache,
+        prepared_plans,
+        buffer,
+        ends_every,
+    ):
         max_model_len = 96
         self.buffer = buffer
         self.driver = Driver(
@@ -41,6 +52,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             prepared_plans=prepared_plans,
         )
+        if ends_every is not None:
+            self.driver.runner.script.eos_at = lambda digest: digest % ends_every == 0
         self.count = 0
 
     @rule(
@@ -51,8 +64,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         seed=st.sampled_from([None, 1]),
         bypass=st.booleans(),
+        timeout=st.sampled_from([None, None, 0.0, 0.02, 10.0]),
     )
-    def submit(self, prefix, own, max_tokens, n, priority, seed, bypass):
+    def submit(self, prefix, own, max_tokens, n, priority, seed, bypass, timeout):
         self.count += 1
         request = make_request(
             f"r{self.count}",
@@ -63,6 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             sampling=Sampling(temperature=0.0, seed=seed),
             bypass_prefix_cache=bypass,
+            deadline=None if timeout is None else self.driver.now + timeout,
         )
         self.driver.submit(request, buffer=self.buffer)
 
@@ -70,6 +85,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cancel(self, data, reason):
         if self.driver.requests:
             self.driver.cancel(data.draw(st.sampled_from(sorted(self.driver.requests))), reason)
+
+    @rule()
+    def end_what_is_late(self):
+        """As the requests' own scopes do, at some time after their deadlines."""
+        for name, request in self.driver.requests.items():
+            if request.deadline is not None and request.deadline <= self.driver.now:
+                self.driver.cancel(name, EndReason.DEADLINE)
 
     @rule(data=st.data(), count=st.integers(1, 4))
     def read(self, data, count):
@@ -80,7 +102,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.in_flight is None)
     @rule()
     def begin_step(self):
-        self.driver.begin_step()
+        plan = self.driver.begin_step()
+        late = {
+            name
+            for name, request in self.driver.requests.items()
+            if request.deadline is not None and request.deadline <= self.driver.now
+        }
+        admitted = {} if plan is None else {one.sequence: one for one in plan.admitted}
+        for live in self.driver.scheduler._ledger.requests.values():
+            for seq in live.sequences:
+                starts = seq.sequence_id in admitted and seq.choice == 0
+                assert not (starts and seq.request_id in late), f"{seq} is started too late (D18)"
 
     @precondition(lambda self: self.driver.in_flight is not None)
     @rule()
@@ -149,8 +181,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if driver.in_flight is not None:
             driver.end_step()
         driver.apply(Resume())
-        for name in driver.requests:
+        self.end_what_is_late()
+        for name, request in driver.requests.items():
             driver.read(name)
+            if request.deadline is not None:  # it may pass while the others run on
+                driver.cancel(name, EndReason.DEADLINE)
         driver.run()
         driver.check_tokens()
         driver.check_idle()

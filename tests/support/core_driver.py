@@ -23,24 +23,27 @@ from engine.core.events import (
 from engine.core.plan import FailureKind, StepFailure
 from engine.core.scheduler import Scheduler
 from engine.core.types import EndReason, Request, RequestId, Sampling, Stops
-from engine.model.fake import FakeRunner, FakeScript, digest_after, next_token
+from engine.model.fake import EOS, FakeRunner, FakeScript, digest_after, next_token
 
 
-def expected_tokens(prompt, *, count, seed=None, choice=0):
-    """The fake model's output for a prompt."""
+def expected_tokens(prompt, *, count, seed=None, choice=0, eos_at=None):
+    """The fake model's output for a prompt: ``count`` tokens, or up to its own end, which
+    ``eos_at`` puts after some digests."""
     digest = 0
     for token in prompt:
         digest = digest_after(digest, token)
     tokens = []
-    for _ in range(count):
-        tokens.append(next_token(digest, seed, choice))
+    while len(tokens) < count and EOS not in tokens:
+        ends = eos_at is not None and eos_at(digest)
+        tokens.append(EOS if ends else next_token(digest, seed, choice))
         digest = digest_after(digest, tokens[-1])
     return tokens
 
 
 def make_request(name, prompt, *, max_tokens=8, arrival=0.0, **fields):
     sampling = fields.pop("sampling", Sampling(temperature=0.0))
-    return Request(RequestId(name), tuple(prompt), sampling, Stops(max_tokens), arrival, **fields)
+    stops = Stops(max_tokens, token_ids=frozenset({EOS}))
+    return Request(RequestId(name), tuple(prompt), sampling, stops, arrival, **fields)
 
 
 class Driver:
@@ -159,12 +162,20 @@ class Driver:
         for (name, choice), got in self.tokens.items():
             request = self.requests[name]
             want = expected_tokens(
-                request.prompt, count=len(got), seed=request.sampling.seed, choice=choice
+                request.prompt,
+                count=len(got),
+                seed=request.sampling.seed,
+                choice=choice,
+                eos_at=self.runner.script.eos_at,
             )
             assert got == want, f"{name}/{choice}"
         for (name, choice), end in self.finished.items():
+            got = self.tokens.get((name, choice), [])
             if end.reason is EndReason.LENGTH:
-                assert len(self.tokens[name, choice]) == self.requests[name].stops.max_tokens
+                assert len(got) == self.requests[name].stops.max_tokens
+                assert got[-1] != EOS
+            elif end.reason is EndReason.STOP:
+                assert got[-1] == EOS
 
     def check_idle(self):
         """Everything is given back."""
