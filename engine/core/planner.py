@@ -373,8 +373,7 @@ class Planner:
                 continue  # parked a moment ago with a sibling whose stream is full
             if not self._has_seats_for(seq):
                 return
-            deadline = seq.live.request.deadline
-            if deadline is not None and deadline <= self._now:
+            if seq.is_late(self._now):
                 continue  # its own scope is about to end it; it is never started (D18)
             matched = self._match(seq)
             if self._is_next_block_pending(seq, matched):

@@ -167,7 +167,11 @@ class Scheduler:
 
     def _use_prepared(self, now: float) -> PlannedStep | None:
         """What is left of the prepared plan, now that the step before it is over."""
-        if self._prepared is not None and (self._pause is not None or self._suspects):
+        if self._prepared is not None and (
+            self._pause is not None
+            or self._suspects
+            or any(seq.is_late(now) for seq in self._prepared.started)
+        ):
             self._discard_prepared(now)
         step, self._prepared = self._prepared, None
         return step if step is not None and self._planner.reconcile(step, now) else None

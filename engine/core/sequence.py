@@ -88,6 +88,11 @@ class Sequence:
             f"{self.num_computed}/{self.num_tokens} in {len(self.blocks)} blocks>"
         )
 
+    def is_late(self, now: float) -> bool:
+        """Its request's deadline has passed."""
+        deadline = self.live.request.deadline
+        return deadline is not None and deadline <= now
+
     def advance(self, event: Event) -> None:
         """Change state by the table of `engine.core.lifecycle`, or raise and stay."""
         self.state = advance(self.state, event)

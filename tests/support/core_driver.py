@@ -103,9 +103,17 @@ class Driver:
         self._take(events)
         self.in_flight = plan
         if plan is not None:
+            self._check_starts(plan)
             self.scheduler.prepare(self.now)  # as the loop does while the step runs
             self.scheduler.check()
         return plan
+
+    def _check_starts(self, plan):
+        """Nothing is started whose deadline has passed (D18)."""
+        starts = {admitted.sequence for admitted in plan.admitted}
+        for live in self.scheduler._ledger.requests.values():
+            if live.parent.sequence_id in starts and live.request.deadline is not None:
+                assert live.request.deadline > self.now, f"{live.request} is started too late"
 
     def end_step(self):
         plan, self.in_flight = self.in_flight, None
