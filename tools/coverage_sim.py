@@ -1,4 +1,4 @@
-"""What of the core, its loop and the supervisor the simulation alone reaches: `python -m tools.coverage_sim`.
+"""What the simulation alone reaches of core, loop and supervisor: `python -m tools.coverage_sim`.
 
 Prints branch coverage by file, and what is missing; the exit code is 1 below the bar.
 """
