@@ -142,7 +142,8 @@ def encode_documents(
             start = text.find(doc.strange) if doc.strange else 0
             end = start + len(doc.strange or "")
             spans = zip(encoding.ids, encoding.offsets, strict=True)
-            labels = [IGNORED if a < end and b > start else token for token, (a, b) in spans]
+            # its space too: alone it is a token, and would be learnt as a name's usual beginning
+            labels = [IGNORED if a < end and b >= start > 0 else token for token, (a, b) in spans]
             encoded.append((encoding.ids, labels))
     return encoded
 
