@@ -49,6 +49,7 @@ class BridgeCall:
         self._events: list[StreamEvent] = []
         self._is_closed = False
         self._is_cancelled = False
+        self._cancelled_at = 0.0
         self._error: TrioletError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.request = request
@@ -76,7 +77,7 @@ class BridgeCall:
 
     def cancel(self) -> None:
         if not self._is_closed and not self._is_cancelled:
-            self._is_cancelled = True
+            self._is_cancelled, self._cancelled_at = True, time.monotonic()
             self._bridge.post(self._close_reader)
 
     # ---- on the asyncio thread, by the bridge
@@ -97,7 +98,8 @@ class BridgeCall:
 
     def _close_reader(self) -> None:
         if self.generation is not None:
-            self.generation.close_reader()
+            age = max(0.0, time.monotonic() - self._cancelled_at)
+            self.generation.close_reader(trio.current_time() - age)
 
 
 class Bridge:

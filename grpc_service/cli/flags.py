@@ -139,6 +139,14 @@ FLAGS = (
         "how long a request waits for its model to load",
     ),
     Flag(
+        "step-timeout",
+        EngineConfig,
+        "step_timeout_s",
+        SECONDS,
+        "how long a step may take before it counts as hung: it is logged, health says NOT_SERVING, "
+        "and a drain does not wait for it",
+    ),
+    Flag(
         "drain-timeout",
         EngineConfig,
         "drain_timeout_s",

@@ -39,6 +39,7 @@ OTHER = {
     "stream_buffer": ("16", "16"),
     "stall_timeout": ("2.5", "2.5"),
     "spawn_timeout": ("7", "7.0"),
+    "step_timeout": ("90", "90"),
     "drain_timeout": ("0", "0"),
     "default_deadline": ("60", "60"),
 }
