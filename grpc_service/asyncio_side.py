@@ -7,6 +7,7 @@ Rule 2: the thread's end, whatever its cause, is told to the Trio side exactly o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -90,7 +91,8 @@ def _cannot_listen(config: ServerConfig) -> ConfigError:
 class AsyncioSide:
     """Runs the gRPC server on a thread of its own.
 
-    ``on_bound(port)`` and ``on_end(error)`` are called on that thread; ``on_end`` last and once.
+    ``on_bound(port)`` and ``on_end(error)`` are called on that thread; ``on_end`` once, and last
+    unless there is an error.
     """
 
     def __init__(
@@ -150,17 +152,20 @@ class AsyncioSide:
     # ---- on the thread
 
     def _run(self) -> None:
-        error: BaseException | None = None
         try:
             asyncio.set_event_loop(self._loop)
             self._loop.run_until_complete(self._serve())
-        except BaseException as raised:
-            error = raised
-        finally:
+        except BaseException as error:
+            # told first: a server that was never stopped may hang when it is let go, as grpc then
+            # joins a thread of its own that waits for the server's end
+            self._on_end(error)
+            with contextlib.suppress(Exception):  # a broken loop need not be able to close
+                self._close_loop()
+        else:
             try:
                 self._close_loop()
             finally:
-                self._on_end(error)
+                self._on_end(None)
 
     def _close_loop(self) -> None:
         loop = self._loop

@@ -292,6 +292,7 @@ def serve_forever(
     server_config: ServerConfig,
     *,
     make_runner: RunnerFactory = make_torch_runner,
+    new_event_loop: Callable[[], AbstractEventLoop] = new_event_loop,
 ) -> int:
     """`triolet serve`: run until told to end; the process's exit code."""
     logs.configure(os.environ.get("TRIOLET_LOG", "INFO"))
@@ -300,7 +301,9 @@ def serve_forever(
         return EXIT_FAILED
     try:
         return trio.run(
-            partial(serve, make_runner=make_runner, shows_progress=True),
+            partial(
+                serve, make_runner=make_runner, shows_progress=True, new_event_loop=new_event_loop
+            ),
             engine_config,
             server_config,
         )
