@@ -38,13 +38,19 @@ def server_options(config: ServerConfig) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a lottery
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 15_000),
+        ("grpc.keepalive_time_ms", _ms(config.keepalive_time_s)),
+        ("grpc.keepalive_timeout_ms", _ms(config.keepalive_timeout_s)),
+        # what grpcio 1.85 goes by (tests/service/test_peers.py), a minute unless it is set
+        ("grpc.http2.ping_timeout_ms", _ms(config.keepalive_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
     ]
+
+
+def _ms(seconds: float) -> int:
+    return min(round(seconds * 1000), 2**31 - 1)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

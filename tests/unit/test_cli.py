@@ -22,6 +22,8 @@ OTHER = {
     "uds": ("/run/t.sock", '"/run/t.sock"'),
     "insecure": (None, "true"),
     "max_message_bytes": ("1MiB", '"1MiB"'),
+    "keepalive_time": ("60", "60"),
+    "keepalive_timeout": ("2.5", "2.5"),
     "revision": ("v2", '"v2"'),
     "dtype": ("float32", '"float32"'),
     "device": ("cpu", '"cpu"'),
