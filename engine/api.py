@@ -11,7 +11,7 @@ Rule 2: what a client can be told is raised as a `TrioletError`; all else is a b
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,10 @@ from engine.pool import REPLICA_ID, Pool
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from engine.supervisor import Supervisor
 from engine.threads import Threads, WorkerThreads
+from engine.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from engine.config import ModelConfig
     from engine.core.plan import Runner, TokenSpan
@@ -270,29 +271,53 @@ async def open_engine(
     threads: Threads | None = None,
     on_change: Callable[[], None] = lambda: None,
     on_event: OnEvent | None = None,
+    watchdog: Watchdog | None = None,
 ) -> AsyncIterator[Engine]:
     """Start an engine; its models load in the background (`Engine.wait_ready`).
 
     ``make_runner`` and ``threads`` are the seams for fakes and virtual time. ``on_change`` is
     called on the Trio thread whenever a model's state changes, ``on_event`` with everything that
-    goes into and out of a scheduler (`engine.core.journal` writes it down).
+    goes into and out of a scheduler (`engine.core.journal` writes it down). ``watchdog`` is for
+    whoever wants more of it than reports of hung steps (`Watchdog.leave`).
 
     Cancellation, or an exception from the block: running requests are cut at once; otherwise
     leaving the block drains for the configured time.
     """
     config = config or EngineConfig()
+    if watchdog is None and threads is None:  # virtual time has no hung steps
+        watchdog = Watchdog(config.step_timeout_s)
     threads = threads or WorkerThreads()
-    pool = Pool(config, make_runner, threads, on_change, on_event)
+    pool = Pool(config, make_runner, threads, on_change, on_event, watchdog)
     supervisor = Supervisor(config, pool, threads)
     engine = Engine(config, pool, supervisor)
-    async with trio.open_nursery() as nursery:
-        await nursery.start(supervisor.run)
-        try:
-            yield engine
-        except BaseException:
-            nursery.cancel_scope.cancel(reason="the engine's block raised")
-            raise
-        await engine.drain()
+    with _running(watchdog):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(supervisor.run)
+            try:
+                yield engine
+            except BaseException:
+                nursery.cancel_scope.cancel(reason="the engine's block raised")
+                raise
+            await engine.drain()
+
+
+@contextmanager
+def _running(watchdog: Watchdog | None) -> Iterator[None]:
+    """Let the watchdog look, and tell this Trio run, while the block lasts."""
+    if watchdog is None:
+        yield
+        return
+    token = trio.lowlevel.current_trio_token()
+
+    def tell(callback: Callable[[], None]) -> None:
+        with suppress(trio.RunFinishedError):
+            token.run_sync_soon(callback)
+
+    watchdog.start(tell)
+    try:
+        yield
+    finally:
+        watchdog.stop()
 
 
 __all__ = ["Engine", "ModelState", "Stream", "make_torch_runner", "open_engine"]

@@ -107,6 +107,7 @@ class EngineConfig:
     stall_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     spawn_timeout_s: float = 30.0
+    step_timeout_s: float = 60.0  # guess: far above any step that a client would wait for
     default_deadline_s: float | None = None
     stream_buffer: int = STREAM_BUFFER
     in_process_buffer: int = IN_PROCESS_BUFFER
@@ -135,6 +136,7 @@ class EngineConfig:
         for flag, seconds in (
             ("stall-timeout", self.stall_timeout_s),
             ("spawn-timeout", self.spawn_timeout_s),
+            ("step-timeout", self.step_timeout_s),
             ("default-deadline", self.default_deadline_s),
         ):
             if seconds is not None and not seconds > 0:

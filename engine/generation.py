@@ -72,6 +72,7 @@ class Generation:
         self.on_ready: Callable[[], None] | None = None
         self.replica: Replica | None = None
         self.reason: EndReason | None = None
+        self.client_deadline = math.inf  # its own timer's; `scope` has the server's
         self.model = ""
         self._done = trio.Event()
         self._num_choices = request.n or 1
@@ -113,9 +114,14 @@ class Generation:
         if self.credit.release(num_messages) and self.replica is not None:
             self.replica.loop.post(ReaderDrained(self.core_id))
 
-    def close_reader(self) -> None:
-        """The reader leaves: what is buffered is dropped, the request ends if it has not."""
-        self.cancel(EndReason.CANCELLED)
+    def close_reader(self, left_at: float | None = None) -> None:
+        """The reader leaves: what is buffered is dropped, the request ends if it has not.
+
+        ``left_at``: when grpc ended the call, on Trio's clock. Close to the client's own deadline
+        that was the client's timer, and the request ends by its deadline (D18).
+        """
+        is_timer = left_at is not None and left_at >= self.client_deadline - DEADLINE_MARGIN_S
+        self.cancel(EndReason.DEADLINE if is_timer else EndReason.CANCELLED)
         self._receive.close()
 
     # ---- ending

@@ -30,6 +30,7 @@ from engine.core.events import (
 )
 from engine.core.plan import FailureKind, StepFailure
 from engine.errors import EngineBug, Overloaded, ShuttingDown
+from engine.watchdog import StepWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +59,8 @@ class EngineLoop:
     """Drives one scheduler and one runner. All methods belong to the Trio thread.
 
     ``check_level`` is ENGINE_CHECK: at 1 the books are checked whenever the loop goes idle, at
-    2 after every commit. ``on_event`` sees everything that goes into and out of the core.
+    2 after every commit. ``on_event`` sees everything that goes into and out of the core. ``watch``
+    is told when steps begin and end.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class EngineLoop:
         *,
         check_level: int = 1,
         on_event: Callable[[InputEvent | OutputEvent | StepPlan], None] | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
@@ -80,6 +83,7 @@ class EngineLoop:
         self._limiter = trio.CapacityLimiter(1)
         self._check_level = check_level
         self._on_event = on_event
+        self._watch = watch or StepWatch(name)
         self._commands: deque[InputEvent] = deque()
         self._num_submits = 0
         self._sinks: dict[RequestId, Sink] = {}
@@ -128,6 +132,11 @@ class EngineLoop:
     def phase_of(self, request_id: RequestId) -> str | None:
         """Where the scheduler has a live request; None: it does not (yet, or any more)."""
         return self.scheduler.phase_of(request_id)
+
+    @property
+    def is_hung(self) -> bool:
+        """The step that runs takes longer than any should (D17)."""
+        return self._watch.is_hung
 
     @property
     def is_idle(self) -> bool:
@@ -204,7 +213,11 @@ class EngineLoop:
     async def _step(self, plan: StepPlan) -> None:
         """Execute one plan in the worker's thread and commit what came of it."""
         started = trio.current_time()
-        outcome = await self._threads.run(lambda: self._execute(plan), self._limiter)
+        self._watch.begin(plan.plan_id)
+        try:
+            outcome = await self._threads.run(lambda: self._execute(plan), self._limiter)
+        finally:
+            self._watch.end()
         self.busy_s += trio.current_time() - started
         self._apply(outcome)
         if self._check_level >= 2:

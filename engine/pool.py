@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from engine.core.events import InputEvent, OutputEvent
     from engine.core.plan import LoadProgress, ModelInfo, Runner, StepPlan, Tokenizer
     from engine.threads import Threads
+    from engine.watchdog import Watchdog
 
     OnEvent = Callable[[InputEvent | OutputEvent | StepPlan], None]
 
@@ -105,8 +106,10 @@ class Pool:
         threads: Threads,
         on_change: Callable[[], None],
         on_event: OnEvent | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._on_event = on_event
+        self._watchdog = watchdog
         self._config = config
         self._make_runner = make_runner
         self._threads = threads
@@ -276,13 +279,15 @@ class Pool:
 
         info = await self._threads.run(load, self._load_limiter)
         scheduler = Scheduler(self._scheduler_config(info, entry.config.name))
+        name = entry.config.name
         loop = EngineLoop(
-            entry.config.name,
+            name,
             scheduler,
             runner,
             self._threads,
             check_level=self._config.check_level,
             on_event=self._on_event,
+            watch=self._watchdog.watch(name, self._on_change) if self._watchdog else None,
         )
         entry.replica = Replica(
             entry.config.name, info, runner.tokenizer, loop, entry.config.threads
@@ -335,4 +340,5 @@ class Pool:
             max_model_len=info.max_model_len if info else 0,
             is_demo=info.is_demo if info else False,
             is_lazy=entry.config.lazy,
+            is_hung=entry.replica.loop.is_hung if entry.replica else False,
         )

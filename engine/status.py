@@ -55,7 +55,8 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """What ListModels says of one model. ``last_used`` is seconds since the epoch, 0 never."""
+    """What ListModels says of one model. ``last_used`` is seconds since the epoch, 0 never.
+    ``is_hung``: its step takes longer than any should (D17)."""
 
     name: str
     state: ModelState
@@ -72,6 +73,7 @@ class ModelStatus:
     max_model_len: int = 0
     is_demo: bool = False
     is_lazy: bool = False
+    is_hung: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,8 @@ class Supervisor:
             timeout = self._config.default_deadline_s
         start = generation.started_at if arrived_at is None else arrived_at
         generation.scope.deadline = server_deadline(start, timeout)
+        if request.timeout_s is not None:
+            generation.client_deadline = start + request.timeout_s
         error = self._refusal(request, request_id)
         if error is not None or self._nursery is None:
             self.metrics.count_refusal()

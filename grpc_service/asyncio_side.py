@@ -7,6 +7,7 @@ Rule 2: the thread's end, whatever its cause, is told to the Trio side exactly o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import threading
@@ -37,13 +38,19 @@ def server_options(config: ServerConfig) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a lottery
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 15_000),
+        ("grpc.keepalive_time_ms", _ms(config.keepalive_time_s)),
+        ("grpc.keepalive_timeout_ms", _ms(config.keepalive_timeout_s)),
+        # what grpcio 1.85 goes by (tests/service/test_peers.py), a minute unless it is set
+        ("grpc.http2.ping_timeout_ms", _ms(config.keepalive_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
     ]
+
+
+def _ms(seconds: float) -> int:
+    return min(round(seconds * 1000), 2**31 - 1)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -90,7 +97,8 @@ def _cannot_listen(config: ServerConfig) -> ConfigError:
 class AsyncioSide:
     """Runs the gRPC server on a thread of its own.
 
-    ``on_bound(port)`` and ``on_end(error)`` are called on that thread; ``on_end`` last and once.
+    ``on_bound(port)`` and ``on_end(error)`` are called on that thread; ``on_end`` once, and last
+    unless there is an error.
     """
 
     def __init__(
@@ -150,17 +158,20 @@ class AsyncioSide:
     # ---- on the thread
 
     def _run(self) -> None:
-        error: BaseException | None = None
         try:
             asyncio.set_event_loop(self._loop)
             self._loop.run_until_complete(self._serve())
-        except BaseException as raised:
-            error = raised
-        finally:
+        except BaseException as error:
+            # told first: a server that was never stopped may hang when it is let go, as grpc then
+            # joins a thread of its own that waits for the server's end
+            self._on_end(error)
+            with contextlib.suppress(Exception):  # a broken loop need not be able to close
+                self._close_loop()
+        else:
             try:
                 self._close_loop()
             finally:
-                self._on_end(error)
+                self._on_end(None)
 
     def _close_loop(self) -> None:
         loop = self._loop

@@ -53,6 +53,7 @@ class BridgeCall:
         self._is_closed = False
         self._is_cancelled = False
         self._is_left = False
+        self._cancelled_at = 0.0
         self._error: TrioletError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.request = request
@@ -80,7 +81,7 @@ class BridgeCall:
 
     def cancel(self) -> None:
         if not self._is_closed and not self._is_cancelled:
-            self._is_cancelled = True
+            self._is_cancelled, self._cancelled_at = True, self._bridge.clock()
             self._bridge.post(self._close_reader)
 
     def leave(self) -> None:
@@ -109,7 +110,8 @@ class BridgeCall:
 
     def _close_reader(self) -> None:
         if self.generation is not None:
-            self.generation.close_reader()
+            age = max(0.0, self._bridge.clock() - self._cancelled_at)
+            self.generation.close_reader(trio.current_time() - age)
 
 
 class Bridge:

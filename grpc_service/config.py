@@ -18,13 +18,17 @@ UNIX_PATH_BYTES_MAX = 107  # sun_path of Linux holds 108 with its NUL
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Where clients reach the server. ``uds``, the path of a Unix socket, replaces host and
-    port. ``port`` 0 takes any free one. ``insecure`` lets other machines in without TLS or key."""
+    port. ``port`` 0 takes any free one. ``insecure`` lets other machines in without TLS or key.
+    A connection on which nothing came for ``keepalive_time_s`` is asked for a sign of life, and
+    closed when none comes within ``keepalive_timeout_s``."""
 
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     uds: str = ""
     insecure: bool = False
     max_message_bytes: int = 4 * 2**20
+    keepalive_time_s: float = 30.0  # with the timeout, a half-dead client is found within 45 s
+    keepalive_timeout_s: float = 15.0
 
     def __post_init__(self) -> None:
         if self.uds:
@@ -41,6 +45,12 @@ class ServerConfig:
             raise ConfigError(f"--port is {self.port}, outside [0, 65535]")
         if self.max_message_bytes < 1024:
             raise ConfigError("--max-message-bytes must be at least 1024")
+        for flag, seconds in (
+            ("keepalive-time", self.keepalive_time_s),
+            ("keepalive-timeout", self.keepalive_timeout_s),
+        ):
+            if not seconds >= 0.001:
+                raise ConfigError(f"--{flag} is {seconds:g} s, but must be at least 0.001")
 
     @property
     def address(self) -> str:

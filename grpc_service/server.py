@@ -2,10 +2,11 @@
 
 Start: engine (models load in the background) → asyncio thread binds → ready when every preloaded
 model has settled. End (D17): health NOT_SERVING → new requests refused → running ones finish
-within the drain timeout → the rest cut with a status → grpc stopped → both threads joined.
+within the drain timeout → the rest cut with a status → grpc stopped → all threads joined, but for
+those that `_Ending` does not wait for.
 
-Exit codes: 0 all finished, 75 some were cut, 70 an internal error, 1 could not start, 128 + n a
-second signal.
+Exit codes: 0 all finished, 75 some were cut, 70 an internal error or a step that hangs, 1 could not
+start, 128 + n a second signal.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from engine.api import make_torch_runner, open_engine
 from engine.errors import ConfigError, TrioletError
 from engine.memory import settle_heap
 from engine.status import ModelState
+from engine.watchdog import EXIT_HUNG, Watchdog
 from grpc_service.asyncio_side import AsyncioSide, check_free, new_event_loop
 from grpc_service.bridge import Bridge
 from grpc_service.cli.startup import show_loading, show_ready
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from engine.api import Engine
     from engine.config import EngineConfig
@@ -40,9 +42,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, 70, 75
+EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_GRACE_S = 1.0  # guess: for statuses that are written already; all else has ended by then
 JOIN_TIMEOUT_S = 10.0  # guess: grpc's stop takes its grace plus a poll; beyond it is stuck
+LEAVE_PATIENCE_S = 3.0  # guess: for a load under way, which nobody wants any more
+CUT_PATIENCE_S = 3.0  # guess: grpc's grace, and a step of ordinary length
 
 
 @dataclass(eq=False)
@@ -53,6 +58,48 @@ class _Front:
     ended: trio.Event = field(default_factory=trio.Event)
     port: int = 0
     error: BaseException | None = None
+
+
+@dataclass(eq=False)
+class _Ending:
+    """How the process comes to its end, whatever it waits for then (D17).
+
+    The first signal drains. Once grpc has stopped nobody is left to answer, and a thread that is
+    still busy is only joined: a step for as long as `Watchdog` says, a load for
+    `LEAVE_PATIENCE_S`. A second signal ends the process within `CUT_PATIENCE_S` wherever it is.
+    """
+
+    watchdog: Watchdog
+    engine: Engine | None = None
+    is_serving: bool = False
+    first: trio.Event = field(default_factory=trio.Event)
+    second: trio.Event = field(default_factory=trio.Event)
+    served: int = EXIT_INTERNAL  # until it is known better
+    cut_by: int | None = None
+
+    @property
+    def code(self) -> int:
+        """The exit code as far as it is known."""
+        return self.served if self.cut_by is None else 128 + self.cut_by
+
+    async def watch(self, signals: AsyncIterator[int]) -> None:
+        """Take signals until cancelled."""
+        async for number in signals:
+            if number == signal.SIGUSR1:
+                if self.engine is not None:
+                    log.info("statistics: %s", self.engine.statistics())
+            elif not self.first.is_set():
+                self.first.set()
+            elif self.cut_by is None:
+                self.cut_by = number
+                self.watchdog.leave(self.code, patience_s=CUT_PATIENCE_S, waits_for_steps=False)
+                self.second.set()
+
+    def leave(self) -> None:
+        """grpc has stopped: from here on the process only joins its threads. One that could not
+        even listen waits, or its sentence why would be lost."""
+        if self.is_serving and self.cut_by is None:
+            self.watchdog.leave(self.code, patience_s=LEAVE_PATIENCE_S, waits_for_steps=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +127,36 @@ async def serve(
     Raises:
         ConfigError: the address cannot be bound, or every model failed to load; in an
             ExceptionGroup if that shows only after the engine was started.
-    Cancellation: running requests are cut at once; both threads are joined.
+    Cancellation: running requests are cut at once; the threads are joined.
     """
     check_free(server_config)
+    ending = _Ending(Watchdog(engine_config.step_timeout_s))
+    with trio.open_signal_receiver(*SIGNALS) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ending.watch, signals)  # also while the engine ends
+            await _serve(
+                engine_config,
+                server_config,
+                ending,
+                make_runner=make_runner,
+                shows_progress=shows_progress,
+                new_event_loop=new_event_loop,
+                task_status=task_status,
+            )
+            nursery.cancel_scope.cancel(reason="served")
+    return ending.code
+
+
+async def _serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    ending: _Ending,
+    *,
+    make_runner: RunnerFactory,
+    shows_progress: bool,
+    new_event_loop: Callable[[], AbstractEventLoop],
+    task_status: trio.TaskStatus[Server],
+) -> None:
     front = _Front()
     show: list[Callable[[], None]] = []
 
@@ -90,7 +164,10 @@ async def serve(
         for callback in show:
             callback()
 
-    async with open_engine(engine_config, make_runner=make_runner, on_change=on_change) as engine:
+    async with open_engine(
+        engine_config, make_runner=make_runner, on_change=on_change, watchdog=ending.watchdog
+    ) as engine:
+        ending.engine = engine
         bridge = Bridge(engine)
         asyncio_side = _asyncio_side(server_config, bridge, front, new_event_loop)
         show.append(
@@ -109,20 +186,21 @@ async def serve(
             asyncio_side.start()
             try:
                 await _wait_bound(front)
+                ending.is_serving = True
                 task_status.started(Server(engine, front.port))
                 async with trio.open_nursery() as watched:
                     watched.start_soon(_watch_front, front)
                     if shows_progress:
                         watched.start_soon(show_loading, engine)
                     watched.start_soon(wait_ready)
-                    code = await _serve_until_signal(engine)
+                    ending.served = await _serve_until_signal(engine, ending)
                     watched.cancel_scope.cancel(reason="served")
             finally:
                 asyncio_side.stop(STOP_GRACE_S)
                 with trio.CancelScope(shield=True):  # bounded by JOIN_TIMEOUT_S
                     await _join(asyncio_side, front)
+                ending.leave()
             nursery.cancel_scope.cancel(reason="served")
-        return code
 
 
 def _asyncio_side(
@@ -192,31 +270,21 @@ async def _wait_loaded(engine: Engine) -> None:
         raise ConfigError(models[0].error)
 
 
-async def _serve_until_signal(engine: Engine) -> int:
+async def _serve_until_signal(engine: Engine, ending: _Ending) -> int:
     """Wait for a signal to end; drain; a second signal cuts."""
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) as signals:
-        async for number in signals:
-            if number != signal.SIGUSR1:
-                log.info("draining: %d requests are running", engine.num_live)
-                break
-            log.info("statistics: %s", engine.statistics())
-        second: list[int] = []
-        cut = 0
-        async with trio.open_nursery() as nursery:
+    await ending.first.wait()
+    log.info("draining: %d requests are running", engine.num_live)
+    cut = 0
+    async with trio.open_nursery() as nursery:
 
-            async def watch_second() -> None:
-                async for number in signals:
-                    if number != signal.SIGUSR1:
-                        second.append(number)
-                        nursery.cancel_scope.cancel(reason="second signal")
-                        return
+        async def cut_at_second() -> None:
+            await ending.second.wait()
+            nursery.cancel_scope.cancel(reason="second signal")
 
-            nursery.start_soon(watch_second)
-            cut = await engine.drain()
-            nursery.cancel_scope.cancel(reason="drained")
-        if second:
-            return 128 + second[0]
-        return EXIT_CUT if cut else EXIT_OK
+        nursery.start_soon(cut_at_second)
+        cut = await engine.drain()
+        nursery.cancel_scope.cancel(reason="drained")
+    return EXIT_CUT if cut else EXIT_OK
 
 
 def serve_forever(
@@ -224,6 +292,7 @@ def serve_forever(
     server_config: ServerConfig,
     *,
     make_runner: RunnerFactory = make_torch_runner,
+    new_event_loop: Callable[[], AbstractEventLoop] = new_event_loop,
 ) -> int:
     """`triolet serve`: run until told to end; the process's exit code."""
     logs.configure(os.environ.get("TRIOLET_LOG", "INFO"))
@@ -232,7 +301,9 @@ def serve_forever(
         return EXIT_FAILED
     try:
         return trio.run(
-            partial(serve, make_runner=make_runner, shows_progress=True),
+            partial(
+                serve, make_runner=make_runner, shows_progress=True, new_event_loop=new_event_loop
+            ),
             engine_config,
             server_config,
         )

@@ -171,6 +171,16 @@ class Ledger:
             extend_keys(seq.keys, seq.live.root, seq.tokens(0, num_tokens), size, num_tokens)
         return seq.keys
 
+    def cached_tokens_of(self, request: Request) -> int:
+        """Tokens of a prompt that need not be computed. Hashes the whole prompt."""
+        if not self.config.prefix_cache or request.bypass_prefix_cache:
+            return 0
+        keys: list[bytes] = []
+        root = root_key(self.config.cache_namespace, request.cache_salt)
+        size, usable = self.config.block_size, len(request.prompt) - 1
+        extend_keys(keys, root, request.prompt, size, usable)
+        return size * len(self.cache.match(keys))
+
     def uses_cache(self, seq: Sequence) -> bool:
         """The prefix cache is on and the request does not bypass it."""
         return self.config.prefix_cache and not seq.live.request.bypass_prefix_cache

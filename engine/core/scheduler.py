@@ -38,8 +38,10 @@ from engine.core.lifecycle import State
 from engine.core.plan import FailureKind, Logits, RowFailure, RowResult, StepFailure, StepPlan
 from engine.core.planner import PlannedStep, Planner
 from engine.core.policy import blocks_for, retry_after
+from engine.core.rate import BestRate
 from engine.core.types import EndReason, Request, RequestId
 from engine.errors import (
+    DeadlineInfeasible,
     DuplicateRequest,
     EngineBug,
     FieldViolation,
@@ -96,6 +98,7 @@ class Scheduler:
         self._suspects: deque[Sequence] = deque()
         self._oom_retries = self._clean_steps = 0
         self._tokens_per_s = 0.0
+        self._best_rate = BestRate(config.max_num_batched_tokens)
         self._steps = self._rows = self._preemptions = self._discarded = 0
         self._prompt_tokens = self._completion_tokens = self._late = 0
 
@@ -211,7 +214,7 @@ class Scheduler:
 
     def _submit(self, event: Submit, now: float) -> None:
         request = event.request
-        error = self._refusal(request, event.credit.capacity)
+        error = self._refusal(request, event.credit.capacity) or self._infeasible(request, now)
         if error is not None:
             self._events.append(Refused(request.request_id, error))
             return
@@ -241,6 +244,24 @@ class Scheduler:
             wait = retry_after(ledger.queued_tokens, self._tokens_per_s)
             return Overloaded(f"the queue holds its {bound}", retry_after_s=wait)
         return None
+
+    def _infeasible(self, request: Request, now: float) -> TrioletError | None:
+        """Refuse a prompt that cannot be computed by its deadline, whatever else runs (D18). What
+        is cached is looked up only where it decides; all else of the prompt has to be computed
+        by somebody, as no step is in flight."""
+        if request.deadline is None or request.deadline <= now:
+            return None  # the latter's own scope is about to end it
+        left, length = request.deadline - now, len(request.prompt)
+        if self._best_rate.seconds_for(length) <= left:
+            return None
+        missing = length - self._ledger.cached_tokens_of(request)
+        seconds = self._best_rate.seconds_for(missing)
+        if seconds <= left:
+            return None
+        return DeadlineInfeasible(
+            f"the prompt takes at least {seconds:.3g} s, of which {left:.3g} s are left",
+            phase="queued",
+        )
 
     def _misfits(self, request: Request, buffer: int) -> list[tuple[str, str]]:
         """What of a request can never fit this model."""
@@ -430,6 +451,7 @@ class Scheduler:
 
     def _note_rate(self, num_tokens: int, seconds: float) -> None:
         if seconds > 0:
+            self._best_rate.note(num_tokens, seconds)
             rate = num_tokens / seconds
             self._tokens_per_s += RATE_SMOOTHING * (rate - self._tokens_per_s)
 

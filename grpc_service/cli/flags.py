@@ -55,6 +55,20 @@ FLAGS = (
     Flag("insecure", ServerConfig, "insecure", SWITCH, "serve other machines without TLS or key"),
     Flag("max-message-bytes", ServerConfig, "max_message_bytes", BYTES, "largest request taken"),
     Flag(
+        "keepalive-time",
+        ServerConfig,
+        "keepalive_time_s",
+        SECONDS,
+        "after how long a silent connection is asked for a sign of life",
+    ),
+    Flag(
+        "keepalive-timeout",
+        ServerConfig,
+        "keepalive_timeout_s",
+        SECONDS,
+        "how long that sign may take before the connection is closed",
+    ),
+    Flag(
         "revision", ModelConfig, "revision", TEXT, "branch, tag or commit of a Hugging Face model"
     ),
     Flag("dtype", ModelConfig, "dtype", TEXT, "auto, float32, bfloat16 or float16"),
@@ -137,6 +151,14 @@ FLAGS = (
         "spawn_timeout_s",
         SECONDS,
         "how long a request waits for its model to load",
+    ),
+    Flag(
+        "step-timeout",
+        EngineConfig,
+        "step_timeout_s",
+        SECONDS,
+        "how long a step may take before it counts as hung: it is logged, health says NOT_SERVING, "
+        "and a drain does not wait for it",
     ),
     Flag(
         "drain-timeout",

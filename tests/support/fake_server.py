@@ -1,8 +1,9 @@
 """A Triolet server of fake models, as a process: ``python -m tests.support.fake_server JSON``.
 
 It prints one line of JSON with its port once it is bound. Every line on standard input is a
-question, answered with one line of JSON about its idleness; the input's end, which is the end of
-the test that started it, kills it. What JSON may say: `start` below.
+command (`Faults`) or, when it is empty, none, and is answered with one line of JSON about the
+server's idleness; the input's end, which is the end of the test that started it, kills it. What
+JSON may say: `start` below.
 """
 
 from __future__ import annotations
@@ -14,17 +15,24 @@ import selectors
 import signal
 import sys
 import threading
+from dataclasses import replace
 
 import trio
 
 from engine import logs
 from engine.config import EngineConfig, ModelConfig
 from engine.model.fake import FakeRunner, FakeScript
+from engine.supervisor import Supervisor
+from grpc_service.asyncio_side import new_event_loop
+from grpc_service.bridge import Bridge
 from grpc_service.config import ServerConfig
 from grpc_service.server import serve, serve_forever
 
 POISONED_STEP = 901  # a prompt that begins with it makes every step with one of its rows raise
 POISONED_ROW = 902  # a prompt that begins with it fails alone, after its second token
+HUNG_STEP = 903  # a step with one of its rows hangs until `release`
+BROKEN_STEP = 904  # a step with one of its rows gives the result of another: a bug of ours
+RELEASED = threading.Event()
 
 
 class Poison:
@@ -32,17 +40,71 @@ class Poison:
 
     def __init__(self, script):
         self._script = script
-        self._poisoned = set()
+        self._first = {}
 
     def __call__(self, plan):
         for admitted in plan.admitted:
-            if admitted.prompt[0] == POISONED_STEP:
-                self._poisoned.add(admitted.sequence)
-            elif admitted.prompt[0] == POISONED_ROW:
+            self._first[admitted.sequence] = admitted.prompt[0]
+            if admitted.prompt[0] == POISONED_ROW:
                 self._script.row_faults[admitted.sequence] = (2, "decode")
-        if any(row.sequence in self._poisoned for row in plan.rows):
+        if self.has(POISONED_STEP, plan):
             return RuntimeError("a scripted secret")
+        if self.has(HUNG_STEP, plan):
+            RELEASED.wait()
         return None
+
+    def has(self, first, plan):
+        """Is there a row of a prompt that began so?"""
+        return any(self._first.get(row.sequence) == first for row in plan.rows)
+
+
+class FaultyRunner(FakeRunner):
+    def execute(self, plan):
+        result = super().execute(plan)
+        is_broken = self.script.plan_fault.has(BROKEN_STEP, plan)
+        return replace(result, plan_id=result.plan_id + 1) if is_broken else result
+
+
+class Faults:
+    """Bugs of the server's own, planted in the running process by commands."""
+
+    def __init__(self):
+        self.asyncio_loop = None
+        self.trio_token = None
+        self.is_selector_broken = False
+
+    def release(self):
+        """Every step that hangs goes on, and none hangs any more."""
+        RELEASED.set()
+
+    def break_asyncio(self):
+        """Something in the asyncio thread's loop ends it."""
+        self.asyncio_loop.call_soon_threadsafe(self._exit)
+
+    def break_selector(self):
+        """The asyncio thread's loop fails, and fails again when it is closed (``counts``)."""
+        self.is_selector_broken = True
+        self.asyncio_loop.call_soon_threadsafe(lambda: None)
+
+    def break_trio(self):
+        """Trio itself fails: none of its tasks is unwound."""
+        self.trio_token.run_sync_soon(self._exit)
+
+    def break_supervisor(self):
+        """The engine's own task fails when the next request ends."""
+        Supervisor._count = self._fail
+
+    def break_bridge(self):
+        """The bridge's task fails with the next news of a request."""
+        Bridge._carry = self._fail
+
+    @staticmethod
+    def _fail(*_):
+        raise RuntimeError("planted")
+
+    @staticmethod
+    def _exit():
+        raise SystemExit("planted")
 
 
 def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), **fields):
@@ -60,7 +122,8 @@ def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), **field
 class Counter(trio.abc.Instrument):
     """How often Trio ran a task, and how often asyncio's loop woke up."""
 
-    def __init__(self):
+    def __init__(self, faults):
+        self.faults = faults
         self.task_steps = 0
         self.loop_turns = 0
 
@@ -73,6 +136,8 @@ class Counter(trio.abc.Instrument):
 
         class CountingSelector(selectors.DefaultSelector):
             def select(self, timeout=None):
+                if counter.faults.is_selector_broken:
+                    raise OSError("planted")
                 ready = super().select(timeout)
                 counter.loop_turns += 1
                 return ready
@@ -95,7 +160,9 @@ def switches(thread):
 
 
 def answer_questions(counter):
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        if command := line.strip():
+            getattr(counter.faults, command)()
         print(json.dumps(counter.answer()), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -124,29 +191,37 @@ def start(
     server_config = ServerConfig(**{"port": 0} | (server or {}))
 
     def make_runner(model, config):
-        return FakeRunner(
+        return FaultyRunner(
             script=make_script(**scripts[model.name]),
             **{"block_size": config.block_size} | (runner or {}),
         )
 
-    counter = Counter()
+    faults = Faults()
+    counter = Counter(faults)
     threading.Thread(target=answer_questions, args=(counter,), daemon=True, name="stdin").start()
+
+    def new_loop():
+        faults.trio_token = trio.lowlevel.current_trio_token()  # the engine's thread makes it
+        faults.asyncio_loop = counter.new_event_loop() if counts else new_event_loop()
+        return faults.asyncio_loop
+
     if is_command:
-        return serve_forever(engine_config, server_config, make_runner=make_runner)
+        return serve_forever(
+            engine_config, server_config, make_runner=make_runner, new_event_loop=new_loop
+        )
     logs.configure("INFO")
 
     async def main():
         codes = []
 
         async def run(task_status):
-            loop = {"new_event_loop": counter.new_event_loop} if counts else {}
             codes.append(
                 await serve(
                     engine_config,
                     server_config,
                     make_runner=make_runner,
                     task_status=task_status,
-                    **loop,
+                    new_event_loop=new_loop,
                 )
             )
 

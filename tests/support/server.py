@@ -74,11 +74,15 @@ class Server:
 
         return wait_until(found, limit_s, "the server's word")
 
+    def tell(self, command):
+        """Have the fake server do what `fake_server.Faults` can; it may not live to answer."""
+        self.process.stdin.write(f"{command}\n".encode())
+        self.process.stdin.flush()
+
     def ask(self):
         """The fake server's account of itself (`fake_server.Counter`)."""
         before = self.out.count("\n")
-        self.process.stdin.write(b"\n")
-        self.process.stdin.flush()
+        self.tell("")
         self.wait_for_output(lambda out: out.count("\n") > before, 10)
         return json.loads(self.out.splitlines()[-1])
 
@@ -163,8 +167,11 @@ def fake_argv(**settings):
 def fake(*, may_log=None, **settings):
     """A server of fake models, bound, with an open channel."""
     with process(fake_argv(**settings), may_log=may_log) as server:
-        line = server.wait_for_output(lambda out: "\n" in out and out, START_LIMIT_S)
-        server.address = f"127.0.0.1:{json.loads(line)['port']}"
+        if settings.get("is_command"):
+            server.address = server.wait_for_output(READY.search, START_LIMIT_S)[1]
+        else:
+            line = server.wait_for_output(lambda out: "\n" in out and out, START_LIMIT_S)
+            server.address = f"127.0.0.1:{json.loads(line)['port']}"
         with connect(server.address) as server.channel:
             yield server
 

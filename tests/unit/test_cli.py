@@ -22,6 +22,8 @@ OTHER = {
     "uds": ("/run/t.sock", '"/run/t.sock"'),
     "insecure": (None, "true"),
     "max_message_bytes": ("1MiB", '"1MiB"'),
+    "keepalive_time": ("60", "60"),
+    "keepalive_timeout": ("2.5", "2.5"),
     "revision": ("v2", '"v2"'),
     "dtype": ("float32", '"float32"'),
     "device": ("cpu", '"cpu"'),
@@ -39,6 +41,7 @@ OTHER = {
     "stream_buffer": ("16", "16"),
     "stall_timeout": ("2.5", "2.5"),
     "spawn_timeout": ("7", "7.0"),
+    "step_timeout": ("90", "90"),
     "drain_timeout": ("0", "0"),
     "default_deadline": ("60", "60"),
 }

@@ -35,6 +35,7 @@ ENGINE_PUBLIC = {
     "engine.requests",
     "engine.status",
     "engine.sync",
+    "engine.watchdog",
     *VOCABULARY,
 }
 ALLOWED: dict[str, set[str]] = {
@@ -43,12 +44,13 @@ ALLOWED: dict[str, set[str]] = {
     "engine.memory": set(),
     "engine.status": set(),
     "engine.threads": set(),
+    "engine.watchdog": set(),
     "engine.config": {"engine.errors"},
     "engine.core": {"engine.errors", "engine.config"},
     "engine.requests": {"engine.errors", *VOCABULARY},
     "engine.metrics": {"engine.status", *VOCABULARY},
     "engine.model": {"engine.core", "engine.errors", "engine.config", "engine.memory"},
-    "engine.loop": {"engine.core", "engine.errors", "engine.config"},
+    "engine.loop": {"engine.core", "engine.errors", "engine.config", "engine.watchdog"},
     "engine.pool": {
         "engine.core",
         "engine.errors",
@@ -56,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.loop",  # a replica is a loop with what serves it
         "engine.memory",
         "engine.status",
+        "engine.watchdog",
     },
     "engine.generation": {"engine.core", "engine.errors", "engine.requests"},
     "engine.prompts": {"engine.core", "engine.errors", "engine.requests"},
@@ -80,6 +83,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.status",
         "engine.supervisor",
         "engine.threads",
+        "engine.watchdog",
     },
     "engine.handles": {"engine.api", "engine.errors", "engine.requests", *VOCABULARY},
     "engine.sync": {"engine.api", "engine.config", "engine.errors", "engine.requests"},

@@ -353,6 +353,7 @@ class Simulation:
             "CANCELLED": client.leave_after is not None,
             "ABORTED": False,
             "DEADLINE_EXCEEDED": request.timeout_s is not None,
+            "DEADLINE_INFEASIBLE": request.timeout_s is not None,
             "READER_STALLED": client.stall_after is not None or client.delay_s,
             "STEP_FAILED": world.row_fault_share or world.step_fault_share or world.oom_share,
             "QUEUE_FULL": "bursts" in world.faults,

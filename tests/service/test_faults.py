@@ -1,0 +1,310 @@
+"""What the server does when something of its own breaks: a step that hangs, a thread that dies, a
+bug in the engine. Nobody waits for ever, and the exit code says what it was (D17)."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+
+import grpc
+import pytest
+
+from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, control_pb2_grpc
+from tests.support.core_driver import expected_tokens
+from tests.support.fake_server import BROKEN_STEP, HUNG_STEP
+from tests.support.server import fake
+from tests.support.wire import (
+    NOT_SERVING,
+    SERVING,
+    Generation,
+    details,
+    ended,
+    generate,
+    health,
+    list_models,
+    reason,
+    stats,
+    wait_idle,
+    wait_serving,
+    wait_until,
+)
+
+LIMIT_S = 0.4  # --step-timeout
+LONG = 2000
+SOON_S = 8.0  # what must be at once, on a busy machine
+HUNG_LOG = r"ERROR .*step \d+ of \w+ has been running"
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
+INTERNAL = grpc.StatusCode.INTERNAL
+
+# ---- a step that hangs -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hanging(*, step_timeout_s=LIMIT_S, engine=None, waits=True, **settings):
+    """A server, and a request whose step hangs; reported, unless ``waits`` is false."""
+    engine = {"step_timeout_s": step_timeout_s} | (engine or {})
+    with fake(engine=engine, may_log=HUNG_LOG, **settings) as server:
+        wait_serving(server.channel)
+        with Generation(server.channel, prompt_ids=[HUNG_STEP], max_tokens=3) as call:
+            assert call.read().HasField("started")
+            wait_until(lambda: stats(server.channel).step_count == 1, 5, "the step")
+            if waits:
+                wait_until(lambda: health(server.channel) == NOT_SERVING, SOON_S, "NOT_SERVING")
+            yield server, call
+
+
+def elapsed(start):
+    return time.monotonic() - start
+
+
+def test_a_step_that_hangs_shows_in_health_and_log_and_one_that_ends_after_all_too():
+    models = [{"name": "fake"}, {"name": "other"}]
+    with hanging(models=models) as (server, call):
+        channel = server.channel
+        assert health(channel, "model/fake") == NOT_SERVING
+        assert health(channel, "model/other") == SERVING
+        other = generate(channel, model="other", prompt_ids=[5], max_tokens=4)
+        assert other.ids() == expected_tokens([5], count=4)
+        wait_until(lambda: "most recent call first" in server.log, SOON_S, "the stacks")
+        assert "has been running for" in server.log
+        server.ask()
+        time.sleep(3 * LIMIT_S)
+        assert server.log.count("has been running for") == 1
+        server.tell("release")
+        assert call.finish().ids() == expected_tokens([HUNG_STEP], count=3)
+        wait_until(lambda: health(channel) == SERVING, SOON_S, "SERVING")
+        assert health(channel, "model/fake") == SERVING
+        wait_until(lambda: "has ended, after" in server.log, SOON_S)
+        wait_idle(channel)
+
+
+def test_a_hung_models_clients_get_a_status_at_their_deadline_on_abort_and_when_they_go():
+    """Their blocks are free when the step ends; new requests wait in the queue."""
+    with hanging() as (server, call):
+        channel = server.channel
+        start = time.monotonic()
+        late = generate(channel, prompt_ids=[1], timeout=1.0)
+        assert late.error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert elapsed(start) < SOON_S
+        with (
+            Generation(channel, prompt_ids=[2], request_id="mine") as aborted,
+            Generation(channel, prompt_ids=[3]) as left,
+        ):
+            abort(channel, "mine")
+            assert reason(aborted.finish().error) == "ABORTED"
+            left.cancel()
+            wait_until(lambda: ended(channel).get("cancelled") == 1, SOON_S)
+        abort(channel, call.heard.started.request_id)
+        assert reason(call.finish().error) == "ABORTED"
+        assert stats(channel).ending + stats(channel).running == 1, "its step runs"
+        with Generation(channel, prompt_ids=[4], max_tokens=2) as waiting:
+            server.tell("release")
+            assert waiting.finish().ids() == expected_tokens([4], count=2)
+        wait_idle(channel)
+
+
+def abort(channel, request_id):
+    control = control_pb2_grpc.ControlStub(channel)
+    [result] = control.Abort(
+        control_pb2.AbortRequest(request_ids=[request_id]), timeout=SOON_S
+    ).results
+    assert result.outcome == control_pb2.ABORT_OUTCOME_ABORTED
+
+
+def test_the_queue_of_a_hung_model_has_its_bounds():
+    with hanging(engine={"max_queued_requests": 2}) as (server, _):
+        with contextlib.ExitStack() as stack:
+            for number in range(2):
+                stack.enter_context(Generation(server.channel, prompt_ids=[number]))
+            refused = []
+
+            def is_refused():
+                heard = generate(server.channel, timeout=0.5)
+                refused[:] = [reason(heard.error)]
+                return refused == ["QUEUE_FULL"]
+
+            wait_until(is_refused, SOON_S, f"{refused}")
+        server.tell("release")
+        wait_idle(server.channel)
+
+
+def test_a_drain_does_not_wait_for_a_step_that_hangs():
+    with hanging(engine={"drain_timeout_s": 0.5}) as (server, call):
+        start = time.monotonic()
+        server.signal()
+        heard = call.finish()
+        assert heard.error.code() is UNAVAILABLE
+        assert reason(heard.error) == "SHUTTING_DOWN"
+        assert details(heard.error)["RetryInfo"].retry_delay.seconds == 5
+        assert server.wait() == 70
+        assert 0.5 <= elapsed(start) < SOON_S
+        assert "a step hangs: ending the process" in server.log
+
+
+def test_a_drain_gives_a_step_its_time_before_it_hangs():
+    """The drain's timeout is over long before the step's."""
+    limit_s = 3.0
+    with hanging(step_timeout_s=limit_s, waits=False, engine={"drain_timeout_s": 0.1}) as (
+        server,
+        call,
+    ):
+        start = time.monotonic()
+        server.signal()
+        assert reason(call.finish().error) == "SHUTTING_DOWN"
+        assert elapsed(start) < 1.5
+        assert server.wait() == 70
+        assert 1.0 < elapsed(start) < limit_s + SOON_S
+
+
+def test_a_step_that_ends_while_the_server_waits_for_it_is_no_internal_error():
+    with hanging(engine={"drain_timeout_s": 0.2}, step_timeout_s=30.0, waits=False) as (
+        server,
+        call,
+    ):
+        server.signal()
+        assert reason(call.finish().error) == "SHUTTING_DOWN"
+        server.tell("release")
+        assert server.wait() == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_second_signal_ends_a_server_whose_step_hangs(number, is_reported):
+    options = {} if is_reported else {"step_timeout_s": 60.0, "waits": False}
+    with hanging(**options) as (server, call):
+        server.signal()
+        wait_until(lambda: "draining: 1" in server.log, SOON_S, "the drain")
+        start = time.monotonic()
+        server.signal(number)
+        assert reason(call.finish().error) == "SHUTTING_DOWN"
+        assert elapsed(start) < 2
+        assert server.wait() == 128 + number
+        assert elapsed(start) < SOON_S
+
+
+def test_a_second_signal_counts_also_when_the_drain_is_over_and_a_step_is_waited_for():
+    with hanging(engine={"drain_timeout_s": 0.1}, step_timeout_s=60.0, waits=False) as (
+        server,
+        call,
+    ):
+        server.signal()
+        assert reason(call.finish().error) == "SHUTTING_DOWN"
+        wait_until(lambda: not is_listening(server), SOON_S, "grpc's end")
+        start = time.monotonic()
+        server.signal()
+        assert server.wait() == 128 + signal.SIGTERM
+        assert elapsed(start) < SOON_S
+
+
+def is_listening(server):
+    with contextlib.suppress(grpc.RpcError):
+        health(server.channel, timeout=2)
+        return True
+    return False
+
+
+def test_the_watchdog_sleeps_when_the_server_does():
+    with fake(engine={"step_timeout_s": 0.2}) as server:
+        wait_serving(server.channel)
+        assert "triolet-watchdog" not in server.ask()["switches"]
+        assert generate(server.channel, max_tokens=5).error is None
+        time.sleep(1.0)  # its last look, a limit after the last step
+        before = server.ask()["switches"]["triolet-watchdog"]
+        time.sleep(2.0)
+        assert server.ask()["switches"]["triolet-watchdog"] == before
+        assert generate(server.channel, max_tokens=5).error is None
+
+
+# ---- threads and tasks that die --------------------------------------------------------------
+
+DEAD_LOG = r"ERROR|CRITICAL|Traceback|Exception|Warning"
+
+
+@contextlib.contextmanager
+def serving(**settings):
+    """`triolet serve` of fake models that log their death, with a stream under way."""
+    settings = {"script": {"step_s": 0.02}, "is_command": True} | settings
+    with fake(may_log=DEAD_LOG, **settings) as server:
+        wait_serving(server.channel)
+        with Generation(server.channel, prompt_ids=[7], max_tokens=LONG) as call:
+            call.read_deltas(2)
+            yield server, call
+
+
+@pytest.mark.parametrize(
+    ("fault", "settings"),
+    [
+        ("break_asyncio", {}),
+        ("break_asyncio", {"counts": True}),
+        ("break_selector", {"counts": True}),
+        ("break_supervisor", {}),
+        ("break_bridge", {}),
+        ("break_trio", {}),
+    ],
+)
+def test_a_dead_thread_or_a_bug_of_its_tasks_ends_the_process_and_every_call(fault, settings):
+    with serving(**settings) as (server, call):
+        start = time.monotonic()
+        server.tell(fault)
+        if fault == "break_supervisor":
+            generate(server.channel, max_tokens=1)
+        heard = call.finish()
+        assert heard.error is not None
+        assert heard.error.code() in (UNAVAILABLE, grpc.StatusCode.CANCELLED), heard.error
+        assert heard.ids() == expected_tokens([7], count=len(heard.ids()))
+        assert server.wait() == 70
+        assert elapsed(start) < 2 * SOON_S
+        assert "planted" in server.log
+
+
+@pytest.mark.parametrize("fault", ["break_asyncio", "break_bridge"])
+def test_a_dead_thread_ends_the_process_also_while_a_step_hangs(fault):
+    with (
+        serving(engine={"step_timeout_s": LIMIT_S}) as (server, call),
+        Generation(server.channel, prompt_ids=[HUNG_STEP], max_tokens=3) as hung,
+    ):
+        wait_until(lambda: health(server.channel) == NOT_SERVING, SOON_S, "NOT_SERVING")
+        start = time.monotonic()
+        server.tell(fault)
+        if fault == "break_bridge":
+            generate(server.channel, model="nobody", timeout=5)
+        assert call.finish().error is not None
+        assert hung.finish().error is not None
+        assert server.wait() == 70
+        assert elapsed(start) < 2 * SOON_S
+
+
+def test_a_bug_in_one_models_loop_ends_its_requests_and_leaves_the_others_alone():
+    models = [{"name": "fake"}, {"name": "other"}]
+    with serving(models=models, is_command=False) as (server, call):
+        channel = server.channel
+        with Generation(channel, model="other", prompt_ids=[8], max_tokens=100) as beside:
+            beside.read_deltas(2)
+            bad = generate(channel, prompt_ids=[BROKEN_STEP, 1], max_tokens=5)
+            for error in (bad.error, call.finish().error, generate(channel).error):
+                assert error.code() is INTERNAL
+                assert reason(error) == "ENGINE_BUG"
+                assert error.details() == "the engine made an internal error; it was logged"
+            ids = call.heard.ids()
+            assert ids == expected_tokens([7], count=len(ids))
+            assert beside.finish().ids() == expected_tokens([8], count=100)
+        states = {model.name: model.state for model in list_models(channel)}
+        assert states == {
+            "fake": common_pb2.MODEL_STATE_FAILED,
+            "other": common_pb2.MODEL_STATE_READY,
+        }
+        assert health(channel, "model/fake") == NOT_SERVING
+        assert health(channel, "model/other") == health(channel) == SERVING
+        assert "is not in flight" in server.log
+        assert ended(channel)["failed"] >= 2
+        assert generate(channel, model="other", max_tokens=2).error is None
+        assert server.stop() == 0
+
+
+def test_a_server_whose_only_model_has_a_bug_says_so_and_ends_in_order():
+    with serving(is_command=False) as (server, call):
+        assert reason(generate(server.channel, prompt_ids=[BROKEN_STEP]).error) == "ENGINE_BUG"
+        assert reason(call.finish().error) == "ENGINE_BUG"
+        assert health(server.channel) == NOT_SERVING
+        assert server.stop() == 0

@@ -1,0 +1,154 @@
+"""Clients that stop, die or ping: what a connection itself tells, and what is not punished."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent import futures
+
+import grpc
+import pytest
+
+from tests.support import http2
+from tests.support.client import read_on, stopped_reading
+from tests.support.core_driver import expected_tokens
+from tests.support.server import fake
+from tests.support.wire import (
+    Generation,
+    connect,
+    ended,
+    generate,
+    health,
+    stats,
+    wait_idle,
+    wait_serving,
+    wait_until,
+)
+
+BUFFER = 16
+LONG = 2000
+SOON_S = 10.0
+
+
+def parking(server, **fields):
+    """A client process that has stopped reading (`tests.support.client`)."""
+    fields = {"prompt_ids": [42], "max_tokens": LONG} | fields
+    return stopped_reading(server.address, **fields)
+
+
+def wait_parked(server):
+    wait_until(lambda: stats(server.channel).parked == 1, SOON_S, "parked")
+
+
+# ---- clients that are stopped or killed ------------------------------------------------------
+
+
+def test_a_stopped_process_is_parked_then_ended_and_told_when_it_goes_on():
+    engine = {"stream_buffer": BUFFER, "stall_timeout_s": 0.7}
+    with fake(engine=engine) as server:
+        wait_serving(server.channel)
+        with parking(server) as client:
+            client.send_signal(signal.SIGSTOP)
+            wait_parked(server)
+            other = generate(server.channel, prompt_ids=[5], max_tokens=50)
+            assert other.ids() == expected_tokens([5], count=50)
+            wait_idle(server.channel)  # its blocks are free
+            assert ended(server.channel)["stalled"] == 1
+            client.send_signal(signal.SIGCONT)
+            heard = read_on(client)
+        assert (heard["code"], heard["reason"]) == ("ABORTED", "READER_STALLED")
+        assert BUFFER < heard["tokens"] < LONG
+
+
+def test_a_stopped_process_that_goes_on_in_time_gets_every_token():
+    with fake(engine={"stream_buffer": BUFFER}) as server:
+        wait_serving(server.channel)
+        with parking(server) as client:
+            client.send_signal(signal.SIGSTOP)
+            wait_parked(server)
+            client.send_signal(signal.SIGCONT)
+            assert read_on(client) == {"tokens": LONG, "code": "OK", "reason": ""}
+        wait_idle(server.channel)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_killed_process_frees_what_its_parked_request_held(is_stopped):
+    with fake(engine={"stream_buffer": BUFFER}) as server:
+        wait_serving(server.channel)
+        with parking(server) as client:
+            if is_stopped:
+                client.send_signal(signal.SIGSTOP)
+            wait_parked(server)
+            client.kill()
+            wait_idle(server.channel, SOON_S)
+        assert ended(server.channel) == {"cancelled": 1}
+
+
+@pytest.mark.parametrize("max_tokens", [LONG, 10**6])
+def test_a_client_that_is_half_dead_is_found_by_keepalive(max_tokens):
+    """Parked or in mid-stream; its kernel takes what comes and answers nothing above TCP."""
+    script, engine = {}, {"stream_buffer": BUFFER}
+    if max_tokens > LONG:
+        script, engine = {"step_s": 0.1}, {}
+    server_config = {"keepalive_time_s": 0.5, "keepalive_timeout_s": 0.5}
+    with fake(script=script, engine=engine, server=server_config) as server:
+        wait_serving(server.channel)
+        with parking(server, max_tokens=max_tokens) as client:
+            client.send_signal(signal.SIGSTOP)
+            wait_until(lambda: ended(server.channel) == {"cancelled": 1}, SOON_S, "its end")
+            wait_idle(server.channel)
+        assert generate(server.channel, max_tokens=2).error is None
+
+
+# ---- pings -----------------------------------------------------------------------------------
+
+PINGS = 50
+
+
+def test_a_client_that_pings_is_not_punished():
+    """Fifty at once, which is more than any client's one in ten seconds."""
+    with fake() as server, http2.connect(server.address) as connection:
+        assert all(connection.ping(number) for number in range(PINGS))
+
+
+def test_the_test_before_would_see_a_punishment():
+    """grpc's own defaults say goodbye (too_many_pings)."""
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with http2.connect(f"127.0.0.1:{port}") as connection:
+            assert not all(connection.ping(number) for number in range(PINGS))
+    finally:
+        server.stop(0).wait(SOON_S)
+
+
+def test_a_connection_that_answers_no_ping_is_closed():
+    server_config = {"keepalive_time_s": 0.3, "keepalive_timeout_s": 0.3}
+    with fake(server=server_config) as server, http2.connect(server.address) as connection:
+        connection.wait_closed()
+
+
+@pytest.mark.full
+def test_a_grpc_client_that_pings_every_ten_seconds_keeps_its_connection():
+    """For as long as grpc's default needs to lose its patience: three pings, idle and streaming."""
+    options = (
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    )
+    with fake(script={"step_s": 0.1}) as server:
+        wait_serving(server.channel)
+        with (
+            connect(server.address, *options) as idle,
+            connect(server.address, *options) as busy,
+            Generation(busy, prompt_ids=[3], max_tokens=LONG) as call,
+        ):
+            states = []
+            health(idle)
+            idle.subscribe(states.append)
+            time.sleep(35)
+            assert call.read_deltas(300).heard.ids() == expected_tokens([3], count=300)
+            assert health(idle) is not None
+            assert set(states) <= {grpc.ChannelConnectivity.READY}

@@ -1,0 +1,128 @@
+"""The best rate measured, and the refusal of what cannot be done at it (D18)."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.rate import BestRate
+from engine.errors import DeadlineInfeasible
+from tests.support.core_driver import Driver, make_request
+
+BUDGET = 100
+
+
+def test_without_a_measurement_nothing_takes_time():
+    assert BestRate(BUDGET).seconds_for(10**6) == 0.0
+
+
+@pytest.mark.parametrize("budget", [2, 3, 64, 100, 2048, 3000])
+def test_a_prompt_is_compared_with_steps_as_large_as_its_largest_chunk_only(budget):
+    for step in range(1, budget + 1):
+        rate = BestRate(budget)
+        rate.note(step, 1.0)
+        known = [n for n in range(1, 3 * budget, max(1, budget // 50)) if rate.seconds_for(n)]
+        assert all(min(prompt, budget) <= step for prompt in known), step
+        assert step < budget or 3 * budget - max(1, budget // 50) <= max(known)
+
+
+def test_the_best_rate_counts_not_the_last():
+    rate = BestRate(BUDGET)
+    for seconds in (2.0, 1.0, 4.0):
+        rate.note(BUDGET, seconds)
+    assert rate.seconds_for(300) == 3.0
+    assert rate.seconds_for(50) == 0.5
+
+
+@pytest.mark.parametrize(("fixed_s", "token_s"), [(0.0, 0.01), (0.5, 0.01), (1.0, 0.0)])
+def test_an_estimate_is_never_above_what_a_prompt_takes_of_fixed_and_linear_cost(fixed_s, token_s):
+    rate = BestRate(BUDGET)
+    for step in range(1, BUDGET + 1):
+        rate.note(step, fixed_s + token_s * step)
+        for prompt in range(1, 250, 7):
+            chunks = -(-prompt // BUDGET)
+            assert rate.seconds_for(prompt) <= fixed_s * chunks + token_s * prompt + 1e-9
+
+
+# ---- in the scheduler ------------------------------------------------------------------------
+
+
+def measured(seconds=1.0, **config):
+    """A driver whose full step of 64 tokens took so long, and nothing else."""
+    fields = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
+    driver = Driver(**fields)
+    driver.submit(make_request("warm", range(1, 65), max_tokens=1))
+    driver.begin_step()
+    driver.now += seconds
+    driver.end_step()
+    driver.read("warm")
+    return driver
+
+
+def submit(driver, prompt, left, name="r", **fields):
+    deadline = None if left is None else driver.now + left
+    driver.submit(make_request(name, prompt, arrival=driver.now, deadline=deadline, **fields))
+    return name not in driver.refused
+
+
+OTHER = range(500, 628)  # 128 tokens: two full steps
+
+
+@pytest.mark.parametrize(
+    ("left", "is_taken"), [(2.01, True), (2.0, True), (1.99, False), (0.001, False), (None, True)]
+)
+def test_a_prompt_that_cannot_be_computed_in_time_is_refused(left, is_taken):
+    driver = measured()
+    assert submit(driver, OTHER, left) is is_taken
+    if not is_taken:
+        error = driver.refused["r"].error
+        assert isinstance(error, DeadlineInfeasible)
+        assert (error.phase, error.tokens_done) == ("queued", 0)
+        assert str(error).startswith("the prompt takes at least 2 s")
+    driver.run()
+    driver.check_idle()
+
+
+def test_a_deadline_that_has_passed_is_its_own_scopes_to_end():
+    assert submit(measured(), OTHER, 0.0)
+
+
+def test_nothing_is_refused_before_a_large_step_was_measured():
+    driver = measured()
+    assert submit(Driver(max_num_batched_tokens=64, max_num_seqs=8), OTHER, 1e-9)
+    small = Driver(max_num_batched_tokens=65, max_num_seqs=8)
+    small.submit(make_request("warm", range(1, 65), max_tokens=1))
+    small.begin_step()
+    small.now += 1.0
+    small.end_step()
+    assert submit(small, OTHER, 1e-9)
+    assert not submit(driver, OTHER, 1e-9)
+
+
+def test_what_is_cached_need_not_be_computed():
+    driver = measured()
+    prompt = [*range(1, 65), *OTHER]  # of which 64 are there
+    assert submit(driver, prompt, 2.0)
+    assert not submit(driver, prompt, 1.9, name="late")
+    assert not submit(driver, prompt, 2.0, name="alone", bypass_prefix_cache=True)
+    assert not submit(driver, prompt, 2.0, name="salted", cache_salt="x")
+    driver.run()
+    driver.check_idle()
+
+
+def test_without_a_cache_everything_is_computed():
+    driver = measured(prefix_cache=False)
+    assert not submit(driver, [*range(1, 65), *OTHER], 2.0)
+
+
+def test_several_choices_compute_their_prompt_once():
+    assert submit(measured(), OTHER, 2.0, n=4)
+
+
+def test_a_faster_step_makes_feasible_what_was_not():
+    driver = measured()
+    assert not submit(driver, OTHER, 1.0)
+    driver.submit(make_request("more", range(200, 264), max_tokens=1))
+    driver.begin_step()
+    driver.now += 0.5
+    driver.end_step()
+    assert submit(driver, OTHER, 1.0, name="again")
