@@ -2,18 +2,19 @@
 
 Rule 1: what needs the model is checked here, what does not in `engine.requests`; nothing behind
 checks again. Rule 2: work that grows with the text runs in a thread with a limiter of its own, so
-that a long prompt delays neither the event loop nor a step.
+that a long prompt delays neither the event loop nor a step. Rule 3: such a job is a task of the
+supervisor's nursery: it is joined, and whoever waits for it can leave at once.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import trio
 
 from engine.core.types import Request
-from engine.errors import InvalidRequest, RequestTooLarge
+from engine.errors import InvalidRequest, RequestTooLarge, ShuttingDown
 from engine.requests import resolve_sampling, resolve_stops
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Prompts:
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._limiter = trio.CapacityLimiter(1)
+        self.nursery: trio.Nursery | None = None  # the supervisor's, while that runs
 
     async def prepare(self, generation: Generation, replica: Replica) -> Request:
         """The core's request: prompt tokenised and cut, sampling and stops resolved.
@@ -44,7 +46,7 @@ class Prompts:
         Raises:
             InvalidRequest: what only the model can tell is wrong. RequestTooLarge: a prompt that
                 leaves no room for an answer.
-        Cancellation: waits for the thread that tokenises, if there is one.
+        Cancellation: at once; a thread that tokenises goes on to its end, for nobody.
         """
         asked, info = generation.request, replica.info
         prompt = _truncate(asked.prompt, await self._prompt_ids(asked, replica))
@@ -144,7 +146,11 @@ class Prompts:
     async def _inline_or_thread(self, num_chars: int, job: Callable[[], T]) -> T:
         if num_chars < INLINE_TOKENIZE_CHARS:
             return job()
-        return await self._threads.run(job, self._limiter)
+        if self.nursery is None:
+            raise ShuttingDown("the engine is closed")
+        work = _Job(job)
+        self.nursery.start_soon(work.run, self._threads, self._limiter)
+        return await work.result()
 
     @staticmethod
     def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, first: int = 0) -> None:
@@ -157,6 +163,39 @@ class Prompts:
                 raise InvalidRequest.of(
                     f"{field}[{index}]", f"is {token_id}, outside the vocabulary of {vocab_size}"
                 )
+
+
+class _Job(Generic[T]):
+    """A job in a thread, and the one who waits for it."""
+
+    def __init__(self, job: Callable[[], T]) -> None:
+        self._job = job
+        self._scope = trio.CancelScope()
+        self._done = trio.Event()
+        self._values: list[T] = []
+        self._error: Exception | None = None
+
+    async def run(self, threads: Threads, limiter: trio.CapacityLimiter) -> None:
+        """Run it in its turn, unless its waiter has left by then."""
+        try:
+            with self._scope:
+                self._values.append(await threads.run(self._job, limiter))
+        except Exception as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    async def result(self) -> T:
+        """What came of it. Cancellation: the job is not begun if it has not been."""
+        try:
+            await self._done.wait()
+        finally:
+            self._scope.cancel(reason="its waiter has left")
+        if self._error is not None:
+            raise self._error
+        if not self._values:
+            raise ShuttingDown("the engine is closed")
+        return self._values[0]
 
 
 def _truncate(options: PromptOptions, prompt: tuple[int, ...]) -> tuple[int, ...]:

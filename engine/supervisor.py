@@ -80,10 +80,10 @@ class Supervisor:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own the request tasks and the pool until `drain` has ended both."""
         async with trio.open_nursery() as nursery:
-            self._nursery = nursery
+            self._nursery = self.prompts.nursery = nursery
             nursery.start_soon(self._pool.run)
             task_status.started()
-        self._nursery = None
+        self._nursery = self.prompts.nursery = None
 
     # ---- submit
 

@@ -45,13 +45,21 @@ class KvMismatch(AssertionError):
     """A row read KV that is not its own prefix's: a bug of the core's."""
 
 
+LONG_TEXT_CHARS = 4096
+
+
 class FakeTokenizer:
     """Text ``<12><7>`` is the ids 12 and 7; any other text is its UTF-8 bytes, offset by 1."""
+
+    def __init__(self, script: FakeScript | None = None) -> None:
+        self._script = script
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(span.token_id for span in self.encode_spans(text))
 
     def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
+        if self._script is not None and len(text) >= LONG_TEXT_CHARS:
+            self._script.sleep(self._script.encode_s)
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -87,7 +95,8 @@ class FakeScript:
     """What the fake does beside computing.
 
     ``step_s`` and ``token_s`` are what a step costs, in seconds, plus ``step_costs[k]`` for the
-    k-th step, slept by ``sleep``. ``load_s`` is the load's. ``step_faults[k]`` is raised by the
+    k-th step, slept by ``sleep``. ``load_s`` is the load's, ``encode_s`` that of encoding a text
+    of `LONG_TEXT_CHARS` or more. ``step_faults[k]`` is raised by the
     k-th step (from 0) before it has any effect; ``row_faults`` fail a sequence's row by name of
     the phase, once it has produced that many tokens. ``plan_fault`` and ``sample_fault`` decide
     the same as they go: an exception for a plan, a phase for a row. ``eos_at`` maps a digest to
@@ -97,6 +106,7 @@ class FakeScript:
     step_s: float = 0.0
     token_s: float = 0.0
     load_s: float = 0.0
+    encode_s: float = 0.0
     load_error: BaseException | None = None
     step_costs: dict[int, float] = field(default_factory=dict)
     step_faults: dict[int, BaseException] = field(default_factory=dict)
@@ -163,7 +173,7 @@ class FakeRunner:
 
     @property
     def tokenizer(self) -> FakeTokenizer:
-        return FakeTokenizer()
+        return FakeTokenizer(self.script)
 
     def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
         progress(LoadProgress("weights"))

@@ -66,6 +66,7 @@ class BrokenRunner(FakeRunner):
 
 class SlowTokenizer(FakeTokenizer):
     def __init__(self, entered, go_on):
+        super().__init__()
         self._entered, self._go_on = entered, go_on
 
     def encode(self, text, *, add_special_tokens=True):

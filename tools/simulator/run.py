@@ -97,6 +97,7 @@ class Simulation:
                 step_s=world.step_s,
                 token_s=world.token_s,
                 load_s=SLEEPY_LOAD_S if is_sleepy else 0.5,
+                encode_s=5 * world.step_s,
                 load_error=LOAD_ERRORS[world.load_error] if is_fragile else None,
                 eos_at=is_end if world.has_ends else None,
                 sleep=self._threads.note_sleep,
