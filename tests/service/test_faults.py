@@ -152,9 +152,9 @@ def test_a_drain_gives_a_step_its_time_before_it_hangs():
         start = time.monotonic()
         server.signal()
         assert reason(call.finish().error) == "SHUTTING_DOWN"
-        assert elapsed(start) < 1.5
         assert server.wait() == 70
-        assert 1.0 < elapsed(start) < limit_s + SOON_S
+        assert elapsed(start) < limit_s + SOON_S
+        assert f"has been running for {limit_s:.0f}." in server.log
 
 
 def test_a_step_that_ends_while_the_server_waits_for_it_is_no_internal_error():
@@ -178,7 +178,6 @@ def test_a_second_signal_ends_a_server_whose_step_hangs(number, is_reported):
         start = time.monotonic()
         server.signal(number)
         assert reason(call.finish().error) == "SHUTTING_DOWN"
-        assert elapsed(start) < 2
         assert server.wait() == 128 + number
         assert elapsed(start) < SOON_S
 
@@ -209,10 +208,19 @@ def test_the_watchdog_sleeps_when_the_server_does():
         wait_serving(server.channel)
         assert "triolet-watchdog" not in server.ask()["switches"]
         assert generate(server.channel, max_tokens=5).error is None
-        time.sleep(1.0)  # its last look, a limit after the last step
-        before = server.ask()["switches"]["triolet-watchdog"]
+
+        def looks():
+            return server.ask()["switches"]["triolet-watchdog"]
+
+        def is_asleep():  # after its last look, a limit after the last step
+            before = looks()
+            time.sleep(0.5)
+            return looks() == before
+
+        wait_until(is_asleep, SOON_S, "its sleep")
+        before = looks()
         time.sleep(2.0)
-        assert server.ask()["switches"]["triolet-watchdog"] == before
+        assert looks() == before
         assert generate(server.channel, max_tokens=5).error is None
 
 
