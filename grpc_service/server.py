@@ -117,12 +117,14 @@ async def serve(
     make_runner: RunnerFactory = make_torch_runner,
     shows_progress: bool = False,
     new_event_loop: Callable[[], AbstractEventLoop] = new_event_loop,
+    exit_process: Callable[[int], object] = os._exit,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> int:
     """Serve until a signal or a failure; the exit code. `Control.Drain` does not end it.
 
     ``task_status`` is told once the port is bound; models may still be loading.
-    ``new_event_loop`` makes the asyncio thread's loop.
+    ``new_event_loop`` makes the asyncio thread's loop. ``exit_process`` is called, on a thread of
+    its own, with the exit code if this cannot return, as a worker thread is busy and will be.
 
     Raises:
         ConfigError: the address cannot be bound, or every model failed to load; in an
@@ -130,7 +132,7 @@ async def serve(
     Cancellation: running requests are cut at once; the threads are joined.
     """
     check_free(server_config)
-    ending = _Ending(Watchdog(engine_config.step_timeout_s))
+    ending = _Ending(Watchdog(engine_config.step_timeout_s, exit_process=exit_process))
     with trio.open_signal_receiver(*SIGNALS) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ending.watch, signals)  # also while the engine ends

@@ -12,7 +12,7 @@ import pytest
 
 from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, control_pb2_grpc
 from tests.support.core_driver import expected_tokens
-from tests.support.fake_server import BROKEN_STEP, HUNG_STEP
+from tests.support.fake_server import BROKEN_STEP, EXITING_STEP, HUNG_STEP, OUT_OF_MEMORY_STEP
 from tests.support.server import fake
 from tests.support.wire import (
     NOT_SERVING,
@@ -152,9 +152,9 @@ def test_a_drain_gives_a_step_its_time_before_it_hangs():
         start = time.monotonic()
         server.signal()
         assert reason(call.finish().error) == "SHUTTING_DOWN"
-        assert elapsed(start) < 1.5
         assert server.wait() == 70
-        assert 1.0 < elapsed(start) < limit_s + SOON_S
+        assert elapsed(start) < limit_s + SOON_S
+        assert f"has been running for {limit_s:.0f}." in server.log
 
 
 def test_a_step_that_ends_while_the_server_waits_for_it_is_no_internal_error():
@@ -178,7 +178,6 @@ def test_a_second_signal_ends_a_server_whose_step_hangs(number, is_reported):
         start = time.monotonic()
         server.signal(number)
         assert reason(call.finish().error) == "SHUTTING_DOWN"
-        assert elapsed(start) < 2
         assert server.wait() == 128 + number
         assert elapsed(start) < SOON_S
 
@@ -209,11 +208,42 @@ def test_the_watchdog_sleeps_when_the_server_does():
         wait_serving(server.channel)
         assert "triolet-watchdog" not in server.ask()["switches"]
         assert generate(server.channel, max_tokens=5).error is None
-        time.sleep(1.0)  # its last look, a limit after the last step
-        before = server.ask()["switches"]["triolet-watchdog"]
+
+        def looks():
+            return server.ask()["switches"]["triolet-watchdog"]
+
+        def is_asleep():  # after its last look, a limit after the last step
+            before = looks()
+            time.sleep(0.5)
+            return looks() == before
+
+        wait_until(is_asleep, SOON_S, "its sleep")
+        before = looks()
         time.sleep(2.0)
-        assert server.ask()["switches"]["triolet-watchdog"] == before
+        assert looks() == before
         assert generate(server.channel, max_tokens=5).error is None
+
+
+# ---- steps that fail for good ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [OUT_OF_MEMORY_STEP, EXITING_STEP])
+def test_a_step_that_never_succeeds_ends_its_request_and_no_other(first):
+    """Out of memory, the newest is to blame; a SystemExit in a step is an error like any other."""
+    may_log = r"Traceback|STEP_FAILED|step \d+ of fake failed|SystemExit"
+    with fake(script={"step_s": 0.01}, may_log=may_log) as server:
+        channel = server.channel
+        wait_serving(channel)
+        with Generation(channel, prompt_ids=[1], max_tokens=60) as beside:
+            beside.read_deltas(3)
+            bad = generate(channel, prompt_ids=[first, 8, 9], max_tokens=5)
+            assert bad.error.code() is INTERNAL
+            assert reason(bad.error) == "STEP_FAILED"
+            assert "secret" not in bad.error.details()
+            assert beside.finish().ids() == expected_tokens([1], count=60)
+        wait_idle(channel)
+        assert ended(channel) == {"finished": 1, "failed": 1}
+        assert health(channel) == SERVING
 
 
 # ---- threads and tasks that die --------------------------------------------------------------
@@ -258,7 +288,7 @@ def test_a_dead_thread_or_a_bug_of_its_tasks_ends_the_process_and_every_call(fau
         assert "planted" in server.log
 
 
-@pytest.mark.parametrize("fault", ["break_asyncio", "break_bridge"])
+@pytest.mark.parametrize("fault", ["break_asyncio", "break_bridge", "break_trio"])
 def test_a_dead_thread_ends_the_process_also_while_a_step_hangs(fault):
     with (
         serving(engine={"step_timeout_s": LIMIT_S}) as (server, call),

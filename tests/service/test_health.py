@@ -42,6 +42,8 @@ ENCODER = {"capability": Capability.TEXT_EMBEDDING}
         ([model(state=UNLOADED, is_lazy=True)], True),
         ([model(state=LOADING, is_lazy=True)], True),
         ([model(), model("b", LOADING)], False),
+        ([model(is_hung=True)], False),
+        ([model(), model("b", is_lazy=True, is_hung=True)], False),
         ([model(), model("b", FAILED)], True),
         ([model(state=FAILED)], False),
         ([model(), model("e", LOADING, **ENCODER)], True),

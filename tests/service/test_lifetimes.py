@@ -267,6 +267,38 @@ def test_many_deadlines_all_reach_their_clients_with_details():
         wait_idle(server.channel)
 
 
+def test_a_client_whose_own_timer_ends_the_call_counts_as_a_deadline():
+    """D18: at these timeouts the client's timer and the server's are milliseconds apart."""
+    with fake(script={"step_s": 0.02}) as server:
+        wait_serving(server.channel)
+        for timeout_ms in range(20, 100, 2):
+            heard = generate(server.channel, max_tokens=LONG, timeout=timeout_ms / 1000)
+            assert heard.error.code() is DEADLINE
+        wait_idle(server.channel)
+        ends = ended(server.channel)
+        assert ends.keys() <= {"deadline", "cancelled"}
+        # none on a quiet machine; a busy one may hand a call over 20 ms late
+        assert ends.get("cancelled", 0) <= 4
+
+
+def test_a_prompt_that_cannot_be_computed_in_time_is_refused_at_once():
+    engine = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
+    with fake(script={"step_s": 0.3}, engine=engine) as server:
+        wait_serving(server.channel)
+        assert generate(server.channel, prompt_ids=[8] * 32, max_tokens=1).error is None
+        start = time.monotonic()
+        heard = generate(server.channel, prompt_ids=[9] * 1000, timeout=15)  # of 62 steps
+        assert time.monotonic() - start < 5
+        assert heard.error.code() is DEADLINE
+        info = details(heard.error)["ErrorInfo"]
+        assert (info.reason, info.metadata["phase"]) == ("DEADLINE_INFEASIBLE", "queued")
+        assert not heard.messages
+        assert stats(server.channel).step_count == 2
+        # cached ones need not be computed, and the rest can be
+        again = generate(server.channel, prompt_ids=[8] * 40, max_tokens=1, timeout=15)
+        assert again.error is None
+
+
 def test_a_deadline_that_passes_at_once_leaves_nothing(slow):
     """The client's transport rounds it up to a millisecond, in which a step may start; that one
     which has passed on arrival starts none is shown in tests/simulation/test_deadlines.py."""
@@ -516,7 +548,7 @@ def test_sigusr1_logs_statistics_and_sigterm_ends_an_idle_server_that_has_client
 
 def test_a_signal_while_the_model_loads_lets_those_who_wait_for_it_finish():
     with fake(script={"load_s": 1.0}) as server:
-        assert health(server.channel) == NOT_SERVING
+        assert health(server.channel) == NOT_SERVING  # and the channel is connected
         with Generation(server.channel, prompt_ids=[9], max_tokens=5) as call:
             stats(server.channel)  # an answer to a later call: the first has been heard
             server.signal()

@@ -27,7 +27,7 @@ from tests.support.wire import (
 
 BUFFER = 16
 LONG = 2000
-SOON_S = 10.0
+SOON_S = 15.0
 
 
 def parking(server, **fields):
@@ -90,7 +90,7 @@ def test_a_client_that_is_half_dead_is_found_by_keepalive(max_tokens):
     script, engine = {}, {"stream_buffer": BUFFER}
     if max_tokens > LONG:
         script, engine = {"step_s": 0.1}, {}
-    server_config = {"keepalive_time_s": 0.5, "keepalive_timeout_s": 0.5}
+    server_config = {"keepalive_time_s": 1.0, "keepalive_timeout_s": 2.0}
     with fake(script=script, engine=engine, server=server_config) as server:
         wait_serving(server.channel)
         with parking(server, max_tokens=max_tokens) as client:

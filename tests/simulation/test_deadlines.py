@@ -49,6 +49,54 @@ def ends_of(arrivals, *, timeout_s, seed):
     return ends
 
 
+def ends_of_leavers(leavers, *, timeout_s):
+    """Readers that leave, each (when, heard of when): the ends counted."""
+    threads = VirtualThreads()
+
+    def make_runner(model, config):
+        return FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+            await engine.wait_ready()
+            for left_s, heard_s in leavers:
+                start = trio.current_time()
+                request = GenerateRequest(
+                    token_ids=(1,), sampling=SamplingParams(max_tokens=100), timeout_s=timeout_s
+                )
+                generation = engine.submit(request, buffer=200)
+                await trio.sleep_until(start + heard_s)
+                generation.close_reader(None if left_s is None else start + left_s)
+                await generation.wait_closed()
+            totals.append(engine.statistics().totals.requests_total)
+
+    totals = []
+    run_deterministically(main, 0)
+    return totals[0].cancelled, totals[0].deadline
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "left_s", "heard_s", "is_deadline"),
+    [
+        (0.1, 0.079, 0.079, False),
+        (0.1, 0.081, 0.081, True),
+        (0.1, 0.079, 0.085, False),  # on its way while the time passed
+        (0.1, 0.1, 0.1, True),
+        (10.0, 9.97, 9.97, False),
+        (10.0, 9.99, 9.99, True),
+        (None, 3.0, 3.0, False),
+        (0.1, None, 0.085, False),  # a program's own leaving is no timer
+    ],
+)
+def test_a_call_that_grpc_ends_close_to_its_deadline_ends_by_it(
+    timeout_s, left_s, heard_s, is_deadline
+):
+    """Within 20 ms of the client's own timer; the server's is a tenth of a short one earlier."""
+    counted = ends_of_leavers([(left_s, heard_s)], timeout_s=timeout_s)
+    assert counted == ((0, 1) if is_deadline else (1, 0))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_deadline_that_has_passed_on_arrival_starts_nothing(seed):
     [(error, took, steps)] = ends_of([0.5], timeout_s=0.4, seed=seed)

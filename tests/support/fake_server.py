@@ -32,6 +32,8 @@ POISONED_STEP = 901  # a prompt that begins with it makes every step with one of
 POISONED_ROW = 902  # a prompt that begins with it fails alone, after its second token
 HUNG_STEP = 903  # a step with one of its rows hangs until `release`
 BROKEN_STEP = 904  # a step with one of its rows gives the result of another: a bug of ours
+OUT_OF_MEMORY_STEP = 905  # every step with one of its rows runs out of memory
+EXITING_STEP = 906  # a library in a step with one of its rows ends the process, or means to
 RELEASED = threading.Event()
 
 
@@ -49,6 +51,10 @@ class Poison:
                 self._script.row_faults[admitted.sequence] = (2, "decode")
         if self.has(POISONED_STEP, plan):
             return RuntimeError("a scripted secret")
+        if self.has(OUT_OF_MEMORY_STEP, plan):
+            return MemoryError("a scripted secret")
+        if self.has(EXITING_STEP, plan):
+            return SystemExit("a scripted secret")
         if self.has(HUNG_STEP, plan):
             RELEASED.wait()
         return None

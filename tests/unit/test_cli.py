@@ -239,6 +239,20 @@ def test_impossible_addresses_are_refused(wrong):
 
 
 @pytest.mark.parametrize(
+    ("target", "field", "flag"),
+    [
+        (EngineConfig, "step_timeout_s", "--step-timeout"),
+        (ServerConfig, "keepalive_time_s", "--keepalive-time"),
+        (ServerConfig, "keepalive_timeout_s", "--keepalive-timeout"),
+    ],
+)
+@pytest.mark.parametrize("seconds", [0.0, -1.0])
+def test_impossible_times_are_refused(target, field, flag, seconds):
+    with pytest.raises(ConfigError, match=f"{flag} is"):
+        target(**{field: seconds})
+
+
+@pytest.mark.parametrize(
     ("server", "target"),
     [
         ("127.0.0.1:7", "127.0.0.1:7"),
