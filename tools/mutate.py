@@ -38,7 +38,8 @@ COPIED = ("engine", "grpc_service", "tools", "tests", "pyproject.toml")
 TIMEOUT_S = 240.0  # for one command; a mutant that hangs is killed by it
 PYTHON = [sys.executable, "-W", "ignore"]
 UNIT = [
-    f"tests/unit/test_{name}.py" for name in ("books", "lifecycle", "prefix", "scheduler", "types")
+    f"tests/unit/test_{name}.py"
+    for name in ("books", "lifecycle", "prefix", "rate", "scheduler", "types")
 ]
 COMMANDS = (
     [*PYTHON, "-m", "pytest", "-x", "-q", "tests/golden", *UNIT, "tests/property"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.events import StepDone, StepFailed
+from engine.core.events import Preempted, StepDone, StepFailed
 from engine.core.plan import FailureKind, RowResult, StepFailure, StepResult
 from engine.errors import EngineBug, Overloaded
 from tests.support.core_driver import Driver, make_request
@@ -127,3 +127,89 @@ def test_phases_add_up_to_a_choice_s_life(driver):
     assert (seconds.queue_s, seconds.prefill_s, seconds.parked_s) == (1.0, 1.5, 4.0)
     assert seconds.decode_s == 2.0 + 8.0 + 0.5
     assert driver.finished["r", 0].phase == "decode"
+
+
+# ---- who gives way to the first in line ------------------------------------------------------
+
+
+def crowded(num_blocks, *, max_num_seqs=8, max_model_len=16):
+    """A pool of blocks of one token: every count in these tests is exact."""
+    return Driver(
+        block_size=1,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=64,
+        prefix_cache=False,
+        prepared_plans=False,
+    )
+
+
+def preempted(driver):
+    return [event.request_id for event in driver.log if isinstance(event, Preempted)]
+
+
+def test_a_parked_request_gives_its_blocks_to_the_first_in_line():
+    driver = crowded(16)
+    driver.submit(make_request("silent", range(1, 11), max_tokens=6), buffer=1)
+    driver.step(read=False)
+    driver.step(read=False)  # its buffer is full: parked, with its blocks
+    assert driver.scheduler.statistics().parked == 1
+    driver.submit(make_request("reader", range(20, 30), max_tokens=2))
+    plan = driver.begin_step()
+    assert [one.prompt[0] for one in plan.admitted] == [20]
+    driver.end_step()
+
+
+def test_no_more_give_way_than_the_first_in_line_needs():
+    """Two later ones hold what it lacks; the last alone is exactly enough."""
+    driver = crowded(16)
+    for name, arrival in (("a", 1.0), ("b", 2.0)):
+        driver.submit(make_request(name, range(1, 8), max_tokens=4, arrival=arrival, priority=1))
+    driver.step()
+    free = driver.scheduler.statistics().free_blocks
+    held = (16 - free) // 2
+    driver.submit(make_request("first", range(30, 30 + free + held - 1), max_tokens=1, arrival=3.0))
+    driver.begin_step()
+    assert preempted(driver) == ["b"]
+    driver.end_step()
+
+
+def test_nobody_gives_way_if_the_first_in_line_still_could_not_start():
+    """It needs two seats, and only one is held by a later request."""
+    driver = crowded(64, max_num_seqs=2)
+    driver.submit(make_request("older", (1, 2), max_tokens=9, arrival=1.0))
+    driver.submit(make_request("later", (3, 4), max_tokens=9, arrival=3.0, priority=1))
+    driver.step()
+    driver.submit(make_request("first", (5, 6), max_tokens=2, arrival=2.0, n=2))
+    driver.step()
+    assert preempted(driver) == []
+    assert driver.scheduler.statistics().running == 2
+
+
+# ---- out of memory (D17) ---------------------------------------------------------------------
+
+
+def out_of_memory(driver):
+    """Let the step about to run find no memory."""
+    plan = driver.begin_step()
+    kind = FailureKind.OUT_OF_MEMORY
+    driver.in_flight = None
+    driver.apply(StepFailed(StepFailure(plan.plan_id, kind, "drawn")))
+
+
+def test_the_only_prompt_in_a_step_is_not_preempted_when_memory_runs_out(driver):
+    driver.submit(make_request("only", range(1, 41)))
+    driver.step()  # 16 of its tokens
+    out_of_memory(driver)
+    assert preempted(driver) == []
+    assert driver.scheduler.statistics().running == 1
+
+
+def test_each_request_has_its_own_tries_when_memory_stays_short(driver):
+    """One fails at the fourth time, and the other after four more."""
+    for name, arrival in (("a", 1.0), ("b", 2.0)):
+        driver.submit(make_request(name, range(1, 4), arrival=arrival))
+    for times in range(1, 9):
+        out_of_memory(driver)
+        assert len(driver.finished) == times // 4
