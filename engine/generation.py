@@ -76,6 +76,7 @@ class Generation:
         self._done = trio.Event()
         self._num_choices = request.n or 1
         self._num_finished = 0
+        self._num_ready = 0  # in the channel; asking it for one too many costs more than a token
         self.credit = Credit(buffer)
         # Started, and each choice's end, come beside the credited messages
         self._send, self._receive = trio.open_memory_channel[StreamEvent](
@@ -95,18 +96,16 @@ class Generation:
         Cancellation: safe, no event is lost.
         """
         event = await self._receive.receive()
+        self._num_ready -= 1
         if isinstance(event, Tokens):
             self.release(1)
         return event
 
     def take_ready(self) -> list[StreamEvent]:
         """Every event there is, without waiting and without giving credit back."""
-        ready: list[StreamEvent] = []
-        try:
-            while True:
-                ready.append(self._receive.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
-            return ready
+        count, self._num_ready = self._num_ready, 0
+        receive = self._receive.receive_nowait
+        return [receive() for _ in range(count)]
 
     def release(self, num_messages: int) -> None:
         """The reader is done with so many Tokens events: give their credit back."""
@@ -116,6 +115,7 @@ class Generation:
     def close_reader(self) -> None:
         """The reader leaves: what is buffered is dropped, the request ends if it has not."""
         self.cancel(EndReason.CANCELLED)
+        self._num_ready = 0
         self._receive.close()
 
     # ---- ending
@@ -159,6 +159,7 @@ class Generation:
         except trio.BrokenResourceError:
             self.cancel(EndReason.CANCELLED)
             return
+        self._num_ready += 1
         if self.on_ready is not None:
             self.on_ready()
 

@@ -60,11 +60,15 @@ class Inference:
         """One outstanding write; credit goes back when the client's transport took it (D1)."""
         timeout_s = clients_timeout(context.time_remaining())
         call = self._front.generate(codec.decode_generate(request, timeout_s))
+        wants_ids = request.output.token_ids
+        write = context.write  # waits while the client's window is closed
         try:
             while events := await call.receive():
-                for message in codec.encode_events(events, token_ids=request.output.token_ids):
-                    await _write(context, message)
-                call.written(sum(isinstance(event, Tokens) for event in events))
+                for message in codec.encode_events(events, token_ids=wants_ids):
+                    await write(message)
+                call.written(sum([isinstance(event, Tokens) for event in events]))
+        except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise Disconnected from error
         finally:
             call.cancel()
 
@@ -278,18 +282,6 @@ def _is_ended_by_grpc() -> bool:
     """Was this task asked to end, or did a CancelledError only pass through it?"""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
-
-
-async def _write(context: Context, message: Message) -> None:
-    """Send one message; waits while the client's window is closed.
-
-    Raises:
-        Disconnected: the call is over.
-    """
-    try:
-        await context.write(message)
-    except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-        raise Disconnected from error
 
 
 async def _abort(context: Context, failure: BaseException) -> None:

@@ -13,20 +13,17 @@ import os
 import time
 
 from tools.bench.frame import Row, repeat_in_turn, row_of
-from tools.bench.wire import Peer, peer
+from tools.bench.wire import ENDLESS, Peer, peer
 
 TICK_S = {1: 0.002, 16: 0.004, 128: 0.015, 512: 0.060}
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "3"))
 BAR = 1.3
 SIZE_TOLERANCE = 1.02
-MAX_TOKENS = 8000
 
 
 def measure(server: Peer, streams: int, sizes: list[float]) -> float:
     """µs of the server's CPU per message over one window; the mean size goes to ``sizes``."""
-    with peer(
-        "readers", address=server.address, streams=streams, max_tokens=MAX_TOKENS
-    ) as readers:
+    with peer("readers", address=server.address, streams=streams, max_tokens=ENDLESS) as readers:
         time.sleep(0.2)
         messages, size = readers.ask()
         cpu = server.cpu_s()
@@ -43,7 +40,7 @@ def compare(streams: int) -> list[Row]:
     runner = {
         "step_s": TICK_S[streams],
         "num_blocks": 512 + streams * 256,
-        "max_model_len": 8192,
+        "max_model_len": ENDLESS + 200,
     }
     engine = {"max_num_seqs": streams, "max_num_batched_tokens": max(2048, 2 * streams)}
     sizes: tuple[list[float], list[float]] = ([], [])

@@ -30,7 +30,8 @@ import trio
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core.plan import Logits, RowResult, StepPlan, StepResult
-from engine.core.types import EndReason
+from engine.core.plan import Row as PlanRow
+from engine.core.types import EndReason, SequenceId
 from engine.model.fake import FakeRunner
 from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
 from grpc_service.asyncio_side import new_event_loop
@@ -45,11 +46,13 @@ GENERATE = "/triolet.v1.Inference/Generate"
 WORD = " word"
 START_LIMIT_S = 60.0
 END_LIMIT_S = 15.0
+ENDLESS = 8000  # tokens: of such a request the runner does not even count them
 STAMPS_MAX = 100_000  # of a step each: an hour of 40 ms steps
 
 
 class PacedRunner(FakeRunner):
-    """A step sleeps ``step_s`` and gives every row the same token; that is all it costs.
+    """A step sleeps ``step_s`` and gives every row the same token; that is all it costs. A request
+    for `ENDLESS` tokens or more must be cancelled before it has them.
     ``stamps`` keeps each step's start, end and number of rows, on the clock of `time.monotonic`,
     which all processes of a machine share."""
 
@@ -60,32 +63,35 @@ class PacedRunner(FakeRunner):
         self.stamps: deque[tuple[float, float, int]] = deque(maxlen=STAMPS_MAX)
         self._step_s = step_s
         self._text = text
-        self._num_made: dict[int, int] = {}
-        self._limits: dict[int, int] = {}
+        self._left: dict[SequenceId, int] = {}  # tokens to go
+        self._endless: dict[SequenceId, RowResult] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         started = time.monotonic()
         if self._step_s:
             time.sleep(self._step_s)
-        made, limits, text = self._num_made, self._limits, self._text
-        for admitted in plan.admitted:
-            made[admitted.sequence] = 0
-            limits[admitted.sequence] = admitted.stops.max_tokens
         for released in plan.released:
-            del made[released], limits[released]
-        rows = []
-        for row in plan.rows:
-            sequence = row.sequence
-            if row.logits is Logits.NONE:
-                rows.append(RowResult(sequence))
-                continue
-            made[sequence] += 1
-            is_last = made[sequence] == limits[sequence]
-            finish = EndReason.LENGTH if is_last else None
-            rows.append(RowResult(sequence, (7,), text, finish=finish))
-        result = StepResult(plan.plan_id, tuple(rows))
+            self._left.pop(released, None)
+            self._endless.pop(released, None)
+        for admitted in plan.admitted:
+            sequence, limit = admitted.sequence, admitted.stops.max_tokens
+            if limit >= ENDLESS and len(admitted.prompt) == 1:
+                self._endless[sequence] = RowResult(sequence, (7,), self._text)
+            else:
+                self._left[sequence] = limit
+        made, sample = self._endless, self._sample_paced
+        rows = tuple([made.get(row.sequence) or sample(row) for row in plan.rows])
+        result = StepResult(plan.plan_id, rows)
         self.stamps.append((started, time.monotonic(), len(rows)))
         return result
+
+    def _sample_paced(self, row: PlanRow) -> RowResult:
+        sequence = row.sequence
+        if row.logits is Logits.NONE:
+            return RowResult(sequence)
+        self._left[sequence] -= 1
+        finish = None if self._left[sequence] else EndReason.LENGTH
+        return RowResult(sequence, (7,), self._text, finish=finish)
 
     def take_stamps(self) -> list[tuple[float, float, int]]:
         """The steps since the last time this was asked."""
