@@ -44,10 +44,14 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 GENERATE = "/triolet.v1.Inference/Generate"
 WORD = " word"
+NO_PROXY = [("grpc.enable_http_proxy", 0)]
 START_LIMIT_S = 60.0
 END_LIMIT_S = 15.0
 ENDLESS = 8000  # tokens: of such a request the runner does not even count them
 STAMPS_MAX = 100_000  # of a step each: an hour of 40 ms steps
+
+
+Stamp = tuple[float, float, int]  # a step's start, end and number of rows
 
 
 class PacedRunner(FakeRunner):
@@ -60,7 +64,7 @@ class PacedRunner(FakeRunner):
         self, *, step_s: float = 0.0, text: str = WORD, num_blocks: int, max_model_len: int
     ) -> None:
         super().__init__(num_blocks=num_blocks, max_model_len=max_model_len)
-        self.stamps: deque[tuple[float, float, int]] = deque(maxlen=STAMPS_MAX)
+        self.stamps: deque[Stamp] = deque(maxlen=STAMPS_MAX)
         self._step_s = step_s
         self._text = text
         self._left: dict[SequenceId, int] = {}  # tokens to go
@@ -93,7 +97,7 @@ class PacedRunner(FakeRunner):
         finish = None if self._left[sequence] else EndReason.LENGTH
         return RowResult(sequence, (7,), self._text, finish=finish)
 
-    def take_stamps(self) -> list[tuple[float, float, int]]:
+    def take_stamps(self) -> list[Stamp]:
         """The steps since the last time this was asked."""
         return [self.stamps.popleft() for _ in range(len(self.stamps))]
 
@@ -249,8 +253,7 @@ async def _read_streams(address: str, streams: int, max_tokens: int) -> None:
             counts[1] += len(message)
         print("a stream ended before its bench did", file=sys.stderr)
 
-    options = [("grpc.enable_http_proxy", 0)]
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
+    async with grpc.aio.insecure_channel(address, options=NO_PROXY) as channel:
         tasks = [asyncio.create_task(read(channel)) for _ in range(streams)]
         running = asyncio.create_task(is_running.wait())
         await asyncio.wait([running, *tasks], return_when=asyncio.FIRST_COMPLETED)
