@@ -1,13 +1,15 @@
 """A Triolet server of fake models, as a process: ``python -m tests.support.fake_server JSON``.
 
 It prints one line of JSON with its port once it is bound. Every line on standard input is a
-question, answered with one line of JSON about its idleness; the input's end, which is the end of
-the test that started it, kills it. What JSON may say: `start` below.
+question, answered with one line of JSON: about its idleness, or, asked "tasks", about what lives in
+it (which wakes both its loops). The input's end, which is the end of the test that started it,
+kills it. What JSON may say: `start` below.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import os
 import selectors
@@ -20,6 +22,7 @@ import trio
 from engine import logs
 from engine.config import EngineConfig, ModelConfig
 from engine.model.fake import FakeRunner, FakeScript
+from grpc_service import asyncio_side
 from grpc_service.config import ServerConfig
 from grpc_service.server import serve, serve_forever
 
@@ -63,11 +66,18 @@ class Counter(trio.abc.Instrument):
     def __init__(self):
         self.task_steps = 0
         self.loop_turns = 0
+        self.token = None
+        self.loop = None
 
     def before_task_step(self, task):
         self.task_steps += 1
 
-    def new_event_loop(self):
+    def new_event_loop(self, counts):
+        """The asyncio thread's loop: the one that is used in earnest, or one that counts."""
+        self.loop = self._counting_loop() if counts else asyncio_side.new_event_loop()
+        return self.loop
+
+    def _counting_loop(self):
         """asyncio's own loop over a selector that counts: a turn of the loop asks it once."""
         counter = self
 
@@ -79,11 +89,28 @@ class Counter(trio.abc.Instrument):
 
         return asyncio.SelectorEventLoop(CountingSelector())
 
-    def answer(self):
+    def answer(self, question):
+        if question == "tasks":
+            return self.living()
         return {
             "task_steps": self.task_steps,
             "loop_turns": self.loop_turns,
             "switches": {thread.name: switches(thread) for thread in threading.enumerate()},
+        }
+
+    def living(self):
+        """Tasks of both worlds and Python's threads; asked on the threads they belong to."""
+        asyncio_tasks = concurrent.futures.Future()
+        self.loop.call_soon_threadsafe(
+            lambda: asyncio_tasks.set_result(len(asyncio.all_tasks(self.loop)))
+        )
+        statistics = trio.from_thread.run_sync(
+            trio.lowlevel.current_statistics, trio_token=self.token
+        )
+        return {
+            "trio_tasks": statistics.tasks_living,
+            "asyncio_tasks": asyncio_tasks.result(10),
+            "threads": threading.active_count(),
         }
 
 
@@ -95,8 +122,8 @@ def switches(thread):
 
 
 def answer_questions(counter):
-    for _ in sys.stdin:
-        print(json.dumps(counter.answer()), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(counter.answer(line.strip())), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -137,16 +164,16 @@ def start(
 
     async def main():
         codes = []
+        counter.token = trio.lowlevel.current_trio_token()
 
         async def run(task_status):
-            loop = {"new_event_loop": counter.new_event_loop} if counts else {}
             codes.append(
                 await serve(
                     engine_config,
                     server_config,
                     make_runner=make_runner,
                     task_status=task_status,
-                    **loop,
+                    new_event_loop=lambda: counter.new_event_loop(counts),
                 )
             )
 

@@ -74,10 +74,10 @@ class Server:
 
         return wait_until(found, limit_s, "the server's word")
 
-    def ask(self):
+    def ask(self, question=""):
         """The fake server's account of itself (`fake_server.Counter`)."""
         before = self.out.count("\n")
-        self.process.stdin.write(b"\n")
+        self.process.stdin.write(question.encode() + b"\n")
         self.process.stdin.flush()
         self.wait_for_output(lambda out: out.count("\n") > before, 10)
         return json.loads(self.out.splitlines()[-1])
