@@ -343,6 +343,7 @@ def main() -> int:
         cancels=args.cancels,
         seed=args.seed,
         processes=args.processes,
+        every_s=1.0 if args.cancels else 5.0,
         shows=True,
     )
     print("requests:", ", ".join(f"{count} {kind}" for kind, count in sorted(report.done.items())))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
+from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
 from tests.support.core_driver import expected_tokens
 from tests.support.crowd import crowd
 from tests.support.server import fake
-from tests.support.wire import ended, generate, health, stats, wait_serving, wait_until
+from tests.support.wire import ended, generate, stats, wait_serving, wait_until
 
 FINISH, VANISH, STALL = 350, 100, 50
 TOKENS = 40
@@ -38,8 +39,11 @@ def test_of_500_streams_100_vanish_and_50_stall_and_the_other_350_finish_unchang
         ):
             stalled.heard()
             vanishing.heard()
+            control = control_pb2_grpc.ControlStub(channel)
+            control.Pause(control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_KEEP))
             with crowd(address, streams=FINISH, first=201, tokens=TOKENS) as finishing:
                 wait_until(lambda: live(stats(channel)) == total, 30, "all at once")
+                control.Resume(control_pb2.ResumeRequest())
                 vanishing.kill()
                 heard = finishing.heard()
             expected = {n: expected_tokens([n], count=TOKENS, seed=1) for n in range(201, 551)}
