@@ -61,6 +61,7 @@ class Generation:
         self.request = request
         self.request_id = request_id
         self.core_id = core_id
+        self._is_renamed = core_id != request_id
         self.scope = trio.CancelScope()
         self.error: TrioletError | None = None
         self.is_closed = False
@@ -173,7 +174,7 @@ class Generation:
     def on_tokens(self, event: Tokens) -> None:
         self.phase = "decode"
         self.tokens_done += len(event.token_ids)
-        if self.core_id != self.request_id:
+        if self._is_renamed:
             event = event._replace(request_id=RequestId(self.request_id))
         self._push(event)
 

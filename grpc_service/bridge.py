@@ -6,11 +6,11 @@ made in a step comes back in one batch. Rule 3: nothing here waits for a reader 
 
 What bounds the queues: a stream's messages by its credit, which counts what is in its channel,
 handed over and unwritten together (D1); commands by the calls that are open, each posting one
-submit and at most one cancel, and one note with the credit that all of them gave back.
+submit, at most one cancel, and a credit note per batch it was handed, if it is short of credit.
 
 When the other side has ended: a call gets ShuttingDown; the engine sees its readers gone.
 Measured (128 streams, 5 ms steps): a wake-up per token on both sides costs 20-30 µs a token,
-one per step on each about 7. Credit is therefore given back for many writes at once.
+one per step on each about 7. So the courier fetches credit when it brings events.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
@@ -40,9 +41,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-# How long credit may be on its way: a step's writes come back in a few notes, not one by one, and
-# a starved stream waits no longer than this. `python -m tools.bench front` shows the difference.
-CREDIT_DELAY_S = 0.010
+# Until credit is looked at when nothing else led anybody to look: a stream began to wait for slots
+# just as its last message was written. `python -m tools.bench front`: a note a message costs 2 µs.
+CREDIT_DELAY_S = 0.050
 
 
 class BridgeCall:
@@ -55,7 +56,8 @@ class BridgeCall:
         self._is_cancelled = False
         self._error: TrioletError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._num_written = 0  # Tokens events whose credit has not been given back
+        self._num_written = 0  # Tokens events, ever; set on the asyncio thread alone
+        self._num_released = 0  # of those, credit given back; set on the Trio thread alone
         self.request = request
         self.posted_at = time.monotonic()
         self.generation: Generation | None = None  # the Trio side's, touched there alone
@@ -76,9 +78,18 @@ class BridgeCall:
         return events
 
     def written(self, num_tokens_events: int) -> None:
-        if num_tokens_events:
-            self._num_written += num_tokens_events
-            self._bridge.give_back(self, self._num_written)
+        """Most credit is fetched by the courier when it looks at the stream anyway. A stream that
+        waits for slots, or has few left, is looked at now; any other within `CREDIT_DELAY_S`."""
+        if not num_tokens_events:
+            return
+        self._num_written += num_tokens_events
+        generation = self.generation
+        assert generation is not None
+        credit = generation.credit  # the Trio thread's; a look at it may be a moment late
+        if credit.starved or 2 * (self._num_written - self._num_released) >= credit.capacity:
+            self._bridge.post(self.release_written)
+        else:
+            self._bridge.look_soon(self)
 
     def cancel(self) -> None:
         if not self._is_closed and not self._is_cancelled:
@@ -89,23 +100,23 @@ class BridgeCall:
 
     def take(self, events: list[StreamEvent], is_closed: bool, error: TrioletError | None) -> None:
         """More events, and perhaps the end."""
-        self._events += events
+        if self._events:
+            self._events += events
+        else:
+            self._events = events
         if is_closed:
             self._is_closed, self._error = True, error
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def take_written(self) -> int:
-        """How many Tokens events were written since the last time this was asked."""
-        count, self._num_written = self._num_written, 0
-        return count
-
     # ---- on the Trio thread
 
-    def release(self, num_messages: int) -> None:
-        """Give the generation its credit back."""
-        if self.generation is not None:
-            self.generation.release(num_messages)
+    def release_written(self) -> None:
+        """Give the generation the credit of what was written since the last time."""
+        count = self._num_written - self._num_released
+        if count and self.generation is not None:
+            self._num_released += count
+            self.generation.release(count)
 
     def _close_reader(self) -> None:
         if self.generation is not None:
@@ -191,26 +202,20 @@ class Bridge:
                 return False
         return True
 
-    def give_back(self, call: BridgeCall, num_written: int) -> None:
-        """``call`` has so many messages' credit to give back: soon, with what others have; at
-        once when it is half its stream's."""
+    def look_soon(self, call: BridgeCall) -> None:
+        """Look at what ``call`` has written, with all the others, if no step's courier does."""
         self._written[call] = None
-        if 2 * num_written >= self._buffer:
-            self._post_credit()
-        elif self._credit_timer is None:
+        if self._credit_timer is None:
             assert self._loop is not None
             self._credit_timer = self._loop.call_later(CREDIT_DELAY_S, self._post_credit)
 
     def _post_credit(self) -> None:
-        if self._credit_timer is not None:
-            self._credit_timer.cancel()
-            self._credit_timer = None
-        notes = [(call, call.take_written()) for call in self._written]
-        self._written.clear()
+        self._credit_timer = None
+        calls, self._written = self._written, {}
 
         def release() -> None:
-            for call, num_messages in notes:
-                call.release(num_messages)
+            for call in calls:
+                call.release_written()
 
         self.post(release)
 
@@ -241,7 +246,7 @@ class Bridge:
             self._send(lambda: call.take([], True, bug))
             raise
         call.generation = generation
-        generation.on_ready = lambda: self._mark(call)
+        generation.on_ready = partial(self._mark, call)
         self._mark(call)
 
     def _mark(self, call: BridgeCall) -> None:
@@ -269,6 +274,7 @@ class Bridge:
         for call in ready:
             generation = call.generation
             assert generation is not None
+            call.release_written()
             events = generation.take_ready()
             is_closed = generation.is_closed
             if events or is_closed:

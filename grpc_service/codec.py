@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from grpc_service._generated.triolet.v1 import models_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
-GenerateResponse = inference_pb2.GenerateResponse
 
 # Outgoing messages stay below 4 MiB, every client's default limit; the slack
 # is for the fields that are not counted and the framing.
@@ -224,8 +223,10 @@ def encode_events(
     ``token_ids``: the client asked for them. Ends that are no success give no message; the
     call's status says them.
     """
-    if len(events) == 1 and isinstance(only := events[0], Tokens) and _is_short(only):
-        return _short_delta(only, token_ids=token_ids)
+    if len(events) == 1 and isinstance(only := events[0], Tokens):
+        short = _short_delta(only, token_ids=token_ids)
+        if short is not None:
+            return short
     messages: list[inference_pb2.GenerateResponse] = []
     pending: dict[int, list[Tokens]] = {}
     for event in events:
@@ -242,24 +243,24 @@ def encode_events(
     return messages
 
 
+_new_message = inference_pb2.GenerateResponse  # found once, not once a token
 SHORT = 1000  # characters or tokens; of both so many fit into one message many times
 
 
-def _is_short(event: Tokens) -> bool:
-    """Does it fit into one message for certain, whatever its characters are?"""
-    return not event.logprobs and len(event.text) < SHORT and len(event.token_ids) < SHORT
-
-
-def _short_delta(event: Tokens, *, token_ids: bool) -> list[inference_pb2.GenerateResponse]:
-    """As `_deltas`, faster, for what nearly every step gives nearly every stream."""
-    if not (event.text or (token_ids and event.token_ids)):
+def _short_delta(event: Tokens, *, token_ids: bool) -> list[inference_pb2.GenerateResponse] | None:
+    """As `_deltas`, faster, for what nearly every step gives nearly every stream; None for what
+    may need more than one message."""
+    _, choice, ids, text, logprobs, _ = event
+    if logprobs or len(text) > SHORT or len(ids) > SHORT:
+        return None
+    if not (text or (ids and token_ids)):
         return []
-    message = GenerateResponse()
+    message = _new_message()
     delta = message.delta
-    delta.choice = event.choice
-    delta.text = event.text
+    delta.choice = choice
+    delta.text = text
     if token_ids:
-        delta.token_ids.extend(event.token_ids)
+        delta.token_ids.extend(ids)
     return [message]
 
 
