@@ -61,6 +61,7 @@ class Generation:
         self.request = request
         self.request_id = request_id
         self.core_id = core_id
+        self._is_renamed = core_id != request_id
         self.scope = trio.CancelScope()
         self.error: TrioletError | None = None
         self.is_closed = False
@@ -77,6 +78,7 @@ class Generation:
         self._done = trio.Event()
         self._num_choices = request.n or 1
         self._num_finished = 0
+        self._num_ready = 0  # in the channel; asking it for one too many costs more than a token
         self.credit = Credit(buffer)
         # Started, and each choice's end, come beside the credited messages
         self._send, self._receive = trio.open_memory_channel[StreamEvent](
@@ -96,18 +98,16 @@ class Generation:
         Cancellation: safe, no event is lost.
         """
         event = await self._receive.receive()
+        self._num_ready -= 1
         if isinstance(event, Tokens):
             self.release(1)
         return event
 
     def take_ready(self) -> list[StreamEvent]:
         """Every event there is, without waiting and without giving credit back."""
-        ready: list[StreamEvent] = []
-        try:
-            while True:
-                ready.append(self._receive.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
-            return ready
+        count, self._num_ready = self._num_ready, 0
+        receive = self._receive.receive_nowait
+        return [receive() for _ in range(count)]
 
     def release(self, num_messages: int) -> None:
         """The reader is done with so many Tokens events: give their credit back."""
@@ -122,6 +122,7 @@ class Generation:
         """
         is_timer = left_at is not None and left_at >= self.client_deadline - DEADLINE_MARGIN_S
         self.cancel(EndReason.DEADLINE if is_timer else EndReason.CANCELLED)
+        self._num_ready = 0
         self._receive.close()
 
     # ---- ending
@@ -165,6 +166,7 @@ class Generation:
         except trio.BrokenResourceError:
             self.cancel(EndReason.CANCELLED)
             return
+        self._num_ready += 1
         if self.on_ready is not None:
             self.on_ready()
 
@@ -178,7 +180,7 @@ class Generation:
     def on_tokens(self, event: Tokens) -> None:
         self.phase = "decode"
         self.tokens_done += len(event.token_ids)
-        if self.core_id != self.request_id:
+        if self._is_renamed:
             event = event._replace(request_id=RequestId(self.request_id))
         self._push(event)
 

@@ -45,10 +45,6 @@ SERVICE_NAMES = (INFERENCE.full_name, MODELS.full_name, CONTROL.full_name)
 log = logging.getLogger(__name__)
 
 
-class Disconnected(Exception):
-    """The client has gone: there is nobody to tell anything."""
-
-
 class Inference:
     """Generation and tokens."""
 
@@ -60,13 +56,15 @@ class Inference:
         call is left when its status is given: one that cannot be is a zombie."""
         timeout_s = clients_timeout(context.time_remaining())
         call = self._front.generate(codec.decode_generate(request, timeout_s), context.peer())
+        wants_ids = request.output.token_ids
+        write = context.write  # waits while the client's window is closed
         try:
             while events := await call.receive():
-                for message in codec.encode_events(events, token_ids=request.output.token_ids):
-                    await _write(context, message)
-                call.written(sum(isinstance(event, Tokens) for event in events))
-        except Disconnected:
-            pass
+                for message in codec.encode_events(events, token_ids=wants_ids):
+                    await write(message)
+                call.written(sum([isinstance(event, Tokens) for event in events]))
+        except (grpc.aio.BaseError, asyncio.InvalidStateError):
+            pass  # the client has gone: there is nobody to tell anything
         except Exception as error:
             call.cancel()
             await _abort(context, error)
@@ -241,8 +239,6 @@ def _answering(behaviour: Behaviour, *, is_local_only: bool) -> Behaviour:
             if is_local_only and not is_local(context.peer()):
                 raise NotAllowed("this RPC is served to clients on the server's machine only")
             return await behaviour(request, context)
-        except Disconnected:
-            return None
         except grpc.aio.AbortError:
             raise  # the behaviour has ended the call itself
         except asyncio.CancelledError as error:
@@ -261,18 +257,6 @@ def _is_ended_by_grpc() -> bool:
     """Was this task asked to end, or did a CancelledError only pass through it?"""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
-
-
-async def _write(context: Context, message: Message) -> None:
-    """Send one message; waits while the client's window is closed.
-
-    Raises:
-        Disconnected: the call is over.
-    """
-    try:
-        await context.write(message)
-    except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-        raise Disconnected from error
 
 
 async def _abort(context: Context, failure: BaseException) -> None:

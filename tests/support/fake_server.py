@@ -1,14 +1,15 @@
 """A Triolet server of fake models, as a process: ``python -m tests.support.fake_server JSON``.
 
 It prints one line of JSON with its port once it is bound. Every line on standard input is a
-command (`Faults`) or, when it is empty, none, and is answered with one line of JSON about the
-server's idleness; the input's end, which is the end of the test that started it, kills it. What
-JSON may say: `start` below.
+command (`Faults`), or "tasks", or empty, and is answered with one line of JSON: about what lives in
+the server (which wakes both its loops) or else about its idleness. The input's end, which is the
+end of the test that started it, kills it. What JSON may say: `start` below.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import os
 import selectors
@@ -150,11 +151,26 @@ class Counter(trio.abc.Instrument):
 
         return asyncio.SelectorEventLoop(CountingSelector())
 
-    def answer(self):
+    def answer(self, question):
+        if question == "tasks":
+            return self.living()
         return {
             "task_steps": self.task_steps,
             "loop_turns": self.loop_turns,
             "switches": {thread.name: switches(thread) for thread in threading.enumerate()},
+        }
+
+    def living(self):
+        """Tasks of both worlds and Python's threads; asked on the threads they belong to."""
+        loop, asyncio_tasks = self.faults.asyncio_loop, concurrent.futures.Future()
+        loop.call_soon_threadsafe(lambda: asyncio_tasks.set_result(len(asyncio.all_tasks(loop))))
+        statistics = trio.from_thread.run_sync(
+            trio.lowlevel.current_statistics, trio_token=self.faults.trio_token
+        )
+        return {
+            "trio_tasks": statistics.tasks_living,
+            "asyncio_tasks": asyncio_tasks.result(10),
+            "threads": threading.active_count(),
         }
 
 
@@ -167,9 +183,10 @@ def switches(thread):
 
 def answer_questions(counter):
     for line in sys.stdin:
-        if command := line.strip():
+        command = line.strip()
+        if command and command != "tasks":
             getattr(counter.faults, command)()
-        print(json.dumps(counter.answer()), flush=True)
+        print(json.dumps(counter.answer(command)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

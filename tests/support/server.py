@@ -79,10 +79,10 @@ class Server:
         self.process.stdin.write(f"{command}\n".encode())
         self.process.stdin.flush()
 
-    def ask(self):
+    def ask(self, question=""):
         """The fake server's account of itself (`fake_server.Counter`)."""
         before = self.out.count("\n")
-        self.tell("")
+        self.tell(question)
         self.wait_for_output(lambda out: out.count("\n") > before, 10)
         return json.loads(self.out.splitlines()[-1])
 

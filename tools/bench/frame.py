@@ -65,6 +65,11 @@ def row_of(
     )
 
 
+def percentile(times: Sequence[float], share: float) -> float:
+    """The smallest time that ``share`` of all do not exceed."""
+    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
+
+
 def repeat(measure: Callable[[], float], repeats: int = REPEATS) -> list[float]:
     """``measure`` once to warm up, then ``repeats`` times."""
     measure()

@@ -1,52 +1,48 @@
 """The time between two steps: end of a fake 20 ms step to the start of the next, on the worker's
-own clock, with 128 in-process readers that take every token."""
+own clock, with 128 readers that take every token: in the engine's process, and over gRPC from a
+process of their own."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import trio
 
 from engine.api import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.plan import Logits, RowResult, StepPlan, StepResult
-from engine.model.fake import FakeRunner
 from engine.requests import GenerateRequest, SamplingParams
 from tools.bench.frame import Row, repeat_in_turn, row_of
+from tools.bench.wire import ENDLESS, PacedRunner, Peer, peer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tools.bench.wire import Stamp
 
 READERS = 128
 STEP_S = 0.020
 STEPS = 60
+WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "2"))
 BAR_MS = 1.0
+RUNNER = {"step_s": STEP_S, "num_blocks": READERS * 16 + 1024, "max_model_len": ENDLESS + 200}
 
 
-class TimedRunner(FakeRunner):
-    """Sleeps a step, answers at once, and notes when steps begin and end."""
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=READERS * 16, max_model_len=256)
-        self.gaps_s: list[float] = []
-        self._ended = 0.0
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        now = time.perf_counter()
-        if self._ended and len(plan.rows) == READERS:
-            self.gaps_s.append(now - self._ended)
-        time.sleep(STEP_S)
-        rows = tuple(
-            RowResult(row.sequence, (7,), "x")
-            if row.logits is not Logits.NONE
-            else RowResult(row.sequence)
-            for row in plan.rows
-        )
-        result = StepResult(plan.plan_id, rows)
-        self._ended = time.perf_counter()
-        return result
+def gap_ms(stamps: Sequence[Stamp]) -> float:
+    """The median time between two steps that both had every reader's row."""
+    gaps = [
+        start - end
+        for (_, end, rows), (start, _, next_rows) in pairwise(stamps)
+        if rows == next_rows == READERS
+    ]
+    return 1e3 * statistics.median(gaps)
 
 
 async def _measure(prepared: bool) -> float:
-    runner = TimedRunner()
+    runner = PacedRunner(**RUNNER)
     config = EngineConfig(models=(ModelConfig("fake"),), prepared_plans=prepared)
     async with open_engine(config, make_runner=lambda model, config: runner) as engine:
 
@@ -56,18 +52,35 @@ async def _measure(prepared: bool) -> float:
             )
             async with engine.generate(request) as stream:
                 async for _event in stream:
-                    if len(runner.gaps_s) >= STEPS // 2:
+                    if len(runner.stamps) >= STEPS // 2:
                         return
 
         async with trio.open_nursery() as nursery:
             for index in range(READERS):
                 nursery.start_soon(read, index)
-    return 1e3 * statistics.median(runner.gaps_s)
+    return gap_ms(list(runner.stamps))
+
+
+def _measure_wire(server: Peer) -> float:
+    with peer("readers", address=server.address, streams=READERS, max_tokens=ENDLESS):
+        server.ask()
+        time.sleep(WINDOW_S)
+        stamps = server.ask()
+    return gap_ms(stamps)
 
 
 def run() -> list[Row]:
     on, off = repeat_in_turn([lambda: trio.run(_measure, True), lambda: trio.run(_measure, False)])
+    with (
+        peer("triolet", runner=RUNNER) as prepared,
+        peer("triolet", runner=RUNNER, engine={"prepared_plans": False}) as unprepared,
+    ):
+        wire_on, wire_off = repeat_in_turn(
+            [lambda: _measure_wire(prepared), lambda: _measure_wire(unprepared)]
+        )
     return [
         row_of(f"gap p50, {READERS} readers, prepared plans on", on, "ms", bar=BAR_MS),
         row_of(f"gap p50, {READERS} readers, prepared plans off", off, "ms", bar=BAR_MS),
+        row_of(f"gap p50, {READERS} gRPC clients, prepared on", wire_on, "ms", bar=BAR_MS),
+        row_of(f"gap p50, {READERS} gRPC clients, prepared off", wire_off, "ms", bar=BAR_MS),
     ]

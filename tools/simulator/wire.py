@@ -25,11 +25,23 @@ T = TypeVar("T")
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """asyncio's loop, its other threads' door led to `on_call`."""
+    """asyncio's loop, its other threads' door led to `on_call`, its timers to `on_timer`."""
 
-    def __init__(self, on_call: Callable[[Callable[..., object]], None]) -> None:
+    def __init__(
+        self,
+        on_call: Callable[[Callable[..., object]], None],
+        on_timer: Callable[[float, Callable[..., object]], None],
+    ) -> None:
         super().__init__()
         self._on_call = on_call
+        self._on_timer = on_timer
+
+    def call_later(
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(0.0, callback, args, self, context)
+        self._on_timer(delay, lambda: handle.cancelled() or callback(*args))
+        return handle
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:
         if self.is_closed():
@@ -47,13 +59,20 @@ class Wire:
         self._posted: list[Callable[[], object]] = []
         self._has_posted = trio.Event()
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._loop = _Loop(self.post)
+        self._loop = _Loop(self.post, self._post_later)
         self.bridge.attach(self._loop)
 
     def post(self, callback: Callable[[], object]) -> None:
         """Run ``callback`` in the loop's next turn."""
         self._posted.append(callback)
         self._has_posted.set()
+
+    def _post_later(self, delay_s: float, callback: Callable[[], object]) -> None:
+        async def wait() -> None:
+            await trio.sleep(delay_s)
+            self.post(callback)
+
+        self.nursery.start_soon(wait)
 
     async def run(self) -> None:
         """Turn the loop whenever something was posted, until cancelled."""
