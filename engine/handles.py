@@ -152,6 +152,7 @@ class Guard:
                 ) from error
             finally:
                 call.ended.set()
+                self._running.pop(call, None)  # an error's traceback may hold it for long
         raise RequestCancelled(f"the call was stopped by its {self._name}")
 
     def stop(self) -> None:
