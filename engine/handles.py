@@ -261,7 +261,6 @@ class Chat(Handle):
             raise InvalidRequest.of(
                 "text", "the answer before still runs: read it to its end, or stop it"
             )
-        self.stop()  # one that was dropped may not have heard of it yet
         question = {"role": "user", "content": text}
         request = GenerateRequest(
             model=self._model,

@@ -138,15 +138,15 @@ class _Portal:
         if self._process != os.getpid():
             raise ShuttingDown("the engine was opened by the process that this one is a fork of")
         if self._is_closing or self._token is None:
-            raise ShuttingDown("the engine is closed")
+            raise _as_heard_here(ShuttingDown("the engine is closed"))
         try:
             self._token.run_sync_soon(_run_safely, command)
         except trio.RunFinishedError:
-            raise ShuttingDown("the engine has ended") from None
+            raise _as_heard_here(ShuttingDown("the engine has ended")) from None
 
     def try_post(self, command: Callable[[], object]) -> None:
         """As `post`, but nothing where there is no engine any more. For finalisers."""
-        with suppress(ShuttingDown):
+        with suppress(ShuttingDown, SystemExit):
             self.post(command)
 
     def require_waiting_allowed(self) -> None:
@@ -191,7 +191,7 @@ class _Portal:
         finally:
             self.forget(reply)
         if error is not None:
-            raise error
+            raise _as_heard_here(error)
         return value  # type: ignore[return-value]  # None where T is None
 
     # ---- the end
@@ -280,10 +280,12 @@ class _Portal:
 
 
 _open: dict[_Portal, None] = {}
+_is_exiting = threading.Event()
 
 
 @atexit.register
 def _close_what_is_open() -> None:
+    _is_exiting.set()
     for portal in list(_open):
         portal.signal_close()
     limit = time.monotonic() + EXIT_LIMIT_S
@@ -299,6 +301,13 @@ async def _run_job(awaitable: Awaitable[T], reply: _Reply[T]) -> None:
         reply.lose(error)
     finally:
         reply.lose(ShuttingDown("the engine was closed meanwhile"))  # unless something was put
+
+
+def _as_heard_here(error: BaseException) -> BaseException:
+    """An error as the current thread is to raise it. At exit, Python kills daemon threads where
+    they wait; one that waited for us ends as silently."""
+    is_killed = _is_exiting.is_set() and threading.current_thread().daemon
+    return SystemExit() if is_killed and isinstance(error, ShuttingDown) else error
 
 
 def _run_safely(command: Callable[[], object]) -> None:
@@ -401,7 +410,7 @@ class Stream:
         if isinstance(item, _End):
             self._reader.queue.put(_End())  # for whoever else waits, or comes later
             if item.error is not None:
-                raise item.error
+                raise _as_heard_here(item.error)
             raise StopIteration
         if isinstance(item, Tokens):
             self._count_taken()
@@ -652,8 +661,8 @@ class _Handle(Generic[H]):
 
 
 class Chat(_Handle[handles.Chat]):
-    """A conversation (`engine.handles.Chat`). In the messages stands what was handed over to the
-    reader's thread, taken from the stream or not."""
+    """A conversation (`engine.handles.Chat`). What was handed over to the reader's thread counts
+    as read, taken from the stream or not; a stream that is closed or dropped is stopped."""
 
     def ask(self, text: str, *, timeout_s: float | None = None) -> Stream:
         """Ask for an answer; it begins at once. Errors as `engine.handles.Chat.ask`."""

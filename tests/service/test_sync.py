@@ -97,9 +97,10 @@ def engine_threads():
 
 
 def park(eng):
-    """A stream that is held, full and read by nobody."""
+    """A stream that is held, full and read by nobody. Its buffer bounds what is anywhere (R8)."""
     stream = eng.generate(request())
     wait_until(lambda: eng.statistics().totals.parked == 1)
+    assert stream._reader.queue.qsize() == 1 + eng.config.in_process_buffer  # Started, Tokens…
     return stream
 
 
@@ -395,6 +396,19 @@ def test_nothing_is_kept_alive_by_a_closed_engine():
     wait_until(lambda: gc.collect() is not None and refs[-1]() is None)
 
 
+def test_an_engine_whose_thread_dies_leaves_nobody_waiting(eng, caplog):
+    """R22: the asker itself, whose answer never comes, and who reads beside it."""
+    reader, read = start(lambda: list(eng.generate(request())))
+    wait_until(lambda: eng.statistics().totals.parked + eng.statistics().totals.running == 1)
+    with pytest.raises(ShuttingDown):
+        eng._portal.ask(lambda engine: sys.exit(1))
+    join(reader)
+    assert isinstance(read[0], ShuttingDown)
+    with pytest.raises(ShuttingDown):
+        eng.statistics()
+    assert "the engine's thread failed" in caplog.text
+
+
 def test_a_command_that_raises_ends_nothing(eng, caplog):
     eng._portal.post(lambda: 1 / 0)
     assert eng.statistics() is not None
@@ -504,7 +518,8 @@ def test_encoders_are_refused_by_name_until_they_exist(eng):
 # ---- the interpreter, from outside
 
 PRELUDE = """
-import os, signal, sys, threading, time
+import atexit, os, signal, sys, threading, time
+atexit.register(time.sleep, 0.1)  # registered first, runs last: whoever is woken may complain
 import engine
 from engine import sync
 from engine.core.events import PauseMode
@@ -557,6 +572,17 @@ def read():
     assert len(list(eng.generate(request(60)))) == 62
     print("read")
 threading.Thread(target=read).start()
+""",
+    "while daemons wait for it": """
+eng = open_fake(step_s=0.01)
+eng.pause(PauseMode.KEEP)
+def ask_on():
+    while True:
+        eng.statistics()
+for wait in (lambda: list(eng.generate(request())), eng.drain, ask_on):
+    threading.Thread(target=wait, daemon=True).start()
+while eng.statistics().totals.waiting == 0:
+    time.sleep(0.01)
 """,
     "after a step that hangs, for the limit": """
 sync.EXIT_LIMIT_S = 0.5
