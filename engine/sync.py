@@ -12,17 +12,20 @@ its thread ends, however it ends: nobody waits for an engine that is gone.
 Rule 4: what a reader has not taken is bounded by its request's own credit, given back as it is
 taken; there is no second buffer.
 
-Why a daemon thread with `atexit`: Python joins threads that are no daemons before it runs `atexit`,
-so such a one, left open, would be waited for for ever. A daemon runs on until `atexit`, where the
-engine is closed while threads still work, and after `EXIT_LIMIT_S` it is left to die.
-`threading._register_atexit` is private, and comes before the program's own threads have finished
-with the engine.
+How it ends with the interpreter, in CPython's order: the main thread ends; `threading` calls what
+was registered with it, then joins the threads that are no daemons; then come `atexit`, and the
+death of the daemons. A thread that is no daemon would be waited for before anything of ours could
+tell it to end, so ours is one. It is closed at the first of these moments, not by `atexit`: by then
+torch's own handlers, which were registered later and so come sooner, have torn down what a model
+that still loads is using (seen: errors, and a hang). So threads that outlive the main thread hear
+ShuttingDown; daemons among them end without a word, as they would have anyway.
 In a forked child there is no engine: its thread stayed in the parent, and every call says so.
 """
 
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 torch imports it, and at exit that fails
 import logging
 import os
 import threading
@@ -55,7 +58,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-EXIT_LIMIT_S = 5.0  # guess: a few steps; what is still running at exit then is left to die
+EXIT_LIMIT_S = 30.0  # guess: importing torch on a busy machine; what hangs is left to die then
 RELEASE_AFTER_S = 0.1  # guess: far below any stall timeout, far above what waking Trio costs
 RELEASE_SHARE = 4  # credit goes back at the latest when this part of the buffer was taken
 
@@ -283,7 +286,6 @@ _open: dict[_Portal, None] = {}
 _is_exiting = threading.Event()
 
 
-@atexit.register
 def _close_what_is_open() -> None:
     _is_exiting.set()
     for portal in list(_open):
@@ -301,6 +303,10 @@ async def _run_job(awaitable: Awaitable[T], reply: _Reply[T]) -> None:
         reply.lose(error)
     finally:
         reply.lose(ShuttingDown("the engine was closed meanwhile"))  # unless something was put
+
+
+# private, but `concurrent.futures` rests on it too; without it, `atexit` is nearly as good
+getattr(threading, "_register_atexit", atexit.register)(_close_what_is_open)
 
 
 def _as_heard_here(error: BaseException) -> BaseException:
@@ -391,15 +397,15 @@ class Stream:
     goes to one of them, and the end to all.
     """
 
-    def __init__(self, portal: _Portal, num_choices: int, buffer: int, owner: object) -> None:
+    def __init__(self, portal: _Portal, buffer: int, owner: object) -> None:
         self._portal = portal
         self._owner = owner  # a handle that is dropped closes; not while it is read through
         self._reader = _Reader(portal)
         self._lock = threading.Lock()
         self._num_taken = 0
         self._released_at = time.monotonic()
-        # What is taken and not given back may never keep a step from reserving all it needs.
-        self._release_at = max(1, (buffer - num_choices) // RELEASE_SHARE)
+        # Below the whole buffer: when all is taken, a slot is free, and the request goes on.
+        self._release_at = max(1, buffer // RELEASE_SHARE)
 
     def __iter__(self) -> Iterator[StreamEvent]:
         return self
@@ -513,7 +519,7 @@ class Engine:
     def generate(self, request: GenerateRequest) -> Stream:
         """Run a request; a refusal is raised at the first event. Does not wait."""
         buffer = self.config.in_process_buffer
-        stream, portal = Stream(self._portal, request.n or 1, buffer, self), self._portal
+        stream, portal = Stream(self._portal, buffer, self), self._portal
         stream._follow(lambda: portal.engine.submit(request, buffer=buffer))
         return stream
 
@@ -667,7 +673,7 @@ class Chat(_Handle[handles.Chat]):
     def ask(self, text: str, *, timeout_s: float | None = None) -> Stream:
         """Ask for an answer; it begins at once. Errors as `engine.handles.Chat.ask`."""
         buffer, handle = self._engine.config.in_process_buffer, self._handle
-        stream = Stream(self._portal, 1, buffer, self)
+        stream = Stream(self._portal, buffer, self)
         answer = self._portal.ask(lambda engine: handle.ask(text, timeout_s=timeout_s))
         stream._follow(lambda: answer)
         return stream

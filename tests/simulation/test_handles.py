@@ -308,6 +308,23 @@ def test_a_closed_chat_keeps_nothing_alive(seed):
     run(body, seed)
 
 
+@seeds
+def test_an_open_chat_keeps_no_answer_alive(seed):
+    """R23: what has ended, and whoever read it has gone, is gone."""
+
+    async def body(engine):
+        async with Chat(engine, sampling=SHORT) as chat:
+            answer = chat.ask("one")
+            await answer.read()
+            refs = [weakref.ref(answer), weakref.ref(answer._generation)]
+            del answer
+            await trio.sleep(1)
+            gc.collect()
+            assert [ref() for ref in refs] == [None, None]
+
+    run(body, seed)
+
+
 def test_the_model_dies_with_its_engine():
     """R23."""
     refs = []
