@@ -102,6 +102,7 @@ class _Portal:
     def __init__(self, config: EngineConfig, make_runner: RunnerFactory) -> None:
         self._process = os.getpid()
         self._is_closing = False
+        self._started: _Reply[None] = _Reply()
         self._waiters: dict[_Waiter, None] = {}
         self._token: trio.lowlevel.TrioToken | None = None
         self._scope = trio.CancelScope()
@@ -117,12 +118,10 @@ class _Portal:
         Raises:
             Exception: whatever kept the engine from starting; the thread has ended.
         """
-        started: _Reply[None] = _Reply()
-        self._started = started
         _open[self] = None
         self._thread.start()
         try:
-            _, error = started.wait()
+            _, error = self._started.wait()
         except BaseException:  # Ctrl-C
             self.signal_close()
             raise
