@@ -536,7 +536,7 @@ def request(max_tokens=2000):
 """
 
 
-def run_script(text, *, sends=None, options=("-X", "dev", "-W", "error")):
+def run_script(text, *, sends=None, options=("-X", "dev", "-W", "error"), limit_s=LIMIT_S / 2):
     """Run in an interpreter of its own, to its exit. ``sends``: a signal once it says "ready"."""
     command = [sys.executable, *options, "-c", PRELUDE + text]
     with subprocess.Popen(
@@ -546,7 +546,7 @@ def run_script(text, *, sends=None, options=("-X", "dev", "-W", "error")):
             if sends is not None:
                 assert process.stdout.readline() == "ready\n"
                 process.send_signal(sends)
-            out, err = process.communicate(timeout=LIMIT_S / 2)
+            out, err = process.communicate(timeout=limit_s)
         except BaseException:
             process.kill()
             raise
@@ -627,11 +627,13 @@ next(stream)
 
 
 @pytest.mark.model
+@pytest.mark.timeout(200)  # importing torch from a cold disk takes half a minute
 @pytest.mark.parametrize("text", REAL.values(), ids=REAL.keys())
 def test_the_interpreter_exits_with_a_real_model(text):
     """Before torch's own handlers take it apart: closed by `atexit`, the first of these failed
     with errors of the libraries', or hung."""
-    code, out, err = run_script("eng = sync.open_engine()\n" + text, options=())
+    text = f"sync.EXIT_LIMIT_S = 150\neng = sync.open_engine()\n{text}"
+    code, out, err = run_script(text, options=(), limit_s=180)
     assert (code, out, err) == (0, "", "")
 
 
