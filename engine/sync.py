@@ -19,6 +19,8 @@ tell it to end, so ours is one. It is closed at the first of these moments, not 
 torch's own handlers, which were registered later and so come sooner, have torn down what a model
 that still loads is using (seen: errors, and a hang). So threads that outlive the main thread hear
 ShuttingDown; daemons among them end without a word, as they would have anyway.
+The file is longer than most: half of it is the surface of `engine.api` and `engine.handles` said
+once more, and the other half is nobody else's business.
 In a forked child there is no engine: its thread stayed in the parent, and every call says so.
 """
 
