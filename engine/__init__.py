@@ -3,6 +3,7 @@
 The public face; importing it imports neither torch nor transformers.
 """
 
+from engine import handles, sync
 from engine.api import Engine, Stream, open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.events import Finished, Tokens
@@ -32,5 +33,7 @@ __all__ = [
     "Stream",
     "Tokens",
     "TrioletError",
+    "handles",
     "open_engine",
+    "sync",
 ]

@@ -19,7 +19,7 @@ import trio
 
 from engine.config import EngineConfig
 from engine.core.events import Pause, PauseMode, ResetPrefixCache, Resume
-from engine.errors import InvalidRequest, RequestTooLarge
+from engine.errors import InvalidRequest, RequestTooLarge, Unsupported
 from engine.pool import REPLICA_ID, Pool
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from engine.supervisor import Supervisor
@@ -142,6 +142,24 @@ class Engine:
             return await self._supervisor.prompts.decode(
                 replica, ids, skip_special_tokens=skip_special_tokens
             )
+
+    # ---- encoders
+
+    async def embed(self, model: str, texts: Sequence[str]) -> Sequence[Sequence[float]]:
+        """One vector per text.
+
+        Raises:
+            Unsupported: always; encoders come with the issue "Encoders".
+        """
+        raise Unsupported("embedding is not supported yet", field="Embed")
+
+    async def rank(self, model: str, query: str, documents: Sequence[str]) -> Sequence[float]:
+        """One score per document.
+
+        Raises:
+            Unsupported: always; cross-encoders come with the issue "Encoders".
+        """
+        raise Unsupported("ranking is not supported yet", field="Rerank")
 
     # ---- views
 

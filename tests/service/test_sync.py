@@ -1,0 +1,710 @@
+"""The blocking face: threads that read, wait, leave, drop and close, on fakes and in real time.
+
+Nothing here depends on how long something takes; `LIMIT_S` only keeps a hang from lasting.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import trio
+
+from engine import sync
+from engine.config import EngineConfig, ModelConfig
+from engine.core.events import Finished, PauseMode, Tokens
+from engine.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    RequestAborted,
+    RequestCancelled,
+    ShuttingDown,
+    SpawnFailed,
+    StepFailed,
+    Unsupported,
+)
+from engine.model.fake import FakeRunner, FakeScript
+from engine.requests import GenerateRequest, SamplingParams
+from tests.support.core_driver import expected_tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 60
+STEP_S = 0.002
+ENDLESS = SamplingParams(max_tokens=2000)
+SHORT = SamplingParams(max_tokens=5)
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
+
+
+def open_fake(*, script=None, **config):
+    script = script or FakeScript(step_s=STEP_S)
+    config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, **config)
+    return sync.open_engine(config, make_runner=lambda *_: FakeRunner(script=script))
+
+
+@pytest.fixture
+def eng():
+    with open_fake(in_process_buffer=4) as one:
+        yield one
+
+
+def request(prompt=(1, 2, 3), sampling=ENDLESS, **fields):
+    return GenerateRequest(token_ids=tuple(prompt), sampling=sampling, **fields)
+
+
+def ids_of(events):
+    return [i for event in events if isinstance(event, Tokens) for i in event.token_ids]
+
+
+def wait_until(condition):
+    limit = time.monotonic() + LIMIT_S / 2
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def start(function, *args):
+    """Run in a thread. What it returned or raised, once joined, is in the list."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(function(*args))
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, outcome
+
+
+def join(*threads):
+    for thread in threads:
+        thread.join(LIMIT_S / 2)
+        assert not thread.is_alive()
+
+
+def engine_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("triolet")]
+
+
+def park(eng):
+    """A stream that is held, full and read by nobody. Its buffer bounds what is anywhere (R8)."""
+    stream = eng.generate(request())
+    wait_until(lambda: eng.statistics().totals.parked == 1)
+    assert stream._reader.queue.qsize() == 1 + eng.config.in_process_buffer  # Started, Tokens…
+    return stream
+
+
+# ---- reading
+
+
+def test_threads_get_exactly_their_tokens():
+    """R17: sixteen readers, small buffers, one engine."""
+
+    def read(index):
+        got = []
+        for turn in range(3):
+            prompt = (index + 1, turn + 1, 7)
+            with eng.generate(request(prompt, SamplingParams(max_tokens=30))) as stream:
+                events = list(stream)
+            assert isinstance(events[-1], Finished)
+            got.append(ids_of(events) == expected_tokens(prompt, count=30))
+        return got
+
+    with open_fake(in_process_buffer=3, script=FakeScript()) as eng:
+        started = [start(read, index) for index in range(16)]
+        join(*(thread for thread, _ in started))
+        assert [outcome for _, outcome in started] == [[[True] * 3]] * 16
+        wait_until(lambda: eng.statistics().totals.requests_total.finished == 48)
+
+
+@pytest.mark.parametrize(("n", "buffer"), [(1, 1), (1, 2), (3, 3), (4, 5), (3, 30)])
+def test_credit_that_comes_back_late_keeps_no_step_from_going_on(monkeypatch, n, buffer):
+    """R7, R8: what a reader took and has not given back leaves room for the next message."""
+    monkeypatch.setattr(sync, "RELEASE_AFTER_S", 1e9)
+    with open_fake(in_process_buffer=buffer, script=FakeScript(), stall_timeout_s=5) as eng:
+        events = list(eng.generate(request(sampling=SamplingParams(max_tokens=60), n=n)))
+        assert len(ids_of(events)) == 60 * n
+
+
+def test_threads_may_share_a_stream(eng):
+    with eng.generate(request(sampling=SamplingParams(max_tokens=200))) as stream:
+        started = [start(lambda: list(stream)) for _ in range(3)]
+        join(*(thread for thread, _ in started))
+    got = [ids_of(outcome[0]) for _, outcome in started]
+    assert sorted(i for ids in got for i in ids) == sorted(expected_tokens((1, 2, 3), count=200))
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_a_refusal_is_raised_at_the_first_event_and_then_the_stream_has_ended(eng):
+    stream = eng.generate(GenerateRequest())
+    with pytest.raises(InvalidRequest):
+        next(stream)
+    assert list(stream) == []
+
+
+def test_leaving_the_block_ends_the_generation(eng):
+    with eng.generate(request()) as stream:
+        next(stream)
+    wait_until(lambda: eng.statistics().totals.requests_total.cancelled == 1)
+    with pytest.raises(RequestCancelled):
+        list(stream)
+
+
+def test_a_stream_closed_before_it_has_begun_is_ended():
+    """R3: the model is still loading."""
+    with open_fake(script=FakeScript(load_s=0.5)) as eng:
+        stream = eng.generate(request())
+        stream.close()
+        stream.close()
+        with pytest.raises(RequestCancelled, match="after 0 tokens"):
+            list(stream)
+
+
+def test_breaking_out_of_the_loop_ends_the_generation(eng):
+    """R9: dropped, it is collected, and its finaliser only signals."""
+    for event in eng.generate(request()):
+        if isinstance(event, Tokens):
+            break
+    gc.collect()
+    wait_until(lambda: eng.statistics().totals.requests_total.cancelled == 1)
+
+
+def test_a_stream_of_a_cycle_is_ended_wherever_it_is_collected(eng):
+    """R17: the collector runs on any thread, here on the engine's own."""
+    box = [eng.generate(request())]
+    box.append(box)
+    del box
+    eng._portal.ask(lambda engine: gc.collect())
+    wait_until(lambda: eng.statistics().totals.requests_total.cancelled == 1)
+
+
+def test_a_full_stream_holds_up_no_other(eng):
+    """R8, R196."""
+    park(eng)
+    assert len(ids_of(eng.generate(request((9,), SamplingParams(max_tokens=50))))) == 50
+
+
+# ---- the rest of the surface
+
+
+def test_everything_else_an_engine_does(eng):
+    eng.wait_ready()
+    assert [status.name for status in eng.list_models()] == ["fake"]
+    assert eng.get_model("fake").max_model_len == 2048
+    spans, longest = eng.tokenize(text="ab")
+    assert ([span.token_id for span in spans], longest) == ([98, 99], 2048)
+    assert eng.detokenize([5, 6]) == "<5><6>"
+    with pytest.raises(ModelNotFound):
+        eng.tokenize("nobody", text="a")
+    with pytest.raises(ModelNotFound):
+        eng.get_model("nobody")
+    eng.reset_prefix_cache()
+    eng.pause(PauseMode.KEEP)
+    stream = eng.generate(request(request_id="a"))
+    wait_until(lambda: eng.statistics().totals.waiting == 1)
+    eng.resume()
+    eng.abort("a")
+    with pytest.raises(RequestAborted):
+        list(stream)
+
+
+def test_drain_lets_other_threads_finish(eng):
+    stream = eng.generate(request(sampling=SamplingParams(max_tokens=300)))
+    next(stream)
+    thread, outcome = start(lambda: list(stream))
+    eng.drain()
+    join(thread)
+    assert len(ids_of(outcome[0])) == 300
+    with pytest.raises(ShuttingDown):
+        next(eng.generate(request()))
+
+
+def test_a_model_that_fails_to_load_is_an_error_of_its_askers():
+    with open_fake(script=FakeScript(load_error=SpawnFailed("no weights"))) as eng:
+        with pytest.raises(SpawnFailed, match="no weights"):
+            eng.wait_ready()
+        with pytest.raises(SpawnFailed):
+            list(eng.generate(request()))
+
+
+def test_an_engine_that_cannot_start_says_so_and_leaves_no_thread():
+    with pytest.raises(AttributeError):
+        sync.open_engine("no configuration")
+    assert engine_threads() == []
+
+
+# ---- closing
+
+
+@pytest.mark.parametrize("is_referenced", [True, False])
+def test_closing_with_an_abandoned_full_stream(is_referenced):
+    """R10, R15: held or not, whoever should read it never will."""
+    eng = open_fake(in_process_buffer=2)
+    stream = park(eng)
+    if not is_referenced:
+        del stream
+    eng.close(LIMIT_S / 2)
+    assert engine_threads() == []
+    if is_referenced:
+        with pytest.raises(ShuttingDown):
+            list(stream)
+
+
+def test_no_thread_is_left_but_trios_cached_ones():
+    """R20."""
+    before = set(threading.enumerate())
+    with open_fake() as eng:
+        list(eng.generate(request(sampling=SHORT)))
+    left = set(threading.enumerate()) - before
+    assert [t.name for t in left if not t.name.startswith("Trio thread")] == []
+
+
+def test_closing_while_threads_wait():
+    """In an iterator, in a call, and in `close` itself: all wake."""
+    eng = open_fake(script=FakeScript(load_s=0.2))
+    eng.pause(PauseMode.KEEP)
+    stream = eng.generate(request())
+    reader, read = start(lambda: list(stream))
+    caller, called = start(eng.drain)
+    wait_until(lambda: eng.statistics().totals.waiting == 1)
+    closers = [start(eng.close) for _ in range(3)]
+    join(reader, caller, *(thread for thread, _ in closers))
+    assert isinstance(read[0], ShuttingDown)
+    assert isinstance(called[0], ShuttingDown)
+    assert [outcome for _, outcome in closers] == [[None]] * 3
+    assert engine_threads() == []
+
+
+def test_closing_during_a_load_joins_it():
+    """R11: nothing is abandoned, and who waited for it hears of the end."""
+    eng = open_fake(script=FakeScript(load_s=0.5))
+    waiter, outcome = start(eng.wait_ready)
+    wait_until(lambda: len(eng._portal._waiters) == 1)
+    eng.close()
+    join(waiter)
+    assert isinstance(outcome[0], ShuttingDown)
+
+
+def test_closing_with_a_limit_does_not_wait_longer():
+    entered, go_on = threading.Event(), threading.Event()
+
+    def sleep(seconds):
+        entered.set()
+        go_on.wait(LIMIT_S)
+
+    eng = open_fake(script=FakeScript(load_s=1, sleep=sleep))
+    assert entered.wait(LIMIT_S)
+    eng.close(0.01)
+    assert len(engine_threads()) == 1
+    go_on.set()
+    eng.close()
+    assert engine_threads() == []
+
+
+CALLS = {
+    "generate": lambda eng, stream, chat: eng.generate(request()),
+    "tokenize": lambda eng, stream, chat: eng.tokenize(text="a"),
+    "detokenize": lambda eng, stream, chat: eng.detokenize([1]),
+    "list_models": lambda eng, stream, chat: eng.list_models(),
+    "get_model": lambda eng, stream, chat: eng.get_model("fake"),
+    "wait_ready": lambda eng, stream, chat: eng.wait_ready(),
+    "statistics": lambda eng, stream, chat: eng.statistics(),
+    "pause": lambda eng, stream, chat: eng.pause(PauseMode.KEEP),
+    "resume": lambda eng, stream, chat: eng.resume(),
+    "reset_prefix_cache": lambda eng, stream, chat: eng.reset_prefix_cache(),
+    "abort": lambda eng, stream, chat: eng.abort("a"),
+    "drain": lambda eng, stream, chat: eng.drain(),
+    "chat": lambda eng, stream, chat: eng.chat(),
+    "encoder": lambda eng, stream, chat: eng.encoder(),
+    "cross_encoder": lambda eng, stream, chat: eng.cross_encoder(),
+    "next": lambda eng, stream, chat: list(stream),
+    "ask": lambda eng, stream, chat: chat.ask("a"),
+}
+
+
+def test_after_closing_every_call_says_so():
+    """R22: reported, not swallowed; and what only ends things does nothing."""
+    eng = open_fake()
+    stream, chat = eng.generate(request()), eng.chat()
+    eng.close()
+    for call in CALLS.values():
+        with pytest.raises(ShuttingDown):
+            call(eng, stream, chat)
+    for one in (stream, chat, eng, chat):
+        one.close()
+    chat.stop()
+
+
+def test_an_engine_that_is_dropped_is_closed():
+    """R19: `__del__` signals, and the thread ends by itself."""
+    eng = open_fake(in_process_buffer=2)
+    thread = eng._portal._thread
+    park(eng)
+    alive = weakref.ref(eng)
+    del eng
+    gc.collect()
+    assert alive() is None
+    join(thread)
+
+
+def test_an_engine_may_be_closed_by_its_own_thread_and_may_not_wait_there():
+    eng = open_fake()
+    thread = eng._portal._thread
+    outcome = []
+
+    def on_its_thread():
+        try:
+            eng.statistics()
+        except RuntimeError as error:
+            outcome.append(error)
+        eng.close()
+
+    eng._portal.post(on_its_thread)
+    join(thread)
+    assert "own thread" in str(outcome[0])
+
+
+def test_nothing_is_kept_alive_by_a_closed_engine():
+    """R23: the engine, its streams and handles, and the model."""
+    runners = []
+
+    def make_runner(model, config):
+        runners.append(FakeRunner(script=FakeScript(step_s=STEP_S)))
+        return runners[0]
+
+    eng = sync.open_engine(EngineConfig(models=(ModelConfig("fake"),)), make_runner=make_runner)
+    eng.wait_ready()
+    chat = eng.chat()
+    things = [eng, eng._portal, chat, chat.ask("a"), eng.generate(request()), runners[0]]
+    refs = [weakref.ref(thing) for thing in things]
+    eng.close()
+    runners.clear()
+    del eng, chat, things
+    gc.collect()
+    assert [ref() for ref in refs[:-1]] == [None] * 5
+    wait_until(lambda: gc.collect() is not None and refs[-1]() is None)
+
+
+def test_an_engine_whose_thread_dies_leaves_nobody_waiting(eng, caplog):
+    """R22: the asker itself, whose answer never comes, and who reads beside it."""
+    reader, read = start(lambda: list(eng.generate(request())))
+    wait_until(lambda: eng.statistics().totals.parked + eng.statistics().totals.running == 1)
+    with pytest.raises(ShuttingDown):
+        eng._portal.ask(lambda engine: sys.exit(1))
+    join(reader)
+    assert isinstance(read[0], ShuttingDown)
+    with pytest.raises(ShuttingDown):
+        eng.statistics()
+    assert "the engine's thread failed" in caplog.text
+
+
+def test_a_command_that_raises_ends_nothing(eng, caplog):
+    eng._portal.post(lambda: 1 / 0)
+    assert eng.statistics() is not None
+    assert "a command from another thread failed" in caplog.text
+
+
+# ---- handles
+
+
+def test_a_conversation(eng):
+    with eng.chat(system="Be brief.", sampling=SHORT) as chat:
+        for question in ("one", "two"):
+            texts = [e.text for e in chat.ask(question) if isinstance(e, Tokens)]
+            assert chat.messages[-1]["content"] == "".join(texts)
+        assert [m["role"] for m in chat.messages] == ["system", *["user", "assistant"] * 2]
+        chat.reset()
+        assert len(chat.messages) == 1
+    with pytest.raises(ShuttingDown, match="chat is closed"):
+        chat.ask("three")
+    assert len(ids_of(eng.generate(request(sampling=SHORT)))) == 5
+
+
+def test_stopping_from_another_thread_ends_the_iteration(eng):
+    """R3, R6, R17: the reader waits in its iterator."""
+    with eng.chat(sampling=ENDLESS) as chat:
+        eng.pause(PauseMode.KEEP)
+        reader, read = start(lambda: list(chat.ask("one")))
+        wait_until(lambda: eng.statistics().totals.waiting == 1)
+        with pytest.raises(InvalidRequest, match="still runs"):
+            chat.ask("two")
+        chat.stop()
+        join(reader)
+        eng.resume()
+        assert ids_of(read[0]) == []
+        stream = chat.ask("two")  # an earlier stop is not remembered
+        assert len([next(stream) for _ in range(5)]) == 5
+
+
+def test_a_chat_closes_however_full_its_stream_is(eng):
+    """R15."""
+    chat = eng.chat(sampling=ENDLESS)
+    stream = chat.ask("one")
+    wait_until(lambda: eng.statistics().totals.parked == 1)
+    chat.close()
+    assert [e for e in stream if isinstance(e, Finished)] == []
+    wait_until(lambda: eng.statistics().totals.parked == 0)
+
+
+def test_a_dropped_chat_is_closed_but_not_while_it_is_read_through(eng):
+    stream = eng.chat(sampling=SHORT).ask("one")
+    gc.collect()
+    assert len(ids_of(stream)) == 5
+    chat = eng.chat(sampling=ENDLESS)
+    handle = chat._handle
+    del chat
+    gc.collect()
+    wait_until(lambda: handle.is_closed)
+
+
+async def fake_embed(model, texts):
+    await trio.lowlevel.checkpoint()
+    if "bad" in texts:
+        raise InvalidRequest.of("inputs[0].text", "is bad")
+    if "broken" in texts:
+        raise ValueError("broken")
+    if "slow" in texts:
+        await trio.sleep_forever()
+    return [(float(len(text)),) for text in texts]
+
+
+async def fake_rank(model, query, documents):
+    return [vector[0] for vector in await fake_embed(model, documents)]
+
+
+@pytest.mark.parametrize("kind", ["encoder", "cross_encoder"])
+def test_a_bad_input_does_not_end_an_encoder(eng, kind):
+    """R5, R21, R22."""
+    if kind == "encoder":
+        handle = eng.encoder(function=fake_embed)
+        call, want = handle.embed, ((1.0,), (2.0,))
+    else:
+        handle = eng.cross_encoder(function=fake_rank)
+        call, want = (lambda texts: handle.rank("q", texts)), (1.0, 2.0)
+    with handle:
+        with pytest.raises(InvalidRequest):
+            call(["bad"])
+        with pytest.raises(StepFailed):
+            call(["broken"])
+        assert call(["a", "bb"]) == want
+        thread, outcome = start(call, ["slow"])
+        wait_until(lambda: len(handle._handle._guard._running) == 1)
+        handle.stop()
+        join(thread)
+        assert isinstance(outcome[0], RequestCancelled)
+        assert call(["a", "bb"]) == want
+    with pytest.raises(ShuttingDown):
+        call(["a"])
+
+
+def test_encoders_are_refused_by_name_until_they_exist(eng):
+    with pytest.raises(Unsupported):
+        eng.encoder().embed(["a"])
+    with pytest.raises(Unsupported):
+        eng.cross_encoder().rank("q", ["a"])
+
+
+# ---- the interpreter, from outside
+
+PRELUDE = """
+import atexit, os, signal, sys, threading, time
+atexit.register(time.sleep, 0.1)  # registered first, runs last: whoever is woken may complain
+import engine
+from engine import sync
+from engine.core.events import PauseMode
+from engine.model.fake import FakeRunner, FakeScript
+
+def open_fake(**script):
+    config = engine.EngineConfig(models=(engine.ModelConfig("fake"),), in_process_buffer=2)
+    make_runner = lambda *_: FakeRunner(script=FakeScript(**script))
+    return sync.open_engine(config, make_runner=make_runner)
+
+def request(max_tokens=2000):
+    sampling = engine.SamplingParams(max_tokens=max_tokens)
+    return engine.GenerateRequest(token_ids=(1, 2), sampling=sampling)
+"""
+
+
+def run_script(text, *, sends=None, options=("-X", "dev", "-W", "error"), limit_s=LIMIT_S / 2):
+    """Run in an interpreter of its own, to its exit. ``sends``: a signal once it says "ready"."""
+    command = [sys.executable, *options, "-c", PRELUDE + text]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            if sends is not None:
+                assert process.stdout.readline() == "ready\n"
+                process.send_signal(sends)
+            out, err = process.communicate(timeout=limit_s)
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, out, err
+
+
+LEFT_OPEN = {
+    "idle": "eng = open_fake()",
+    "with a stream that is held": """
+eng = open_fake(step_s=0.01)
+stream = eng.generate(request())
+next(stream)
+""",
+    "with all in a cycle": """
+eng = open_fake(step_s=0.01)
+box = [eng, eng.generate(request()), eng.chat(), eng.chat().ask("a")]
+box.append(box)
+""",
+    "while it loads": "eng = open_fake(load_s=1)",
+    "while a thread reads, which is told": """
+eng = open_fake(step_s=0.01)
+stream = eng.generate(request())
+next(stream)
+def read():
+    try:
+        list(stream)
+    except engine.TrioletError as error:
+        print(error.reason)
+threading.Thread(target=read).start()
+""",
+    "while daemons wait for it": """
+eng = open_fake(step_s=0.01)
+eng.pause(PauseMode.KEEP)
+def ask_on():
+    while True:
+        eng.statistics()
+for wait in (lambda: list(eng.generate(request())), eng.drain, ask_on):
+    threading.Thread(target=wait, daemon=True).start()
+while eng.statistics().totals.waiting == 0:
+    time.sleep(0.01)
+""",
+    "after a step that hangs, for the limit": """
+sync.EXIT_LIMIT_S = 0.5
+go_on = threading.Event()
+eng = open_fake(step_s=1, sleep=lambda s: s and go_on.wait())
+stream = eng.generate(request())
+next(stream)
+""",
+    "twice": "one, other = open_fake(), open_fake()",
+    "inside its block, by sys.exit": """
+with open_fake(step_s=0.01) as eng:
+    stream = eng.generate(request())
+    next(stream)
+    sys.exit(0)
+""",
+}
+
+
+@pytest.mark.parametrize("text", LEFT_OPEN.values(), ids=LEFT_OPEN.keys())
+def test_the_interpreter_exits_with_an_engine_left_open(text):
+    """R17: in bounded time, with no traceback and nothing of it on the screen."""
+    code, out, err = run_script(text)
+    assert (code, err) == (0, "")
+    assert out == ("SHUTTING_DOWN\n" if "print" in text else "")
+
+
+REAL = {
+    "while torch is imported": """
+while "torch" not in sys.modules:
+    time.sleep(0.01)
+""",
+    "while it generates": """
+sampling = engine.SamplingParams(ignore_eos=True)
+stream = eng.generate(engine.GenerateRequest(text="Once", sampling=sampling))
+next(stream)
+""",
+}
+
+
+@pytest.mark.model
+@pytest.mark.timeout(200)  # importing torch from a cold disk takes half a minute
+@pytest.mark.parametrize("text", REAL.values(), ids=REAL.keys())
+def test_the_interpreter_exits_with_a_real_model(text):
+    """Before torch's own handlers take it apart: closed by `atexit`, the first of these failed
+    with errors of the libraries', or hung."""
+    text = f"sync.EXIT_LIMIT_S = 150\neng = sync.open_engine()\n{text}"
+    code, out, err = run_script(text, options=(), limit_s=180)
+    assert (code, out, err) == (0, "", "")
+
+
+WAITS = {
+    "iterator": "list(stream)",
+    "call": "eng.drain()",
+    "embedding": """
+async def forever(model, texts):
+    await trio.sleep_forever()
+import trio
+eng.encoder(function=forever).embed(["a"])
+""",
+}
+
+
+@pytest.mark.parametrize("text", WAITS.values(), ids=WAITS.keys())
+def test_ctrl_c_reaches_the_thread_that_waits(text):
+    """It is not lost in the engine's thread, and the engine closes after it."""
+    body = text.strip().replace("\n", "\n    ")
+    code, out, err = run_script(
+        f"""
+eng = open_fake()
+eng.pause(PauseMode.KEEP)
+stream = eng.generate(request())
+def say():
+    time.sleep(0.2)  # by then the main thread waits; if it does not yet, it is interrupted anyway
+    print("ready", flush=True)
+try:
+    threading.Thread(target=say).start()
+    {body}
+except KeyboardInterrupt:
+    eng.close()
+    print("interrupted", len(sync._open))
+""",
+        sends=signal.SIGINT,
+    )
+    assert (code, out, err) == (0, "interrupted 0\n", "")
+
+
+def test_a_forked_child_is_told_that_it_has_no_engine():
+    """Every call raises at once; closing and exiting do nothing to the parent's engine."""
+    code, out, err = run_script("""
+eng = open_fake(step_s=0.001)
+stream, chat = eng.generate(request(300)), eng.chat()
+next(stream)
+child = os.fork()
+if child == 0:
+    for call in (lambda: next(stream), eng.statistics, eng.wait_ready, lambda: chat.ask("a"),
+                 lambda: eng.generate(request())):
+        try:
+            call()
+        except engine.TrioletError as error:
+            print(type(error).__name__, "fork" in str(error), flush=True)
+    stream.close()
+    chat.close()
+    eng.close()
+    del stream, chat, eng
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+print(os.waitstatus_to_exitcode(status), len(list(stream)))
+eng.close()
+""")
+    assert (code, err) == (0, "")
+    assert out == "ShuttingDown True\n" * 5 + "7 301\n"
+
+
+def test_the_process_id_decides_about_a_fork(eng, monkeypatch):
+    real = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: real + 1)
+    with pytest.raises(ShuttingDown, match="fork"):
+        eng.statistics()
+    eng.close()
+    monkeypatch.undo()
+    assert eng.statistics() is not None

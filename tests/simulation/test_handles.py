@@ -1,0 +1,510 @@
+"""Handles in virtual time: whatever is stopped, dropped, closed or cancelled, and whenever."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import trio
+
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.events import Finished, Tokens
+from engine.errors import (
+    InvalidRequest,
+    RequestCancelled,
+    ShuttingDown,
+    StepFailed,
+    Unsupported,
+)
+from engine.handles import Chat, CrossEncoder, Encoder
+from engine.model.fake import FakeRunner, FakeScript, FakeTokenizer
+from engine.requests import GenerateRequest, SamplingParams
+from tests.support.core_driver import expected_tokens
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+
+SEEDS = range(4)  # of the task order
+LOAD_S, STEP_S, CALL_S = 0.5, 0.01, 0.1
+ENDLESS = SamplingParams(max_tokens=1000)
+SHORT = SamplingParams(max_tokens=5)
+
+seeds = pytest.mark.parametrize("seed", SEEDS)
+
+
+def run(body, seed, *, buffer=4096, script=None):
+    """Run ``body(engine)`` in a fresh engine, which is idle again after it."""
+    threads = VirtualThreads()
+    script = script or FakeScript()
+    script.load_s, script.step_s, script.sleep = LOAD_S, STEP_S, threads.note_sleep
+    config = EngineConfig(
+        models=(ModelConfig("fake"),), check_level=2, in_process_buffer=buffer, stall_timeout_s=1e6
+    )
+
+    async def main():
+        runner = FakeRunner(script=script)
+        async with open_engine(
+            config, make_runner=lambda model, config: runner, threads=threads
+        ) as engine:
+            await body(engine)
+            with trio.fail_after(1):
+                await engine.wait_idle()
+            stats = engine.statistics()
+            if stats.replicas:
+                totals = stats.totals
+                assert totals.free_blocks + totals.cached_blocks >= totals.total_blocks
+
+    run_deterministically(main, seed)
+
+
+def said(messages, count):
+    """What the fake model answers to a conversation."""
+    prompt = FakeTokenizer().render_chat(messages)
+    ids = expected_tokens(FakeTokenizer().encode(prompt), count=count)
+    return "".join(f"<{token_id}>" for token_id in ids)
+
+
+# ---- chat
+
+
+@seeds
+def test_a_chat_remembers_what_was_asked_and_said(seed):
+    async def body(engine):
+        async with Chat(engine, system="Be brief.", sampling=SHORT) as chat:
+            want = [{"role": "system", "content": "Be brief."}]
+            for question in ("one", "two"):
+                want.append({"role": "user", "content": question})
+                want.append({"role": "assistant", "content": said(want, 5)})
+                assert await chat.ask(question).read() == want[-1]["content"]
+            assert list(chat.messages) == want
+
+    run(body, seed)
+
+
+@seeds
+@pytest.mark.parametrize("after_s", [0.0, LOAD_S / 2, LOAD_S + STEP_S / 2, LOAD_S + 5.5 * STEP_S])
+def test_a_stop_ends_the_answer_however_early_it_comes(seed, after_s):
+    """R3, R6: before its task has begun, while the model loads, in a step."""
+
+    async def body(engine):
+        async with Chat(engine, sampling=ENDLESS) as chat:
+            answer = chat.ask("one")
+            if after_s:
+                await trio.sleep(after_s)
+            chat.stop()
+            chat.stop()
+            with trio.fail_after(1):
+                assert [event async for event in answer] == []
+            assert answer.error is None
+            assert chat.messages == ()
+            assert len(await chat.ask("two").read()) > 0  # it ended that one alone
+
+    run(body, seed)
+
+
+@seeds
+def test_a_stopped_answer_is_remembered_as_far_as_it_was_read(seed):
+    async def body(engine):
+        async with Chat(engine, sampling=ENDLESS) as chat:
+            async for _event in (answer := chat.ask("one")):
+                if answer.text.count("<") == 3:
+                    chat.stop()
+            question = {"role": "user", "content": "one"}
+            assert chat.messages == (
+                question,
+                {"role": "assistant", "content": said([question], 3)},
+            )
+
+    run(body, seed)
+
+
+@seeds
+def test_a_stop_with_nothing_asked_is_not_remembered(seed):
+    """R3: no generation, no effect."""
+
+    async def body(engine):
+        async with Chat(engine, sampling=SHORT) as chat:
+            chat.stop()
+            await chat.ask("one").read()
+            chat.stop()
+            await chat.ask("two").read()
+            assert len(chat.messages) == 4
+
+    run(body, seed)
+
+
+@seeds
+@pytest.mark.parametrize("after_s", [0.0, LOAD_S + 3.5 * STEP_S])
+def test_a_question_while_an_answer_runs_is_refused_and_changes_nothing(seed, after_s):
+    async def body(engine):
+        async with Chat(engine, sampling=SamplingParams(max_tokens=20)) as chat:
+            answer = chat.ask("one")
+            await trio.sleep(after_s)
+            with pytest.raises(InvalidRequest, match="still runs"):
+                chat.ask("two")
+            events = [event async for event in answer]
+            assert isinstance(events[-1], Finished)
+            assert [m["content"] for m in chat.messages] == ["one", answer.text]
+
+    run(body, seed)
+
+
+@seeds
+def test_an_answer_that_fails_leaves_no_trace(seed):
+    def fault(plan):
+        return RuntimeError("a bad step") if plan.num_tokens == 1 and plan.plan_id < 9 else None
+
+    async def body(engine):
+        async with Chat(engine, sampling=SHORT) as chat:
+            with pytest.raises(StepFailed):
+                await chat.ask("one").read()
+            assert chat.messages == ()
+            script.plan_fault = None
+            await chat.ask("one").read()
+            assert [m["role"] for m in chat.messages] == ["user", "assistant"]
+
+    script = FakeScript(plan_fault=fault)
+    run(body, seed, script=script)
+
+
+@seeds
+def test_leaving_an_answer_ends_it_and_it_is_remembered_as_far_as_read(seed):
+    async def body(engine):
+        async with Chat(engine, sampling=ENDLESS) as chat:
+            async with chat.ask("one") as answer:
+                async for event in answer:
+                    if isinstance(event, Tokens):
+                        break
+            assert [m["content"] for m in chat.messages] == ["one", answer.text]
+            assert answer.text.count("<") == 1
+            assert [event async for event in answer] == []
+
+    run(body, seed)
+
+
+@seeds
+def test_a_dropped_answer_is_ended_and_the_chat_goes_on(seed):
+    """R9: nobody can read it any more."""
+
+    async def body(engine):
+        async with Chat(engine, sampling=ENDLESS) as chat:
+            answer = chat.ask("one")
+            await trio.sleep(LOAD_S + 5 * STEP_S)
+            del answer
+            gc.collect()
+            with trio.fail_after(1):
+                await engine.wait_idle()
+            assert chat.messages == ()
+            assert engine.statistics().totals.requests_total.cancelled == 1
+            async with chat.ask("two"):
+                pass
+
+    run(body, seed)
+
+
+@seeds
+def test_a_reset_while_an_answer_runs_forgets_it(seed):
+    """R17: the sources' reset had the same hole as their stop."""
+
+    async def body(engine):
+        async with Chat(engine, system="a", sampling=ENDLESS) as chat:
+            answer = chat.ask("one")
+            await trio.sleep(LOAD_S + 5 * STEP_S)
+            chat.reset()
+            with trio.fail_after(1):
+                assert [event async for event in answer] == []
+            assert chat.messages == ({"role": "system", "content": "a"},)
+            chat.reset(system="")
+            assert chat.messages == ()
+
+    run(body, seed)
+
+
+@seeds
+@pytest.mark.parametrize("buffer", [1, 2, 7])
+@pytest.mark.parametrize("after_s", [0.0, LOAD_S / 2, LOAD_S + 20.5 * STEP_S])
+def test_closing_a_chat_whose_stream_is_full_and_held_but_read_by_nobody(seed, buffer, after_s):
+    """R10, R15, R18: closing does not depend on the reader."""
+
+    async def body(engine):
+        chat = Chat(engine, sampling=ENDLESS)
+        answer = chat.ask("one")
+        await trio.sleep(after_s)
+        with trio.fail_after(1):
+            await chat.aclose()
+            await chat.aclose()
+        assert engine.num_live == 0
+        assert [event async for event in answer] == []
+
+    run(body, seed, buffer=buffer)
+
+
+@seeds
+@pytest.mark.parametrize("does_close", [False, True])
+def test_a_reader_that_waits_hears_of_the_end(seed, does_close):
+    """R19: `close` only signals, and whoever waits in the iterator wakes."""
+
+    async def body(engine):
+        chat = Chat(engine, sampling=ENDLESS)
+        with trio.fail_after(LOAD_S + 1):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(chat.ask("one").read)
+                await trio.sleep(LOAD_S + 5.5 * STEP_S)
+                (chat.close if does_close else chat.stop)()
+        assert [m["role"] for m in chat.messages] == ["user", "assistant"]
+        assert chat.is_closed is does_close
+
+    run(body, seed)
+
+
+@seeds
+def test_the_root_is_cancelled_while_a_stream_is_full(seed):
+    """R16: nobody polls the receiver, and the program ends in bounded time."""
+    ended_at = []
+
+    async def main():
+        try:
+            async with (
+                open_engine(config, make_runner=lambda *_: FakeRunner(), threads=threads) as engine,
+                Chat(engine, sampling=ENDLESS) as chat,
+            ):
+                held.append(chat.ask("one"))
+                await trio.sleep(5)
+                root.cancel()
+                await trio.sleep_forever()
+        finally:
+            ended_at.append(trio.current_time() - began_at)
+
+    async def under_root():
+        nonlocal root, began_at
+        began_at = trio.current_time()
+        with trio.CancelScope() as root:
+            await main()
+
+    held, root, began_at = [], None, 0.0
+    threads = VirtualThreads()
+    config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, in_process_buffer=2)
+    run_deterministically(under_root, seed)
+    assert 5 <= ended_at[0] < 6
+    assert isinstance(held[0].error, ShuttingDown)
+
+
+@seeds
+def test_a_closed_chat_keeps_nothing_alive(seed):
+    """R23: the handle, its guard, its stream and the generation die with their last holder."""
+
+    async def body(engine):
+        chat = Chat(engine, sampling=ENDLESS)
+        answer = chat.ask("one")
+        await trio.sleep(LOAD_S + 5 * STEP_S)
+        await chat.aclose()
+        things = [chat, chat._guard, answer, answer._generation]
+        refs = [weakref.ref(thing) for thing in things]
+        del chat, answer, things
+        await trio.sleep(1)
+        gc.collect()
+        assert [ref() for ref in refs] == [None] * 4
+
+    run(body, seed)
+
+
+@seeds
+def test_an_open_chat_keeps_no_answer_alive(seed):
+    """R23: what has ended, and whoever read it has gone, is gone."""
+
+    async def body(engine):
+        async with Chat(engine, sampling=SHORT) as chat:
+            answer = chat.ask("one")
+            await answer.read()
+            refs = [weakref.ref(answer), weakref.ref(answer._generation)]
+            del answer
+            await trio.sleep(1)
+            gc.collect()
+            assert [ref() for ref in refs] == [None, None]
+
+    run(body, seed)
+
+
+def test_the_model_dies_with_its_engine():
+    """R23."""
+    refs = []
+
+    def make_runner(model, config):
+        runner = FakeRunner()
+        refs.append(weakref.ref(runner))
+        return runner
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),))
+        async with (
+            open_engine(config, make_runner=make_runner, threads=VirtualThreads()) as engine,
+            Chat(engine, sampling=SHORT) as chat,
+        ):
+            await chat.ask("one").read()
+            refs.append(weakref.ref(engine))
+
+    run_deterministically(main, 0)
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+# ---- encoders, on fakes
+
+
+class Fakes:
+    """Functions that take `CALL_S`, refuse the text "bad", and break on "broken"."""
+
+    def __init__(self):
+        self.begun = 0
+
+    async def _look(self, texts):
+        self.begun += 1
+        await trio.sleep(CALL_S)
+        if "bad" in texts:
+            raise InvalidRequest.of("inputs", "is bad")
+        if "broken" in texts:
+            raise ValueError("the secret text")
+
+    async def embed(self, model, texts):
+        await self._look(texts)
+        return [[float(len(text)), 1.0] for text in texts]
+
+    async def rank(self, model, query, documents):
+        await self._look(documents)
+        return [float(len(document)) for document in documents]
+
+
+def encoder(engine, fakes):
+    handle = Encoder(engine, function=fakes.embed)
+    return handle, handle.embed, ((1.0, 1.0), (2.0, 1.0))
+
+
+def cross_encoder(engine, fakes):
+    handle = CrossEncoder(engine, function=fakes.rank)
+    return handle, lambda texts: handle.rank("query", texts), (1.0, 2.0)
+
+
+kinds = pytest.mark.parametrize("kind", [encoder, cross_encoder])
+TEXTS = ("a", "bb")
+
+
+@seeds
+@kinds
+def test_a_bad_input_is_its_callers_alone(seed, kind):
+    """R22: beside it and after it, the handle serves."""
+
+    async def body(engine):
+        handle, call, want = kind(engine, Fakes())
+
+        async def good():
+            assert await call(TEXTS) == want
+
+        async def bad():
+            with pytest.raises(InvalidRequest):
+                await call(("a", "bad"))
+            with pytest.raises(StepFailed) as caught:
+                await call(("broken",))
+            assert "secret" not in str(caught.value)
+            assert isinstance(caught.value.__cause__, ValueError)
+
+        async with handle:
+            for _ in range(2):
+                async with trio.open_nursery() as nursery:
+                    for task in (good, bad, good):
+                        nursery.start_soon(task)
+
+    run(body, seed)
+
+
+@seeds
+@kinds
+@pytest.mark.parametrize("after_s", [0.0, CALL_S / 2])
+@pytest.mark.parametrize("how", ["stop", "close", "aclose"])
+def test_a_call_is_ended_however_early(seed, kind, after_s, how):
+    """R3, R21: what was asked ends, begun or not; with `stop`, what is asked later does not."""
+
+    async def body(engine):
+        fakes = Fakes()
+        handle, call, want = kind(engine, fakes)
+        ends = []
+
+        async def asked(awaitable):
+            try:
+                ends.append(await awaitable)
+            except RequestCancelled:
+                ends.append("stopped")
+
+        with trio.fail_after(1):
+            async with trio.open_nursery() as nursery:
+                for _ in range(2):
+                    nursery.start_soon(asked, call(TEXTS))
+                if after_s:
+                    await trio.sleep(after_s)
+                if how == "aclose":
+                    await handle.aclose()
+                else:
+                    getattr(handle, how)()
+                if how == "stop":
+                    nursery.start_soon(asked, call(TEXTS))
+                else:
+                    with pytest.raises(ShuttingDown):
+                        call(TEXTS)
+        later = [want] if how == "stop" else []
+        assert ends == ["stopped", "stopped", *later]
+        if not after_s and how != "aclose":
+            assert fakes.begun == len(later)
+
+    run(body, seed)
+
+
+@seeds
+@kinds
+def test_a_call_that_is_cancelled_from_outside_is_cancelled(seed, kind):
+    async def body(engine):
+        handle, call, want = kind(engine, Fakes())
+        async with handle:
+            with trio.move_on_after(CALL_S / 2) as scope:
+                await call(TEXTS)
+            assert scope.cancelled_caught
+            assert await call(TEXTS) == want
+
+    run(body, seed)
+
+
+@seeds
+def test_encoders_that_do_not_exist_yet_are_refused_by_name(seed):
+    async def body(engine):
+        async with Encoder(engine) as one, CrossEncoder(engine) as other:
+            with pytest.raises(Unsupported) as caught:
+                await one.embed(["a"])
+            assert caught.value.field == "Embed"
+            with pytest.raises(Unsupported) as caught:
+                await other.rank("q", ["a"])
+            assert caught.value.field == "Rerank"
+
+    run(body, seed)
+
+
+@seeds
+def test_a_closed_chat_refuses(seed):
+    async def body(engine):
+        async with Chat(engine) as chat:
+            pass
+        with pytest.raises(ShuttingDown, match="chat is closed"):
+            chat.ask("one")
+        chat.stop()
+
+    run(body, seed)
+
+
+def test_a_handle_holds_no_stop_state_of_its_own():
+    """R1, R4: the guard alone does, and a generation's scope is the supervisor's."""
+
+    async def body(engine):
+        for handle in (Chat(engine), Encoder(engine), CrossEncoder(engine)):
+            held = [type(value) for value in vars(handle).values()]
+            assert not {bool, trio.Event, trio.CancelScope} & set(held)
+        generation = engine.submit(GenerateRequest(text="x", sampling=SHORT), buffer=9)
+        await generation.wait_closed()
+
+    run(body, 0)
