@@ -244,14 +244,14 @@ def encode_events(
 
 
 _new_message = inference_pb2.GenerateResponse  # found once, not once a token
-SHORT = 1000  # characters or tokens; of both so many fit into one message many times
 
 
 def _short_delta(event: Tokens, *, token_ids: bool) -> list[inference_pb2.GenerateResponse] | None:
     """As `_deltas`, faster, for what nearly every step gives nearly every stream; None for what
     may need more than one message."""
     _, choice, ids, text, logprobs, _ = event
-    if logprobs or len(text) > SHORT or len(ids) > SHORT:
+    # a character takes 4 bytes at most, an id 5, and 20 are enough for the rest
+    if logprobs or 4 * len(text) + 5 * len(ids) + 20 > MESSAGE_BYTES_MAX:
         return None
     if not (text or (ids and token_ids)):
         return []

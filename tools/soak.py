@@ -45,6 +45,7 @@ GROWTH_MAX_MIB = 1.0  # per 1,000 requests
 MIB = 2**20
 REST_LIMIT_S = 40.0  # Trio's idle threads live for 10 s, grpc's pollers for about 20
 END_LIMIT_S = 120.0
+SETTLE_S = 0.3  # grpc closes connections at leisure
 KILL_EVERY_S = 4.0
 CONTROL = {"prompt_ids": [77, 5, 77], "max_tokens": 400, "seed": 11}
 SERVER = {
@@ -245,18 +246,20 @@ def _kill(one: subprocess.Popen[str]) -> None:
 
 
 def wait_for_rest(server: Server, start: float, baseline: Sample | None) -> Sample:
-    """The first sample at rest that holds no more than the baseline, or the last one looked at."""
-    found: list[Sample] = []
+    """The first sample at rest that holds no more than the baseline, or the last one looked at.
+    Without a baseline: the second of two that hold the same."""
+    found = [take_sample(server, start)]
 
     def look() -> bool:
-        found[:] = [take_sample(server, start)]
+        found.append(take_sample(server, start))
         if baseline is None:
-            return is_idle(stats(server.channel))
-        return not left_over(baseline, found[0])
+            time.sleep(SETTLE_S)
+            return is_idle(stats(server.channel)) and not left_over(found[-1], found[-2])
+        return not left_over(baseline, found[-1])
 
     with suppress(AssertionError):
         wait_until(look, REST_LIMIT_S)
-    return found[0]
+    return found[-1]
 
 
 def left_over(baseline: Sample, last: Sample) -> list[str]:

@@ -342,6 +342,21 @@ def test_no_message_exceeds_the_limit(limit, events):
         assert read(got) == read_events(want, with_ids=True)
 
 
+@given(
+    text=st.text(max_size=40),
+    ids=st.lists(st.integers(0, 2**32 - 1), max_size=9),
+    choice=st.integers(0, 2),
+    token_ids=st.booleans(),
+    limit=st.integers(40, 80),
+)
+def test_a_token_alone_is_encoded_as_one_among_others(text, ids, choice, token_ids, limit):
+    event = tokens(text, choice=choice, ids=tuple(ids))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "MESSAGE_BYTES_MAX", limit)
+        alone = codec.encode_events([event], token_ids=token_ids)
+        assert alone == list(codec._deltas([event], token_ids=token_ids))
+
+
 def test_what_cannot_be_split_goes_out_whole():
     entry = TokenLogprob(4, "d" * 100, -1.0)
     with pytest.MonkeyPatch.context() as patch:
