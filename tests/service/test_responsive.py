@@ -22,6 +22,8 @@ from tests.support.wire import (
     wait_serving,
 )
 
+pytestmark = pytest.mark.alone
+
 NUM_CALLS = 300
 P99_LIMIT_S = 0.020  # R188
 STEP_S = 0.2
