@@ -2,8 +2,8 @@
 
 Rule 1: a handler knows the codec, `grpc_service.front`'s protocols and its context, nothing else.
 Rule 2: every end but success is one `context.abort`, in `_answering`, after the engine's part is
-given back. A CancelledError leaves a handler only when grpc put it in: grpc.aio sends no status for
-any other, and its client would hang.
+given back. A CancelledError leaves a handler only when grpc put it in, or when the client has gone:
+grpc.aio sends no status for it, and any other client would hang.
 Rule 3: a write that fails means that the client has gone; nothing is sent after it.
 Handlers are coroutines, as grpc.aio does not close async generators when a call is cancelled.
 """
@@ -265,7 +265,9 @@ def _answering(behaviour: Behaviour, *, is_local_only: bool) -> Behaviour:
                 raise NotAllowed("this RPC is served to clients on the server's machine only")
             return await behaviour(request, context)
         except Disconnected:
-            return None
+            # A return would have grpc.aio send a status, and log a traceback where the write that
+            # failed was the first: the initial metadata cannot be sent twice. This sends nothing.
+            raise asyncio.CancelledError from None
         except asyncio.CancelledError as error:
             if _is_ended_by_grpc():
                 raise
