@@ -2,8 +2,8 @@
 
 Rule 1: a handler knows the codec, `grpc_service.front`'s protocols and its context, nothing else.
 Rule 2: every end but success is one `context.abort`, in `_answering`, after the engine's part is
-given back. A CancelledError leaves a handler only when grpc put it in: grpc.aio sends no status for
-any other, and its client would hang.
+given back. A CancelledError leaves a handler only when grpc put it in, or when the client has gone:
+grpc.aio sends no status for it, and any other client would hang.
 Rule 3: a write that fails means that the client has gone; nothing is sent after it.
 Handlers are coroutines, as grpc.aio does not close async generators when a call is cancelled.
 """
@@ -45,6 +45,10 @@ SERVICE_NAMES = (INFERENCE.full_name, MODELS.full_name, CONTROL.full_name)
 log = logging.getLogger(__name__)
 
 
+class Disconnected(Exception):
+    """The client has gone: there is nobody to tell anything."""
+
+
 class Inference:
     """Generation and tokens."""
 
@@ -63,8 +67,8 @@ class Inference:
                 for message in codec.encode_events(events, token_ids=wants_ids):
                     await write(message)
                 call.written(sum([isinstance(event, Tokens) for event in events]))
-        except (grpc.aio.BaseError, asyncio.InvalidStateError):
-            pass  # the client has gone: there is nobody to tell anything
+        except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise Disconnected from error
         except Exception as error:
             call.cancel()
             await _abort(context, error)
@@ -241,6 +245,10 @@ def _answering(behaviour: Behaviour, *, is_local_only: bool) -> Behaviour:
             return await behaviour(request, context)
         except grpc.aio.AbortError:
             raise  # the behaviour has ended the call itself
+        except Disconnected:
+            # A return would have grpc.aio send a status, and log a traceback where the write that
+            # failed was the first: the initial metadata cannot be sent twice. This sends nothing.
+            raise asyncio.CancelledError from None
         except asyncio.CancelledError as error:
             if _is_ended_by_grpc():
                 raise

@@ -128,7 +128,7 @@ def test_the_schedule_does_not_change_a_token(reference, schedule):
         config["kv_cache_memory"] = tight_kv_bytes()
     twice = schedule == "prefix-cached"
     found, totals = trio.run(lambda: outputs(config, wanted, twice=twice))
-    assert schedule != "preempted" or totals.preemptions > NUM_REQUESTS / 4
+    assert schedule != "preempted" or totals.preemptions > NUM_REQUESTS / 8
     assert schedule != "prefix-cached" or totals.prefix_hits > 16 * NUM_REQUESTS
     assert totals.step_rows_total > 3 * totals.step_count
     for index, length in enumerate(lengths):

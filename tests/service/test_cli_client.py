@@ -195,7 +195,7 @@ def test_ctrl_c_ends_the_command_and_the_call_without_a_traceback():
         assert await process.stdout.read(4) == b"Once"
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()
-        await front.last.cancelled.wait()
+        await front.last.left.wait()
         return process.returncode, out, err
 
     assert run(front, command) == (130, b"\n", b"")
@@ -210,7 +210,7 @@ def test_a_reader_of_the_output_that_goes_ends_the_command_and_the_call():
         process.stdout._transport.close()
         err = await process.stderr.read()
         await process.wait()
-        await front.last.cancelled.wait()
+        await front.last.left.wait()
         return process.returncode, err
 
     assert run(front, command) == (141, b"")

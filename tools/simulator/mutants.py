@@ -230,9 +230,9 @@ MUTANTS = (
     Mutant(
         "what a client was written gives no credit back",
         bridge.BridgeCall,
-        "written",
-        "if num_tokens_events:",
-        "if num_tokens_events > 1:",
+        "release_written",
+        "if count and",
+        "if count > 1 and",
     ),
     Mutant(
         "a client that goes is not told to the engine",
