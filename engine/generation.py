@@ -139,7 +139,8 @@ class Generation:
         if self.is_closed:
             return
         self.is_closed = True
-        self.error = error
+        # its frames know this: garbage that only a look for cycles would find
+        self.error = error if error is None else error.with_traceback(None)
         self._send.close()
         self._done.set()
         if self.on_ready is not None:

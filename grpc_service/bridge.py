@@ -106,6 +106,8 @@ class BridgeCall:
         if not self._is_left:
             self._is_left = True
             self._bridge.zombies.gone(self)
+            if self._error is not None:
+                self._error.__traceback__ = None  # its frames know this call
 
     # ---- on the asyncio thread, by the bridge
 
@@ -303,6 +305,8 @@ class Bridge:
             is_closed = generation.is_closed
             if events or is_closed:
                 batch.append((call, events, is_closed, generation.error))
+            if is_closed:
+                generation.on_ready = None  # no more news; and they need not know each other
         if batch and not self._send(lambda: self._take_batch(batch)):
             for call, _events, _is_closed, _error in batch:
                 assert call.generation is not None

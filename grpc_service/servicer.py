@@ -256,7 +256,10 @@ def _answering(behaviour: Behaviour, *, is_local_only: bool) -> Behaviour:
             failure.__cause__ = error
         except Exception as error:
             failure = error
-        return await _abort(context, failure)
+        try:
+            return await _abort(context, failure)
+        finally:
+            del failure  # its traceback knows this frame
 
     return answer
 

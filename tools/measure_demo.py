@@ -5,8 +5,9 @@
     python -m tools.measure_demo --samples 5           and prints five of the stories
 
 All stories are written by Triolet itself, at once, sampled at temperature 0.8 from the whole
-vocabulary (no top-k, no top-p). A story's seed alone decides it: neither its place in a batch nor
-its neighbours do (D10).
+vocabulary (no top-k, top-p or min-p); those of `default_stories_parse` as a request that says
+nothing is, by the model's generation_config. A story's seed alone decides it: neither its place in
+a batch nor its neighbours do (D10).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.requests import SamplingParams
 from tools.demo.corpus import named_prompt, request_and_story, training_stories
 from tools.demo.grammar import count_derivations
 from tools.demo.notation import split_sentences
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MODEL = Path(__file__).parent.parent / "engine" / "demo" / "stories"
-TEMPERATURE = 0.8
 MAX_NEW_TOKENS = 400
+WHOLE_VOCABULARY = SamplingParams(
+    temperature=0.8, top_k=0, top_p=1.0, min_p=0.0, max_tokens=MAX_NEW_TOKENS
+)
+AS_CONFIGURED = SamplingParams(max_tokens=MAX_NEW_TOKENS)
 """A story has at most about 260 tokens, so reaching this limit means that it does not end."""
 
 STORIES = 200
@@ -68,7 +73,18 @@ def measure(writer: TrioletWriter, folder: Path) -> tuple[dict[str, float | int]
         "training_documents": training["documents"],
         "size_bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
     }
-    return figures | _side_figures(writer), stories
+    return figures | _side_figures(writer) | _default_figures(folder), stories
+
+
+def _default_figures(folder: Path) -> dict[str, float | int]:
+    """The README's first request, with many seeds: does the story end, and parse?"""
+    writer, parser = TrioletWriter(folder, AS_CONFIGURED), story_parser()
+    prompt = "Once upon a time"
+    written = writer.generate_stories([prompt] * STORIES, range(STORIES))
+    sentences = [split_sentences(prompt + w.text) for w in written]
+    parses = (all(map(parser.accepts_sentence, story)) for story in sentences)
+    ends = (w.ended for w in written)
+    return {"default_stories_parse": _share(a and b for a, b in zip(parses, ends, strict=True))}
 
 
 def _side_figures(writer: TrioletWriter) -> dict[str, float | int]:
@@ -138,7 +154,7 @@ def main() -> int:
     options.add_argument("--json", type=Path, help="also write the figures here")
     options.add_argument("--samples", type=int, default=0, help="stories to print")
     given = options.parse_args()
-    writer = TrioletWriter(given.model, temperature=TEMPERATURE, max_tokens=MAX_NEW_TOKENS)
+    writer = TrioletWriter(given.model, WHOLE_VOCABULARY)
     figures, stories = measure(writer, given.model)
     for story in stories[: given.samples]:
         print(story, end="\n\n")

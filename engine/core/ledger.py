@@ -155,6 +155,7 @@ class Ledger:
         live = seq.live
         if all(other.state is State.FINISHED for other in live.sequences):
             del self.requests[live.request.request_id]
+            live.sequences.clear()  # they know it, and would keep each other from being freed
 
     # ---- blocks and keys
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -28,10 +28,9 @@ class Written:
 class TrioletWriter:
     """Generates by `engine.open_engine` over a model's folder."""
 
-    def __init__(self, folder: Path, *, temperature: float, max_tokens: int) -> None:
+    def __init__(self, folder: Path, sampling: engine.SamplingParams) -> None:
         self._folder = folder
-        self._temperature = temperature
-        self._max_tokens = max_tokens
+        self._sampling = sampling
 
     def generate_stories(self, prompts: Sequence[str], seeds: Sequence[int]) -> list[Written]:
         """The continuation of each prompt."""
@@ -46,9 +45,7 @@ class TrioletWriter:
         requests = [
             engine.GenerateRequest(
                 **given,  # type: ignore[arg-type]
-                sampling=engine.SamplingParams(
-                    temperature=self._temperature, seed=seed, max_tokens=self._max_tokens
-                ),
+                sampling=replace(self._sampling, seed=seed),
             )
             for given, seed in zip(inputs, seeds, strict=True)
         ]

@@ -97,7 +97,8 @@ def _draw_behaviour(rng: random.Random, active: frozenset[str], step_s: float) -
     if "aborts" in active and fate < 0.32:
         if rng.random() < 0.2:
             return {"abort_before_s": rng.choice([0.01, 30.0, 90.0])}
-        return {"cancel_at_s": rng.uniform(0, 60 * step_s), "aborts": True}
+        stalls = {"stall_after": rng.randint(0, 6)} if rng.random() < 0.3 else {}
+        return {"cancel_at_s": rng.uniform(0, 60 * step_s), "aborts": True, **stalls}
     if "stalled_readers" in active and fate < 0.4:
         return {"stall_after": rng.randint(0, 6), "linger_s": rng.choice([0.0, 3.0])}
     if "slow_readers" in active and fate < 0.6:
