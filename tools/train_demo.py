@@ -303,7 +303,7 @@ def save_checkpoint(
 def main() -> None:
     """Trains and saves; the figures of the run go to training.json beside the weights."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    options.add_argument("--documents", type=int, default=48_000, help="stories and chats to read")
+    options.add_argument("--documents", type=int, default=64_000, help="stories and chats to read")
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--threads", type=int, default=1)
     options.add_argument("--out", type=Path, default=OUT)
