@@ -127,9 +127,10 @@ class Supervisor:
 
     def _core_id(self, request_id: str) -> RequestId:
         """The core's name for a request: the client's id, or another if a step may still be
-        ending a request of that id. Events for the one must not reach the other."""
+        ending a request of that id. Events for the one must not reach the other; so the other
+        name has a character that no client's id may have (`GenerateRequest.validate`)."""
         if request_id in self._recently_ended:
-            return RequestId(f"{request_id}~{next(self._serials)}")
+            return RequestId(f"{request_id}\0{next(self._serials)}")
         return RequestId(request_id)
 
     def abort(self, request_id: str) -> AbortOutcome:

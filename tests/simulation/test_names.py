@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import trio
 
 from engine.api import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.types import EndReason
-from engine.errors import DuplicateRequest
+from engine.errors import DuplicateRequest, InvalidRequest
 from engine.model.fake import FakeRunner, FakeScript
 from engine.requests import GenerateRequest, SamplingParams
 from tools.simulator.determinism import VirtualThreads, run_deterministically
@@ -55,5 +57,33 @@ def test_a_name_used_again_right_after_an_abort(seed, lived_s, gap_s):
             assert second.error is None
             assert len(events) == 22  # Started, twenty tokens, Finished
             await engine.wait_idle()
+
+    run_deterministically(main, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_name_of_a_clients_reaches_a_request_of_another_name(seed):
+    threads = VirtualThreads()
+    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        async with open_engine(
+            config, make_runner=lambda model, config: runner, threads=threads
+        ) as engine:
+            await engine.wait_ready()
+            await read_all(engine.submit(REQUEST, buffer=99))
+            again = engine.submit(REQUEST, buffer=99)  # has another name in the core
+            await trio.sleep(4.5 * STEP_S)
+            stranger = engine.submit(
+                replace(REQUEST, token_ids=(900, 901), request_id=again.core_id), buffer=99
+            )
+            likely = replace(REQUEST, token_ids=(900, 901), request_id="same~1")
+            others = [stranger, engine.submit(likely, buffer=99)]
+            with trio.fail_after(100 * STEP_S):
+                assert len(await read_all(again)) == 22
+                assert [len(await read_all(other)) for other in others] == [0, 22]
+            assert again.error is None
+            assert isinstance(stranger.error, InvalidRequest)
 
     run_deterministically(main, seed)
