@@ -81,9 +81,15 @@ class Supervisor:
         """Own the request tasks and the pool until `drain` has ended both."""
         async with trio.open_nursery() as nursery:
             self._nursery = self.prompts.nursery = nursery
-            nursery.start_soon(self._pool.run)
+            nursery.start_soon(self._run_pool)
             task_status.started()
-        self._nursery = self.prompts.nursery = None
+
+    async def _run_pool(self) -> None:
+        try:
+            await self._pool.run()
+        finally:
+            # nothing can be served any more; and while this task is there, the nursery is open
+            self._nursery = self.prompts.nursery = None
 
     # ---- submit
 
