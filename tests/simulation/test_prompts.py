@@ -1,4 +1,4 @@
-"""Tokenising in virtual time: who waits for it while the engine ends."""
+"""Tokenising in virtual time: who waits for it while the engine ends, and what it may raise."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import trio
 
 from engine.api import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import ShuttingDown
+from engine.errors import EngineBug, ShuttingDown
 from engine.model.fake import FakeRunner, FakeScript, FakeTokenizer
 from engine.prompts import INLINE_TOKENIZE_CHARS
+from engine.requests import GenerateRequest, SamplingParams
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 CONFIG = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
 LONG = "a" * INLINE_TOKENIZE_CHARS
+
+
+class Panic(BaseException):
+    """What a library in Rust raises when it panics."""
 
 
 def run(body, seed, encode):
@@ -59,3 +64,25 @@ def test_who_tokenises_while_the_engine_ends_hears_that_it_does(seed):
 
     run(body, seed, encode)
     assert len(ends) == 1
+
+
+@pytest.mark.parametrize("text", ["p", "p" + LONG])
+def test_a_tokenizer_that_panics_ends_its_own_request_and_no_other(text):
+    def encode(threads, text):
+        if text.startswith("p"):
+            raise Panic("planted")
+        return (1, 2, 3)
+
+    async def body(engine, nursery):
+        request = GenerateRequest(text="x", sampling=SamplingParams(max_tokens=20))
+        other = engine.submit(request, buffer=99)
+        bad = engine.submit(GenerateRequest(text=text), buffer=99)
+        with pytest.raises(EngineBug):
+            await engine.tokenize("", text=text)
+        with trio.fail_after(10):
+            await bad.wait_closed()
+            await other.wait_closed()
+        assert isinstance(bad.error, EngineBug)
+        assert other.error is None
+
+    run(body, 0, encode)
