@@ -50,7 +50,8 @@ def server_deadline(now: float, timeout_s: float | None) -> float:
 
 class Generation:
     """One request's life on the Trio thread. Its reader takes events by `receive` or, in one
-    sweep, by `take_ready`; `on_ready` is called when there is something new, or the end.
+    sweep, by `take_ready`; `on_ready` is called when there is something new, or the end, and
+    `on_end` before anybody hears of the end.
 
     ``error`` is None for a request that succeeded; meaningful once ``is_closed``.
     """
@@ -71,6 +72,7 @@ class Generation:
         self.load_s = 0.0
         self.echo_text: str | None = None
         self.on_ready: Callable[[], None] | None = None
+        self.on_end: Callable[[Generation], None] | None = None
         self.replica: Replica | None = None
         self.reason: EndReason | None = None
         self.client_deadline = math.inf  # its own timer's; `scope` has the server's
@@ -140,6 +142,8 @@ class Generation:
             return
         self.is_closed = True
         self.error = error
+        if self.on_end is not None:
+            self.on_end(self)
         self._send.close()
         self._done.set()
         if self.on_ready is not None:

@@ -102,6 +102,11 @@ class Supervisor:
         """
         request_id = request.request_id or uuid.uuid4().hex
         generation = Generation(request, request_id, self._core_id(request_id), buffer)
+        error = self._refusal(request, request_id)
+        if error is not None or self._nursery is None:
+            self.metrics.count_refusal()
+            generation.close(error or ShuttingDown("the engine is closed"))
+            return generation
         timeout = request.timeout_s
         if timeout is None:
             timeout = self._config.default_deadline_s
@@ -109,11 +114,7 @@ class Supervisor:
         generation.scope.deadline = server_deadline(start, timeout)
         if request.timeout_s is not None:
             generation.client_deadline = start + request.timeout_s
-        error = self._refusal(request, request_id)
-        if error is not None or self._nursery is None:
-            self.metrics.count_refusal()
-            generation.close(error or ShuttingDown("the engine is closed"))
-            return generation
+        generation.on_end = self._count
         self._live[request_id] = generation
         self._nursery.start_soon(self._supervise, generation, name=f"request {request_id}")
         return generation
@@ -123,7 +124,8 @@ class Supervisor:
             return ShuttingDown("the server takes no new requests", retry_after_s=5.0)
         if self._aborts_to_come.take(request_id):
             return RequestAborted("the request was aborted by the operator before it arrived")
-        if request_id in self._live:
+        live = self._live.get(request_id)
+        if live is not None and not live.is_closed:
             return DuplicateRequest(f"request_id {request_id!r} is in use")
         try:
             request.validate()
@@ -135,7 +137,7 @@ class Supervisor:
         """The core's name for a request: the client's id, or another if a step may still be
         ending a request of that id. Events for the one must not reach the other; so the other
         name has a character that no client's id may have (`GenerateRequest.validate`)."""
-        if request_id in self._recently_ended:
+        if request_id in self._live or request_id in self._recently_ended:
             return RequestId(f"{request_id}\0{next(self._serials)}")
         return RequestId(request_id)
 
@@ -143,10 +145,10 @@ class Supervisor:
         """End a request by the operator's will: now if it is live; as it arrives, if that is
         within a minute. Never waits."""
         generation = self._live.get(request_id)
-        if generation is not None:
+        if generation is not None and not generation.is_closed:
             generation.cancel(EndReason.ABORTED)
             return AbortOutcome.ABORTED
-        if request_id in self._recently_ended:
+        if generation is not None or request_id in self._recently_ended:
             return AbortOutcome.ALREADY_ENDED
         self._aborts_to_come.add(request_id)
         return AbortOutcome.REMEMBERED
@@ -190,10 +192,10 @@ class Supervisor:
                     replica.loop.post(Cancel(request.request_id, reason))
 
     def _end(self, generation: Generation) -> None:
-        """Count the end and forget the request."""
-        del self._live[generation.request_id]
+        """Forget the request, unless its id is another's by now."""
+        if self._live[generation.request_id] is generation:
+            del self._live[generation.request_id]
         self._recently_ended.add(generation.request_id)
-        self._count(generation)
         if not self._live:
             self._idle.set()
         log.debug(
@@ -203,6 +205,7 @@ class Supervisor:
         )
 
     def _count(self, generation: Generation) -> None:
+        """Count an end, before anybody hears of it."""
         replica, error = generation.replica, generation.error
         if error is None:
             self.metrics.count_end(EndReason.STOP)

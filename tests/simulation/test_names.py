@@ -13,6 +13,7 @@ from engine.core.types import EndReason
 from engine.errors import DuplicateRequest, InvalidRequest
 from engine.model.fake import FakeRunner, FakeScript
 from engine.requests import GenerateRequest, SamplingParams
+from engine.status import AbortOutcome
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.01
@@ -28,6 +29,21 @@ async def read_all(generation):
             events.append(await generation.receive())
         except trio.EndOfChannel:
             return events
+
+
+def run_engine(body, seed):
+    threads = VirtualThreads()
+    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        async with open_engine(
+            config, make_runner=lambda model, config: runner, threads=threads
+        ) as engine:
+            await engine.wait_ready()
+            await body(engine)
+
+    run_deterministically(main, seed)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -87,3 +103,46 @@ def test_no_name_of_a_clients_reaches_a_request_of_another_name(seed):
             assert isinstance(stranger.error, InvalidRequest)
 
     run_deterministically(main, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_hears_of_the_end_may_use_the_name_again_at_once(seed):
+    async def body(engine):
+        started = []
+
+        def start():
+            generation = engine.submit(REQUEST, buffer=99)
+            started.append(generation)
+            generation.on_ready = lambda: again(generation)
+
+        def again(before):
+            if before.is_closed and len(started) < 4:
+                assert engine.abort("same") is AbortOutcome.ALREADY_ENDED
+                start()
+
+        start()
+        await trio.sleep(200 * STEP_S)
+        assert [len(await read_all(one)) for one in started] == 4 * [22]
+        assert [one.error for one in started] == 4 * [None]
+        assert engine.num_live == 0
+
+    run_engine(body, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_end_is_counted_before_its_reader_hears_of_it(seed):
+    async def body(engine):
+        for number in range(1, 4):
+            generation = engine.submit(REQUEST, buffer=99)
+            counts = []
+
+            def look(generation=generation, counts=counts):
+                if generation.is_closed:
+                    counts.append(engine.statistics().totals.requests_total)
+
+            generation.on_ready = look
+            await generation.wait_closed()
+            assert [count.finished for count in counts] == [number]
+            await trio.sleep(STEP_S)
+
+    run_engine(body, seed)
