@@ -78,7 +78,7 @@ class Generation:
         self.client_deadline = math.inf  # its own timer's; `scope` has the server's
         self.model = ""
         self._done = trio.Event()
-        self._num_choices = request.n or 1
+        self._num_choices = max(1, request.n or 1)  # it may be about to be refused for it
         self._num_finished = 0
         self._num_ready = 0  # in the channel; asking it for one too many costs more than a token
         self.credit = Credit(buffer)

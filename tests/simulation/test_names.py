@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -146,3 +147,11 @@ def test_an_end_is_counted_before_its_reader_hears_of_it(seed):
             await trio.sleep(STEP_S)
 
     run_engine(body, seed)
+
+
+@pytest.mark.parametrize("wrong", [{"n": -10_000}, {"timeout_s": math.nan}])
+def test_submit_raises_nothing_for_a_number_that_cannot_be(wrong):
+    async def body(engine):
+        assert isinstance(engine.submit(replace(REQUEST, **wrong), buffer=9).error, InvalidRequest)
+
+    run_engine(body, 0)
