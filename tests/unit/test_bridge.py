@@ -34,7 +34,7 @@ async def stream():
     loop = Loop()
     bridge.attach(loop)
     request = GenerateRequest(text="a")
-    call = BridgeCall(bridge, request)
+    call = BridgeCall(bridge, request, "")
     call.generation = Generation(request, "r", RequestId("r"), BUFFER)
     return SimpleNamespace(call=call, credit=call.generation.credit, loop=loop)
 
