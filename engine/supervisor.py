@@ -193,7 +193,7 @@ class Supervisor:
 
     def _end(self, generation: Generation) -> None:
         """Forget the request, unless its id is another's by now."""
-        if self._live[generation.request_id] is generation:
+        if self._live.get(generation.request_id) is generation:
             del self._live[generation.request_id]
         self._recently_ended.add(generation.request_id)
         if not self._live:

@@ -11,7 +11,7 @@ import trio
 from engine.api import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.types import EndReason
-from engine.errors import DuplicateRequest, InvalidRequest
+from engine.errors import DuplicateRequest, InvalidRequest, ModelNotFound
 from engine.model.fake import FakeRunner, FakeScript
 from engine.requests import GenerateRequest, SamplingParams
 from engine.status import AbortOutcome
@@ -125,6 +125,24 @@ def test_whoever_hears_of_the_end_may_use_the_name_again_at_once(seed):
         await trio.sleep(200 * STEP_S)
         assert [len(await read_all(one)) for one in started] == 4 * [22]
         assert [one.error for one in started] == 4 * [None]
+        assert engine.num_live == 0
+
+    run_engine(body, seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_name_used_again_for_a_request_that_ends_sooner_than_the_first_ones_task(seed):
+    async def body(engine):
+        ends = []
+
+        def again():
+            if first.is_closed:
+                ends.append(engine.submit(replace(REQUEST, model="unknown"), buffer=9))
+
+        first = engine.submit(REQUEST, buffer=99)
+        first.on_ready = again
+        await trio.sleep(100 * STEP_S)
+        assert [type(one.error) for one in ends] == [ModelNotFound]
         assert engine.num_live == 0
 
     run_engine(body, seed)
