@@ -19,7 +19,7 @@ import trio
 
 from engine.config import EngineConfig
 from engine.core.events import Pause, PauseMode, ResetPrefixCache, Resume
-from engine.errors import InvalidRequest, RequestTooLarge, Unsupported
+from engine.errors import InvalidRequest, RequestCancelled, RequestTooLarge, Unsupported
 from engine.pool import REPLICA_ID, Pool
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from engine.supervisor import Supervisor
@@ -64,6 +64,8 @@ class Stream:
             if self._generation.error is not None:
                 raise self._generation.error from None
             raise StopAsyncIteration from None
+        except trio.ClosedResourceError:
+            raise RequestCancelled("the block of the stream was left") from None
 
 
 class Engine:

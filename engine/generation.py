@@ -50,7 +50,8 @@ def server_deadline(now: float, timeout_s: float | None) -> float:
 
 class Generation:
     """One request's life on the Trio thread. Its reader takes events by `receive` or, in one
-    sweep, by `take_ready`; `on_ready` is called when there is something new, or the end.
+    sweep, by `take_ready`; `on_ready` is called when there is something new, or the end, and
+    `on_end` before anybody hears of the end.
 
     ``error`` is None for a request that succeeded; meaningful once ``is_closed``.
     """
@@ -71,12 +72,13 @@ class Generation:
         self.load_s = 0.0
         self.echo_text: str | None = None
         self.on_ready: Callable[[], None] | None = None
+        self.on_end: Callable[[Generation], None] | None = None
         self.replica: Replica | None = None
         self.reason: EndReason | None = None
         self.client_deadline = math.inf  # its own timer's; `scope` has the server's
         self.model = ""
         self._done = trio.Event()
-        self._num_choices = request.n or 1
+        self._num_choices = max(1, request.n or 1)  # it may be about to be refused for it
         self._num_finished = 0
         self._num_ready = 0  # in the channel; asking it for one too many costs more than a token
         self.credit = Credit(buffer)
@@ -141,6 +143,8 @@ class Generation:
         self.is_closed = True
         # its frames know this: garbage that only a look for cycles would find
         self.error = error if error is None else error.with_traceback(None)
+        if self.on_end is not None:
+            self.on_end(self)
         self._send.close()
         self._done.set()
         if self.on_ready is not None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import trio
 
-from engine.core.events import Tokens
+from engine.core.events import Finished, Tokens
 from engine.core.types import EndReason
 from engine.errors import (
     InvalidRequest,
@@ -418,6 +418,8 @@ class Answer:
     def _note(self, event: StreamEvent) -> None:
         if isinstance(event, Tokens):
             self.text += event.text
+        elif isinstance(event, Finished):  # the one choice's: nothing comes after it
+            self._chat._settle(self)
 
 
 # ---- encoders

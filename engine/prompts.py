@@ -8,13 +8,14 @@ supervisor's nursery: it is joined, and whoever waits for it can leave at once.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import trio
 
 from engine.core.types import Request
-from engine.errors import InvalidRequest, RequestTooLarge, ShuttingDown
+from engine.errors import EngineBug, InvalidRequest, RequestTooLarge, ShuttingDown
 from engine.requests import resolve_sampling, resolve_stops
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from engine.pool import Replica
     from engine.requests import Chat, GenerateRequest, PromptOptions
     from engine.threads import Threads
+
+log = logging.getLogger(__name__)
 
 INLINE_TOKENIZE_CHARS = 4096  # guess: below this a thread hop costs more than the work
 CHARS_PER_MESSAGE = 64  # guess: what a template does for a message beside copying its text
@@ -143,14 +146,23 @@ class Prompts:
             ),
         )
 
-    async def _inline_or_thread(self, num_chars: int, job: Callable[[], T]) -> T:
+    async def _inline_or_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+        def job() -> T:
+            try:
+                return work()
+            except (Exception, KeyboardInterrupt):
+                raise
+            except BaseException as error:  # a panic of a library in Rust is no Exception
+                log.exception("a tokenizer failed")
+                raise EngineBug(repr(error)) from error
+
         if num_chars < INLINE_TOKENIZE_CHARS:
             return job()
         if self.nursery is None:
             raise ShuttingDown("the engine is closed")
-        work = _Job(job)
-        self.nursery.start_soon(work.run, self._threads, self._limiter)
-        return await work.result()
+        in_thread = _Job(job)
+        self.nursery.start_soon(in_thread.run, self._threads, self._limiter)
+        return await in_thread.result()
 
     @staticmethod
     def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, first: int = 0) -> None:

@@ -172,6 +172,8 @@ class GenerateRequest:
             yield FieldViolation(
                 "request_id", f"must be at most {MAX_REQUEST_ID_CHARS} printable characters"
             )
+        if self.timeout_s is not None and math.isnan(self.timeout_s):
+            yield FieldViolation("timeout_s", "is not a number")
         if self.prompt.truncate_to is not None and self.prompt.truncate_to < 1:
             yield FieldViolation("prompt.truncate_to", "must be at least 1")
         for name in ("logprobs", "prompt_logprobs"):

@@ -26,6 +26,7 @@ from engine.errors import (
     DuplicateRequest,
     EngineBug,
     InvalidRequest,
+    Overloaded,
     RequestAborted,
     ShuttingDown,
     StepFailed,
@@ -62,6 +63,9 @@ class Supervisor:
         self._is_draining = False
         self._num_cut = 0
         self._background_drain: trio.Event | None = None
+        # the queue's bound knows only what waits in it, not what loads, tokenises or is parked
+        each = config.max_queued_requests + config.max_num_seqs
+        self._max_live = each * max(1, len(config.models))
         self._recently_ended = _RecentIds()
         self._aborts_to_come = _RecentIds()
         self._idle = trio.Event()
@@ -81,9 +85,15 @@ class Supervisor:
         """Own the request tasks and the pool until `drain` has ended both."""
         async with trio.open_nursery() as nursery:
             self._nursery = self.prompts.nursery = nursery
-            nursery.start_soon(self._pool.run)
+            nursery.start_soon(self._run_pool)
             task_status.started()
-        self._nursery = self.prompts.nursery = None
+
+    async def _run_pool(self) -> None:
+        try:
+            await self._pool.run()
+        finally:
+            # nothing can be served any more; and while this task is there, the nursery is open
+            self._nursery = self.prompts.nursery = None
 
     # ---- submit
 
@@ -95,7 +105,12 @@ class Supervisor:
         ``arrived_at``: when it reached the server, on Trio's clock, if that was earlier.
         """
         request_id = request.request_id or uuid.uuid4().hex
-        generation = Generation(request, request_id, self._core_id(request_id), buffer)
+        generation = Generation(request, request_id, self._core_id(request, request_id), buffer)
+        error = self._refusal(request, request_id)
+        if error is not None or self._nursery is None:
+            self.metrics.count_refusal()
+            generation.close(error or ShuttingDown("the engine is closed"))
+            return generation
         timeout = request.timeout_s
         if timeout is None:
             timeout = self._config.default_deadline_s
@@ -103,11 +118,7 @@ class Supervisor:
         generation.scope.deadline = server_deadline(start, timeout)
         if request.timeout_s is not None:
             generation.client_deadline = start + request.timeout_s
-        error = self._refusal(request, request_id)
-        if error is not None or self._nursery is None:
-            self.metrics.count_refusal()
-            generation.close(error or ShuttingDown("the engine is closed"))
-            return generation
+        generation.on_end = self._count
         self._live[request_id] = generation
         self._nursery.start_soon(self._supervise, generation, name=f"request {request_id}")
         return generation
@@ -117,29 +128,33 @@ class Supervisor:
             return ShuttingDown("the server takes no new requests", retry_after_s=5.0)
         if self._aborts_to_come.take(request_id):
             return RequestAborted("the request was aborted by the operator before it arrived")
-        if request_id in self._live:
+        live = self._live.get(request_id)
+        if live is not None and not live.is_closed:
             return DuplicateRequest(f"request_id {request_id!r} is in use")
+        if len(self._live) >= self._max_live:
+            return Overloaded(f"the server holds its {self._max_live} requests", retry_after_s=1.0)
         try:
             request.validate()
         except InvalidRequest as error:
             return error
         return None
 
-    def _core_id(self, request_id: str) -> RequestId:
-        """The core's name for a request: the client's id, or another if a step may still be
-        ending a request of that id. Events for the one must not reach the other."""
-        if request_id in self._recently_ended:
-            return RequestId(f"{request_id}~{next(self._serials)}")
-        return RequestId(request_id)
+    def _core_id(self, request: GenerateRequest, request_id: str) -> RequestId:
+        """The core's name for a request, never used twice: a client may use its own again while a
+        step, a posted command or an undelivered event still speaks of the first. The separator is
+        a character that no client's id may have (`GenerateRequest.validate`)."""
+        if not request.request_id:
+            return RequestId(request_id)  # it is a new one
+        return RequestId(f"{request_id}\x1f{next(self._serials)}")
 
     def abort(self, request_id: str) -> AbortOutcome:
         """End a request by the operator's will: now if it is live; as it arrives, if that is
         within a minute. Never waits."""
         generation = self._live.get(request_id)
-        if generation is not None:
+        if generation is not None and not generation.is_closed:
             generation.cancel(EndReason.ABORTED)
             return AbortOutcome.ABORTED
-        if request_id in self._recently_ended:
+        if generation is not None or request_id in self._recently_ended:
             return AbortOutcome.ALREADY_ENDED
         self._aborts_to_come.add(request_id)
         return AbortOutcome.REMEMBERED
@@ -183,10 +198,10 @@ class Supervisor:
                     replica.loop.post(Cancel(request.request_id, reason))
 
     def _end(self, generation: Generation) -> None:
-        """Count the end and forget the request."""
-        del self._live[generation.request_id]
+        """Forget the request, unless its id is another's by now."""
+        if self._live.get(generation.request_id) is generation:
+            del self._live[generation.request_id]
         self._recently_ended.add(generation.request_id)
-        self._count(generation)
         if not self._live:
             self._idle.set()
         log.debug(
@@ -196,6 +211,7 @@ class Supervisor:
         )
 
     def _count(self, generation: Generation) -> None:
+        """Count an end, before anybody hears of it."""
         replica, error = generation.replica, generation.error
         if error is None:
             self.metrics.count_end(EndReason.STOP)

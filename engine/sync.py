@@ -34,7 +34,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import trio
@@ -405,7 +405,6 @@ class Stream:
         self._lock = threading.Lock()
         self._num_taken = 0
         self._released_at = time.monotonic()
-        # Below the whole buffer: when all is taken, a slot is free, and the request goes on.
         self._release_at = max(1, buffer // RELEASE_SHARE)
 
     def __iter__(self) -> Iterator[StreamEvent]:
@@ -413,7 +412,7 @@ class Stream:
 
     def __next__(self) -> StreamEvent:
         self._portal.require_waiting_allowed()
-        item = self._reader.queue.get()
+        item = self._next_item()
         if isinstance(item, _End):
             self._reader.queue.put(_End())  # for whoever else waits, or comes later
             if item.error is not None:
@@ -422,6 +421,17 @@ class Stream:
         if isinstance(item, Tokens):
             self._count_taken()
         return item
+
+    def _next_item(self) -> StreamEvent | _End:
+        """The next of the queue. Before a longer wait, whatever was taken is given back: a step of
+        many choices may need more slots than are left beside it."""
+        queue = self._reader.queue
+        if self._num_taken:
+            with suppress(Empty):
+                return queue.get(timeout=RELEASE_AFTER_S)
+            with self._lock:
+                self._give_back()
+        return queue.get()
 
     def close(self) -> None:
         """End the request if it has not ended. Idempotent; never waits."""
@@ -465,11 +475,13 @@ class Stream:
         than the token. A reader that is slow gives back each time."""
         with self._lock:
             self._num_taken += 1
-            now = time.monotonic()
-            if self._num_taken < self._release_at and now - self._released_at < RELEASE_AFTER_S:
-                return
-            taken, self._num_taken, self._released_at = self._num_taken, 0, now
-        reader = self._reader
+            is_late = time.monotonic() - self._released_at >= RELEASE_AFTER_S
+            if is_late or self._num_taken >= self._release_at:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        reader, taken = self._reader, self._num_taken  # the command must not hold the stream
+        self._num_taken, self._released_at = 0, time.monotonic()
         self._portal.try_post(lambda: reader.release(taken))
 
 

@@ -258,6 +258,7 @@ class Scheduler:
         seconds = self._best_rate.seconds_for(missing)
         if seconds <= left:
             return None
+        self._best_rate.doubt(missing)
         return DeadlineInfeasible(
             f"the prompt takes at least {seconds:.3g} s, of which {left:.3g} s are left",
             phase="queued",

@@ -32,7 +32,7 @@ from engine.errors import (
     Unsupported,
 )
 from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import GenerateRequest, SamplingParams
+from engine.requests import GenerateRequest, OutputOptions, SamplingParams
 from tests.support.core_driver import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +110,13 @@ def park(eng):
 
 
 # ---- reading
+
+
+def test_what_is_taken_comes_back_though_it_is_less_than_a_quarter_of_the_buffer():
+    many = request((1, 2, 3), SHORT, n=15, output=OutputOptions(echo=True))
+    with open_fake(in_process_buffer=16, stall_timeout_s=3 * LIMIT_S) as eng:
+        ends = [event for event in eng.generate(many) if isinstance(event, Finished)]
+    assert len(ends) == 15
 
 
 def test_threads_get_exactly_their_tokens():

@@ -68,6 +68,22 @@ def said(messages, count):
 
 
 @seeds
+def test_an_answer_read_to_its_last_event_is_part_of_the_conversation(seed):
+    async def body(engine):
+        async with Chat(engine, sampling=SHORT) as chat:
+            for number in range(1, 3):
+                answer = chat.ask("one")
+                async for event in answer:
+                    if isinstance(event, Finished):
+                        break
+                assert len(chat.messages) == 2 * number
+                assert chat.messages[-1]["content"] == answer.text
+                assert answer.is_over
+
+    run(body, seed)
+
+
+@seeds
 def test_a_chat_remembers_what_was_asked_and_said(seed):
     async def body(engine):
         async with Chat(engine, system="Be brief.", sampling=SHORT) as chat:

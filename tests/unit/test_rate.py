@@ -43,6 +43,19 @@ def test_an_estimate_is_never_above_what_a_prompt_takes_of_fixed_and_linear_cost
             assert rate.seconds_for(prompt) <= fixed_s * chunks + token_s * prompt + 1e-9
 
 
+def test_refusals_for_want_of_a_newer_measurement_make_it_doubtful_until_there_is_one():
+    rate = BestRate(BUDGET)
+    rate.note(BUDGET, 20.0)  # an accident: such steps take 1 s
+    tries = 0
+    while rate.seconds_for(BUDGET) > 5.0:
+        rate.doubt(BUDGET)
+        rate.note(1, 1.0)  # says nothing of large steps
+        tries += 1
+    assert 1 < tries < 50
+    rate.note(BUDGET, 1.0)
+    assert rate.seconds_for(BUDGET) == 1.0
+
+
 # ---- in the scheduler ------------------------------------------------------------------------
 
 
@@ -126,3 +139,19 @@ def test_a_faster_step_makes_feasible_what_was_not():
     driver.now += 0.5
     driver.end_step()
     assert submit(driver, OTHER, 1.0, name="again")
+
+
+def test_one_slow_step_does_not_refuse_what_is_feasible_for_ever():
+    driver = measured(seconds=20.0)
+    for number in range(50):
+        name = f"r{number}"
+        first = 100 + number
+        driver.submit(
+            make_request(name, range(first, first + 64), max_tokens=1, deadline=driver.now + 5.0)
+        )
+        if name not in driver.refused:
+            break
+        assert isinstance(driver.refused[name].error, DeadlineInfeasible)
+    assert 1 < number < 49
+    driver.run()
+    assert (name, 0) in driver.finished
