@@ -231,8 +231,8 @@ MUTANTS = (
         "what a client was written gives no credit back",
         bridge.BridgeCall,
         "release_written",
-        "if count and",
-        "if count > 1 and",
+        "self.generation.release(count)",
+        "pass",
     ),
     Mutant(
         "a client that goes is not told to the engine",

@@ -77,9 +77,9 @@ def draw_world(
     active = drawn if faults is None else faults
     block_size = rng.choice([1, 4, 16])
     least = -(-MAX_MODEL_LEN // block_size)
-    few = least + rng.choice([rng.randint(0, 4), rng.randint(0, 3 * least)])
+    few = least + rng.randint(0, 6)
     num_blocks = few if "memory_pressure" in active else 12 * least
-    step_s = rng.choice([0.001, 0.02, 1.0])  # the last for worlds in which requests age
+    step_s = rng.choice([0.001, 0.02, 1.0, 1.0, 1.0])  # the last for worlds in which requests age
     duration = num_requests * step_s * rng.choice([0.5, 3.0])
     families = tuple(
         tuple(rng.randint(1, 900) for _ in range(rng.randint(1, 90))) for _ in range(4)
