@@ -2,10 +2,15 @@
 `tools/mutate.py` (HYPOTHESIS_PROFILE)."""
 
 import os
+import signal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before any test imports torch (D13)
 
 from hypothesis import HealthCheck, Phase, settings
+
+# A shell's background job ignores Ctrl-C, and so would the processes that tests send it to.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("dev", max_examples=50, **_COMMON)
