@@ -187,6 +187,25 @@ def test_nobody_gives_way_if_the_first_in_line_still_could_not_start():
     assert driver.scheduler.statistics().running == 2
 
 
+def test_a_cached_prefix_counts_once_against_the_free_blocks():
+    """Nearly all blocks are needed, two thirds of them cached and free: it starts at once."""
+    driver = Driver(
+        block_size=1,
+        num_blocks=16,
+        max_model_len=16,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        prepared_plans=False,
+    )
+    driver.submit(make_request("before", range(1, 12), max_tokens=1))
+    driver.run()
+    driver.submit(make_request("after", range(1, 16), max_tokens=1))
+    assert driver.step()
+    assert driver.scheduler.statistics().prefix_hits == 11
+    driver.run()
+    driver.check_idle()
+
+
 # ---- out of memory (D17) ---------------------------------------------------------------------
 
 
@@ -213,3 +232,48 @@ def test_each_request_has_its_own_tries_when_memory_stays_short(driver):
     for times in range(1, 9):
         out_of_memory(driver)
         assert len(driver.finished) == times // 4
+
+
+# ---- views -----------------------------------------------------------------------------------
+
+
+def test_the_phase_of_a_request_is_where_its_first_choice_is(driver):
+    phase_of = driver.scheduler.phase_of
+    assert phase_of("r") is None
+    driver.submit(make_request("r", range(1, 25), max_tokens=3, n=2), buffer=2)
+    assert phase_of("r") == "queued"
+    driver.step(read=False)  # 16 of its 24 tokens
+    assert phase_of("r") == "prefill"
+    driver.step(read=False)
+    assert phase_of("r") == "decode"
+    driver.step(read=False)  # its buffer holds what both have said, and no more
+    assert phase_of("r") == "parked"
+    driver.read("r")
+    driver.run()
+    assert phase_of("r") is None
+
+
+def test_what_is_computed_again_after_a_preemption_is_found_by_others():
+    driver = Driver(
+        block_size=2,
+        num_blocks=16,
+        max_model_len=32,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        prepared_plans=False,
+    )
+    driver.submit(make_request("late", range(1, 13), max_tokens=9, arrival=2.0, priority=1))
+    driver.step()
+    driver.step()
+    driver.submit(make_request("first", range(50, 77), max_tokens=1, arrival=3.0))
+    while ("first", 0) not in driver.finished:  # it takes all blocks, whatever was cached in them
+        driver.step()
+    assert preempted(driver) == ["late"]
+    driver.step()
+    hits = driver.scheduler.statistics().prefix_hits
+    driver.submit(make_request("twin", range(1, 13), max_tokens=1, arrival=4.0))
+    driver.step()
+    assert driver.scheduler.statistics().prefix_hits - hits == 10  # all but its last token's block
+    driver.run()
+    driver.check_tokens()
+    driver.check_idle()
