@@ -9,6 +9,7 @@ import pytest
 
 from engine.core.events import Preempted, StepDone, StepFailed
 from engine.core.plan import FailureKind, RowResult, StepFailure, StepResult
+from engine.core.scheduler import CLEAN_STEPS
 from engine.errors import EngineBug, Overloaded
 from tests.support.core_driver import Driver, make_request
 
@@ -149,13 +150,15 @@ def preempted(driver):
     return [event.request_id for event in driver.log if isinstance(event, Preempted)]
 
 
-def test_a_parked_request_gives_its_blocks_to_the_first_in_line():
+@pytest.mark.parametrize("lacking", range(-1, 5))
+def test_a_parked_request_gives_its_blocks_to_the_first_in_line(lacking):
     driver = crowded(16)
     driver.submit(make_request("silent", range(1, 11), max_tokens=6), buffer=1)
     driver.step(read=False)
     driver.step(read=False)  # its buffer is full: parked, with its blocks
     assert driver.scheduler.statistics().parked == 1
-    driver.submit(make_request("reader", range(20, 30), max_tokens=2))
+    length = driver.scheduler.statistics().free_blocks + lacking
+    driver.submit(make_request("reader", range(20, 20 + length), max_tokens=2))
     plan = driver.begin_step()
     assert [one.prompt[0] for one in plan.admitted] == [20]
     driver.end_step()
@@ -232,6 +235,18 @@ def test_each_request_has_its_own_tries_when_memory_stays_short(driver):
     for times in range(1, 9):
         out_of_memory(driver)
         assert len(driver.finished) == times // 4
+
+
+def test_the_chunk_budget_comes_back_by_halves_after_so_many_clean_steps(driver):
+    driver.submit(make_request("r", range(1, 30), max_tokens=60))
+    driver.step()
+    for _ in range(2):
+        out_of_memory(driver)
+    limits = []
+    for _ in range(2 * CLEAN_STEPS + 1):
+        limits.append(driver.scheduler._planner.chunk_limit)
+        driver.step()
+    assert limits == [4] * CLEAN_STEPS + [8] * CLEAN_STEPS + [16]
 
 
 # ---- views -----------------------------------------------------------------------------------
