@@ -124,7 +124,7 @@ class Planner:
             self._lacked_blocks = True
         else:
             self._plan_all_running()
-            if self._ledger.waiting:
+            if self._ledger.waiting and not self._lacked_blocks:
                 self._start_waiting()
         return self._end(now)
 

@@ -76,6 +76,8 @@ class CoreWatch:
         self._submitted: dict[str, Submit] = {}
         self._live: dict[str, _Choices] = {}
         self._pause: PauseMode | None = None
+        # events do not say whose they are, and models may hear of a pause at different times
+        self._judges_pauses = len(config.models) == 1
 
     def note(self, event: object) -> None:
         """Write an event down and judge it.
@@ -146,6 +148,8 @@ class CoreWatch:
             return f"{plan.num_tokens} tokens of at most {config.max_num_batched_tokens}"
         if set(named) & set(plan.released):
             return "a sequence is released and computed"
+        if not self._judges_pauses:
+            return ""
         if self._pause is PauseMode.KEEP:
             return "a step while the engine is paused"
         if plan.admitted and self._pause is not None:
