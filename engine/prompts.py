@@ -20,10 +20,11 @@ from engine.requests import resolve_sampling, resolve_stops
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.core.plan import TokenSpan
+    from engine.core.plan import Tokenizer, TokenSpan
+    from engine.core.types import Sampling, Stops
     from engine.generation import Generation
     from engine.pool import Replica
-    from engine.requests import Chat, GenerateRequest, PromptOptions
+    from engine.requests import Chat, GenerateRequest, PromptOptions, SamplingParams
     from engine.threads import Threads
 
 INLINE_TOKENIZE_CHARS = 4096  # guess: below this a thread hop costs more than the work
@@ -61,12 +62,14 @@ class Prompts:
             cut_off = len(asked.token_ids) - len(prompt)
             first = 0 if asked.prompt.truncate_left is False else cut_off
             self.check_ids("token_ids.ids", prompt, info.vocab_size, first=first)
-        self.check_ids("sampling.stop_token_ids", asked.sampling.stop_token_ids, info.vocab_size)
+        bad_words = await self._check_sampling(asked.sampling, replica)
         stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
         if stops.min_tokens > 0 and len(stops.token_ids) >= info.vocab_size:
             raise InvalidRequest.of(
                 "sampling.min_tokens", "cannot be reached: every token of the model is a stop token"
             )
+        sampling = resolve_sampling(asked.sampling, asked.output, info.defaults, bad_words)
+        _check_choice_left(sampling, stops, info.vocab_size)
         if asked.output.echo:
             skips = asked.output.skip_special_tokens is not False
             generation.echo(replica.tokenizer.decode(prompt, skip_special_tokens=skips))
@@ -74,7 +77,7 @@ class Prompts:
         return Request(
             request_id=generation.core_id,
             prompt=prompt,
-            sampling=resolve_sampling(asked.sampling, asked.output, info.defaults),
+            sampling=sampling,
             stops=stops,
             arrival=generation.started_at,
             n=asked.n or 1,
@@ -97,6 +100,27 @@ class Prompts:
         return await self.tokenize(
             replica, asked.text or "", add_special_tokens=add_special is not False
         )
+
+    async def _check_sampling(
+        self, sampling: SamplingParams, replica: Replica
+    ) -> tuple[tuple[int, ...], ...]:
+        """Hold every id against the vocabulary; the bad words as the tokens they usually are."""
+        vocab = replica.info.vocab_size
+        self.check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab)
+        self.check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab)
+        self.check_ids("sampling.banned_token_ids", sampling.banned_token_ids, vocab)
+        for token_id, _ in sampling.logit_bias:
+            if not 0 <= token_id < vocab:
+                raise InvalidRequest.of(
+                    f"sampling.logit_bias[{token_id}]", f"is outside the vocabulary of {vocab}"
+                )
+        if not sampling.bad_words:
+            return ()
+        words = await self._inline_or_thread(
+            sum(map(len, sampling.bad_words)),
+            lambda: _tokens_of_words(replica.tokenizer, sampling.bad_words),
+        )
+        return tuple(word for word in words if max(word) < vocab)
 
     async def tokenize(
         self, replica: Replica, text: str, *, add_special_tokens: bool
@@ -196,6 +220,40 @@ class _Job(Generic[T]):
         if not self._values:
             raise ShuttingDown("the engine is closed")
         return self._values[0]
+
+
+def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as the tokenizer splits it at a text's beginning and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        for text in (word, f" {word}"):
+            try:
+                ids = tokenizer.encode(text, add_special_tokens=False)
+            except InvalidRequest as error:
+                [violation] = error.violations
+                field = f"sampling.bad_words[{index}]"
+                raise InvalidRequest.of(field, violation.description) from error
+            if ids:
+                found[tuple(ids)] = None
+    return tuple(found)
+
+
+def _check_choice_left(sampling: Sampling, stops: Stops, vocab_size: int) -> None:
+    """Raise InvalidRequest unless some token can be sampled whatever the output is."""
+    if not (sampling.allowed_token_ids or sampling.banned_token_ids or sampling.bad_words):
+        return
+    never = {*sampling.banned_token_ids, *(word[-1] for word in sampling.bad_words)}
+    if stops.min_tokens > 0:
+        never |= stops.token_ids
+    if sampling.allowed_token_ids:
+        if never.issuperset(sampling.allowed_token_ids):
+            raise InvalidRequest.of(
+                "sampling.allowed_token_ids",
+                "leaves no token: banned tokens, ends of bad words and, before min_tokens, stop "
+                "tokens are all that it has",
+            )
+    elif len(never) >= vocab_size:
+        raise InvalidRequest.of("sampling.banned_token_ids", "leaves no token to sample")
 
 
 def _truncate(options: PromptOptions, prompt: tuple[int, ...]) -> tuple[int, ...]:

@@ -243,6 +243,9 @@ class SamplingDefaults:
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

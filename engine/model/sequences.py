@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.errors import EngineBug
 from engine.model.detokenizer import TextState
+from engine.model.edits import make_edits
 from engine.model.sampler import SampleRow
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from engine.core.plan import AdmittedSequence, BlockDelta, ChildFork
     from engine.core.types import Sampling, Stops
     from engine.model.detokenizer import TextStep
+    from engine.model.edits import Edits
     from engine.model.tokenizer import HfTokenizer
 
     Ints = NDArray[np.int64]
@@ -39,10 +41,13 @@ class SequenceState:
     stops: Stops
     text: TextState | None  # made with the first token: if it cannot be, this row alone fails
     blocks: Ints  # [num_blocks] int64, the block table as of the last step that took effect
+    edits: Edits | None = None  # what it does to logits before each draw
 
     @classmethod
     def admit(cls, new: AdmittedSequence) -> SequenceState:
-        return cls(list(new.prompt), len(new.prompt), new.sampling, new.stops, None, NO_BLOCKS)
+        edits = make_edits(new.sampling, new.prompt)
+        tokens, size = list(new.prompt), len(new.prompt)
+        return cls(tokens, size, new.sampling, new.stops, None, NO_BLOCKS, edits)
 
     @property
     def position(self) -> int:
@@ -54,7 +59,7 @@ class SequenceState:
         sampling = self.sampling if choice is None else replace(self.sampling, choice=choice)
         is_early = self.position < self.stops.min_tokens
         banned = self.stops.token_ids if is_early else frozenset()
-        return SampleRow(sampling, self.position, banned)
+        return SampleRow(sampling, self.position, banned, self.edits)
 
     def table_after(self, delta: BlockDelta | None) -> Ints:
         """The block table that a delta makes of this one, which stays as it is."""
@@ -75,6 +80,8 @@ class SequenceState:
             self.text = TextState(tokenizer, self.stops, self.tokens[: self.prompt_tokens])
         step = self.text.push(token)
         self.tokens.append(token)
+        if self.edits is not None:
+            self.edits.push(token)
         return step
 
     def fork(self, child: ChildFork) -> SequenceState:
@@ -86,4 +93,5 @@ class SequenceState:
             stops=self.stops,
             text=None if self.text is None else self.text.fork(),
             blocks=np.array(child.blocks, np.int64),
+            edits=None if self.edits is None else self.edits.fork(),
         )

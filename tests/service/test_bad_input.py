@@ -317,14 +317,6 @@ TOOL_CHAT = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": 
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"sampling": {"typical_p": 0.5}}, "sampling.typical_p"),
-        ({"sampling": {"repetition_penalty": 1.1}}, "sampling.repetition_penalty"),
-        ({"sampling": {"presence_penalty": 0.0}}, "sampling.presence_penalty"),
-        ({"sampling": {"frequency_penalty": -3.0}}, "sampling.frequency_penalty"),
-        ({"sampling": {"logit_bias": {1: 1.0}}}, "sampling.logit_bias"),
-        ({"sampling": {"allowed_token_ids": [1]}}, "sampling.allowed_token_ids"),
-        ({"sampling": {"banned_token_ids": [1]}}, "sampling.banned_token_ids"),
-        ({"sampling": {"bad_words": ["x"]}}, "sampling.bad_words"),
         ({"constraint": {"regex": "a+"}}, "constraint"),
         ({"constraint": {"choice": {"choices": ["a"]}}}, "constraint"),
         ({"output": {"logprobs": 0}}, "output.logprobs"),

@@ -72,9 +72,9 @@ def test_a_tools_turn_is_refused_by_name():
 
 def test_every_later_field_that_is_set_is_named():
     with pytest.raises(Unsupported) as caught:
-        decode(sampling={"typical_p": 1.0, "bad_words": ["no"]}, constraint={"regex": "a*"})
+        decode(output={"logprobs": 1, "prompt_logprobs": 0}, constraint={"regex": "a*"})
     assert str(caught.value) == (
-        "sampling.typical_p, sampling.bad_words, constraint are not supported yet"
+        "constraint, output.logprobs, output.prompt_logprobs are not supported yet"
     )
 
 
