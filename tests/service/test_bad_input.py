@@ -78,6 +78,10 @@ DOUBLES = {
     "temperature": (-0.1, 100.1),
     "top_p": (0.0, -0.5, 1.01),
     "min_p": (-0.01, 1.01),
+    "typical_p": (-0.01, 1.01),
+    "repetition_penalty": (0.0, -1.0),
+    "presence_penalty": (-2.01, 2.01),
+    "frequency_penalty": (-2.01, 2.01),
 }
 ODD = (math.nan, math.inf, -math.inf)
 
@@ -101,6 +105,14 @@ def test_a_number_outside_its_range_is_named(channel, field, value):
         {"top_p": 1e-9},
         {"min_p": 0.0},
         {"min_p": 1.0},
+        {"typical_p": 0.0},
+        {"typical_p": 1.0},
+        {"repetition_penalty": 1e-300},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}},
+        {"allowed_token_ids": [VOCAB - 1], "banned_token_ids": [0, 1]},
+        {"banned_token_ids": list(range(VOCAB - 1))},
+        {"bad_words": ["x" * 256] * 64},
         {"top_k": 0},
         {"top_k": 2**32 - 1},
         {"seed": 2**64 - 1},
@@ -125,6 +137,21 @@ def test_the_ends_of_every_range_are_inside(channel, fields):
         ({"stop": [""]}, "sampling.stop[0]"),
         ({"stop_token_ids": [1, VOCAB]}, "sampling.stop_token_ids[1]"),
         ({"stop_token_ids": [2**32 - 1]}, "sampling.stop_token_ids[0]"),
+        ({"allowed_token_ids": [1, VOCAB]}, "sampling.allowed_token_ids[1]"),
+        ({"banned_token_ids": [VOCAB]}, "sampling.banned_token_ids[0]"),
+        ({"logit_bias": {VOCAB: 1.0}}, f"sampling.logit_bias[{VOCAB}]"),
+        ({"logit_bias": {7: 100.1}}, "sampling.logit_bias[7]"),
+        ({"logit_bias": {7: math.nan}}, "sampling.logit_bias[7]"),
+        ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "sampling.logit_bias"),
+        ({"bad_words": ["a"] * 65}, "sampling.bad_words"),
+        ({"bad_words": ["a", ""]}, "sampling.bad_words[1]"),
+        ({"bad_words": ["x" * 257]}, "sampling.bad_words[0]"),
+        ({"banned_token_ids": list(range(VOCAB))}, "sampling.banned_token_ids"),
+        (
+            {"allowed_token_ids": [1, 2, 3], "banned_token_ids": [1], "bad_words": ["<7><2>"]}
+            | {"stop_token_ids": [3], "min_tokens": 1, "max_tokens": 3},
+            "sampling.allowed_token_ids",
+        ),
     ],
     ids=str,
 )

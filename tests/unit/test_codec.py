@@ -75,7 +75,12 @@ NON_ZERO = {
     FieldDescriptor.CPPTYPE_UINT64: 3,
     FieldDescriptor.CPPTYPE_BOOL: True,
 }
-ZERO_IS_OUTSIDE = {"sampling.top_p", "sampling.max_tokens", "prompt.truncate_to"}
+ZERO_IS_OUTSIDE = {
+    "sampling.top_p",
+    "sampling.repetition_penalty",
+    "sampling.max_tokens",
+    "prompt.truncate_to",
+}
 
 
 @pytest.mark.parametrize(("section", "field"), SET_SCALARS)
