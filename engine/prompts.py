@@ -15,12 +15,12 @@ import trio
 
 from engine.core.types import Request
 from engine.errors import InvalidRequest, RequestTooLarge, ShuttingDown
-from engine.requests import resolve_sampling, resolve_stops
+from engine.requests import MAX_PROMPT_LOGPROBS, resolve_sampling, resolve_stops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.core.plan import Tokenizer, TokenSpan
+    from engine.core.plan import ModelInfo, Tokenizer, TokenSpan
     from engine.core.types import Sampling, Stops
     from engine.generation import Generation
     from engine.pool import Replica
@@ -51,17 +51,7 @@ class Prompts:
         """
         asked, info = generation.request, replica.info
         prompt = _truncate(asked.prompt, await self._prompt_ids(asked, replica))
-        if not prompt:
-            raise InvalidRequest.of("input", "has no tokens")
-        if len(prompt) >= info.max_model_len:
-            most = info.max_model_len - 1
-            raise RequestTooLarge.of(
-                "input", f"has {len(prompt)} tokens, but at most {most} leave room for an answer"
-            )
-        if asked.token_ids is not None:
-            cut_off = len(asked.token_ids) - len(prompt)
-            first = 0 if asked.prompt.truncate_left is False else cut_off
-            self.check_ids("token_ids.ids", prompt, info.vocab_size, first=first)
+        self._check_prompt(asked, prompt, info)
         bad_words = await self._check_sampling(asked.sampling, replica)
         stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
         if stops.min_tokens > 0 and len(stops.token_ids) >= info.vocab_size:
@@ -72,7 +62,7 @@ class Prompts:
         _check_choice_left(sampling, stops, info.vocab_size)
         if asked.output.echo:
             skips = asked.output.skip_special_tokens is not False
-            generation.echo(replica.tokenizer.decode(prompt, skip_special_tokens=skips))
+            generation.echo(await self.decode(replica, prompt, skip_special_tokens=skips))
         deadline = generation.scope.deadline
         return Request(
             request_id=generation.core_id,
@@ -101,14 +91,43 @@ class Prompts:
             replica, asked.text or "", add_special_tokens=add_special is not False
         )
 
+    def _check_prompt(
+        self, asked: GenerateRequest, prompt: tuple[int, ...], info: ModelInfo
+    ) -> None:
+        """Hold what is left of the prompt against the model."""
+        if not prompt:
+            raise InvalidRequest.of("input", "has no tokens")
+        if len(prompt) >= info.max_model_len:
+            most = info.max_model_len - 1
+            raise RequestTooLarge.of(
+                "input", f"has {len(prompt)} tokens, but at most {most} leave room for an answer"
+            )
+        if asked.output.prompt_logprobs is not None:
+            numbers = len(prompt) * (1 + asked.output.prompt_logprobs)
+            if numbers > MAX_PROMPT_LOGPROBS:
+                raise RequestTooLarge.of(
+                    "output.prompt_logprobs",
+                    f"asks for {numbers} numbers for {len(prompt)} tokens, of at most "
+                    f"{MAX_PROMPT_LOGPROBS}",
+                )
+        if asked.token_ids is not None:
+            cut_off = len(asked.token_ids) - len(prompt)
+            first = 0 if asked.prompt.truncate_left is False else cut_off
+            self.check_ids("token_ids.ids", prompt, info.vocab_size, first=first)
+
     async def _check_sampling(
         self, sampling: SamplingParams, replica: Replica
     ) -> tuple[tuple[int, ...], ...]:
         """Hold every id against the vocabulary; the bad words as the tokens they usually are."""
         vocab = replica.info.vocab_size
         self.check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab)
-        self.check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab)
-        self.check_ids("sampling.banned_token_ids", sampling.banned_token_ids, vocab)
+        for name in ("allowed_token_ids", "banned_token_ids"):
+            ids = getattr(sampling, name)
+            if len(ids) > vocab:
+                raise InvalidRequest.of(
+                    f"sampling.{name}", f"has {len(ids)} ids, of a vocabulary of {vocab}"
+                )
+            self.check_ids(f"sampling.{name}", ids, vocab)
         for token_id, _ in sampling.logit_bias:
             if not 0 <= token_id < vocab:
                 raise InvalidRequest.of(

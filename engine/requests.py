@@ -27,6 +27,7 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 65_536  # entries and alternatives together: 0.1 s to encode; guess
 MAX_BIAS = 100.0  # OpenAI's
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
@@ -195,7 +196,10 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first event of a stream: the request is admitted."""
+    """The first event of a stream: the request is admitted.
+
+    Where ``prompt_logprobs`` are asked for it comes with the first token, as they do.
+    """
 
     request_id: str
     model: str

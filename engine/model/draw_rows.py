@@ -182,7 +182,7 @@ def prefix(logits: Floats, best: int, sampling: Sampling) -> tuple[Ids, Floats]:
     """The candidates of a row with top_k or top_p, best first: ids and scores [candidates]."""
     vocab, heat = len(logits), _heat(sampling)
     if has_top_k(sampling, vocab):
-        ids = _likeliest(logits, sampling.top_k)
+        ids = likeliest(logits, sampling.top_k)
         scores = logits[ids] / heat
         scores = scores[scores >= scores[sampling.top_k - 1]]
         weights = np.exp((scores - scores[0]).astype(np.float64))
@@ -190,7 +190,7 @@ def prefix(logits: Floats, best: int, sampling: Sampling) -> tuple[Ids, Floats]:
         return ids[:count], scores[:count]
     mass, width = whole(logits / heat, best, NO_LIMITS).sum(dtype=np.float64), PREFIX
     while True:
-        ids = _likeliest(logits, width)
+        ids = likeliest(logits, width)
         scores = logits[ids] / heat
         weights = np.exp((scores - scores[0]).astype(np.float64))
         if len(ids) == vocab or weights.sum() >= sampling.top_p * mass:
@@ -211,7 +211,7 @@ def _count_kept(weights: Doubles, mass: np.float64, sampling: Sampling) -> int:
     return count
 
 
-def _likeliest(scores: Floats, count: int) -> Ids:
+def likeliest(scores: Floats, count: int) -> Ids:
     """The ids of at least the ``count`` highest scores and of all that equal the last of them,
     best first, of equal ones the lowest id.
 

@@ -6,6 +6,8 @@ transformers lacks (presence and frequency penalty) against its definition, writ
 
 import math
 import random
+import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,9 +16,11 @@ import engine.model  # noqa: F401  first: sets how long torch's threads spin (D1
 
 torch = pytest.importorskip("torch")
 
+import trio  # noqa: E402
 from hypothesis import assume, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from transformers.generation.logits_process import (  # noqa: E402
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -28,10 +32,16 @@ from transformers.generation.logits_process import (  # noqa: E402
     TypicalLogitsWarper,
 )
 
-from engine.core.types import Sampling  # noqa: E402
+from engine.api import open_engine  # noqa: E402
+from engine.config import EngineConfig, ModelConfig  # noqa: E402
+from engine.core.events import Tokens  # noqa: E402
+from engine.core.plan import AdmittedSequence  # noqa: E402
+from engine.core.types import Sampling, SequenceId, Stops  # noqa: E402
 from engine.model import draw_batch, draw_rows, sampler, truncation  # noqa: E402
 from engine.model.edits import TokenCounts, make_edits  # noqa: E402
 from engine.model.sampler import SampleRow, sample  # noqa: E402
+from engine.model.sequences import SequenceState  # noqa: E402
+from engine.requests import GenerateRequest, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.model
 VOCAB = 60
@@ -194,6 +204,19 @@ def test_a_rows_token_is_the_same_alone_in_a_batch_and_either_way(batch, seed):
             assert theirs[i][token] >= theirs[i].max() - 1e-5
 
 
+@pytest.mark.parametrize("way", ["rows", "batch"])
+def test_min_tokens_is_transformers_min_new_tokens(way):
+    prompt, ends, logits = (1, 2, 3), [4, 9], logits_of(1)
+    stops = Stops(max_tokens=9, min_tokens=2, token_ids=frozenset(ends))
+    state = SequenceState.admit(AdmittedSequence(SequenceId(1), prompt, Sampling(0.0), stops))
+    processor = MinNewTokensLengthLogitsProcessor(len(prompt), 2, ends, device="cpu")
+    for count in range(4):
+        ours = edited(way, logits, [state.sample_row()])
+        assert torch.equal(ours, processor(torch.tensor([state.tokens]), logits.clone()))
+        assert torch.isinf(ours).any() == (count < 2)
+        state.tokens.append(5)
+
+
 # --- typical_p ------------------------------------------------------------------------------
 
 
@@ -271,6 +294,30 @@ def test_rows_with_and_without_typical_p_share_a_batch(monkeypatch, seed):
         assert 0 in tokens[::2]
         found.append(tokens)
     assert seed is None or found[0] == found[1]
+
+
+# --- through the engine ---------------------------------------------------------------------
+
+
+def test_a_story_does_without_the_words_it_may_not_use():
+    """By a real tokenizer, whose words begin with a space."""
+
+    async def texts(bad_words):
+        config = EngineConfig(models=(ModelConfig("demo-stories"),), check_level=2)
+        sampling = SamplingParams(seed=3, max_tokens=50, bad_words=bad_words)
+        request = GenerateRequest(text="Once upon a time", n=8, sampling=sampling)
+        found = [""] * 8
+        async with open_engine(config) as engine, engine.generate(request) as stream:
+            async for event in stream:
+                if isinstance(event, Tokens):
+                    found[event.choice] += event.text
+        return found
+
+    plain = " ".join(trio.run(texts, ()))
+    common = [word for word, _ in Counter(re.findall(r"[a-z]{3,}", plain)).most_common(4)]
+    without = " ".join(trio.run(texts, tuple(common)))
+    assert len(without) > len(plain) / 3
+    assert not {*common} & {*re.findall(r"[a-z]+", without)}
 
 
 # --- state ----------------------------------------------------------------------------------

@@ -139,6 +139,7 @@ def test_the_ends_of_every_range_are_inside(channel, fields):
         ({"stop_token_ids": [2**32 - 1]}, "sampling.stop_token_ids[0]"),
         ({"allowed_token_ids": [1, VOCAB]}, "sampling.allowed_token_ids[1]"),
         ({"banned_token_ids": [VOCAB]}, "sampling.banned_token_ids[0]"),
+        ({"allowed_token_ids": [1] * (VOCAB + 1)}, "sampling.allowed_token_ids"),
         ({"logit_bias": {VOCAB: 1.0}}, f"sampling.logit_bias[{VOCAB}]"),
         ({"logit_bias": {7: 100.1}}, "sampling.logit_bias[7]"),
         ({"logit_bias": {7: math.nan}}, "sampling.logit_bias[7]"),
@@ -190,6 +191,8 @@ def test_every_broken_field_is_listed(channel):
         ({"chat": {}}, "chat.messages"),
         ({"chat": {"messages": [{"role": "user"}, {"content": "x"}]}}, "chat.messages[1].role"),
         ({"prompt": {"truncate_to": 0}}, "prompt.truncate_to"),
+        ({"output": {"logprobs": 21}}, "output.logprobs"),
+        ({"output": {"prompt_logprobs": 2**32 - 1}}, "output.prompt_logprobs"),
         ({"request_id": "x" * 129}, "request_id"),
         ({"request_id": "x" * 100_000}, "request_id"),
         ({"request_id": "line\nbreak"}, "request_id"),
@@ -346,8 +349,6 @@ TOOL_CHAT = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": 
     [
         ({"constraint": {"regex": "a+"}}, "constraint"),
         ({"constraint": {"choice": {"choices": ["a"]}}}, "constraint"),
-        ({"output": {"logprobs": 0}}, "output.logprobs"),
-        ({"output": {"prompt_logprobs": 5}}, "output.prompt_logprobs"),
         ({"chat": TOOL_CHAT}, "chat.tools"),
         ({"chat": {"messages": [{"role": "tool", "content": "x"}]}}, "chat.messages[0].role"),
         (
