@@ -33,6 +33,7 @@ from engine.requests import Started, StreamEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.core.types import TokenLogprob
     from engine.pool import Replica
     from engine.requests import GenerateRequest
 
@@ -80,6 +81,8 @@ class Generation:
         self._done = trio.Event()
         self._num_choices = max(1, request.n or 1)  # it may be about to be refused for it
         self._num_finished = 0
+        self._prompt_tokens = 0
+        self._is_begun = False
         self._num_ready = 0  # in the channel; asking it for one too many costs more than a token
         self.credit = Credit(buffer)
         # Started, and each choice's end, come beside the credited messages
@@ -177,7 +180,15 @@ class Generation:
 
     def on_admitted(self, event: Admitted) -> None:
         self.phase = "queued"
-        self._push(Started(self.request_id, self.model, event.prompt_tokens))
+        self._prompt_tokens = event.prompt_tokens
+        if self.request.output.prompt_logprobs is None:
+            self._begin(())
+
+    def _begin(self, prompt_logprobs: tuple[TokenLogprob, ...]) -> None:
+        """The stream's first events: at admission, or with the first token where the prompt's
+        log-probabilities are asked for."""
+        self._is_begun = True
+        self._push(Started(self.request_id, self.model, self._prompt_tokens, prompt_logprobs))
         if self.echo_text is not None:
             for choice in range(self._num_choices):
                 self._push(Tokens(RequestId(self.request_id), choice, (), self.echo_text))
@@ -185,6 +196,9 @@ class Generation:
     def on_tokens(self, event: Tokens) -> None:
         self.phase = "decode"
         self.tokens_done += len(event.token_ids)
+        if not self._is_begun:
+            self._begin(event.prompt_logprobs)
+            event = event._replace(prompt_logprobs=())
         if self._is_renamed:
             event = event._replace(request_id=RequestId(self.request_id))
         self._push(event)

@@ -16,15 +16,16 @@ import trio
 
 from engine.core.types import Request
 from engine.errors import EngineBug, InvalidRequest, RequestTooLarge, ShuttingDown
-from engine.requests import resolve_sampling, resolve_stops
+from engine.requests import MAX_PROMPT_LOGPROBS, resolve_sampling, resolve_stops
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.core.plan import TokenSpan
+    from engine.core.plan import ModelInfo, Tokenizer, TokenSpan
+    from engine.core.types import Sampling, Stops
     from engine.generation import Generation
     from engine.pool import Replica
-    from engine.requests import Chat, GenerateRequest, PromptOptions
+    from engine.requests import Chat, GenerateRequest, PromptOptions, SamplingParams
     from engine.threads import Threads
 
 log = logging.getLogger(__name__)
@@ -53,31 +54,23 @@ class Prompts:
         """
         asked, info = generation.request, replica.info
         prompt = _truncate(asked.prompt, await self._prompt_ids(asked, replica))
-        if not prompt:
-            raise InvalidRequest.of("input", "has no tokens")
-        if len(prompt) >= info.max_model_len:
-            most = info.max_model_len - 1
-            raise RequestTooLarge.of(
-                "input", f"has {len(prompt)} tokens, but at most {most} leave room for an answer"
-            )
-        if asked.token_ids is not None:
-            cut_off = len(asked.token_ids) - len(prompt)
-            first = 0 if asked.prompt.truncate_left is False else cut_off
-            self.check_ids("token_ids.ids", prompt, info.vocab_size, first=first)
-        self.check_ids("sampling.stop_token_ids", asked.sampling.stop_token_ids, info.vocab_size)
+        self._check_prompt(asked, prompt, info)
+        bad_words = await self._check_sampling(asked.sampling, replica)
         stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
         if stops.min_tokens > 0 and len(stops.token_ids) >= info.vocab_size:
             raise InvalidRequest.of(
                 "sampling.min_tokens", "cannot be reached: every token of the model is a stop token"
             )
+        sampling = resolve_sampling(asked.sampling, asked.output, info.defaults, bad_words)
+        _check_choice_left(sampling, stops, info.vocab_size)
         if asked.output.echo:
             skips = asked.output.skip_special_tokens is not False
-            generation.echo(replica.tokenizer.decode(prompt, skip_special_tokens=skips))
+            generation.echo(await self.decode(replica, prompt, skip_special_tokens=skips))
         deadline = generation.scope.deadline
         return Request(
             request_id=generation.core_id,
             prompt=prompt,
-            sampling=resolve_sampling(asked.sampling, asked.output, info.defaults),
+            sampling=sampling,
             stops=stops,
             arrival=generation.started_at,
             n=asked.n or 1,
@@ -100,6 +93,56 @@ class Prompts:
         return await self.tokenize(
             replica, asked.text or "", add_special_tokens=add_special is not False
         )
+
+    def _check_prompt(
+        self, asked: GenerateRequest, prompt: tuple[int, ...], info: ModelInfo
+    ) -> None:
+        """Hold what is left of the prompt against the model."""
+        if not prompt:
+            raise InvalidRequest.of("input", "has no tokens")
+        if len(prompt) >= info.max_model_len:
+            most = info.max_model_len - 1
+            raise RequestTooLarge.of(
+                "input", f"has {len(prompt)} tokens, but at most {most} leave room for an answer"
+            )
+        if asked.output.prompt_logprobs is not None:
+            numbers = len(prompt) * (1 + asked.output.prompt_logprobs)
+            if numbers > MAX_PROMPT_LOGPROBS:
+                raise RequestTooLarge.of(
+                    "output.prompt_logprobs",
+                    f"asks for {numbers} numbers for {len(prompt)} tokens, of at most "
+                    f"{MAX_PROMPT_LOGPROBS}",
+                )
+        if asked.token_ids is not None:
+            cut_off = len(asked.token_ids) - len(prompt)
+            first = 0 if asked.prompt.truncate_left is False else cut_off
+            self.check_ids("token_ids.ids", prompt, info.vocab_size, first=first)
+
+    async def _check_sampling(
+        self, sampling: SamplingParams, replica: Replica
+    ) -> tuple[tuple[int, ...], ...]:
+        """Hold every id against the vocabulary; the bad words as the tokens they usually are."""
+        vocab = replica.info.vocab_size
+        self.check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab)
+        for name in ("allowed_token_ids", "banned_token_ids"):
+            ids = getattr(sampling, name)
+            if len(ids) > vocab:
+                raise InvalidRequest.of(
+                    f"sampling.{name}", f"has {len(ids)} ids, of a vocabulary of {vocab}"
+                )
+            self.check_ids(f"sampling.{name}", ids, vocab)
+        for token_id, _ in sampling.logit_bias:
+            if not 0 <= token_id < vocab:
+                raise InvalidRequest.of(
+                    f"sampling.logit_bias[{token_id}]", f"is outside the vocabulary of {vocab}"
+                )
+        if not sampling.bad_words:
+            return ()
+        words = await self._inline_or_thread(
+            sum(map(len, sampling.bad_words)),
+            lambda: _tokens_of_words(replica.tokenizer, sampling.bad_words),
+        )
+        return tuple(word for word in words if max(word) < vocab)
 
     async def tokenize(
         self, replica: Replica, text: str, *, add_special_tokens: bool
@@ -208,6 +251,40 @@ class _Job(Generic[T]):
         if not self._values:
             raise ShuttingDown("the engine is closed")
         return self._values[0]
+
+
+def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as the tokenizer splits it at a text's beginning and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        for text in (word, f" {word}"):
+            try:
+                ids = tokenizer.encode(text, add_special_tokens=False)
+            except InvalidRequest as error:
+                [violation] = error.violations
+                field = f"sampling.bad_words[{index}]"
+                raise InvalidRequest.of(field, violation.description) from error
+            if ids:
+                found[tuple(ids)] = None
+    return tuple(found)
+
+
+def _check_choice_left(sampling: Sampling, stops: Stops, vocab_size: int) -> None:
+    """Raise InvalidRequest unless some token can be sampled whatever the output is."""
+    if not (sampling.allowed_token_ids or sampling.banned_token_ids or sampling.bad_words):
+        return
+    never = {*sampling.banned_token_ids, *(word[-1] for word in sampling.bad_words)}
+    if stops.min_tokens > 0:
+        never |= stops.token_ids
+    if sampling.allowed_token_ids:
+        if never.issuperset(sampling.allowed_token_ids):
+            raise InvalidRequest.of(
+                "sampling.allowed_token_ids",
+                "leaves no token: banned tokens, ends of bad words and, before min_tokens, stop "
+                "tokens are all that it has",
+            )
+    elif len(never) >= vocab_size:
+        raise InvalidRequest.of("sampling.banned_token_ids", "leaves no token to sample")
 
 
 def _truncate(options: PromptOptions, prompt: tuple[int, ...]) -> tuple[int, ...]:

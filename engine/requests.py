@@ -17,7 +17,7 @@ from engine.core.types import Constraint, Sampling, Stops
 from engine.errors import FieldViolation, InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from engine.core.plan import ModelInfo, SamplingDefaults
     from engine.core.types import TokenLogprob
@@ -27,6 +27,10 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 65_536  # entries and alternatives together: 0.1 s to encode; guess
+MAX_BIAS = 100.0  # OpenAI's
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 64
 MAX_REQUEST_ID_CHARS = 128  # guess: room for two UUIDs and a prefix
 INT32 = (-(2**31), 2**31 - 1)
 
@@ -77,13 +81,23 @@ class SamplingParams:
             and self.min_tokens > self.max_tokens
         ):
             yield FieldViolation("sampling.min_tokens", "must not exceed max_tokens")
-        if len(self.stop) > MAX_STOPS:
-            yield FieldViolation("sampling.stop", f"has {len(self.stop)} of at most {MAX_STOPS}")
-        for index, text in enumerate(self.stop[:MAX_STOPS]):
-            if not 0 < len(text) <= MAX_STOP_CHARS:
-                yield FieldViolation(
-                    f"sampling.stop[{index}]", f"must have 1 to {MAX_STOP_CHARS} characters"
-                )
+        yield from _texts_outside("sampling.stop", self.stop, MAX_STOPS)
+        yield from _texts_outside("sampling.bad_words", self.bad_words, MAX_BAD_WORDS)
+        if (count := len(self.logit_bias)) > MAX_BIASES:
+            yield FieldViolation("sampling.logit_bias", f"has {count} of at most {MAX_BIASES}")
+        for token_id, bias in self.logit_bias[:MAX_BIASES]:
+            path = f"sampling.logit_bias[{token_id}]"
+            yield from _outside(path, bias, -MAX_BIAS, MAX_BIAS, low_open=False)
+
+
+def _texts_outside(path: str, texts: Sequence[str], most: int) -> Iterator[FieldViolation]:
+    """Too many texts, and those that are empty or too long."""
+    if len(texts) > most:
+        yield FieldViolation(path, f"has {len(texts)} of at most {most}")
+    for index, text in enumerate(texts[:most]):
+        if not 0 < len(text) <= MAX_STOP_CHARS:
+            what = f"must have 1 to {MAX_STOP_CHARS} characters"
+            yield FieldViolation(f"{path}[{index}]", what)
 
 
 def _outside(
@@ -184,7 +198,10 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first event of a stream: the request is admitted."""
+    """The first event of a stream: the request is admitted.
+
+    Where ``prompt_logprobs`` are asked for it comes with the first token, as they do.
+    """
 
     request_id: str
     model: str
@@ -196,9 +213,15 @@ StreamEvent = Started | Tokens | Finished
 
 
 def resolve_sampling(
-    params: SamplingParams, output: OutputOptions, defaults: SamplingDefaults
+    params: SamplingParams,
+    output: OutputOptions,
+    defaults: SamplingDefaults,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> Sampling:
-    """Fill what is unset from the model's generation_config, then from the usual defaults."""
+    """Fill what is unset from the model's generation_config, then from the usual defaults.
+
+    ``bad_words`` are the request's as tokens, which only the model's tokenizer knows.
+    """
 
     def pick(name: str, usual: float) -> Any:
         asked = getattr(params, name)
@@ -220,7 +243,7 @@ def resolve_sampling(
         logit_bias=params.logit_bias,
         allowed_token_ids=params.allowed_token_ids,
         banned_token_ids=params.banned_token_ids,
-        bad_words=params.bad_words,
+        bad_words=bad_words,
         logprobs=output.logprobs,
         prompt_logprobs=output.prompt_logprobs,
     )
@@ -235,10 +258,11 @@ def resolve_stops(
     """
     room = info.max_model_len - num_prompt
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    asked = params.min_tokens
     eos = frozenset() if params.ignore_eos else info.eos_token_ids
     return Stops(
         max_tokens=max_tokens,
-        min_tokens=min(params.min_tokens or 0, max_tokens),
+        min_tokens=min(asked if asked is not None else info.defaults.min_tokens or 0, max_tokens),
         strings=params.stop,
         token_ids=eos | frozenset(params.stop_token_ids),
         include=bool(params.include_stop),

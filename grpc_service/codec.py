@@ -237,7 +237,7 @@ def encode_events(
             if event.reason.is_success:
                 messages.append(_encode_finished(event))
         else:
-            messages.append(_encode_started(event))
+            messages += _encode_started(event)
     for parts in pending.values():
         messages += _deltas(parts, token_ids=token_ids)
     return messages
@@ -307,13 +307,27 @@ def _halves(parts: Sequence[Tokens]) -> tuple[Sequence[Tokens], Sequence[Tokens]
     )
 
 
-def _encode_started(event: Started) -> inference_pb2.GenerateResponse:
+def _encode_started(event: Started) -> Iterator[inference_pb2.GenerateResponse]:
+    """One message, or several where the prompt's log-probabilities fill more than one: each has
+    the next of them, and all else again."""
+    message = _bare_started(event)
+    size = message.ByteSize()
+    for entry in event.prompt_logprobs:
+        encoded = _encode_logprob(entry)
+        own = encoded.ByteSize() + 6  # and its tag and length; the slack holds the message's own
+        if size + own > MESSAGE_BYTES_MAX:
+            yield message
+            message = _bare_started(event)
+            size = message.ByteSize()
+        message.started.prompt_logprobs.append(encoded)
+        size += own
+    yield message
+
+
+def _bare_started(event: Started) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         started=inference_pb2.Started(
-            request_id=event.request_id,
-            model=event.model,
-            prompt_tokens=event.prompt_tokens,
-            prompt_logprobs=[_encode_logprob(entry) for entry in event.prompt_logprobs],
+            request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
         )
     )
 

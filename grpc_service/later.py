@@ -1,7 +1,7 @@
 """The features that do not exist yet: the one table of fields that are refused until they do.
 
-Rule 1: a set field is refused also at its neutral value (`typical_p` = 1), so that a client learns
-of a missing feature at its first try and not at the first other value.
+Rule 1: a set field is refused also at its neutral value (`json_object` = false), so that a client
+learns of a missing feature at its first try and not at the first other value.
 Rule 2: the work that brings a feature takes its entries out of here, and decodes the fields.
 RPCs that come later need no table: a method without behaviour is one (`grpc_service.servicer`).
 """
@@ -37,17 +37,7 @@ CHAT_LATER = (
 LATER: Mapping[str, tuple[Later, ...]] = {
     "GenerateRequest": (
         *CHAT_LATER,
-        Later("sampling.typical_p"),
-        Later("sampling.repetition_penalty"),
-        Later("sampling.presence_penalty"),
-        Later("sampling.frequency_penalty"),
-        Later("sampling.logit_bias"),
-        Later("sampling.allowed_token_ids"),
-        Later("sampling.banned_token_ids"),
-        Later("sampling.bad_words"),
         Later("constraint"),
-        Later("output.logprobs"),
-        Later("output.prompt_logprobs"),
     ),
     "TokenizeRequest": CHAT_LATER,
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -60,11 +61,17 @@ class Inference:
         call is left when its status is given: one that cannot be is a zombie."""
         timeout_s = clients_timeout(context.time_remaining())
         call = self._front.generate(codec.decode_generate(request, timeout_s), context.peer())
-        wants_ids = request.output.token_ids
+        encode = partial(codec.encode_events, token_ids=request.output.token_ids)
+        is_large = request.output.HasField("prompt_logprobs")
         write = context.write  # waits while the client's window is closed
         try:
             while events := await call.receive():
-                for message in codec.encode_events(events, token_ids=wants_ids):
+                if is_large:  # off the loop: 65,536 numbers take long to encode
+                    is_large, loop = False, asyncio.get_running_loop()
+                    messages = await loop.run_in_executor(None, encode, events)
+                else:
+                    messages = encode(events)
+                for message in messages:
                     await write(message)
                 call.written(sum([isinstance(event, Tokens) for event in events]))
         except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:

@@ -1,4 +1,5 @@
-"""What the text side of a step costs: µs per token of `TextState.push`, µs per row of `sample`.
+"""What the text side of a step costs: µs per token of `TextState.push`, µs per row of `sample` and
+of `logprobs.score`. Penalties are measured over a prompt of 500 distinct tokens.
 
     python -m tools.microbench_text [--rows 1,32,256] [--vocab 49152,151936] [--seconds 0.5]
 
@@ -21,6 +22,8 @@ import torch  # isort: skip
 
 from engine.core.types import Sampling, Stops
 from engine.model.detokenizer import TextState
+from engine.model.edits import make_edits
+from engine.model.logprobs import Wanted, score
 from engine.model.sampler import SampleRow, sample
 from engine.model.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
@@ -43,6 +46,12 @@ SAMPLINGS = {
     "seeded": Sampling(temperature=0.8, seed=1),
     "seeded top_p 0.95": Sampling(temperature=0.8, top_p=0.95, seed=1),
     "greedy, a stop id banned": Sampling(temperature=0.0),
+    "greedy, repetition penalty": Sampling(temperature=0.0, repetition_penalty=1.1),
+    "greedy, all penalties": Sampling(
+        temperature=0.0, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1
+    ),
+    "greedy, 1,000 ids allowed": Sampling(temperature=0.0, allowed_token_ids=tuple(range(1000))),
+    "unseeded typical_p 0.95": Sampling(temperature=0.8, typical_p=0.95),
 }
 
 
@@ -81,9 +90,15 @@ def bench_sample(num_rows: int, vocab: int, seconds: float) -> None:
     logits[:, 7] = 16.0
     for what, sampling in SAMPLINGS.items():
         banned = frozenset({0}) if "banned" in what else frozenset()
-        rows = [SampleRow(sampling, i, banned) for i in range(num_rows)]
+        edits = [make_edits(sampling, range(1000, 1500)) for _ in range(num_rows)]
+        rows = [SampleRow(sampling, i, banned, edits[i]) for i in range(num_rows)]
         work = partial(sample, logits, rows, generator)
         label = f"sample  {vocab:6} x {num_rows:3} rows {what:26}"
+        print(label, measured(work, seconds, num_rows), flush=True)
+    for count in (0, 5, 20):
+        wanted = [Wanted(i, 7, count) for i in range(num_rows)]
+        work = partial(score, logits, wanted, str)
+        label = f"score   {vocab:6} x {num_rows:3} rows {f'{count} alternatives':26}"
         print(label, measured(work, seconds, num_rows), flush=True)
 
 

@@ -176,6 +176,8 @@ class Ledger:
         """Tokens of a prompt that need not be computed. Hashes the whole prompt."""
         if not self.config.prefix_cache or request.bypass_prefix_cache:
             return 0
+        if request.sampling.prompt_logprobs is not None:
+            return 0
         keys: list[bytes] = []
         root = root_key(self.config.cache_namespace, request.cache_salt)
         size, usable = self.config.block_size, len(request.prompt) - 1

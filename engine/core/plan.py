@@ -33,13 +33,31 @@ if TYPE_CHECKING:
     )
 
 
+# Positions of prompts that one step scores for their log-probabilities, all rows together, but at
+# least one of each row: what bounds the memory of their logits. A guess: 64 rows of 151,936 are
+# 39 MB, and a prompt of 2,048 tokens takes 32 steps.
+SCORED_TOKENS_MAX = 64
+
+
 class Logits(Enum):
     """Which positions of a row need logits: none (an unfinished prompt), the last (a token is
-    sampled there), or all (prompt log-probabilities, draft verification)."""
+    sampled there), all (the same, and the others score the prompt's tokens after them), or all of
+    an unfinished prompt, to score it (PROMPT)."""
 
     NONE = "none"
     LAST = "last"
     ALL = "all"
+    PROMPT = "prompt"
+
+    @property
+    def samples(self) -> bool:
+        """A token is sampled, from the row's last position."""
+        return self is Logits.LAST or self is Logits.ALL
+
+    @property
+    def scores(self) -> bool:
+        """The prompt's log-probabilities are computed, where it asks for them."""
+        return self is Logits.ALL or self is Logits.PROMPT
 
 
 class BlockDelta(NamedTuple):
@@ -55,7 +73,9 @@ class Row(NamedTuple):
     """One sequence's part of a step: compute positions ``start … start + count - 1``.
 
     The worker knows the token ids: the prompt from `AdmittedSequence`, and what it sampled
-    itself. With logits LAST the row ends at the sequence's last token and one token is sampled.
+    itself. With logits LAST or ALL the row ends at the sequence's last token and one token is
+    sampled. A prompt whose log-probabilities are asked for has rows of PROMPT and ALL for every
+    position but its last, until its first token is sampled.
     ``children`` (n > 1, on the row that completes the prompt) are sequences that fork here:
     each samples its own first token from the same logits; their blocks come as copies.
     ``blocks`` None: the block table is as the last step left it.
@@ -114,7 +134,8 @@ class RowResult(NamedTuple):
     ``tokens`` is empty for an unfinished prompt. ``text`` is what may be shown now: never part
     of a UTF-8 character, never what could still become a stop string. ``finish`` is STOP or
     LENGTH on the last token, ``matched`` the stop string or stop token id that did it (None
-    for LENGTH). ``cached`` is not here: the core knows it.
+    for LENGTH). ``prompt_logprobs`` come whole, with the first token of choice 0. ``cached`` is
+    not here: the core knows it.
     """
 
     sequence: SequenceId
@@ -243,6 +264,9 @@ class SamplingDefaults:
     min_p: float | None = None
     typical_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

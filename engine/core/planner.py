@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.lifecycle import State
 from engine.core.plan import (
+    SCORED_TOKENS_MAX,
     AdmittedSequence,
     BlockDelta,
     ChildFork,
@@ -135,6 +136,7 @@ class Planner:
         self._lacked_blocks = False
         self._step = PlannedStep(self._ledger.pool.open())
         self._chunk_left: int | None = None
+        self._score_left = SCORED_TOKENS_MAX
         self._pending_keys: set[bytes] = set()
 
     def _end(self, now: float) -> PlannedStep | None:
@@ -151,6 +153,12 @@ class Planner:
             room = self._config.max_num_batched_tokens - decodes
             self._chunk_left = min(self.chunk_limit, room)
         return self._chunk_left
+
+    def _chunk_of(self, seq: Sequence, remaining: int) -> int:
+        """How many of a prompt's ``remaining`` tokens this step can take; 0: none."""
+        count = min(remaining, self._chunk_room())
+        # at least one, so that one prompt that is scored does not hold up another
+        return min(count, max(1, self._score_left)) if seq.is_scoring else count
 
     def _use_chunk(self, count: int) -> None:
         self._chunk_left = self._chunk_room() - count
@@ -191,7 +199,7 @@ class Planner:
 
     def _plan_running(self, seq: Sequence) -> None:
         remaining = seq.num_tokens - seq.num_computed
-        count = 1 if remaining == 1 else min(remaining, self._chunk_room())
+        count = 1 if remaining == 1 else self._chunk_of(seq, remaining)
         if count == 0:
             return
         slots = self._slots_for(seq, count)
@@ -224,7 +232,11 @@ class Planner:
         children = self._fork(seq, forks, taken[num_new:]) if forks else ()
         if children:
             self._step.forks[seq.sequence_id] = forks
-        self._add_row(seq, count, delta, Logits.LAST if completes else Logits.NONE, children)
+        if seq.is_scoring:
+            logits = Logits.ALL if completes else Logits.PROMPT
+        else:
+            logits = Logits.LAST if completes else Logits.NONE
+        self._add_row(seq, count, delta, logits, children)
         return True
 
     def _add_row(
@@ -243,7 +255,9 @@ class Planner:
             keys = self._ledger.extend_keys(seq, end)
             step.pending_keys.update(keys[start // self._size : end // self._size])
             self._pending_keys |= step.pending_keys
-        _run_ahead(seq, end, samples=logits is not Logits.NONE)
+        if logits.scores:
+            self._score_left -= count
+        _run_ahead(seq, end, samples=logits.samples)
 
     # ---- slots and blocks of one row
 
@@ -387,8 +401,8 @@ class Planner:
         (`_shortfall`); if its stream has no slot, it is parked instead."""
         ledger = self._ledger
         start = len(matched) * self._size
-        count = min(seq.num_tokens - start, self._chunk_room())
         seq.num_computed = start
+        count = self._chunk_of(seq, seq.num_tokens - start)
         slots = self._slots_for(seq, count)
         if slots and not self._reserve_slots(seq, slots):
             seq.num_computed = 0
@@ -414,14 +428,14 @@ class Planner:
     def _match(self, seq: Sequence) -> tuple[BlockId, ...]:
         """The cached blocks of the sequence's prefix; at least one token is left to compute."""
         ledger = self._ledger
-        if not ledger.uses_cache(seq) or not len(ledger.cache):
+        if not ledger.uses_cache(seq) or not len(ledger.cache) or seq.is_scoring:
             return ()
         usable = seq.num_tokens - 1
         return ledger.cache.match(ledger.extend_keys(seq, usable)[: usable // self._size])
 
     def _is_next_block_pending(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bool:
         """The first block it lacks is being computed by a row of this plan (D5)."""
-        if not self._pending_keys or not self._ledger.uses_cache(seq):
+        if not self._pending_keys or not self._ledger.uses_cache(seq) or seq.is_scoring:
             return False
         usable = seq.num_tokens - 1
         keys = self._ledger.extend_keys(seq, usable)[: usable // self._size]
@@ -486,14 +500,14 @@ class Planner:
             taken, child.blocks = [*taken, *child.blocks], []
         own = {target for child in row.children for target in child.blocks}
         step.copies = [copy for copy in step.copies if copy[1] not in own]
-        seq.credit.cancel((1 + len(forks)) if row.logits is not Logits.NONE else 0)
+        seq.credit.cancel((1 + len(forks)) if row.logits.samples else 0)
         pool.give_back(step.reservation, taken)
         for child in forks:
             _fall_back(child, 0, samples=True)
             self._ledger.finish(child)
         if seq in step.started:
             step.started.remove(seq)
-        _fall_back(seq, row.start, samples=row.logits is not Logits.NONE)
+        _fall_back(seq, row.start, samples=row.logits.samples)
         if not seq.in_step:
             self._ledger.finish(seq)
 
@@ -521,7 +535,7 @@ class Planner:
         again. Sequences that ended meanwhile are finished."""
         for seq, row in zip(step.sequences, step.rows, strict=True):
             forks = step.forks.get(seq.sequence_id, [])
-            samples = row.logits is not Logits.NONE
+            samples = row.logits.samples
             if samples:
                 seq.credit.cancel(1 + len(forks))
             self._strike_out(seq, row)

@@ -35,7 +35,7 @@ from engine.core.events import (
 )
 from engine.core.ledger import Ledger
 from engine.core.lifecycle import State
-from engine.core.plan import FailureKind, Logits, RowFailure, RowResult, StepFailure, StepPlan
+from engine.core.plan import FailureKind, RowFailure, RowResult, StepFailure, StepPlan
 from engine.core.planner import PlannedStep, Planner
 from engine.core.policy import blocks_for, retry_after
 from engine.core.rate import BestRate
@@ -402,7 +402,7 @@ class Scheduler:
         seq.in_step -= 1
         if seq.state is State.RUNNING and isinstance(result, RowResult):
             self._ledger.publish_computed(seq, row.start, row.start + row.count)
-        self._take_result(seq, result, now, has_slot=row.logits is not Logits.NONE)
+        self._take_result(seq, result, now, has_slot=row.logits.samples)
 
     def _take_result(
         self, seq: Sequence, result: RowResult | RowFailure, now: float, *, has_slot: bool

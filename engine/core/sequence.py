@@ -55,6 +55,7 @@ class Sequence:
         "sequence_id",
         "state",
         "waiting_key",
+        "wants_scores",
     )
 
     def __init__(self, sequence_id: SequenceId, live: LiveRequest, choice: int, now: float) -> None:
@@ -77,6 +78,8 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.cached_tokens = 0
+        asked = live.request.sampling.prompt_logprobs
+        self.wants_scores = choice == 0 and asked is not None
         self.waiting_key: tuple[float, ...] = ()
         self.phase = "queued"
         self.phase_since = now
@@ -87,6 +90,12 @@ class Sequence:
             f"<Sequence {self.sequence_id} {self.state.value} "
             f"{self.num_computed}/{self.num_tokens} in {len(self.blocks)} blocks>"
         )
+
+    @property
+    def is_scoring(self) -> bool:
+        """Its prompt's log-probabilities are still to be computed, so its prompt is too, whatever
+        of it is cached."""
+        return self.wants_scores and not self.output and self.num_computed < self.num_prompt - 1
 
     def is_late(self, now: float) -> bool:
         """Its request's deadline has passed."""

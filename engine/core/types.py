@@ -51,7 +51,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     banned_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences the output never holds
     logprobs: int | None = None  # alternatives per token; 0: the chosen one only
     prompt_logprobs: int | None = None
 

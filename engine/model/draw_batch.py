@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from engine.model import noise, truncation
+from engine.model.edits import apply_batch
 from engine.model.sample_row import LOGIT_MAX, TEMPERATURE_MIN, NothingToSample, needs_prefix
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class _Kind(NamedTuple):
     is_greedy: bool
     is_seeded: bool
     is_narrow: bool  # has top_k or top_p
-    is_edited: bool  # a processor changes its logits
+    is_edited: bool  # its request changes its logits
 
 
 def sample_batch(
@@ -93,7 +94,7 @@ def _groups(
 
 def _kind_of(row: SampleRow, vocab: int) -> _Kind:
     sampling = row.sampling
-    is_edited = bool(row.banned)
+    is_edited = bool(row.banned) or row.edits is not None
     if sampling.is_greedy:
         return _Kind(True, False, False, is_edited)
     is_narrow = needs_prefix(sampling, vocab)
@@ -101,7 +102,8 @@ def _kind_of(row: SampleRow, vocab: int) -> _Kind:
 
 
 def _process(scores: torch.Tensor, rows: Sequence[SampleRow]) -> None:
-    """Every processor in its order, in place on [rows, vocab] float32."""
+    """Every edit in its order, in place on [rows, vocab] float32."""
+    apply_batch(scores, [row.edits for row in rows])
     _ban(scores, rows)
 
 
@@ -128,9 +130,11 @@ def _candidates(
     if any(heat != 1.0 for heat in heats):
         scores = scores / scores.new_tensor(heats)[:, None]
     if kind.is_narrow:
-        yield from truncation.prefixes(members, scores, limits)
+        parts = truncation.prefixes(members, scores, limits)
     else:
-        yield truncation.whole(members, scores, limits)
+        parts = iter([truncation.whole(members, scores, limits)])
+    for part in parts:
+        yield truncation.typical(part, [rows[i].sampling for i in part.rows])
 
 
 # --- draws ----------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from engine.model.sample_row import (
     TEMPERATURE_MIN,
     NothingToSample,
     has_top_k,
+    is_listed,
     needs_prefix,
 )
 
@@ -67,18 +68,22 @@ def sample_rows(logits: Floats, rows: Sequence[SampleRow], uniforms: Doubles) ->
 
 
 def _processed(scores: Floats, row: SampleRow) -> Floats:
-    """The logits [vocab] with every processor applied, a copy where one has something to do."""
+    """The logits [vocab] with every edit made, a copy where there is something to do."""
+    if row.edits is None and not row.banned:
+        return scores
+    scores = scores.copy()
+    if row.edits is not None:
+        row.edits.apply(scores)
     if row.banned:
-        scores = scores.copy()
         scores[[token for token in row.banned if 0 <= token < len(scores)]] = -np.inf
     return scores
 
 
 def _draw(logits: Floats, best: int, sampling: Sampling, uniforms: Doubles) -> int:
     """A token of ``logits`` [vocab], of which ``best`` is the highest, by inverse CDF."""
-    if needs_prefix(sampling, len(logits)):
-        ids, scores = prefix(logits, best, sampling)
-        return int(ids[_inverse_cdf(np.exp(scores - scores[0]), uniforms[0])])
+    if is_listed(sampling, len(logits)):
+        ids, scores = listed(logits, best, sampling)
+        return int(ids[_inverse_cdf(np.exp(scores - scores.max()), uniforms[0])])
     weights = whole(logits / _heat(sampling), best, sampling)
     sums = np.add.reduceat(weights, _block_starts(len(weights)))
     start = _inverse_cdf(sums, uniforms[0]) * _BLOCK
@@ -94,8 +99,8 @@ def _inverse_cdf(weights: Floats, uniform: float) -> int:
 
 def _draw_seeded(logits: Floats, best: int, sampling: Sampling, key: int) -> int:
     """The same by Gumbel-max: the highest of score + noise."""
-    if needs_prefix(sampling, len(logits)):
-        ids, scores = prefix(logits, best, sampling)
+    if is_listed(sampling, len(logits)):
+        ids, scores = listed(logits, best, sampling)
     else:
         scores = logits / _heat(sampling)
         ids = _survivors(whole(scores, best, sampling), best, key)
@@ -143,11 +148,41 @@ def whole(scores: Floats, best: int, sampling: Sampling) -> Floats:
     return weights
 
 
+def listed(logits: Floats, best: int, sampling: Sampling) -> tuple[Ids, Floats]:
+    """The candidates of a row that `is_listed`: ids and scores [candidates]."""
+    if needs_prefix(sampling, len(logits)):
+        ids, scores = prefix(logits, best, sampling)
+    else:
+        scores = logits / _heat(sampling)
+        ids = np.flatnonzero(whole(scores, best, sampling))
+        scores = scores[ids]
+    if sampling.typical_p < 1.0:
+        kept = _typical(scores, sampling.typical_p)
+        ids, scores = ids[kept], scores[kept]
+    return ids, scores
+
+
+def _typical(scores: Floats, mass: float) -> Ids:
+    """Which of ``scores`` are locally typical: nearest to the entropy in information, until
+    ``mass`` is reached, and all that are as near as the last of them."""
+    alive = np.flatnonzero(scores > -np.inf)
+    shifted = (scores[alive] - scores.max()).astype(np.float64)
+    weights = np.exp(shifted)
+    total = weights.sum()
+    information = np.log(total) - shifted  # -log p
+    distance = np.abs(information - (weights * information).sum() / total)
+    order = distance.argsort(kind="stable")
+    reached = weights[order].cumsum()
+    last = min(int(np.count_nonzero(reached < mass * total)), len(alive) - 1)
+    found: Ids = alive[distance <= distance[order[last]]]
+    return found
+
+
 def prefix(logits: Floats, best: int, sampling: Sampling) -> tuple[Ids, Floats]:
     """The candidates of a row with top_k or top_p, best first: ids and scores [candidates]."""
     vocab, heat = len(logits), _heat(sampling)
     if has_top_k(sampling, vocab):
-        ids = _likeliest(logits, sampling.top_k)
+        ids = likeliest(logits, sampling.top_k)
         scores = logits[ids] / heat
         scores = scores[scores >= scores[sampling.top_k - 1]]
         weights = np.exp((scores - scores[0]).astype(np.float64))
@@ -155,7 +190,7 @@ def prefix(logits: Floats, best: int, sampling: Sampling) -> tuple[Ids, Floats]:
         return ids[:count], scores[:count]
     mass, width = whole(logits / heat, best, NO_LIMITS).sum(dtype=np.float64), PREFIX
     while True:
-        ids = _likeliest(logits, width)
+        ids = likeliest(logits, width)
         scores = logits[ids] / heat
         weights = np.exp((scores - scores[0]).astype(np.float64))
         if len(ids) == vocab or weights.sum() >= sampling.top_p * mass:
@@ -176,7 +211,7 @@ def _count_kept(weights: Doubles, mass: np.float64, sampling: Sampling) -> int:
     return count
 
 
-def _likeliest(scores: Floats, count: int) -> Ids:
+def likeliest(scores: Floats, count: int) -> Ids:
     """The ids of at least the ``count`` highest scores and of all that equal the last of them,
     best first, of equal ones the lowest id.
 

@@ -18,7 +18,6 @@ from zlib import crc32
 
 from engine.core.plan import (
     LoadProgress,
-    Logits,
     ModelInfo,
     RowFailure,
     RowResult,
@@ -27,7 +26,7 @@ from engine.core.plan import (
     StepTimings,
     TokenSpan,
 )
-from engine.core.types import BlockId, EndReason, SequenceId
+from engine.core.types import Alternative, BlockId, EndReason, SequenceId, TokenLogprob
 from engine.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -124,6 +123,7 @@ class _FakeSequence:
     blocks: list[BlockId]
     text: str = ""
     sent: int = 0
+    scored: int = 1  # tokens whose log-probability is known; the first has none
 
     @property
     def num_output(self) -> int:
@@ -134,6 +134,12 @@ def next_token(digest: int, seed: int | None, choice: int) -> int:
     """The token after a prefix of this digest: never EOS, spread over the vocabulary."""
     mixed = crc32(f"{digest}/{seed}/{choice}".encode())
     return 1 + mixed % (VOCAB_SIZE - 1)
+
+
+def fake_logprob(token_id: int, alternatives: int) -> TokenLogprob:
+    """What the fake says of a token: its own number, and the ids 1, 2, … as the likeliest."""
+    likely = [Alternative(i + 1, f"<{i + 1}>", -(i + 1) / 8, i) for i in range(alternatives)]
+    return TokenLogprob(token_id, f"<{token_id}>", -(1 + token_id % 8) / 4, tuple(likely))
 
 
 def digest_after(digest: int, token_id: int) -> int:
@@ -240,6 +246,8 @@ class FakeRunner:
         for position in range(row.start, row.start + row.count):
             digest = digest_after(digest, seq.tokens[position])
             self._kv[self._slot(seq, position)] = digest
+        if row.logits.scores and row.start < seq.scored:
+            seq.scored = max(seq.scored, row.start + row.count + 1)
 
     def _verify_prefix(self, seq: _FakeSequence, start: int) -> None:
         """Every block below ``start`` holds this sequence's own prefix."""
@@ -253,7 +261,7 @@ class FakeRunner:
                 )
 
     def _sample_row(self, row: Row) -> list[RowResult | RowFailure]:
-        if row.logits is Logits.NONE:
+        if not row.logits.samples:
             return [RowResult(row.sequence)]
         parent = self._sequences[row.sequence]
         for fork in row.children:
@@ -278,8 +286,23 @@ class FakeRunner:
         can_end = seq.num_output + 1 >= seq.admitted.stops.min_tokens
         if can_end and self.script.eos_at is not None and self.script.eos_at(digest):
             token_id = EOS
+        prompt_logprobs = self._score_prompt(seq)
         seq.tokens.append(token_id)
-        return self._say(seq, token_id)
+        said = self._say(seq, token_id)
+        if sampling.logprobs is not None:
+            said = said._replace(logprobs=(fake_logprob(token_id, sampling.logprobs),))
+        return said._replace(prompt_logprobs=prompt_logprobs)
+
+    def _score_prompt(self, seq: _FakeSequence) -> tuple[TokenLogprob, ...]:
+        """The prompt's log-probabilities, where they are asked for, before the first token; the
+        plans must have scored every position."""
+        sampling, prompt = seq.admitted.sampling, seq.admitted.prompt
+        if sampling.prompt_logprobs is None or sampling.choice or seq.num_output:
+            return ()
+        if seq.scored < len(prompt):
+            raise KvMismatch(f"of {len(prompt)} prompt tokens only {seq.scored} were scored")
+        first = TokenLogprob(prompt[0], f"<{prompt[0]}>", None)
+        return (first, *(fake_logprob(i, sampling.prompt_logprobs) for i in prompt[1:]))
 
     def _say(self, seq: _FakeSequence, token_id: int) -> RowResult:
         """Text and end, by the plainest rules that agree with the real detokeniser's."""

@@ -25,7 +25,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "min_p": (0.0, 1.0),
     "typical_p": (0.0, 1.0),
     "repetition_penalty": (1e-6, float("inf")),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
     "top_k": (0, 2**31 - 1),
+    "min_new_tokens": (0, 2**31 - 1),
 }
 
 
@@ -48,6 +51,9 @@ def read_generation(directory: Path, config: Any) -> tuple[SamplingDefaults, fro
         min_p=_number(raw, "min_p"),
         typical_p=_number(raw, "typical_p"),
         repetition_penalty=_number(raw, "repetition_penalty"),
+        presence_penalty=_number(raw, "presence_penalty"),
+        frequency_penalty=_number(raw, "frequency_penalty"),
+        min_tokens=_integer(raw, "min_new_tokens"),
     )
     return defaults, _end_ids(ends, int(config.vocab_size))
 

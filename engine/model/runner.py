@@ -35,6 +35,7 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.generation import read_generation
 from engine.model.kv_cache import KvCache, size_pool
 from engine.model.loader import load_model, pick_device, pick_dtype, read_config
+from engine.model.logprobs import Wanted, score
 from engine.model.probe import probe
 from engine.model.reference import ReferenceBackend
 from engine.model.refusal import Refusal
@@ -45,10 +46,10 @@ from engine.model.tokenizer import load_tokenizer
 from engine.model.warmup import warm_up, workspace_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from engine.core.plan import AdmittedSequence, Row, RunnerSpec, StepPlan
-    from engine.core.types import SequenceId
+    from engine.core.types import SequenceId, TokenLogprob
     from engine.model.attention import AttentionBackend
     from engine.model.loader import LoadedModel
     from engine.model.packing import Ints
@@ -66,6 +67,28 @@ class _Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class _ScoredRow:
+    """A row that scores tokens of its prompt: those after positions ``start … start + count - 1``,
+    by ``count`` of the kept logits from ``logits`` on."""
+
+    sequence: SequenceId
+    start: int
+    count: int
+    logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """Log-probabilities a step gave: of sampled tokens, and of more tokens of prompts."""
+
+    tokens: Mapping[SequenceId, TokenLogprob]
+    prompts: Mapping[SequenceId, Sequence[TokenLogprob]]
+
+
+NO_SCORES = _Scores({}, {})
+
+
+@dataclass(frozen=True, slots=True)
 class _Batch:
     """A plan as the model takes it: packed rows, their ids, and which tokens need logits."""
 
@@ -74,6 +97,7 @@ class _Batch:
     tables: tuple[Ints, ...]  # each row's block table after the step
     keep: Ints  # [num_kept] tokens whose logits are computed, in order
     choices: tuple[_Choice, ...]
+    scored: tuple[_ScoredRow, ...]
 
 
 class TorchRunner:
@@ -188,8 +212,9 @@ class TorchRunner:
             self._cache.copy_blocks(plan.copies)
         times.append(perf_counter())
         drawn = self._sample(batch.choices, logits) if batch and logits is not None else {}
+        scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
         times.append(perf_counter())
-        rows = self._finish(plan.rows, batch, drawn) if batch else ()
+        rows = self._finish(plan.rows, batch, drawn, scores) if batch else ()
         times.append(perf_counter())
         spent = [after - before for before, after in pairwise(times)]
         return StepResult(plan.plan_id, rows, StepTimings(*spent))
@@ -208,14 +233,19 @@ class TorchRunner:
         keep: list[int] = []
         tables: list[Ints] = []
         choices: list[_Choice] = []
+        scored: list[_ScoredRow] = []
         for row in rows:
             state = self._state_of(row)
             ids.extend(state.tokens[row.start : row.start + row.count])
             tables.append(self._table_after(row, state))
             if row.logits is Logits.NONE:
                 continue
-            kept = row.count if row.logits is Logits.ALL else 1
+            kept = row.count if row.logits.scores else 1
+            if row.logits.scores and state.is_scoring:
+                scored.append(_ScoredRow(row.sequence, row.start, row.count, len(keep)))
             keep.extend(range(len(ids) - kept, len(ids)))
+            if not row.logits.samples:
+                continue
             choices.append(_Choice(row.sequence, state.sample_row(), len(keep) - 1))
             for child in row.children:
                 own = state.sample_row(child.choice)
@@ -229,6 +259,7 @@ class TorchRunner:
             tuple(tables),
             np.array(keep, np.int64),
             tuple(choices),
+            tuple(scored),
         )
 
     def _state_of(self, row: Row) -> SequenceState:
@@ -246,8 +277,10 @@ class TorchRunner:
                 f"sequence {row.sequence} has {len(state.tokens)} tokens, and positions "
                 f"{row.start} … {end - 1} are planned"
             )
-        if row.logits is not Logits.NONE and end != len(state.tokens):
+        if row.logits.samples and end != len(state.tokens):
             raise EngineBug(f"sequence {row.sequence} is to be sampled before its last token")
+        if row.logits is Logits.LAST and state.num_unscored:
+            raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
         return state
 
     def _table_after(self, row: Row, state: SequenceState) -> Ints:
@@ -302,39 +335,90 @@ class TorchRunner:
         tokens = sample(logits, [choice.row for choice in choices], self._generator)
         return {choice.sequence: token for choice, token in zip(choices, tokens, strict=True)}
 
+    def _score(
+        self,
+        batch: _Batch,
+        logits: torch.Tensor,
+        drawn: Mapping[SequenceId, int | RowFailure],
+    ) -> _Scores:
+        """The log-probabilities that the step's requests ask for; changes nothing."""
+        chosen = [
+            (choice.sequence, Wanted(choice.logits, token, choice.row.sampling.logprobs))
+            for choice in batch.choices
+            if choice.row.sampling.logprobs is not None
+            and isinstance(token := drawn[choice.sequence], int)
+        ]
+        if not chosen and not batch.scored:
+            return NO_SCORES
+        text_of = self.tokenizer.token_text
+        entries = score(logits, [wanted for _, wanted in chosen], text_of)
+        tokens = dict(zip((sequence for sequence, _ in chosen), entries, strict=True))
+        prompts = {
+            row.sequence: score(logits, self._unscored(row), text_of) for row in batch.scored
+        }
+        return _Scores(tokens, prompts)
+
+    def _unscored(self, row: _ScoredRow) -> list[Wanted]:
+        """The prompt tokens that a row scores and no earlier row has (its sequence may have been
+        preempted since)."""
+        state = self._sequences[row.sequence]
+        alternatives = state.sampling.prompt_logprobs or 0
+        known = len(state.prompt_logprobs) + 1
+        if row.start + 1 > known:
+            raise EngineBug(
+                f"sequence {row.sequence} skipped the scores of its tokens from {known}"
+            )
+        end = min(row.start + row.count + 1, state.prompt_tokens)
+        return [
+            Wanted(row.logits + place - row.start - 1, state.tokens[place], alternatives)
+            for place in range(known, end)
+        ]
+
     # --- what took effect -------------------------------------------------------------------
 
     def _finish(
         self,
         rows: Sequence[Row],
         batch: _Batch,
-        drawn: dict[SequenceId, int | RowFailure],
+        drawn: Mapping[SequenceId, int | RowFailure],
+        scores: _Scores,
     ) -> tuple[RowResult | RowFailure, ...]:
         """Make the step real: block tables, children, tokens, text. Nothing here raises."""
         results: list[RowResult | RowFailure] = []
         for row, table in zip(rows, batch.tables, strict=True):
             state = self._sequences[row.sequence]
             state.place(table)
-            if row.logits is Logits.NONE:
+            if row.sequence in scores.prompts:
+                state.note_scores(scores.prompts[row.sequence])
+            if not row.logits.samples:
                 results.append(RowResult(row.sequence))
                 continue
             forks = [(child.sequence, state.fork(child)) for child in row.children]
             for sequence, one in [(row.sequence, state), *forks]:
-                results.append(self._take(sequence, one, drawn[sequence]))
+                scored = scores.tokens.get(sequence)
+                results.append(self._take(sequence, one, drawn[sequence], scored))
         return tuple(results)
 
     def _take(
-        self, sequence: SequenceId, state: SequenceState, token: int | RowFailure
+        self,
+        sequence: SequenceId,
+        state: SequenceState,
+        token: int | RowFailure,
+        scored: TokenLogprob | None,
     ) -> RowResult | RowFailure:
         """Give a sequence its token; a child is known to the worker from here on."""
         if isinstance(token, RowFailure):
             return token
+        told: tuple[TokenLogprob, ...] = ()
         try:
+            if state.is_scoring:
+                told = state.tell_scores(self.tokenizer.token_text)
             step = state.advance(token, self.tokenizer)
         except Exception as error:
             return RowFailure(sequence, "text", _describe(error))
         self._sequences[sequence] = state
-        return RowResult(sequence, (token,), step.text, finish=step.finish, matched=step.matched)
+        own = () if scored is None else (scored,)
+        return RowResult(sequence, (token,), step.text, own, told, step.finish, step.matched)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from engine.model import noise
 
 if TYPE_CHECKING:
     from engine.core.types import Sampling
+    from engine.model.edits import Edits
 
 # A best logit beyond this counts as not finite, and a lower temperature as this one: one
 # divided by the other is still a float32. Logits of real models stay below 1e3.
@@ -21,12 +22,14 @@ class SampleRow:
     """What one row of logits needs to be sampled.
 
     ``position`` counts output tokens from 0. ``banned`` ids cannot be sampled now (a stop id
-    before min_tokens); ids beyond the vocabulary do not matter.
+    before min_tokens); ids beyond the vocabulary do not matter. ``edits`` is what the request
+    does to its logits, None for nothing.
     """
 
     sampling: Sampling
     position: int
     banned: frozenset[int] = frozenset()
+    edits: Edits | None = None
 
     @property
     def key(self) -> int:
@@ -38,6 +41,11 @@ class SampleRow:
 def needs_prefix(sampling: Sampling, vocab: int) -> bool:
     """True where the likeliest tokens must be sorted to know the candidates."""
     return has_top_k(sampling, vocab) or sampling.top_p < 1.0
+
+
+def is_listed(sampling: Sampling, vocab: int) -> bool:
+    """True where the candidates must be known before the draw, each of them."""
+    return needs_prefix(sampling, vocab) or sampling.typical_p < 1.0
 
 
 def has_top_k(sampling: Sampling, vocab: int) -> bool:

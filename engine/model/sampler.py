@@ -5,16 +5,18 @@ unseeded rows share the caller's generator and depend on the batch.
 Rule 2: which implementation runs depends on the device alone: `engine.model.draw_rows` on a CPU,
 `engine.model.draw_batch` elsewhere. They give the same greedy and seeded tokens.
 
-Order: processors change logits (today: banned ids; penalties and bias belong there), division
-by the temperature, top_k, top_p, min_p, the draw. This is transformers' order; vLLM's differs
-in that min_p comes before the other two.
+Order: the request's edits (`engine.model.edits`) and stop ids before min_tokens, division by the
+temperature, top_k, top_p, min_p, typical_p, the draw. This is transformers' order; vLLM's differs
+in that min_p comes before the other two, and has no typical_p.
 
 Truncation: top_k keeps every score that equals the k-th best. top_p keeps a token when the
 tokens before it hold less than ``top_p`` of the mass that top_k left; of equal scores at that
 boundary the lower ids stay, so that a small top_p is greedy (transformers keeps as many,
 whichever its sort left). min_p keeps probabilities of at least ``min_p`` times the best one.
-The best token always stays. A whole vocabulary is sorted only where a prefix of the likeliest
-tokens cannot answer.
+The best token always stays. typical_p comes last: of what is left, it keeps the tokens whose
+information is nearest to the entropy until they hold ``typical_p`` of the mass, and all that are
+as near as the last of them; the best token may go. A whole vocabulary is sorted only where a
+prefix of the likeliest tokens cannot answer.
 
 Draws. Greedy: the highest logit, of equal ones the lowest id. Unseeded: inverse CDF in two
 levels, one pass of exp over the vocabulary. Seeded: Gumbel-max with noise from

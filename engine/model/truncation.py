@@ -1,6 +1,7 @@
 """Which tokens stay candidates, with torch, for many rows at once.
 
-Rule 1: what stays is what `engine.model.sampler` says of top_k, top_p and min_p, in this order.
+Rule 1: what stays is what `engine.model.sampler` says of top_k, top_p, min_p and typical_p, in
+this order.
 Rule 2: the whole vocabulary is sorted only where a prefix of the likeliest tokens cannot answer.
 """
 
@@ -69,6 +70,22 @@ def prefixes(
         limits = [limits[i] for i in open_]
         scores, masses = scores[open_], masses[open_]
         width = min(vocab, width * _GROWTH)
+
+
+def typical(part: Candidates, limits: Sequence[Sampling]) -> Candidates:
+    """Of each row's candidates, the locally typical ones (`engine.model.sampler`)."""
+    if all(one.typical_p >= 1.0 for one in limits):
+        return part
+    shares = part.scores.new_tensor([one.typical_p for one in limits], dtype=torch.float64)[:, None]
+    log_p = part.scores.to(torch.float64).log_softmax(1)  # [rows, n]
+    p = log_p.exp()
+    entropy = -(log_p * p).nansum(1, keepdim=True)
+    distance = (-log_p - entropy).abs()
+    ordered, order = distance.sort(dim=1, stable=True)
+    reached = p.gather(1, order).cumsum(1)
+    last = (reached < shares).sum(1, keepdim=True).clamp(max=p.shape[1] - 1)
+    is_far = (distance > ordered.gather(1, last)) & (shares < 1.0)
+    return Candidates(part.rows, part.scores.masked_fill(is_far, -torch.inf), part.ids)
 
 
 def _split(flags: list[bool]) -> tuple[list[int], list[int]]:

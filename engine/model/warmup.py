@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.core.plan import AdmittedSequence, BlockDelta, Logits, Row, StepPlan
+from engine.core.plan import (
+    SCORED_TOKENS_MAX,
+    AdmittedSequence,
+    BlockDelta,
+    Logits,
+    Row,
+    StepPlan,
+)
 from engine.core.types import BlockId, PlanId, Sampling, SequenceId, Stops
 
 if TYPE_CHECKING:
@@ -50,4 +57,5 @@ def workspace_bytes(spec: RunnerSpec, config: Any, dtype: torch.dtype) -> int:
     mlp = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     width = LIVE_ACTIVATIONS * (int(config.hidden_size) + mlp)
     activations = spec.max_num_batched_tokens * width * dtype.itemsize
-    return activations + spec.max_num_seqs * int(config.vocab_size) * 4 * LOGITS_COPIES
+    rows = spec.max_num_seqs + SCORED_TOKENS_MAX
+    return activations + rows * int(config.vocab_size) * 4 * LOGITS_COPIES

@@ -53,11 +53,22 @@ def request_of(args: argparse.Namespace, prompt: str) -> inference_pb2.GenerateR
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
+        min_p=args.min_p,
+        typical_p=args.typical_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
         max_tokens=args.max_tokens,
         seed=args.seed,
         stop=args.stop,
+        bad_words=args.bad_word,
     )
-    return inference_pb2.GenerateRequest(model=args.model, text=prompt, sampling=sampling, n=args.n)
+    output = inference_pb2.OutputOptions(
+        logprobs=args.logprobs, prompt_logprobs=args.prompt_logprobs
+    )
+    return inference_pb2.GenerateRequest(
+        model=args.model, text=prompt, sampling=sampling, n=args.n, output=output
+    )
 
 
 def print_json(responses: Responses) -> None:

@@ -117,11 +117,33 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=real, metavar="T", help="0 takes the likeliest")
     parser.add_argument("--top-p", type=real, metavar="P", help="share of likeliest tokens kept")
     parser.add_argument("--top-k", type=count, metavar="K", help="number of likeliest tokens kept")
+    for flag, metavar, what in (
+        ("--min-p", "P", "drops tokens below this share of the likeliest one"),
+        ("--typical-p", "P", "share of locally typical tokens kept"),
+        ("--repetition-penalty", "R", "above 1: less of what prompt and completion have"),
+        ("--presence-penalty", "X", "taken from the logit of what the completion has"),
+        ("--frequency-penalty", "X", "the same for every time that it has it"),
+    ):
+        parser.add_argument(flag, type=real, metavar=metavar, help=what)
     parser.add_argument("--seed", type=_number("seed"), metavar="N", help="repeats a completion")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends it; may be repeated"
     )
+    parser.add_argument(
+        "--bad-word",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="is never generated; may be repeated",
+    )
     parser.add_argument("--n", type=count, metavar="N", help="number of completions")
+    for flag, of in (("--logprobs", "completion"), ("--prompt-logprobs", "prompt")):
+        parser.add_argument(
+            flag,
+            type=count,
+            metavar="N",
+            help=f"with --json: log-probabilities of the {of}, and N alternatives of each token",
+        )
     _add_client(parser, timeout_s=None)
 
 

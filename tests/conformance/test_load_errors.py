@@ -332,10 +332,15 @@ def test_generation_config_gives_defaults_and_ends(stock, tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(stock, directory)
     said = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3, 4, 9999]}
+    said |= {"typical_p": 0.9, "repetition_penalty": 1.1, "min_new_tokens": 4}
+    said |= {"presence_penalty": -0.5, "frequency_penalty": 2.0}
     (directory / "generation_config.json").write_text(json.dumps(said))
     _, info = load_runner(directory)
     assert (info.defaults.temperature, info.defaults.top_k, info.defaults.top_p) == (0.6, 20, 0.95)
     assert info.defaults.min_p is None
+    assert (info.defaults.typical_p, info.defaults.repetition_penalty) == (0.9, 1.1)
+    assert (info.defaults.presence_penalty, info.defaults.frequency_penalty) == (-0.5, 2.0)
+    assert info.defaults.min_tokens == 4
     assert info.eos_token_ids == {3, 4}
     (directory / "generation_config.json").unlink()
     edit_config(directory, eos_token_id=7)

@@ -221,7 +221,7 @@ def test_a_peaked_top_p_sorts_no_vocabulary(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "topk", topk)
     assert kept_ids("batch", scores, limits) == [{7}, {7}]
     assert widths == [truncation.PREFIX]
-    assert len(draw_rows._likeliest(scores[0].numpy(), 256)) < 400
+    assert len(draw_rows.likeliest(scores[0].numpy(), 256)) < 400
 
 
 @settings(max_examples=100, deadline=None)
@@ -230,9 +230,9 @@ def test_a_peaked_top_p_sorts_no_vocabulary(monkeypatch):
     repeats=st.integers(1, 20),
     count=st.integers(1, 300),
 )
-def test_the_likeliest_are_complete_and_in_order(values, repeats, count):
+def test_thelikeliest_are_complete_and_in_order(values, repeats, count):
     scores = np.array(values * repeats, np.float32)
-    ids = draw_rows._likeliest(scores, count).tolist()
+    ids = draw_rows.likeliest(scores, count).tolist()
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     assert len(ids) >= min(count, len(scores))
     assert ids == order[: len(ids)]

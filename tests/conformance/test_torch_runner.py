@@ -339,6 +339,68 @@ def test_seeded_output_survives_batching_and_preemption(loaded):
     assert [one.output for one in done] == wanted
 
 
+EDITED = {
+    "repetition": Sampling(0.0, repetition_penalty=1.6),
+    "presence and frequency": Sampling(0.0, presence_penalty=0.4, frequency_penalty=0.3),
+    "bias and bans": Sampling(0.0, logit_bias=((9, 0.4),), banned_token_ids=(7, 415, 428)),
+    "bad words": Sampling(0.0, bad_words=tuple((i, i) for i in range(512))),
+    "all, drawn": Sampling(
+        0.9,
+        seed=5,
+        typical_p=0.9,
+        repetition_penalty=1.1,
+        frequency_penalty=0.2,
+        allowed_token_ids=tuple(range(0, 512, 3)),
+        bad_words=((3, 6), (9,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_edited_logits_survive_batching_preemption_and_forks(loaded, name):
+    """A choice's penalties count its own output only, whatever became of its blocks."""
+    sampling = EDITED[name]
+    wanted = [alone(loaded, prompt_of(n), 20, sampling) for n in LENGTHS]
+    assert wanted != [alone(loaded, prompt_of(n), 20) for n in LENGTHS], "the edit does something"
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=9)
+    done = [planner.add(prompt_of(n), 20, sampling=sampling) for n in LENGTHS]
+    planner.add(prompt_of(33), 20, sampling=sampling, choices=3)
+    rng = random.Random(1)
+    while live := [one for one in planner.sequences.values() if not one.is_done]:
+        planner.step(live)
+        if rng.random() < 0.3:
+            planner.preempt(rng.choice([one for one in done if one in live] or done))
+    assert [one.output for one in done] == wanted
+    choices = [one.output for one in planner.sequences.values() if one not in done]
+    drawn = [alone(loaded, prompt_of(33), 20, replace(sampling, choice=i)) for i in range(3)]
+    assert choices == drawn
+    planner.run()
+
+
+GENERATED = {
+    "repetition": ({"repetition_penalty": 1.6}, EDITED["repetition"]),
+    "bad words": ({"bad_words_ids": [[i, i] for i in range(512)]}, EDITED["bad words"]),
+    "bias and bans": (
+        {"sequence_bias": {(9,): 0.4}, "suppress_tokens": [7, 415, 428]},
+        EDITED["bias and bans"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_edited_greedy_output_is_that_of_transformers_generate(loaded, name):
+    fields, sampling = GENERATED[name]
+    prompt = prompt_of(33)
+    output = loaded.oracle.model.generate(
+        torch.tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False, **fields
+    )
+    banned = Stops(max_tokens=21, min_tokens=20, token_ids=frozenset(loaded.info.eos_token_ids))
+    planner = MiniPlanner(loaded.runner, loaded.info, seed=1)
+    one = planner.add(prompt, 20, sampling=sampling, stops=banned)
+    planner.run()
+    assert one.output == output[0, len(prompt) :].tolist()
+
+
 @pytest.mark.parametrize("block_size", [1, 8, 32, 1024])
 def test_the_block_size_does_not_matter(zoo, block_size):
     stock = zoo.load("mistral")

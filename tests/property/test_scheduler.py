@@ -65,8 +65,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.sampled_from([None, 1]),
         bypass=st.booleans(),
         timeout=st.sampled_from([None, None, 0.0, 0.02, 10.0]),
+        scored=st.sampled_from([None, None, 0]),
     )
-    def submit(self, prefix, own, max_tokens, n, priority, seed, bypass, timeout):
+    def submit(self, prefix, own, max_tokens, n, priority, seed, bypass, timeout, scored):
         self.count += 1
         request = make_request(
             f"r{self.count}",
@@ -75,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival=self.driver.now,
             n=n,
             priority=priority,
-            sampling=Sampling(temperature=0.0, seed=seed),
+            sampling=Sampling(temperature=0.0, seed=seed, prompt_logprobs=scored),
             bypass_prefix_cache=bypass,
             deadline=None if timeout is None else self.driver.now + timeout,
         )

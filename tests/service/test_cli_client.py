@@ -14,7 +14,7 @@ import pytest
 from engine.core.events import Finished, Tokens
 from engine.core.types import EndReason, Timings, Usage
 from engine.errors import Overloaded
-from engine.requests import Started
+from engine.requests import OutputOptions, SamplingParams, Started
 from grpc_service.cli.main import main
 from tests.service.fake_front import FakeFront, run, runner
 
@@ -63,17 +63,24 @@ def test_generate_prints_the_text_and_one_newline(ask):
     assert ask(FakeFront([STARTED], [tokens("a\n")], [finished()]), "generate", "a")[1] == "a\n"
     request = front.last.request
     assert (request.text, request.n, request.timeout_s) == ("Once", None, None)
-    assert request.sampling.temperature is None
+    assert request.sampling == SamplingParams()
+    assert request.output == OutputOptions()
 
 
 def test_generate_sends_what_it_is_told(ask):
     front = FakeFront(*STORY)
     given = "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 0 --seed 7 --stop a --stop b"
-    given += " --n 1 --timeout 20 --model stories"
+    given += " --n 1 --timeout 20 --model stories --min-p 0.1 --typical-p 0.9"
+    given += " --repetition-penalty 1.1 --presence-penalty -0.5 --frequency-penalty 0.25"
+    given += " --bad-word c --bad-word d --logprobs 0 --prompt-logprobs 3"
     assert ask(front, "generate", "x", *given.split())[0] == 0
     request, sampling = front.last.request, front.last.request.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (5, 0.0, 0.5)
     assert (sampling.top_k, sampling.seed, sampling.stop) == (0, 7, ("a", "b"))
+    assert (sampling.min_p, sampling.typical_p, sampling.repetition_penalty) == (0.1, 0.9, 1.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 0.25)
+    assert sampling.bad_words == ("c", "d")
+    assert (request.output.logprobs, request.output.prompt_logprobs) == (0, 3)
     assert (request.n, request.model) == (1, "stories")
     assert 15 < request.timeout_s < 21
 

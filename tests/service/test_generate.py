@@ -9,7 +9,7 @@ import time
 import grpc
 import pytest
 
-from engine.model.fake import BYTE_OFFSET
+from engine.model.fake import BYTE_OFFSET, fake_logprob
 from tests.support.core_driver import expected_tokens
 from tests.support.server import fake
 from tests.support.wire import (
@@ -164,6 +164,46 @@ def test_echo_gives_the_prompt_back_before_the_completion(channel):
         tokens = expected_tokens(ids_of("ab"), count=2, choice=choice)
         assert heard.text(choice) == shown(ids_of("ab")) + shown(tokens)
         assert heard.ids(choice) == tokens
+
+
+def test_log_probabilities_come_with_tokens_and_those_of_the_prompt_with_started(channel):
+    output = {"logprobs": 2, "prompt_logprobs": 1, "token_ids": True}
+    heard = generate(channel, prompt_ids=PROMPT, max_tokens=3, n=2, output=output)
+    assert heard.kinds[0] == "started"
+    assert heard.kinds.count("started") == 1
+    told = heard.started.prompt_logprobs
+    assert [entry.token_id for entry in told] == PROMPT
+    assert [entry.HasField("logprob") for entry in told] == [False, True, True]
+    assert [len(entry.alternatives) for entry in told] == [0, 1, 1]
+    for choice in range(2):
+        entries = [e for d in heard.deltas if d.choice == choice for e in d.logprobs]
+        assert [entry.token_id for entry in entries] == heard.ids(choice)
+        assert heard.ids(choice) == expected_tokens(PROMPT, count=3, choice=choice)
+        want = [fake_logprob(token, 2) for token in heard.ids(choice)]
+        assert [(e.text, e.logprob) for e in entries] == [(e.text, e.logprob) for e in want]
+        assert {tuple(a.rank for a in entry.alternatives) for entry in entries} == {(1, 2)}
+
+
+def test_no_alternatives_and_no_log_probabilities_at_all_are_told_apart(channel):
+    asked = generate(channel, prompt_ids=PROMPT, max_tokens=2, output={"logprobs": 0})
+    entries = [entry for delta in asked.deltas for entry in delta.logprobs]
+    assert len(entries) == 2
+    assert not any(entry.alternatives for entry in entries)
+    plain = generate(channel, prompt_ids=PROMPT, max_tokens=2)
+    assert not plain.started.prompt_logprobs
+    assert not any(delta.logprobs for delta in plain.deltas)
+
+
+def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_and_then_cached(channel):
+    prompt = [8, *range(200, 290)]
+    output = {"prompt_logprobs": 0}
+    heard = [
+        generate(channel, prompt_ids=prompt, max_tokens=2, output=own)
+        for own in ({}, output, output, {})
+    ]
+    assert [h.finished().usage.cached_tokens for h in heard] == [0, 0, 0, 80]
+    assert [len(h.started.prompt_logprobs) for h in heard] == [0, 91, 91, 0]
+    assert len({h.text() for h in heard}) == 1
 
 
 @pytest.mark.parametrize(

@@ -186,10 +186,10 @@ def test_a_broken_field_is_an_invalid_argument_that_names_it(request_fields, fie
 
 def test_a_field_that_comes_later_is_unimplemented_and_named():
     front = FakeFront()
-    _, error = generate_all(front, sampling={"typical_p": 1.0})
+    _, error = generate_all(front, constraint={"regex": "a+"})
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     info = details(error)["ErrorInfo"]
-    assert (info.reason, dict(info.metadata)) == ("UNSUPPORTED", {"field": "sampling.typical_p"})
+    assert (info.reason, dict(info.metadata)) == ("UNSUPPORTED", {"field": "constraint"})
     assert not front.calls
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.core.plan import ModelInfo, Runner, StepResult
+    from engine.core.types import TokenLogprob
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -46,6 +47,8 @@ class Planned:
     choices: int = 1
     text: str = ""
     failure: RowFailure | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
@@ -122,6 +125,8 @@ class MiniPlanner:
                 else:
                     one.tokens.extend(entry.tokens)
                     one.text += entry.text
+                    one.logprobs.extend(entry.logprobs)
+                    one.prompt_logprobs.extend(entry.prompt_logprobs)
         return result
 
     def preempt(self, one: Planned) -> None:
@@ -160,14 +165,13 @@ class MiniPlanner:
         children: tuple[ChildFork, ...] = ()
         if is_last and one.choices > 1:
             children = self._fork(one, copies, forks)
-        return Row(
-            one.id,
-            one.computed,
-            count,
-            BlockDelta(one.keep, tuple(one.blocks[one.keep :])),
-            Logits.LAST if is_last else Logits.NONE,
-            children,
-        )
+        asked = one.sampling.prompt_logprobs is not None
+        if asked and not one.output and one.computed < len(one.prompt) - 1:
+            logits = Logits.ALL if is_last else Logits.PROMPT
+        else:
+            logits = Logits.LAST if is_last else Logits.NONE
+        delta = BlockDelta(one.keep, tuple(one.blocks[one.keep :]))
+        return Row(one.id, one.computed, count, delta, logits, children)
 
     def _grow(self, one: Planned, end: int) -> None:
         while len(one.blocks) * self.info.block_size < end:

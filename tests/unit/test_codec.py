@@ -21,7 +21,14 @@ from engine.core.types import (
     Usage,
 )
 from engine.errors import InvalidRequest, TrioletError
-from engine.requests import GenerateRequest, OutputOptions, PromptOptions, SamplingParams, Started
+from engine.requests import (
+    MAX_PROMPT_LOGPROBS,
+    GenerateRequest,
+    OutputOptions,
+    PromptOptions,
+    SamplingParams,
+    Started,
+)
 from grpc_service import codec
 from grpc_service._generated.triolet.v1 import inference_pb2
 from grpc_service.later import LATER
@@ -75,7 +82,12 @@ NON_ZERO = {
     FieldDescriptor.CPPTYPE_UINT64: 3,
     FieldDescriptor.CPPTYPE_BOOL: True,
 }
-ZERO_IS_OUTSIDE = {"sampling.top_p", "sampling.max_tokens", "prompt.truncate_to"}
+ZERO_IS_OUTSIDE = {
+    "sampling.top_p",
+    "sampling.repetition_penalty",
+    "sampling.max_tokens",
+    "prompt.truncate_to",
+}
 
 
 @pytest.mark.parametrize(("section", "field"), SET_SCALARS)
@@ -275,6 +287,39 @@ def test_log_probabilities_keep_their_absence_and_rank_from_one():
     [got] = message.delta.logprobs
     assert not got.HasField("logprob")
     assert (got.alternatives[0].rank, got.alternatives[0].logprob) == (1, -0.5)
+
+
+def wide_entry(token_id):
+    likely = tuple(Alternative(i, "x" * 60, -1.0, i) for i in range(20))
+    return TokenLogprob(token_id, "y" * 60, -0.5, likely)
+
+
+def test_a_prompts_log_probabilities_never_fill_more_than_a_message():
+    """At the most that the engine gives: several Started, each with the next entries."""
+    entries = tuple(wide_entry(i) for i in range(MAX_PROMPT_LOGPROBS // 21))
+    messages = codec.encode_events([Started("r", "m", len(entries), entries)])
+    assert len(messages) > 1
+    assert all(message.ByteSize() < 4 * 2**20 for message in messages)
+    assert [m.started.prompt_tokens for m in messages] == [len(entries)] * len(messages)
+    told = [entry.token_id for m in messages for entry in m.started.prompt_logprobs]
+    assert told == list(range(len(entries)))
+
+
+@pytest.mark.parametrize("limit", [2_000, 4_000, 10_000])
+def test_log_probabilities_are_cut_where_a_message_is_full(limit):
+    entries = tuple(wide_entry(i) for i in range(9))
+    events = [Started("r", "m", 9, entries), tokens("abc", ids=tuple(range(9)), logprobs=entries)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "MESSAGE_BYTES_MAX", limit)
+        messages = codec.encode_events(events, token_ids=True)
+    assert all(message.ByteSize() <= limit + 8 for message in messages)
+    for got in (
+        [e.token_id for m in messages for e in m.started.prompt_logprobs],
+        [e.token_id for m in messages for e in m.delta.logprobs],
+        [i for m in messages for i in m.delta.token_ids],
+    ):
+        assert got == list(range(9))
+    assert "".join(m.delta.text for m in messages) == "abc"
 
 
 EVENTS = st.lists(

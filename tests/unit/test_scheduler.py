@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.events import Preempted, StepDone, StepFailed
-from engine.core.plan import FailureKind, RowResult, StepFailure, StepResult
+from engine.core.events import Preempted, StepDone, StepFailed, Tokens
+from engine.core.plan import (
+    SCORED_TOKENS_MAX,
+    FailureKind,
+    RowResult,
+    StepFailure,
+    StepResult,
+)
 from engine.core.scheduler import CLEAN_STEPS
-from engine.errors import EngineBug, Overloaded
+from engine.core.types import Sampling
+from engine.errors import DeadlineInfeasible, EngineBug, Overloaded
 from tests.support.core_driver import Driver, make_request
 
 
@@ -82,6 +89,95 @@ def test_the_queue_s_estimate_follows_the_rate_there_was():
     error = driver.refused["c"].error
     assert isinstance(error, Overloaded)
     assert error.retry_after_s == pytest.approx(13 / rate)
+
+
+def test_a_scored_prompt_is_computed_whole_within_the_bound_on_logits():
+    """Nothing cached is taken, and what it computes others may take; the fake refuses to give
+    log-probabilities that the plans did not compute."""
+    driver = Driver(
+        block_size=4, num_blocks=400, max_model_len=400, max_num_seqs=8, max_num_batched_tokens=256
+    )
+    prompt = range(150)
+    driver.submit(make_request("plain", prompt))
+    driver.run()
+    scored = Sampling(temperature=0.0, prompt_logprobs=2)
+    for name in ("a", "b", "c"):
+        driver.submit(make_request(name, prompt, sampling=scored, n=2))
+    driver.submit(make_request("plain too", prompt))
+    spent = []
+    while (plan := driver.begin_step()) is not None:
+        rows = [row for row in plan.rows if row.logits.scores]
+        spent.append(sum(row.count for row in rows))
+        assert spent[-1] <= SCORED_TOKENS_MAX + len(rows)
+        driver.now += 0.01
+        driver.end_step()
+        for name in driver.requests:
+            driver.read(name)
+    assert sum(spent) >= 3 * 149
+    assert max(spent) >= SCORED_TOKENS_MAX
+    cached = {name: driver.finished[name, 0].usage.cached_tokens for name in driver.requests}
+    assert cached == {"plain": 0, "a": 0, "b": 0, "c": 0, "plain too": 148}
+    told = [event for event in driver.log if isinstance(event, Tokens) and event.prompt_logprobs]
+    assert [(event.request_id, event.choice) for event in told] == [("a", 0), ("b", 0), ("c", 0)]
+    assert all([e.token_id for e in event.prompt_logprobs] == [*prompt] for event in told)
+    driver.check_tokens()
+    driver.check_idle()
+
+
+def test_one_scored_prompt_does_not_hold_up_another():
+    driver = Driver(
+        block_size=4,
+        num_blocks=400,
+        max_model_len=400,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        prepared_plans=False,
+    )
+    scored = Sampling(temperature=0.0, prompt_logprobs=0)
+    driver.submit(make_request("long", range(390), sampling=scored))
+    driver.begin_step()
+    driver.end_step()
+    driver.submit(make_request("short", range(5), sampling=scored))
+    for _ in range(5):  # one position a step
+        assert ("short", 0) not in driver.tokens
+        driver.step()
+    assert ("short", 0) in driver.tokens
+    assert ("long", 0) not in driver.tokens
+    driver.run()
+    driver.check_tokens()
+
+
+def test_a_scored_prompt_that_is_preempted_is_told_once_and_then_comes_from_the_cache():
+    driver = Driver(
+        block_size=4, num_blocks=40, max_model_len=150, max_num_seqs=4, max_num_batched_tokens=64
+    )
+    scored = Sampling(temperature=0.0, prompt_logprobs=0)
+    driver.submit(make_request("low", range(90), sampling=scored, priority=5, max_tokens=20))
+    while ("low", 0) not in driver.tokens:
+        driver.step()
+    driver.submit(make_request("high", range(200, 290), priority=0, max_tokens=20))
+    driver.run()
+    assert any(isinstance(event, Preempted) for event in driver.log)
+    told = [event for event in driver.log if isinstance(event, Tokens) and event.prompt_logprobs]
+    assert [event.request_id for event in told] == ["low"]
+    driver.check_tokens()
+    driver.check_idle()
+
+
+def test_a_scored_prompt_is_infeasible_even_if_all_of_it_is_cached():
+    driver = Driver(
+        block_size=4, num_blocks=400, max_model_len=400, max_num_seqs=8, max_num_batched_tokens=250
+    )
+    driver.submit(make_request("warm", range(250), max_tokens=1))
+    driver.begin_step()
+    driver.now += 10.0  # 25 tokens a second
+    driver.end_step()
+    for name, asked in (("plain", None), ("scored", 0)):
+        sampling = Sampling(temperature=0.0, prompt_logprobs=asked)
+        deadline = driver.now + 1.0
+        driver.submit(make_request(name, range(250), sampling=sampling, deadline=deadline))
+    assert [*driver.refused] == ["scored"]
+    assert isinstance(driver.refused["scored"].error, DeadlineInfeasible)
 
 
 def test_statistics_count_what_happened(driver):

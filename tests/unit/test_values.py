@@ -20,7 +20,7 @@ from engine.core.types import (
     TokenLogprob,
 )
 
-SAMPLING = Sampling(0.7, 5, 0.9, seed=3, logit_bias=((1, 2.0),), bad_words=("x",), logprobs=2)
+SAMPLING = Sampling(0.7, 5, 0.9, seed=3, logit_bias=((1, 2.0),), bad_words=((4, 5),), logprobs=2)
 STOPS = Stops(9, 1, ("a", "b"), frozenset({2}), include=True)
 LOGPROB = TokenLogprob(5, "x", -0.5, (Alternative(6, "y", -1.0, 1),))
 VALUES = [

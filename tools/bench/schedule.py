@@ -53,9 +53,7 @@ def step(scheduler: Scheduler, now: float) -> float:
     planned = time.perf_counter()
     assert plan is not None
     rows = tuple(
-        RowResult(row.sequence, (7,), "x")
-        if row.logits is not Logits.NONE
-        else RowResult(row.sequence)
+        RowResult(row.sequence, (7,), "x") if row.logits.samples else RowResult(row.sequence)
         for row in plan.rows
     )
     done = StepDone(StepResult(plan.plan_id, rows))

@@ -29,8 +29,8 @@ import grpc
 import trio
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core.plan import Logits, RowResult, StepPlan, StepResult
 from engine.core.plan import Row as PlanRow
+from engine.core.plan import RowResult, StepPlan, StepResult
 from engine.core.types import EndReason, SequenceId
 from engine.model.fake import FakeRunner
 from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
@@ -91,7 +91,7 @@ class PacedRunner(FakeRunner):
 
     def _sample_paced(self, row: PlanRow) -> RowResult:
         sequence = row.sequence
-        if row.logits is Logits.NONE:
+        if not row.logits.samples:
             return RowResult(sequence)
         self._left[sequence] -= 1
         finish = None if self._left[sequence] else EndReason.LENGTH

@@ -1,0 +1,139 @@
+"""What a request's sampling and output options become on their way to the worker, and the order of
+what comes back, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.events import Finished, Tokens
+from engine.core.plan import SamplingDefaults
+from engine.errors import InvalidRequest, RequestTooLarge
+from engine.model.fake import FakeRunner, FakeScript
+from engine.requests import (
+    MAX_PROMPT_LOGPROBS,
+    GenerateRequest,
+    OutputOptions,
+    SamplingParams,
+    Started,
+)
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+
+
+def run(request, *, buffer=16, seed=0, runner=None, **config):
+    """The events of one request, its error, and every sequence the worker was told of."""
+    threads, events, admitted = VirtualThreads(), [], []
+    script = FakeScript(step_s=0.01, sleep=threads.note_sleep)
+    script.plan_fault = lambda plan: admitted.extend(plan.admitted)
+    runner = runner or FakeRunner()
+    runner.script = script
+    errors = []
+
+    async def main():
+        settings = EngineConfig(models=(ModelConfig("fake"),), check_level=2, **config)
+        async with open_engine(
+            settings, make_runner=lambda model, config: runner, threads=threads
+        ) as engine:
+            generation = engine.submit(request, buffer=buffer)
+            while True:
+                try:
+                    events.append(await generation.receive())
+                except trio.EndOfChannel:
+                    break
+            errors.append(generation.error)
+            await engine.wait_idle()
+
+    run_deterministically(main, seed)
+    return events, errors[0], admitted
+
+
+@pytest.mark.parametrize("buffer", [4, 5, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_started_has_the_prompts_log_probabilities_and_still_comes_first(buffer, seed):
+    prompt = tuple(range(5, 105))
+    request = GenerateRequest(
+        token_ids=prompt,
+        n=2,
+        sampling=SamplingParams(max_tokens=3),
+        output=OutputOptions(echo=True, prompt_logprobs=2, logprobs=1),
+    )
+    events, error, _ = run(request, buffer=buffer, seed=seed)
+    assert error is None
+    first, *rest = events
+    assert isinstance(first, Started)
+    assert [entry.token_id for entry in first.prompt_logprobs] == list(prompt)
+    assert [entry.logprob is None for entry in first.prompt_logprobs[:2]] == [True, False]
+    assert not any(isinstance(event, Started) for event in rest)
+    for choice in range(2):
+        told = [e for e in rest if isinstance(e, Tokens) and e.choice == choice]
+        assert told[0].text == "".join(f"<{i}>" for i in prompt)
+        assert [len(e.logprobs) for e in told] == [0, 1, 1, 1]
+        assert not any(e.prompt_logprobs for e in told)
+    assert sum(isinstance(event, Finished) for event in rest) == 2
+
+
+def test_more_log_probabilities_than_can_be_told_are_refused_by_name():
+    runner = FakeRunner(num_blocks=1000, max_model_len=8000)
+    size = MAX_PROMPT_LOGPROBS // 21
+    for extra, is_refused in ((0, False), (1, True)):
+        request = GenerateRequest(
+            token_ids=(7,) * (size + extra),
+            sampling=SamplingParams(max_tokens=1),
+            output=OutputOptions(prompt_logprobs=20),
+        )
+        events, error, _ = run(request, runner=runner)
+        assert isinstance(error, RequestTooLarge) == is_refused
+        assert len(events) == (0 if is_refused else 3)
+    assert [violation.field for violation in error.violations] == ["output.prompt_logprobs"]
+
+
+def sampled(sampling, **defaults):
+    """How the worker is told to sample and to stop."""
+    runner = FakeRunner()
+    object.__setattr__(runner._info, "defaults", SamplingDefaults(**defaults))
+    request = GenerateRequest(token_ids=(1,), sampling=sampling)
+    _, error, [admitted] = run(request, runner=runner)
+    assert error is None
+    return admitted
+
+
+def test_what_is_unset_comes_from_the_models_generation_config():
+    configured = {
+        "typical_p": 0.4,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "min_tokens": 2,
+    }
+    given = sampled(SamplingParams(max_tokens=3), **configured)
+    for name in ("typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert getattr(given.sampling, name) == configured[name]
+    assert given.stops.min_tokens == 2
+    assert sampled(SamplingParams(max_tokens=1), **configured).stops.min_tokens == 1
+    neutral = SamplingParams(
+        max_tokens=3,
+        typical_p=1.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        min_tokens=0,
+    )
+    own = sampled(neutral, **configured)
+    plain = sampled(SamplingParams(max_tokens=3))
+    assert (own.sampling, own.stops) == (plain.sampling, plain.stops)
+
+
+def test_bad_words_become_their_tokens_with_and_without_a_space_before():
+    """The fake's ids are bytes plus one; a word the model cannot write is dropped."""
+    words = SamplingParams(max_tokens=1, bad_words=("ab", "<12>", "ab", "<1000>"))
+    space = ord(" ") + 1
+    assert sampled(words).sampling.bad_words == ((98, 99), (space, 98, 99), (12,), (space, 12))
+
+
+def test_a_bad_word_that_cannot_be_encoded_is_named():
+    request = GenerateRequest(token_ids=(1,), sampling=SamplingParams(bad_words=("fine", "\ud800")))
+    _, error, _ = run(request)
+    assert isinstance(error, InvalidRequest)
+    assert [violation.field for violation in error.violations] == ["sampling.bad_words[1]"]
