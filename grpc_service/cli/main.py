@@ -49,6 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"triolet: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except UnicodeError:
+        if all(map(_is_unicode, argv if argv is not None else sys.argv)):
+            print("triolet: standard input is not UTF-8", file=sys.stderr)
+        else:
+            print("triolet: an argument is not UTF-8", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -91,12 +91,15 @@ def reset_prefix_cache(args: argparse.Namespace) -> int:
     )
 
 
+DRAINED = "drained; the server stays up and refuses new requests until it is started again"
+
+
 def drain(args: argparse.Namespace) -> int:
     """Wait until the server has finished or cut its requests. Returns the exit code."""
     request = control_pb2.DrainRequest()
     if args.cut_after is not None:
         request.timeout.FromMicroseconds(int(args.cut_after * 1e6))
-    return _operate(args, lambda stub: stub.Drain(request, timeout=args.timeout), "drained")
+    return _operate(args, lambda stub: stub.Drain(request, timeout=args.timeout), DRAINED)
 
 
 def abort(args: argparse.Namespace) -> int:

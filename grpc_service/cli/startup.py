@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from engine.status import ModelState
+from grpc_service.config import DEFAULT_HOST, DEFAULT_PORT
 
 if TYPE_CHECKING:
     from engine.api import Engine
@@ -64,9 +65,10 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
             )
         else:
             lines.append(f"  {model.name}: {model.state.value}{_because(model.error)}")
+    is_default = where == f"{DEFAULT_HOST}:{DEFAULT_PORT}"
     lines += [
         "Try:",
-        '  triolet generate "Once upon a time"',
+        '  triolet generate "Once upon a time"' + ("" if is_default else f" --server {where}"),
         f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
         "triolet.v1.Inference/Generate",
         "Ctrl-C drains; twice cuts.",

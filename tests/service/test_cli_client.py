@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -180,6 +181,19 @@ def test_a_proxy_in_the_environment_is_not_asked_for_loopback(ask, monkeypatch):
     monkeypatch.setenv("http_proxy", f"http://{SILENT}")
     monkeypatch.setenv("grpc_proxy", f"http://{SILENT}")
     assert ask(FakeFront(*STORY), "generate", "x")[0] == 0
+
+
+def test_an_argument_that_is_not_utf_8_is_one_clear_sentence(ask):
+    code, out, err = ask(FakeFront(*STORY), "generate", "a\udcff")
+    assert (code, out) == (2, "")
+    assert err == "triolet: an argument is not UTF-8\n"
+
+
+def test_standard_input_that_is_not_utf_8_is_one_clear_sentence(ask, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("a\udcff"))
+    code, out, err = ask(FakeFront(*STORY), "generate", "-")
+    assert (code, out) == (2, "")
+    assert err == "triolet: standard input is not UTF-8\n"
 
 
 # ---- as a process ----------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Faults:
 
     def break_supervisor(self):
         """The engine's own task fails when the next request ends."""
-        Supervisor._count = self._fail
+        Supervisor._end = self._fail
 
     def break_bridge(self):
         """The bridge's task fails with the next news of a request."""
