@@ -137,7 +137,10 @@ def test_a_step_is_one_forward_over_the_plans_tokens(zoo, name):
 def assert_red(loaded):
     """Parity fails: a few tokens of a few sequences are enough to show it."""
     tally = Tally()
-    loaded.oracle.compare(run_packed(loaded, 24, count=5)[0], tally)
+    sequences = run_packed(loaded, 24, count=5)[0]
+    if any("its best logit is not finite" in str(one.failure) for one in sequences):
+        return  # memory that was never written holds anything, also what is no number
+    loaded.oracle.compare(sequences, tally)
     assert tally.wrong
     with pytest.raises(AssertionError):
         tally.check()

@@ -173,7 +173,7 @@ class CoreWatch:
             return plan(scheduler, now)
 
         def preparing(scheduler: Scheduler, now: float) -> None:
-            self._cause = "prepare"
+            self._cause = "plan"  # planning ahead is planning
             prepare(scheduler, now)
 
         Sequence.advance = counted  # type: ignore[method-assign]
