@@ -271,6 +271,7 @@ def test_no_more_give_way_than_the_first_in_line_needs():
     driver.submit(make_request("first", range(30, 30 + free + held - 1), max_tokens=1, arrival=3.0))
     driver.begin_step()
     assert preempted(driver) == ["b"]
+    assert driver.scheduler.statistics().preemptions == 1
     driver.end_step()
 
 
@@ -343,6 +344,13 @@ def test_the_chunk_budget_comes_back_by_halves_after_so_many_clean_steps(driver)
         limits.append(driver.scheduler._planner.chunk_limit)
         driver.step()
     assert limits == [4] * CLEAN_STEPS + [8] * CLEAN_STEPS + [16]
+
+
+@pytest.mark.parametrize(("length", "fits"), [(12, True), (13, False), (3, True)])
+def test_a_prompt_of_whole_blocks_needs_no_copies_for_its_choices(length, fits):
+    driver = Driver(block_size=4, num_blocks=5, max_model_len=16, max_num_batched_tokens=1024)
+    driver.submit(make_request("r", range(1, length + 1), max_tokens=1, n=3))
+    assert ("r" not in driver.refused) == fits
 
 
 # ---- views -----------------------------------------------------------------------------------
