@@ -348,7 +348,7 @@ def test_the_chunk_budget_comes_back_by_halves_after_so_many_clean_steps(driver)
 
 @pytest.mark.parametrize(("length", "fits"), [(12, True), (13, False), (3, True)])
 def test_a_prompt_of_whole_blocks_needs_no_copies_for_its_choices(length, fits):
-    driver = Driver(block_size=4, num_blocks=5, max_model_len=16, max_num_batched_tokens=1024)
+    driver = Driver(block_size=4, num_blocks=4, max_model_len=16, max_num_batched_tokens=1024)
     driver.submit(make_request("r", range(1, length + 1), max_tokens=1, n=3))
     assert ("r" not in driver.refused) == fits
 
