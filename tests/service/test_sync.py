@@ -278,6 +278,7 @@ def test_no_thread_is_left_but_trios_cached_ones():
     before = set(threading.enumerate())
     with open_fake() as eng:
         list(eng.generate(request(sampling=SHORT)))
+    wait_no_engine_threads()
     left = set(threading.enumerate()) - before
     assert [t.name for t in left if not t.name.startswith("Trio thread")] == []
 
