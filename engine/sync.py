@@ -389,7 +389,25 @@ class _Reader:
             self._source.close_reader()
 
 
-class Stream:
+class _Closing:
+    """What leaving its block closes."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Stream(_Closing):
     """The events of one request, for a thread that blocks: Started, Tokens…, and one Finished per
     choice. Iterating ends after the last event of a request that succeeded, and raises its
     `TrioletError` after the last event of one that did not; after that it has ended.
@@ -438,17 +456,6 @@ class Stream:
         reader = self._reader
         self._portal.try_post(reader.leave)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __del__(self) -> None:
         self.close()
 
@@ -488,7 +495,7 @@ class Stream:
 # ---- the engine
 
 
-class Engine:
+class Engine(_Closing):
     """A running engine, for threads that block; made by `open_engine`. Every method may be called
     from any thread but the engine's own, and raises ShuttingDown once it is closed.
 
@@ -498,17 +505,6 @@ class Engine:
     def __init__(self, config: EngineConfig, portal: _Portal) -> None:
         self.config = config
         self._portal = portal
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self._portal.signal_close()
@@ -645,24 +641,13 @@ def open_engine(
 H = TypeVar("H", bound=handles.Handle)
 
 
-class _Handle(Generic[H]):
+class _Handle(_Closing, Generic[H]):
     """A handle of `engine.handles`, for threads that block. One that is dropped is closed."""
 
     def __init__(self, engine: Engine, handle: H) -> None:
         self._handle = handle
         self._engine = engine
         self._portal = engine._portal
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self._portal.try_post(self._handle.close)

@@ -174,9 +174,7 @@ class Ledger:
 
     def cached_tokens_of(self, request: Request) -> int:
         """Tokens of a prompt that need not be computed. Hashes the whole prompt."""
-        if not self.config.prefix_cache or request.bypass_prefix_cache:
-            return 0
-        if request.sampling.prompt_logprobs is not None:
+        if not self.uses_cache(request) or request.sampling.prompt_logprobs is not None:
             return 0
         keys: list[bytes] = []
         root = root_key(self.config.cache_namespace, request.cache_salt)
@@ -184,15 +182,15 @@ class Ledger:
         extend_keys(keys, root, request.prompt, size, usable)
         return size * len(self.cache.match(keys))
 
-    def uses_cache(self, seq: Sequence) -> bool:
+    def uses_cache(self, request: Request) -> bool:
         """The prefix cache is on and the request does not bypass it."""
-        return self.config.prefix_cache and not seq.live.request.bypass_prefix_cache
+        return self.config.prefix_cache and not request.bypass_prefix_cache
 
     def publish_computed(self, seq: Sequence, start: int, end: int) -> None:
         """Make the blocks matchable that computing positions ``start … end - 1`` completed."""
         size = self.config.block_size
         first, last = start // size, end // size
-        if first == last or not self.uses_cache(seq):
+        if first == last or not self.uses_cache(seq.live.request):
             return
         keys = self.extend_keys(seq, end)
         for index in range(first, last):

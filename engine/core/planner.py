@@ -251,7 +251,7 @@ class Planner:
         step.rows.append(Row(seq.sequence_id, seq.num_computed, count, delta, logits, children))
         step.sequences.append(seq)
         start, end = seq.num_computed, seq.num_computed + count
-        if count > 1 and self._ledger.uses_cache(seq):
+        if count > 1 and self._ledger.uses_cache(seq.live.request):
             keys = self._ledger.extend_keys(seq, end)
             step.pending_keys.update(keys[start // self._size : end // self._size])
             self._pending_keys |= step.pending_keys
@@ -421,21 +421,25 @@ class Planner:
     def _count_hits(self, seq: Sequence, start: int) -> None:
         if not seq.is_known_to_worker:
             seq.cached_tokens = start
-        if self._ledger.uses_cache(seq):
+        if self._ledger.uses_cache(seq.live.request):
             self.prefix_queries += seq.num_tokens - seq.num_pending
             self.prefix_hits += start
 
     def _match(self, seq: Sequence) -> tuple[BlockId, ...]:
         """The cached blocks of the sequence's prefix; at least one token is left to compute."""
         ledger = self._ledger
-        if not ledger.uses_cache(seq) or not len(ledger.cache) or seq.is_scoring:
+        if not ledger.uses_cache(seq.live.request) or not len(ledger.cache) or seq.is_scoring:
             return ()
         usable = seq.num_tokens - 1
         return ledger.cache.match(ledger.extend_keys(seq, usable)[: usable // self._size])
 
     def _is_next_block_pending(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bool:
         """The first block it lacks is being computed by a row of this plan (D5)."""
-        if not self._pending_keys or not self._ledger.uses_cache(seq) or seq.is_scoring:
+        if (
+            not self._pending_keys
+            or not self._ledger.uses_cache(seq.live.request)
+            or seq.is_scoring
+        ):
             return False
         usable = seq.num_tokens - 1
         keys = self._ledger.extend_keys(seq, usable)[: usable // self._size]

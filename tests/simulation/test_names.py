@@ -32,16 +32,20 @@ async def read_all(generation):
             return events
 
 
-def run_engine(body, seed):
+def run_engine(body, seed, *, waits=True, script=None, **settings):
+    """Run ``body(engine)``, once the model is ready or (``waits`` False) while it loads.
+    ``script``, ``settings``: FakeScript's and EngineConfig's fields."""
     threads = VirtualThreads()
-    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+    fields = {"step_s": STEP_S} | (script or {})
+    runner = FakeRunner(script=FakeScript(sleep=threads.note_sleep, **fields))
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, **settings)
         async with open_engine(
             config, make_runner=lambda model, config: runner, threads=threads
         ) as engine:
-            await engine.wait_ready()
+            if waits:
+                await engine.wait_ready()
             await body(engine)
 
     run_deterministically(main, seed)
@@ -177,46 +181,30 @@ def test_submit_raises_nothing_for_a_number_that_cannot_be(wrong):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_name_used_again_while_a_step_hangs_for_longer_than_ids_are_remembered(seed):
-    """The cancel of the first still waits for the step when the second comes (the review's B1)."""
-    threads = VirtualThreads()
-    runner = FakeRunner(
-        script=FakeScript(step_s=STEP_S, step_costs={2: 80.0}, sleep=threads.note_sleep)
-    )
+    """The cancel of the first still waits for the step when the second comes."""
 
-    async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
-        async with open_engine(
-            config, make_runner=lambda model, config: runner, threads=threads
-        ) as engine:
-            await engine.wait_ready()
-            first = engine.submit(REQUEST, buffer=99)
-            await trio.sleep(1.0)  # into the long step
-            first.cancel(EndReason.CANCELLED)
-            await trio.sleep(65.0)
-            second = engine.submit(REQUEST, buffer=99)
-            assert len(await read_all(second)) == 22
-            assert second.error is None
+    async def body(engine):
+        first = engine.submit(REQUEST, buffer=99)
+        await trio.sleep(1.0)  # into the long step
+        first.cancel(EndReason.CANCELLED)
+        await trio.sleep(65.0)
+        second = engine.submit(REQUEST, buffer=99)
+        assert len(await read_all(second)) == 22
+        assert second.error is None
 
-    run_deterministically(main, seed)
+    run_engine(body, seed, script={"step_costs": {2: 80.0}})
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_that_wait_for_a_load_are_bounded_too(seed):
-    threads = VirtualThreads()
-    runner = FakeRunner(script=FakeScript(load_s=5.0, sleep=threads.note_sleep))
-    config = EngineConfig(models=(ModelConfig("fake"),), max_num_seqs=2, max_queued_requests=4)
+    async def body(engine):
+        asked = [engine.submit(replace(REQUEST, request_id=f"r{i}"), buffer=99) for i in range(9)]
+        refused = [one for one in asked if one.is_closed]
+        assert refused == asked[6:]
+        assert all(isinstance(one.error, Overloaded) for one in refused)
+        lengths = [len(await read_all(one)) for one in asked[:6]]
+        assert lengths.count(22) >= 4  # the queue has room for four, once there is one
 
-    async def main():
-        async with open_engine(
-            config, make_runner=lambda model, config: runner, threads=threads
-        ) as engine:
-            asked = [
-                engine.submit(replace(REQUEST, request_id=f"r{i}"), buffer=99) for i in range(9)
-            ]
-            refused = [one for one in asked if one.is_closed]
-            assert refused == asked[6:]
-            assert all(isinstance(one.error, Overloaded) for one in refused)
-            lengths = [len(await read_all(one)) for one in asked[:6]]
-            assert lengths.count(22) >= 4  # the queue has room for four, once there is one
-
-    run_deterministically(main, seed)
+    run_engine(
+        body, seed, waits=False, script={"load_s": 5.0}, max_num_seqs=2, max_queued_requests=4
+    )
