@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from engine.config import ModelConfig
     from engine.core.plan import Runner, TokenSpan
     from engine.generation import Generation
+    from engine.loop import Deliveries
     from engine.pool import Entry, OnEvent, Replica, RunnerFactory
     from engine.requests import Chat, GenerateRequest, StreamEvent
     from engine.status import AbortOutcome, ModelStatus
@@ -204,6 +205,11 @@ class Engine:
     def progress(self) -> Sequence[Entry]:
         """The pool's entries, for showing how far loads are."""
         return tuple(self._pool.entries.values())
+
+    @property
+    def deliveries(self) -> Deliveries:
+        """Told whenever events go out to their requests: for whoever carries them on."""
+        return self._pool.deliveries
 
     # ---- operating
 

@@ -29,7 +29,7 @@ from engine.errors import (
     SpawnTimeout,
     TrioletError,
 )
-from engine.loop import EngineLoop
+from engine.loop import Deliveries, EngineLoop
 from engine.memory import default_limit
 from engine.status import ModelState, ModelStatus, ReplicaStatus
 
@@ -117,6 +117,7 @@ class Pool:
         self._load_limiter = trio.CapacityLimiter(max(1, len(config.models)))
         self._to_load, self._loads = trio.open_memory_channel[Entry](len(config.models))
         self._is_closing = False
+        self.deliveries = Deliveries()
         self.memory_limit = config.memory_limit or default_limit()
         self.entries = {model.name: Entry(model) for model in config.models}
         self._names = {
@@ -288,6 +289,7 @@ class Pool:
             check_level=self._config.check_level,
             on_event=self._on_event,
             watch=self._watchdog.watch(name, self._on_change) if self._watchdog else None,
+            deliveries=self.deliveries,
         )
         entry.replica = Replica(
             entry.config.name, info, runner.tokenizer, loop, entry.config.threads

@@ -158,6 +158,9 @@ class Bridge:
         self._ready: dict[BridgeCall, None] = {}
         self._wake = trio.Event()
         self._nursery: trio.Nursery | None = None
+        self._is_holding = False  # a loop hands events out, and says when it is done
+        engine.deliveries.on_begin = self._hold
+        engine.deliveries.on_end = self._carry_held
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Name the asyncio loop that the `Front` methods are called on. On that loop's thread."""
@@ -276,10 +279,19 @@ class Bridge:
         self._mark(call)
 
     def _mark(self, call: BridgeCall) -> None:
-        """The call has news; the courier takes all news of a step at once."""
-        if not self._ready:
+        """The call has news. All news of a step go over at once: at the end of its delivery, or
+        by the courier's task."""
+        if not self._ready and not self._is_holding:
             self._wake.set()
         self._ready[call] = None
+
+    def _hold(self) -> None:
+        self._is_holding = True
+
+    def _carry_held(self) -> None:
+        self._is_holding = False
+        if self._ready:
+            self._carry()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Carry events over, and own the jobs of `call`, until cancelled."""

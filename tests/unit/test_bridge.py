@@ -9,6 +9,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from engine.core.types import RequestId
 from engine.generation import Generation
+from engine.loop import Deliveries
 from engine.requests import GenerateRequest
 from grpc_service.bridge import CREDIT_DELAY_S, Bridge, BridgeCall
 
@@ -30,7 +31,8 @@ class Loop:
 @pytest.fixture
 async def stream():
     """A call over a bridge: its credit, its loop, and itself."""
-    bridge = Bridge(SimpleNamespace(config=SimpleNamespace(stream_buffer=BUFFER)))
+    config = SimpleNamespace(stream_buffer=BUFFER)
+    bridge = Bridge(SimpleNamespace(config=config, deliveries=Deliveries()))
     loop = Loop()
     bridge.attach(loop)
     request = GenerateRequest(text="a")

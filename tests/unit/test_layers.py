@@ -284,16 +284,19 @@ def test_only_the_bridge_knows_two_event_worlds():
     assert {m for m in product_modules() if len(worlds(m)) == 2} == TWO_WORLDS
 
 
-def _names_to_thread(tree: ast.AST) -> bool:
+WAYS_INTO_A_THREAD = {"to_thread", "start_thread_soon"}
+
+
+def _enters_a_thread(tree: ast.AST) -> bool:
     return any(
-        (isinstance(node, ast.Attribute) and node.attr == "to_thread")
-        or (isinstance(node, ast.alias) and "to_thread" in node.name.split("."))
+        (isinstance(node, ast.Attribute) and node.attr in WAYS_INTO_A_THREAD)
+        or (isinstance(node, ast.alias) and WAYS_INTO_A_THREAD & {*node.name.split(".")})
         for node in ast.walk(tree)
     )
 
 
 def test_only_threads_enters_a_thread():
-    found = {m for m in product_modules() if _names_to_thread(ast.parse(modules()[m].read_text()))}
+    found = {m for m in product_modules() if _enters_a_thread(ast.parse(modules()[m].read_text()))}
     assert found == {THREAD_ENTRY}
 
 

@@ -7,10 +7,11 @@ they go (measured: without the flag, the same seed gave different journals).
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import trio
 import trio._core._run as trio_run
+import trio.lowlevel
 from trio.testing import MockClock
 
 if TYPE_CHECKING:
@@ -47,3 +48,28 @@ class VirtualThreads:
             with trio.CancelScope(shield=True):
                 await trio.sleep(self._slept_s)
             return result
+
+    def start(
+        self, job: Callable[[], T], limiter: trio.CapacityLimiter, *, tells_begin: bool
+    ) -> VirtualJob[T]:
+        return VirtualJob(self, job, limiter)
+
+
+class VirtualJob(Generic[T]):
+    """`engine.threads.Job` in virtual time: what is done between its start and `wait` comes
+    before the job, and `wait_begun` lets every other task have a turn."""
+
+    def __init__(
+        self, threads: VirtualThreads, job: Callable[[], T], limiter: trio.CapacityLimiter
+    ) -> None:
+        self._threads, self._job, self._limiter = threads, job, limiter
+        limiter.acquire_on_behalf_of_nowait(self)
+
+    async def wait_begun(self) -> None:
+        with trio.CancelScope(shield=True):
+            await trio.lowlevel.checkpoint()
+
+    async def wait(self) -> T:
+        self._limiter.release_on_behalf_of(self)
+        with trio.CancelScope(shield=True):
+            return await self._threads.run(self._job, self._limiter)
