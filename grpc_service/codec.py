@@ -223,10 +223,6 @@ def encode_events(
     ``token_ids``: the client asked for them. Ends that are no success give no message; the
     call's status says them.
     """
-    if len(events) == 1 and isinstance(only := events[0], Tokens):
-        short = _short_delta(only, token_ids=token_ids)
-        if short is not None:
-            return short
     messages: list[inference_pb2.GenerateResponse] = []
     pending: dict[int, list[Tokens]] = {}
     for event in events:
@@ -243,25 +239,38 @@ def encode_events(
     return messages
 
 
-_new_message = inference_pb2.GenerateResponse  # found once, not once a token
+class ShortDelta:
+    """The wire's form of what nearly every step gives nearly every stream: one Tokens event that
+    fits one message. As `encode_events`, in a fifth of the time, for one stream and one thread.
 
+    ``token_ids``: the client asked for them.
+    """
 
-def _short_delta(event: Tokens, *, token_ids: bool) -> list[inference_pb2.GenerateResponse] | None:
-    """As `_deltas`, faster, for what nearly every step gives nearly every stream; None for what
-    may need more than one message."""
-    _, choice, ids, text, logprobs, _ = event
-    # a character takes 4 bytes at most, an id 5, and 20 are enough for the rest
-    if logprobs or 4 * len(text) + 5 * len(ids) + 20 > MESSAGE_BYTES_MAX:
-        return None
-    if not (text or (ids and token_ids)):
-        return []
-    message = _new_message()
-    delta = message.delta
-    delta.choice = choice
-    delta.text = text
-    if token_ids:
-        delta.token_ids.extend(ids)
-    return [message]
+    __slots__ = ("_delta", "_message", "_token_ids")
+
+    def __init__(self, *, token_ids: bool) -> None:
+        self._message = inference_pb2.GenerateResponse()
+        self._delta = self._message.delta
+        self._token_ids = token_ids
+
+    def encode(self, event: StreamEvent) -> bytes | None:
+        """The message's bytes, none (b"") if there is nothing to tell; None: `encode_events` is
+        to do it."""
+        if event.__class__ is not Tokens:
+            return None
+        _, choice, ids, text, logprobs, _ = event
+        # a character takes 4 bytes at most, an id 5, and 20 are enough for the rest
+        if logprobs or 4 * len(text) + 5 * len(ids) + 20 > MESSAGE_BYTES_MAX:
+            return None
+        delta = self._delta
+        if self._token_ids:
+            del delta.token_ids[:]
+            delta.token_ids.extend(ids)
+        elif not text:
+            return b""
+        delta.choice = choice
+        delta.text = text
+        return self._message.SerializeToString() if text or ids else b""
 
 
 def _deltas(

@@ -62,10 +62,16 @@ class Inference:
         timeout_s = clients_timeout(context.time_remaining())
         call = self._front.generate(codec.decode_generate(request, timeout_s), context.peer())
         encode = partial(codec.encode_events, token_ids=request.output.token_ids)
+        short = codec.ShortDelta(token_ids=request.output.token_ids)
         is_large = request.output.HasField("prompt_logprobs")
         write = context.write  # waits while the client's window is closed
         try:
             while events := await call.receive():
+                if len(events) == 1 and (data := short.encode(events[0])) is not None:
+                    if data:
+                        await write(data)
+                    call.written(1)
+                    continue
                 if is_large:  # off the loop: 65,536 numbers take long to encode
                     is_large, loop = False, asyncio.get_running_loop()
                     messages = await loop.run_in_executor(None, encode, events)
@@ -211,8 +217,13 @@ def _handler(method: MethodDescriptor, behaviour: Behaviour) -> grpc.RpcMethodHa
     return make(
         behaviour,
         request_deserializer=_deserializer(GetMessageClass(method.input_type)),
-        response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        response_serializer=_serialize,
     )
+
+
+def _serialize(message: Message | bytes) -> bytes:
+    """What a handler gives: a message, or its bytes where making them is its own business."""
+    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 def _deserializer(cls: type[Message]) -> Callable[[bytes], Message | InvalidRequest]:

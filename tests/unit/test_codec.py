@@ -396,10 +396,22 @@ def test_no_message_exceeds_the_limit(limit, events):
 )
 def test_a_token_alone_is_encoded_as_one_among_others(text, ids, choice, token_ids, limit):
     event = tokens(text, choice=choice, ids=tuple(ids))
+    short = codec.ShortDelta(token_ids=token_ids)
+    short.encode(tokens("before", choice=2, ids=(4, 5)))  # of which nothing is left
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec, "MESSAGE_BYTES_MAX", limit)
-        alone = codec.encode_events([event], token_ids=token_ids)
-        assert alone == list(codec._deltas([event], token_ids=token_ids))
+        messages = codec.encode_events([event], token_ids=token_ids)
+        data = short.encode(event)
+    if data is not None:
+        assert ([data] if data else []) == [message.SerializeToString() for message in messages]
+        assert len(data) <= limit
+
+
+def test_only_a_token_is_encoded_alone():
+    short = codec.ShortDelta(token_ids=True)
+    assert short.encode(Started("r", "m", 7)) is None
+    assert short.encode(ended(0, EndReason.STOP)) is None
+    assert short.encode(tokens("a", logprobs=(TokenLogprob(4, "d", -1.0),))) is None
 
 
 def test_what_cannot_be_split_goes_out_whole():
