@@ -1,16 +1,20 @@
 """What the front adds: server CPU per message, against a plain grpc.aio handler.
 
-Both servers are processes that write the same message, made and serialised afresh, to every
-stream once per tick; the readers are a third process. A tick is a runner's sleep here and a timer
-there, long enough that neither falls behind: were one to, its messages would hold several tokens
-and be fewer. That each message held one is checked by its size. The figure is the processor time
-of the server's whole process (engine, planning and both event loops included) per message read.
+The servers are processes that write the same message, made and serialised afresh, to every stream
+once per tick; the readers are another process. Beside them stands the design's own price: the plain
+handler fed as ours is, by a Trio thread and a worker's thread (D1, D3), with no engine in them.
+
+A tick is a runner's sleep here and a timer there, long enough that neither falls behind: were one
+to, its messages would hold several tokens and be fewer. That each message held one is checked by
+its size. The figure is the processor time of the server's whole process (engine, planning and both
+event loops included) per message read.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.wire import ENDLESS, Peer, peer
@@ -36,33 +40,36 @@ def measure(server: Peer, streams: int, sizes: list[float]) -> float:
 
 
 def compare(streams: int) -> list[Row]:
-    """The three rows of one number of streams."""
-    runner = {
-        "step_s": TICK_S[streams],
-        "num_blocks": 512 + streams * 256,
-        "max_model_len": ENDLESS + 200,
-    }
+    """The rows of one number of streams."""
+    tick = TICK_S[streams]
+    runner = {"step_s": tick, "num_blocks": 512 + streams * 256, "max_model_len": ENDLESS + 200}
     engine = {"max_num_seqs": streams, "max_num_batched_tokens": max(2048, 2 * streams)}
-    sizes: tuple[list[float], list[float]] = ([], [])
+    sizes: list[list[float]] = [[], [], []]
     with (
         peer("triolet", runner=runner, engine=engine) as ours,
-        peer("plain", step_s=TICK_S[streams]) as plain,
+        peer("worlds", step_s=tick) as worlds,
+        peer("plain", step_s=tick) as plain,
     ):
-        mine, theirs = repeat_in_turn(
+        mine, bare, theirs = repeat_in_turn(
             [
-                lambda: measure(ours, streams, sizes[0]),
-                lambda: measure(plain, streams, sizes[1]),
+                partial(measure, server, streams, seen)
+                for server, seen in zip((ours, worlds, plain), sizes, strict=True)
             ]
         )
-    ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
-    growth = max(sizes[0]) / max(sizes[1])
+    growth = max(sizes[0]) / max(sizes[2])
     note = "" if growth < SIZE_TOLERANCE else f"messages held {growth:.2f} × the bytes"
     name = f"{streams} stream{'s' if streams > 1 else ''}"
     return [
         row_of(f"CPU per message, {name}", mine, "µs"),
+        row_of(f"two worlds and no engine, {name}", bare, "µs"),
         row_of(f"plain grpc.aio, {name}", theirs, "µs"),
-        row_of(f"against plain, {name}", ratios, "×", bar=BAR, note=note),
+        row_of(f"against plain, {name}", _ratios(mine, theirs), "×", bar=BAR, note=note),
+        row_of(f"two worlds against plain, {name}", _ratios(bare, theirs), "×"),
     ]
+
+
+def _ratios(ones: list[float], others: list[float]) -> list[float]:
+    return [one / other for one, other in zip(ones, others, strict=True)]
 
 
 def run() -> list[Row]:
