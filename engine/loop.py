@@ -289,7 +289,7 @@ class EngineLoop:
             sink = sinks.get(event.request_id)
             if sink is None:
                 self.late_events += 1  # its request was ended from outside (R156)
-            elif isinstance(event, Tokens):
+            elif event.__class__ is Tokens:
                 sink.on_tokens(event)
             elif isinstance(event, Finished):
                 sink.on_finished(event)

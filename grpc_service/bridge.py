@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from engine.api import Engine
+    from engine.core.credit import Credit
     from engine.generation import Generation
     from engine.requests import GenerateRequest, StreamEvent
     from engine.status import EngineStatistics
@@ -62,7 +63,7 @@ class BridgeCall:
         self._error: TrioletError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._num_written = 0  # Tokens events, ever; set on the asyncio thread alone
-        self._num_released = 0  # of those, credit given back; set on the Trio thread alone
+        self.num_released = 0  # of those, credit given back; set on the Trio thread alone
         self.request = request
         self.posted_at = bridge.clock()
         self.generation: Generation | None = None  # the Trio side's, touched there alone
@@ -88,10 +89,8 @@ class BridgeCall:
         if not num_tokens_events:
             return
         self._num_written += num_tokens_events
-        generation = self.generation
-        assert generation is not None
-        credit = generation.credit  # the Trio thread's; a look at it may be a moment late
-        if credit.starved or 2 * (self._num_written - self._num_released) >= credit.capacity:
+        credit = self._credit  # the Trio thread's; a look at it may be a moment late
+        if credit.starved or 2 * (self._num_written - self.num_released) >= credit.capacity:
             self._bridge.post(self.release_written)
         else:
             self._bridge.look_soon(self)
@@ -124,13 +123,28 @@ class BridgeCall:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    @property
+    def _credit(self) -> Credit:
+        assert self.generation is not None, "nothing can be written before there is a generation"
+        return self.generation.credit
+
+    @property
+    def is_starved(self) -> bool:
+        """Somebody waits for slots."""
+        return self._credit.starved
+
+    @property
+    def owes(self) -> bool:
+        """Something was written whose credit has not come back."""
+        return self._num_written > self.num_released
+
     # ---- on the Trio thread
 
     def release_written(self) -> None:
         """Give the generation the credit of what was written since the last time."""
-        count = self._num_written - self._num_released
+        count = self._num_written - self.num_released
         if count and self.generation is not None:
-            self._num_released += count
+            self.num_released += count
             self.generation.release(count)
 
     def _close_reader(self) -> None:
@@ -153,7 +167,8 @@ class Bridge:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._commands: deque[Callable[[], object]] = deque()
         self._is_posted = False
-        self._written: dict[BridgeCall, None] = {}  # the asyncio side's: whose credit to give back
+        # the asyncio side's: whose credit to look at, and what had been given back of it
+        self._written: dict[BridgeCall, int] = {}
         self._credit_timer: asyncio.TimerHandle | None = None
         self._ready: dict[BridgeCall, None] = {}
         self._wake = trio.Event()
@@ -232,18 +247,35 @@ class Bridge:
         return True
 
     def look_soon(self, call: BridgeCall) -> None:
-        """Look at what ``call`` has written, with all the others, if no step's courier does."""
-        self._written[call] = None
+        """See to it that what ``call`` has written is looked at, if no step's courier does."""
+        self._written.setdefault(call, call.num_released)
         if self._credit_timer is None:
-            assert self._loop is not None
-            self._credit_timer = self._loop.call_later(CREDIT_DELAY_S, self._post_credit)
+            self._start_credit_timer()
 
-    def _post_credit(self) -> None:
-        self._credit_timer = None
+    def _start_credit_timer(self) -> None:
+        assert self._loop is not None
+        self._credit_timer = self._loop.call_later(CREDIT_DELAY_S, self._look)
+
+    def _look(self) -> None:
+        """Post the credit of the calls that the courier has not come to since they were noted.
+        While steps go on it has come to all, and the Trio thread is not woken."""
         calls, self._written = self._written, {}
+        due = []
+        for call, num_released in calls.items():
+            if not call.owes:
+                continue
+            if call.is_starved or call.num_released == num_released:
+                due.append(call)
+            else:
+                self._written[call] = call.num_released
+        self._credit_timer = None
+        if self._written:
+            self._start_credit_timer()
+        if not due:
+            return
 
         def release() -> None:
-            for call in calls:
+            for call in due:
                 call.release_written()
 
         self.post(release)

@@ -91,3 +91,33 @@ async def test_what_the_courier_has_fetched_is_not_given_back_twice(stream):
 async def test_messages_without_credit_give_none_back(stream):
     stream.call.written(0)
     assert not stream.loop.later
+
+
+async def test_credit_that_the_courier_comes_for_wakes_nobody(stream):
+    make(stream.credit, 2)
+    stream.call.written(1)
+    stream.call.release_written()  # the courier comes by
+    stream.call.written(1)
+    [look] = stream.loop.later
+    stream.loop.later.clear()
+    look()
+    await wait_all_tasks_blocked()
+    assert stream.credit.filled == 1, "it was left for the courier"
+    [look] = stream.loop.later
+    stream.loop.later.clear()
+    look()
+    await wait_all_tasks_blocked()
+    assert stream.credit.filled == 0, "nobody came for it"
+    assert not stream.loop.later, "and then nobody looks any more"
+
+
+async def test_a_stream_that_starts_to_wait_is_seen_at_the_next_look(stream):
+    make(stream.credit, 2)
+    stream.call.written(1)
+    stream.call.release_written()
+    stream.call.written(1)
+    stream.credit.mark_starved()  # a moment after that was written
+    [look] = stream.loop.later
+    look()
+    await wait_all_tasks_blocked()
+    assert stream.credit.filled == 0
