@@ -174,6 +174,7 @@ class Bridge:
         self._wake = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._is_holding = False  # a loop hands events out, and says when it is done
+        self._bug: Exception | None = None
         engine.deliveries.on_begin = self._hold
         engine.deliveries.on_end = self._carry_held
 
@@ -321,9 +322,15 @@ class Bridge:
         self._is_holding = True
 
     def _carry_held(self) -> None:
+        """A bug here is not the loop's, which calls this: the courier's task raises it."""
         self._is_holding = False
-        if self._ready:
+        if not self._ready:
+            return
+        try:
             self._carry()
+        except Exception as error:
+            self._bug = error
+            self._wake.set()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Carry events over, and own the jobs of `call`, until cancelled."""
@@ -334,6 +341,8 @@ class Bridge:
                 while True:
                     await self._wake.wait()
                     self._wake = trio.Event()
+                    if self._bug is not None:
+                        raise self._bug
                     self._carry()
             finally:
                 self._nursery = None

@@ -110,7 +110,7 @@ def _make_odd(rng: random.Random, client: Client) -> Client:
     """One of the ways a good request can differ from token ids and a number of tokens."""
     request, sampling = client.request, client.request.sampling
     ids = request.token_ids or ()
-    match rng.randrange(9):
+    match rng.randrange(11):
         case 0:
             request = replace(request, token_ids=None, text="".join(f"<{i}>" for i in ids))
         case 1:  # long enough for a thread of its own
@@ -141,17 +141,50 @@ def _make_odd(rng: random.Random, client: Client) -> Client:
             sampling = replace(sampling, min_tokens=min(4, sampling.max_tokens or 4))
         case 8:
             sampling = replace(sampling, max_tokens=None, ignore_eos=rng.random() < 0.5)
+        case 9:
+            sampling = _edit(rng, sampling)
+        case 10:
+            least = rng.choice([0, 3])
+            request = replace(request, output=OutputOptions(logprobs=least, prompt_logprobs=least))
     request = replace(request, sampling=sampling)
     if len(prompt_of(request)) >= MAX_MODEL_LEN:
         return client
     return replace(client, request=request)
 
 
+def _edit(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
+    """What is checked and handed on, and what the fake model does not look at."""
+    return replace(
+        sampling,
+        logit_bias=((5, 1.5), (7, -2.0)),
+        allowed_token_ids=rng.choice([(), tuple(range(999))]),
+        banned_token_ids=rng.choice([(), (3, 4)]),
+        bad_words=rng.choice([(), ("<1>", "<2><3>"), ("words of " * 25,) * 20]),
+    )
+
+
+def _spoil_sampling(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
+    """What no model with the fake one's vocabulary can do."""
+    match rng.randrange(6):
+        case 0:
+            return replace(sampling, logit_bias=((5, 1.5), (1000, 1.0)))
+        case 1:
+            return replace(sampling, allowed_token_ids=tuple(range(1001)))
+        case 2:
+            return replace(sampling, allowed_token_ids=(3, 4), banned_token_ids=(4, 3))
+        case 3:
+            return replace(sampling, banned_token_ids=tuple(range(1000)))
+        case 4:
+            return replace(sampling, bad_words=("a", "\ud800"))
+        case _:
+            return replace(sampling, stop_token_ids=(1000,))
+
+
 def _spoil(rng: random.Random, client: Client, index: int) -> Client:
     """One of the ways a request can be refused."""
     request, prompt = client.request, client.request.prompt
     reason = "INVALID_REQUEST"
-    match rng.randrange(9):
+    match rng.randrange(11):
         case 0:  # the name of an earlier one, which may have ended by now
             name = f"r{rng.randint(max(0, index - 20), index)}"
             return replace(
@@ -189,6 +222,9 @@ def _spoil(rng: random.Random, client: Client, index: int) -> Client:
         case 8:  # more choices than any stream of this buffer or scheduler can hold
             request = replace(request, n=16)
             client, reason = replace(client, buffer=5, over_wire=False), "REQUEST_TOO_LARGE"
+        case 9 | 10:
+            sampling = replace(request.sampling, min_tokens=None)
+            request = replace(request, sampling=_spoil_sampling(rng, sampling))
     return replace(client, request=request, may_end=frozenset({reason}), must_fail=True)
 
 

@@ -47,12 +47,19 @@ class Reader:
             if self.prompt_tokens is not None or self.tokens:
                 raise Violation(f"{name}: started twice")
             self.prompt_tokens = event.prompt_tokens
+            asked = self.client.request.output.prompt_logprobs
+            if len(event.prompt_logprobs) != (0 if asked is None else event.prompt_tokens):
+                raise Violation(f"{name}: {len(event.prompt_logprobs)} tokens of the prompt scored")
             return
         if self.prompt_tokens is None or event.choice in self.finished:
             raise Violation(f"{name}: {journal.line(event)} out of place")
         if isinstance(event, Finished):
             self.finished[event.choice] = event
         else:
+            if self.client.request.output.logprobs is not None:
+                scored = [entry.token_id for entry in event.logprobs]
+                if scored != list(event.token_ids):
+                    raise Violation(f"{name}: {scored} scored of {event.token_ids}")
             self.tokens.setdefault(event.choice, []).extend(event.token_ids)
             self.text[event.choice] = self.text.get(event.choice, "") + event.text
 
