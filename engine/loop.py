@@ -226,11 +226,11 @@ class EngineLoop:
         and prepare the next plan."""
         await trio.lowlevel.checkpoint_if_cancelled()
         started = trio.current_time()
-        self._watch.begin(plan.plan_id)
         is_held_back = len(self._outbox) >= EVENTS_TO_HOLD_BACK
         job = self._threads.start(
             lambda: self._execute(plan), self._limiter, tells_begin=is_held_back
         )
+        self._watch.begin(plan.plan_id)
         try:
             if is_held_back:
                 await job.wait_begun()
