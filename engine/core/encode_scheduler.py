@@ -323,7 +323,8 @@ class EncodeScheduler:
 
     def _reader_drained(self, event: ReaderDrained, now: float) -> None:
         """Back into the line once there is room for a batch worth its step: half the stream, or
-        all that is left. A reader that takes anything is not stalled."""
+        all that is left. A reader that takes anything is not stalled. With nothing left to read
+        it goes back at once: if the step fails that has its slots, no reader will tell again."""
         live = self._parked.get(event.request_id)
         if live is None:
             return
@@ -334,8 +335,7 @@ class EncodeScheduler:
             live.park(now)
             return
         del self._parked[event.request_id]
-        if live.left:
-            self._enter_line(live)
+        self._enter_line(live)
 
     def _end_stalled(self, now: float) -> None:
         limit = self.config.stall_timeout_s
@@ -457,6 +457,7 @@ class EncodeScheduler:
             assert not live.is_ended
             is_parked = live.request.request_id in self._parked
             assert is_parked == (live.parked_since is not None), f"{live}: parked or not?"
+            assert live.left or not is_parked, f"{live} is parked for nothing"
             places = in_line.count(live)
             assert places == (1 if live.left and not is_parked else 0), f"{live} is lost"
             assert live.in_step + len(live.left) + live.num_done == len(live.request.inputs)

@@ -131,6 +131,19 @@ def test_the_last_inputs_need_room_for_themselves_only():
     assert lengths(driver.begin_step()) == [1]
 
 
+def test_slots_that_a_failed_step_gives_back_are_not_waited_for():
+    """Its reader has read everything, and so will never say again that there is room."""
+    driver = EncodeDriver(max_num_batched_tokens=20)
+    driver.submit("a", [20, *[1] * 9], buffer=4)
+    driver.step(read=False)
+    assert len(driver.begin_step().rows) == 3
+    assert driver.scheduler.phase_of("a") == "parked"
+    driver.read("a", 1)
+    fail(driver, FailureKind.OUT_OF_MEMORY)
+    driver.run()
+    assert driver.finished["a"].reason is EndReason.STOP
+
+
 def test_a_reader_that_takes_anything_is_not_stalled():
     driver = EncodeDriver(stall_timeout_s=30.0)
     driver.submit("slow", [1] * 10, buffer=5)
