@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
     from engine.core.plan import RunnerSpec
 
-# Padding that a group may hold before a group of its own is cheaper, in tokens: what a forward
-# costs beside its tokens. Measured with `python -m tools.bench embed`.
+# Padding that a group may hold before a group of its own is taken to be cheaper, in tokens: a guess
+# at what a forward costs beside its tokens.
 GROUP_COST_TOKENS = 48
 # Activations of a step beside the weights, in numbers per token and unit of width: the widest
 # layer's input and output, attention's four, and the residual. An estimate.
