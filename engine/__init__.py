@@ -8,6 +8,7 @@ from engine.api import Engine, Stream, open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.events import Finished, Tokens
 from engine.core.types import EndReason
+from engine.encode_requests import Embedding, EmbedRequest, RerankRequest, Score
 from engine.errors import TrioletError
 from engine.requests import (
     Chat,
@@ -20,6 +21,8 @@ from engine.requests import (
 
 __all__ = [
     "Chat",
+    "EmbedRequest",
+    "Embedding",
     "EndReason",
     "Engine",
     "EngineConfig",
@@ -28,7 +31,9 @@ __all__ = [
     "ModelConfig",
     "OutputOptions",
     "PromptOptions",
+    "RerankRequest",
     "SamplingParams",
+    "Score",
     "Started",
     "Stream",
     "Tokens",

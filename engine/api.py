@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import trio
 
 from engine.config import EngineConfig
 from engine.core.events import Pause, PauseMode, ResetPrefixCache, Resume
-from engine.errors import InvalidRequest, RequestCancelled, RequestTooLarge, Unsupported
+from engine.errors import InvalidRequest, RequestCancelled, RequestTooLarge
 from engine.pool import REPLICA_ID, Pool
-from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
+from engine.status import Capability, Counts, EngineStatistics, ModelState, ReplicaCounts
 from engine.supervisor import Supervisor
 from engine.threads import Threads, WorkerThreads
 from engine.watchdog import Watchdog
@@ -30,37 +30,50 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from engine.config import ModelConfig
-    from engine.core.plan import Runner, TokenSpan
-    from engine.generation import Generation
+    from engine.core.plan import TokenSpan
+    from engine.encode_requests import (
+        AnyRequest,
+        EmbedEvent,
+        EmbedRequest,
+        EncodeRequests,
+        RerankEvent,
+        RerankRequest,
+    )
+    from engine.encoding import Encoding
+    from engine.generation import Generation, Lifetime
     from engine.loop import Deliveries
-    from engine.pool import Entry, OnEvent, Replica, RunnerFactory
+    from engine.pool import AnyRunner, Entry, FindCapability, OnEvent, Replica, RunnerFactory
     from engine.requests import Chat, GenerateRequest, StreamEvent
     from engine.status import AbortOutcome, ModelStatus
 
 
+EventT = TypeVar("EventT")
+
 TOKENIZE_TOKENS_MAX = 100_000  # guess: about 3 MiB of answer, half a second to build
 
 
-class Stream:
-    """The events of one request: Started, Tokens…, and one Finished per choice.
+class Stream(Generic[EventT]):
+    """The events of one request: Started; Tokens, or an Embedding or Score for each input; and one
+    Finished per choice.
 
     Iterating ends after the last event of a request that succeeded, and raises its
     `TrioletError` after the last event of one that did not.
     """
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Lifetime[Any]) -> None:
         self._generation = generation
 
     @property
     def request_id(self) -> str:
         return self._generation.request_id
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> Stream[EventT]:
         return self
 
-    async def __anext__(self) -> StreamEvent:
+    async def __anext__(self) -> EventT:
         try:
-            return await self._generation.receive()
+            event: EventT = await self._generation.receive()
+            return event
         except trio.EndOfChannel:
             if self._generation.error is not None:
                 raise self._generation.error from None
@@ -77,25 +90,55 @@ class Engine:
         self._pool = pool
         self._supervisor = supervisor
 
-    # ---- generating
+    # ---- generating and encoding
 
     @asynccontextmanager
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Stream[StreamEvent]]:
         """Run a request; a refusal is raised at the first event.
 
         Cancellation, or leaving the block early: the generation ends; its blocks are free
         after at most one step.
         """
-        generation = self.submit(request, buffer=self.config.in_process_buffer)
-        try:
+        with self._streaming(request) as generation:
             yield Stream(generation)
-        finally:
-            generation.close_reader()
 
+    @asynccontextmanager
+    async def embed(self, request: EmbedRequest) -> AsyncIterator[Stream[EmbedEvent]]:
+        """Make one vector per input, each sent as it is ready; a refusal is raised at the first
+        event, before any of them.
+
+        Cancellation, or leaving the block early: the request ends, and is out of the encoder
+        after at most one step.
+        """
+        with self._streaming(request) as encoding:
+            yield Stream(encoding)
+
+    @asynccontextmanager
+    async def rerank(self, request: RerankRequest) -> AsyncIterator[Stream[RerankEvent]]:
+        """Score every document; as `embed`. With ``top_n`` the scores come sorted, at the end."""
+        with self._streaming(request) as encoding:
+            yield Stream(encoding)
+
+    @contextmanager
+    def _streaming(self, request: AnyRequest) -> Iterator[Lifetime[Any]]:
+        lifetime = self._supervisor.submit(request, buffer=self.config.in_process_buffer)
+        try:
+            yield lifetime
+        finally:
+            lifetime.close_reader()
+
+    @overload
     def submit(
         self, request: GenerateRequest, *, buffer: int, arrived_at: float | None = None
-    ) -> Generation:
-        """Start a request whose reader the caller drives (`Generation`). Never waits."""
+    ) -> Generation: ...
+    @overload
+    def submit(
+        self, request: EncodeRequests, *, buffer: int, arrived_at: float | None = None
+    ) -> Encoding: ...
+    def submit(
+        self, request: AnyRequest, *, buffer: int, arrived_at: float | None = None
+    ) -> Generation | Encoding:
+        """Start a request of any kind whose reader the caller drives (`Lifetime`). Never waits."""
         return self._supervisor.submit(request, buffer=buffer, arrived_at=arrived_at)
 
     # ---- text and tokens
@@ -117,7 +160,7 @@ class Engine:
         """
         if (text is None) == (chat is None):
             raise InvalidRequest.of("input", "set exactly one of text and chat")
-        async with self._pool.lease(model) as replica:
+        async with self._pool.lease(model, _text_if_unnamed(model)) as replica:
             add = add_special_tokens
             if chat is not None:
                 text = await self._supervisor.prompts.render_chat(replica, chat)
@@ -141,28 +184,10 @@ class Engine:
         Raises:
             InvalidRequest: an id outside the vocabulary. And as `Pool.lease`.
         """
-        async with self._pool.lease(model) as replica:
+        async with self._pool.lease(model, _text_if_unnamed(model)) as replica:
             return await self._supervisor.prompts.decode(
                 replica, ids, skip_special_tokens=skip_special_tokens
             )
-
-    # ---- encoders
-
-    async def embed(self, model: str, texts: Sequence[str]) -> Sequence[Sequence[float]]:
-        """One vector per text.
-
-        Raises:
-            Unsupported: always; encoders come with the issue "Encoders".
-        """
-        raise Unsupported("embedding is not supported yet", field="Embed")
-
-    async def rank(self, model: str, query: str, documents: Sequence[str]) -> Sequence[float]:
-        """One score per document.
-
-        Raises:
-            Unsupported: always; cross-encoders come with the issue "Encoders".
-        """
-        raise Unsupported("ranking is not supported yet", field="Rerank")
 
     # ---- views
 
@@ -282,11 +307,28 @@ def _sum(counts: Sequence[Counts]) -> dict[str, Any]:
     return {name: sum(getattr(count, name) for count in counts) for name in names}
 
 
-def make_torch_runner(model: ModelConfig, config: EngineConfig) -> Runner:
-    """The runner of a text model from transformers; imports torch when it loads."""
+def _text_if_unnamed(model: str) -> Capability | None:
+    """Whose tokens are meant: for no name, those of the first model that generates text."""
+    return None if model else Capability.TEXT_TO_TEXT
+
+
+def make_torch_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:
+    """The runner of a text model from transformers, or of an encoder from sentence-transformers;
+    imports torch when it loads."""
     from engine.model.factory import make_runner
 
     return make_runner(model, config)
+
+
+def _unknown_capability(model: ModelConfig) -> None:
+    return None
+
+
+def capability_by_files(model: ModelConfig) -> Capability | None:
+    """What a model is for, by the files that are here; None: they are not."""
+    from engine.model.capability import find
+
+    return find(model.model, model.revision)
 
 
 @asynccontextmanager
@@ -298,13 +340,16 @@ async def open_engine(
     on_change: Callable[[], None] = lambda: None,
     on_event: OnEvent | None = None,
     watchdog: Watchdog | None = None,
+    find_capability: FindCapability | None = None,
 ) -> AsyncIterator[Engine]:
     """Start an engine; its models load in the background (`Engine.wait_ready`).
 
     ``make_runner`` and ``threads`` are the seams for fakes and virtual time. ``on_change`` is
     called on the Trio thread whenever a model's state changes, ``on_event`` with everything that
     goes into and out of a scheduler (`engine.core.journal` writes it down). ``watchdog`` is for
-    whoever wants more of it than reports of hung steps (`Watchdog.leave`).
+    whoever wants more of it than reports of hung steps (`Watchdog.leave`). ``find_capability``
+    tells what a model is for before it is loaded, where its configuration does not; None: its
+    files do, if ``make_runner`` is our own.
 
     Cancellation, or an exception from the block: running requests are cut at once; otherwise
     leaving the block drains for the configured time.
@@ -313,7 +358,10 @@ async def open_engine(
     if watchdog is None and threads is None:  # virtual time has no hung steps
         watchdog = Watchdog(config.step_timeout_s)
     threads = threads or WorkerThreads()
-    pool = Pool(config, make_runner, threads, on_change, on_event, watchdog)
+    if find_capability is None:
+        is_own = make_runner is make_torch_runner
+        find_capability = capability_by_files if is_own else _unknown_capability
+    pool = Pool(config, make_runner, threads, on_change, on_event, watchdog, find_capability)
     supervisor = Supervisor(config, pool, threads)
     engine = Engine(config, pool, supervisor)
     with _running(watchdog):

@@ -7,8 +7,12 @@ Rule 2: defaults of what an operator can set stand here, and each is told by `se
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.status import Capability
 
 DEMO_MODELS = ("demo-stories",)
 IN_PROCESS_BUFFER = 4096  # R7: the source design's token channel
@@ -32,7 +36,8 @@ def _require_room_for_prompts(max_num_batched_tokens: int, max_num_seqs: int) ->
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One model to serve. ``name`` is what clients ask for (default: the last part of
-    ``model``); ``lazy`` loads at the first request. ``threads`` 0 shares the cores evenly."""
+    ``model``); ``lazy`` loads at the first request. ``threads`` 0: text models share the cores
+    evenly, encoders have one. ``capability`` None: found from the model's files."""
 
     model: str
     name: str = ""
@@ -42,6 +47,7 @@ class ModelConfig:
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0
+    capability: Capability | None = None
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -87,6 +93,28 @@ class SchedulerConfig:
                 f"the KV pool has {self.num_blocks} blocks of {self.block_size} tokens, but one "
                 f"sequence of --max-model-len {self.max_model_len} needs {needed}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """The bounds of an encoder's core, once the encoder is known. A step takes at most
+    ``max_num_seqs`` inputs and ``max_num_batched_tokens`` tokens, padding counted; an input longer
+    than that has a step of its own."""
+
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_queued_requests: int = 2048
+    max_queued_tokens: int = 1_000_000
+    stall_timeout_s: float = 30.0
+    aging_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        _at_least("max-model-len", self.max_model_len, 1)
+        _at_least("max-num-seqs", self.max_num_seqs, 1)
+        _at_least("max-num-batched-tokens", self.max_num_batched_tokens, 1)
+        _at_least("max-queued-requests", self.max_queued_requests, 1)
+        _at_least("max-queued-tokens", self.max_queued_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """One request's life on the Trio thread: its scope, its stream, and its one end.
 
-Rule 1: every early end is one `Generation.cancel(reason)`; the first reason wins (R204).
+Rule 1: every early end is one `Lifetime.cancel(reason)`; the first reason wins (R204).
 Rule 2: `close` is the end, whatever led to it: no event comes after it. Rule 3: nothing here
-waits but a reader.
+waits but a reader. Rule 4: what requests of all kinds share is `Lifetime`; `Generation` is a
+Generate's, `engine.encoding.Encoding` an encoder's.
 
 Life: made by `Supervisor.submit` → events arrive by the `on_…` methods (`engine.loop.Sink`) → all
 choices ended, or an error, or a cancel → closed: its channel ends and ``error`` says how.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
@@ -21,6 +22,7 @@ from engine.core.events import Admitted, Finished, ReaderDrained, Refused, Token
 from engine.core.types import EndReason, RequestId
 from engine.errors import (
     DeadlineExceeded,
+    EngineBug,
     ReaderStalled,
     RequestAborted,
     RequestCancelled,
@@ -33,9 +35,12 @@ from engine.requests import Started, StreamEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.core.encode_types import Encoded
     from engine.core.types import TokenLogprob
     from engine.pool import Replica
     from engine.requests import GenerateRequest
+
+EventT = TypeVar("EventT")
 
 DEADLINE_MARGIN_S = 0.020  # D18: measured, at 0.010 no client saw a bare reset
 DEADLINE_MARGIN_SHARE = 0.10
@@ -49,7 +54,7 @@ def server_deadline(now: float, timeout_s: float | None) -> float:
     return now + timeout_s - min(DEADLINE_MARGIN_S, DEADLINE_MARGIN_SHARE * max(0.0, timeout_s))
 
 
-class Generation:
+class Lifetime(Generic[EventT]):
     """One request's life on the Trio thread.
 
     Its reader either waits in `receive`, or sets `on_ready` before the first event and then takes
@@ -57,16 +62,21 @@ class Generation:
     Both are bounded by ``credit`` alike; the second way spares an event the memory channel, which
     costs as much as a third of its planning. `on_end` is called before anybody hears of the end.
 
-    ``error`` is None for a request that succeeded; meaningful once ``is_closed``.
+    ``error`` is None for a request that succeeded; meaningful once ``is_closed``. ``credited`` are
+    the kinds of events that hold a slot of the stream's credit; at most ``num_beside`` others come.
     """
 
     def __init__(
-        self, request: GenerateRequest, request_id: str, core_id: RequestId, buffer: int
+        self,
+        request_id: str,
+        core_id: RequestId,
+        *,
+        buffer: int,
+        num_beside: int,
+        credited: tuple[type, ...],
     ) -> None:
-        self.request = request
         self.request_id = request_id
         self.core_id = core_id
-        self._is_renamed = core_id != request_id
         self.scope = trio.CancelScope()
         self.error: TrioletError | None = None
         self.is_closed = False
@@ -74,32 +84,26 @@ class Generation:
         self.tokens_done = 0
         self.started_at = trio.current_time()
         self.load_s = 0.0
-        self.echo_text: str | None = None
         self.on_ready: Callable[[], None] | None = None
-        self.on_end: Callable[[Generation], None] | None = None
+        self.on_end: Callable[[Any], None] | None = None
         self.replica: Replica | None = None
         self.reason: EndReason | None = None
         self.client_deadline = math.inf  # its own timer's; `scope` has the server's
         self.model = ""
+        self.credited = credited
         self._done = trio.Event()
-        self._num_choices = max(1, request.n or 1)  # it may be about to be refused for it
-        self._num_finished = 0
-        self._prompt_tokens = 0
-        self._is_begun = False
-        self._ready: list[StreamEvent] = []  # for `take_ready`
+        self._ready: list[EventT] = []  # for `take_ready`
         self._has_left = False
         self.credit = Credit(buffer)
-        # Started, and each choice's end, come beside the credited messages
-        self._send, self._receive = trio.open_memory_channel[StreamEvent](
-            buffer + self._num_choices + 1
-        )
+        self._send, self._receive = trio.open_memory_channel[EventT](buffer + num_beside)
 
     def __repr__(self) -> str:
-        return f"<Generation {self.request_id} {self.phase} closed={self.is_closed}>"
+        kind = type(self).__name__
+        return f"<{kind} {self.request_id} {self.phase} closed={self.is_closed}>"
 
     # ---- the reader's side
 
-    async def receive(self) -> StreamEvent:
+    async def receive(self) -> EventT:
         """The next event, its credit given back.
 
         Raises:
@@ -107,17 +111,17 @@ class Generation:
         Cancellation: safe, no event is lost.
         """
         event = await self._receive.receive()
-        if isinstance(event, Tokens):
+        if isinstance(event, self.credited):
             self.release(1)
         return event
 
-    def take_ready(self) -> list[StreamEvent]:
+    def take_ready(self) -> list[EventT]:
         """Every event there is, without waiting and without giving credit back."""
         events, self._ready = self._ready, []
         return events
 
     def release(self, num_messages: int) -> None:
-        """The reader is done with so many Tokens events: give their credit back."""
+        """The reader is done with so many credited events: give their credit back."""
         if self.credit.release(num_messages) and self.replica is not None:
             self.replica.loop.post(ReaderDrained(self.core_id))
 
@@ -160,16 +164,9 @@ class Generation:
         """Wait for `close`."""
         await self._done.wait()
 
-    # ---- the loop's side (Sink)
+    # ---- the loop's side, as far as it is alike for all kinds (`engine.loop.Sink`)
 
-    def echo(self, text: str) -> None:
-        """Send the prompt's text before each choice. Its messages take their slots now: once the
-        request is submitted, the first step may have them all."""
-        if self.credit.try_reserve(self._num_choices):  # else the core refuses the request
-            self.credit.fill(self._num_choices)
-            self.echo_text = text
-
-    def _push(self, event: StreamEvent) -> None:
+    def _push(self, event: EventT) -> None:
         if self.is_closed or self._has_left:
             return
         if self.on_ready is None:
@@ -178,6 +175,84 @@ class Generation:
         self._ready.append(event)
         if len(self._ready) == 1:
             self.on_ready()
+
+    def on_tokens(self, event: Tokens) -> None:
+        raise EngineBug(f"{self} was given tokens")
+
+    def on_encoded(self, event: Encoded) -> None:
+        raise EngineBug(f"{self} was given an encoded input")
+
+    def on_refused(self, event: Refused) -> None:
+        self.close(event.error)
+
+    def on_lost(self, error: TrioletError) -> None:
+        self.close(error)
+
+    def _end_early(self, event: Finished) -> None:
+        """The core ended it, and not by success."""
+        self.phase = event.phase or self.phase
+        self.reason = self.reason or event.reason
+        self.close(self._early_end(event.reason, event.detail))
+
+    def _progress(self) -> str:
+        """How far it came, for its error's sentence."""
+        return f"after {self.tokens_done} tokens"
+
+    def _early_end(self, reason: EndReason, detail: str = "") -> TrioletError:
+        """The error a client gets for an end that is neither STOP nor LENGTH."""
+        done = self._progress()
+        match reason:
+            case EndReason.DEADLINE:
+                return DeadlineExceeded(
+                    f"the deadline passed in phase {self.phase}, {done}",
+                    phase=self.phase,
+                    tokens_done=self.tokens_done,
+                )
+            case EndReason.ABORTED:
+                return RequestAborted(f"the request was aborted by the operator {done}")
+            case EndReason.STALLED:
+                return ReaderStalled(f"the client stopped reading; the request ended {done}")
+            case EndReason.SHUTDOWN:
+                return ShuttingDown(f"the request was cut {done}", retry_after_s=5.0)
+            case EndReason.FAILED:
+                return StepFailed(f"the model failed on this request {done}", log_detail=detail)
+        return RequestCancelled(f"the client cancelled the request {done}")
+
+    def early_end(self) -> TrioletError:
+        """The error for a scope that was cancelled: by `cancel`, or by its deadline."""
+        return self._early_end(self.reason or EndReason.DEADLINE)
+
+
+class Generation(Lifetime[StreamEvent]):
+    """A Generate request's life: Started, Tokens, and one Finished for each choice."""
+
+    def __init__(
+        self, request: GenerateRequest, request_id: str, core_id: RequestId, buffer: int
+    ) -> None:
+        self.request = request
+        self.echo_text: str | None = None
+        self._num_choices = max(1, request.n or 1)  # it may be about to be refused for it
+        self._num_finished = 0
+        self._prompt_tokens = 0
+        self._is_begun = False
+        self._is_renamed = core_id != request_id
+        # Started, and each choice's end, come beside the credited messages
+        super().__init__(
+            request_id,
+            core_id,
+            buffer=buffer,
+            num_beside=self._num_choices + 1,
+            credited=(Tokens,),
+        )
+
+    # ---- the loop's side
+
+    def echo(self, text: str) -> None:
+        """Send the prompt's text before each choice. Its messages take their slots now: once the
+        request is submitted, the first step may have them all."""
+        if self.credit.try_reserve(self._num_choices):  # else the core refuses the request
+            self.credit.fill(self._num_choices)
+            self.echo_text = text
 
     def on_admitted(self, event: Admitted) -> None:
         self.phase = "queued"
@@ -213,36 +288,4 @@ class Generation:
             if self._num_finished == self._num_choices:
                 self.close(None)
         else:
-            self.phase = event.phase or self.phase
-            self.reason = self.reason or event.reason
-            self.close(self._early_end(event.reason, event.detail))
-
-    def on_refused(self, event: Refused) -> None:
-        self.close(event.error)
-
-    def on_lost(self, error: TrioletError) -> None:
-        self.close(error)
-
-    def _early_end(self, reason: EndReason, detail: str = "") -> TrioletError:
-        """The error a client gets for an end that is neither STOP nor LENGTH."""
-        done = f"after {self.tokens_done} tokens"
-        match reason:
-            case EndReason.DEADLINE:
-                return DeadlineExceeded(
-                    f"the deadline passed in phase {self.phase}, {done}",
-                    phase=self.phase,
-                    tokens_done=self.tokens_done,
-                )
-            case EndReason.ABORTED:
-                return RequestAborted(f"the request was aborted by the operator {done}")
-            case EndReason.STALLED:
-                return ReaderStalled(f"the client stopped reading; the request ended {done}")
-            case EndReason.SHUTDOWN:
-                return ShuttingDown(f"the request was cut {done}", retry_after_s=5.0)
-            case EndReason.FAILED:
-                return StepFailed(f"the model failed on this request {done}", log_detail=detail)
-        return RequestCancelled(f"the client cancelled the request {done}")
-
-    def early_end(self) -> TrioletError:
-        """The error for a scope that was cancelled: by `cancel`, or by its deadline."""
-        return self._early_end(self.reason or EndReason.DEADLINE)
+            self._end_early(event)

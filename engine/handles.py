@@ -27,6 +27,7 @@ import trio
 
 from engine.core.events import Finished, Tokens
 from engine.core.types import EndReason
+from engine.encode_requests import Embedding, EmbedRequest, RerankRequest, Score
 from engine.errors import (
     InvalidRequest,
     RequestCancelled,
@@ -425,6 +426,37 @@ class Answer:
 # ---- encoders
 
 
+class _Embedder:
+    """The engine's own `EmbedFunction`: one request, gathered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, model: str, texts: Sequence[str]) -> Sequence[Sequence[float]]:
+        made: dict[int, Sequence[float]] = {}
+        async with self._engine.embed(EmbedRequest(model=model, inputs=tuple(texts))) as stream:
+            async for event in stream:
+                if isinstance(event, Embedding):
+                    made[event.index] = event.values
+        return [made[index] for index in range(len(texts))]
+
+
+class _Ranker:
+    """The engine's own `RankFunction`: one request, gathered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, model: str, query: str, documents: Sequence[str]) -> Sequence[float]:
+        made: dict[int, float] = {}
+        request = RerankRequest(model=model, query=query, documents=tuple(documents))
+        async with self._engine.rerank(request) as stream:
+            async for event in stream:
+                if isinstance(event, Score):
+                    made[event.index] = event.score
+        return [made[index] for index in range(len(documents))]
+
+
 class Encoder(Handle):
     """Turns texts into vectors; any number of calls at a time."""
 
@@ -433,13 +465,13 @@ class Encoder(Handle):
     ) -> None:
         super().__init__("encoder")
         self._model = model
-        self._function = function or engine.embed
+        self._function = function or _Embedder(engine)
 
     def embed(self, texts: Sequence[str]) -> Coroutine[Any, Any, tuple[tuple[float, ...], ...]]:
         """Await one vector per text, in their order.
 
         Raises:
-            Unsupported: the engine has no encoders yet. And as `Guard.call`.
+            TrioletError: as `Engine.embed` has it. And as `Guard.call`.
         Cancellation: ends the call.
         """
 
@@ -457,13 +489,13 @@ class CrossEncoder(Handle):
     ) -> None:
         super().__init__("cross-encoder")
         self._model = model
-        self._function = function or engine.rank
+        self._function = function or _Ranker(engine)
 
     def rank(self, query: str, documents: Sequence[str]) -> Coroutine[Any, Any, tuple[float, ...]]:
         """Await one score per document, in their order; higher is closer to the query.
 
         Raises:
-            Unsupported: the engine has no cross-encoders yet. And as `Guard.call`.
+            TrioletError: as `Engine.rerank` has it. And as `Guard.call`.
         Cancellation: ends the call.
         """
 

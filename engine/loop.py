@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
+from engine.core.encode_types import Encoded
 from engine.core.events import (
     Admitted,
     Finished,
@@ -37,6 +38,8 @@ from engine.watchdog import StepWatch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.core.encode_scheduler import EncodeScheduler
+    from engine.core.encode_types import EncodePlan, EncodeRunner
     from engine.core.events import InputEvent, OutputEvent
     from engine.core.plan import Runner, StepPlan
     from engine.core.scheduler import Scheduler
@@ -67,13 +70,15 @@ class Sink(Protocol):
 
     def on_admitted(self, event: Admitted) -> None: ...
     def on_tokens(self, event: Tokens) -> None: ...
+    def on_encoded(self, event: Encoded) -> None: ...
     def on_finished(self, event: Finished) -> None: ...
     def on_refused(self, event: Refused) -> None: ...
     def on_lost(self, error: TrioletError) -> None: ...
 
 
 class EngineLoop:
-    """Drives one scheduler and one runner. All methods belong to the Trio thread.
+    """Drives one scheduler and one runner, both a text model's or both an encoder's. All methods
+    belong to the Trio thread.
 
     ``check_level`` is ENGINE_CHECK: at 1 the books are checked whenever the loop goes idle, at
     2 after every commit. ``on_event`` sees everything that goes into and out of the core. ``watch``
@@ -83,12 +88,12 @@ class EngineLoop:
     def __init__(
         self,
         name: str,
-        scheduler: Scheduler,
-        runner: Runner,
+        scheduler: Scheduler | EncodeScheduler,
+        runner: Runner | EncodeRunner,
         threads: Threads,
         *,
         check_level: int = 1,
-        on_event: Callable[[InputEvent | OutputEvent | StepPlan], None] | None = None,
+        on_event: Callable[[InputEvent | OutputEvent | StepPlan | EncodePlan], None] | None = None,
         watch: StepWatch | None = None,
         deliveries: Deliveries | None = None,
     ) -> None:
@@ -221,7 +226,7 @@ class EngineLoop:
             self._on_event(event)
         self._outbox += self.scheduler.apply(event, trio.current_time())
 
-    async def _step(self, plan: StepPlan) -> None:
+    async def _step(self, plan: StepPlan | EncodePlan) -> None:
         """Execute one plan in the worker's thread and commit what came of it; meanwhile deliver,
         and prepare the next plan."""
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -244,10 +249,10 @@ class EngineLoop:
         if self._check_level >= 2:
             self.scheduler.check()
 
-    def _execute(self, plan: StepPlan) -> StepDone | StepFailed:
+    def _execute(self, plan: StepPlan | EncodePlan) -> StepDone | StepFailed:
         """In the worker's thread: whatever the model raises becomes a value (R51, R140)."""
         try:
-            return StepDone(self._runner.execute(plan))
+            return StepDone(self._runner.execute(plan))  # type: ignore[arg-type]  # its own kind
         except MemoryError as error:
             return StepFailed(StepFailure(plan.plan_id, FailureKind.OUT_OF_MEMORY, repr(error)))
         except BaseException as error:
@@ -291,6 +296,8 @@ class EngineLoop:
                 self.late_events += 1  # its request was ended from outside (R156)
             elif event.__class__ is Tokens:
                 sink.on_tokens(event)
+            elif isinstance(event, Encoded):
+                sink.on_encoded(event)
             elif isinstance(event, Finished):
                 sink.on_finished(event)
             elif isinstance(event, Admitted):

@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from engine.config import SchedulerConfig
+from engine.config import EncoderConfig, SchedulerConfig
+from engine.core.encode_scheduler import EncodeScheduler
+from engine.core.encode_types import EncoderInfo, EncoderKind
 from engine.core.events import Pause, Resume
+from engine.core.plan import ModelInfo
 from engine.core.scheduler import Scheduler
 from engine.errors import (
     EngineBug,
+    InvalidRequest,
     ModelNotFound,
     ShuttingDown,
     SpawnFailed,
@@ -31,28 +35,44 @@ from engine.errors import (
 )
 from engine.loop import Deliveries, EngineLoop
 from engine.memory import default_limit
-from engine.status import ModelState, ModelStatus, ReplicaStatus
+from engine.status import Capability, ModelState, ModelStatus, ReplicaStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from engine.config import EngineConfig, ModelConfig
+    from engine.core.encode_types import EncodePlan, EncoderTokenizer, EncodeRunner
     from engine.core.events import InputEvent, OutputEvent
-    from engine.core.plan import LoadProgress, ModelInfo, Runner, StepPlan, Tokenizer
+    from engine.core.plan import LoadProgress, Runner, StepPlan, Tokenizer
     from engine.threads import Threads
     from engine.watchdog import Watchdog
 
-    OnEvent = Callable[[InputEvent | OutputEvent | StepPlan], None]
+    AnyRunner = Runner | EncodeRunner
+    OnEvent = Callable[[InputEvent | OutputEvent | StepPlan | EncodePlan], None]
+    FindCapability = Callable[[ModelConfig], Capability | None]
 
 log = logging.getLogger(__name__)
 
+CAPABILITY_OF_KIND = {
+    EncoderKind.EMBEDDING: Capability.TEXT_EMBEDDING,
+    EncoderKind.RERANK: Capability.RERANK,
+}
+# what a model of a capability does, for the sentence that tells it from another
+DOES = {
+    Capability.TEXT_TO_TEXT: "generates text",
+    Capability.TEXT_EMBEDDING: "makes embeddings",
+    Capability.RERANK: "reranks",
+    Capability.IMAGE_EMBEDDING: "embeds images",
+    Capability.VISION: "reads images",
+    Capability.TEXT_TO_IMAGE: "makes images",
+}
 REPLICA_ID = 0  # one static replica per model; more come with the issue "Replicas"
 
 
 class RunnerFactory(Protocol):
     """Makes the runner of a model, unloaded; the simulator's makes fakes."""
 
-    def __call__(self, model: ModelConfig, config: EngineConfig) -> Runner: ...
+    def __call__(self, model: ModelConfig, config: EngineConfig) -> AnyRunner: ...
 
 
 @dataclass(eq=False)
@@ -60,13 +80,20 @@ class Replica:
     """One worker of a model with everything that serves it."""
 
     model: str
-    info: ModelInfo
+    info: ModelInfo | EncoderInfo
     tokenizer: Tokenizer
     loop: EngineLoop
     threads: int
+    encoder_tokenizer: EncoderTokenizer | None = None  # an encoder's
     processed: int = 0
     failed: int = 0
     cancelled: int = 0
+
+    @property
+    def text_info(self) -> ModelInfo:
+        """What there is to know of a text model."""
+        assert isinstance(self.info, ModelInfo)
+        return self.info
 
     def status(self, state: ModelState) -> ReplicaStatus:
         return ReplicaStatus(
@@ -83,9 +110,11 @@ class Replica:
 
 @dataclass(eq=False)
 class Entry:
-    """A configured model and where its load stands. ``settled`` is set when LOADING ends."""
+    """A configured model and where its load stands. ``settled`` is set when LOADING ends.
+    ``capability`` is None as long as only its files, which are not here yet, can tell."""
 
     config: ModelConfig
+    capability: Capability | None = None
     state: ModelState = ModelState.UNLOADED
     settled: trio.Event = field(default_factory=trio.Event)
     replica: Replica | None = None
@@ -94,6 +123,10 @@ class Entry:
     last_used: float = 0.0
     progress: LoadProgress | None = None
     pause: Pause | None = None
+
+    @property
+    def is_encoder(self) -> bool:
+        return self.capability in (Capability.TEXT_EMBEDDING, Capability.RERANK)
 
 
 class Pool:
@@ -107,6 +140,7 @@ class Pool:
         on_change: Callable[[], None],
         on_event: OnEvent | None = None,
         watchdog: Watchdog | None = None,
+        find_capability: FindCapability = lambda model: None,
     ) -> None:
         self._on_event = on_event
         self._watchdog = watchdog
@@ -115,11 +149,15 @@ class Pool:
         self._threads = threads
         self._on_change = on_change
         self._load_limiter = trio.CapacityLimiter(max(1, len(config.models)))
+        self._encoder_limiter = trio.CapacityLimiter(1)  # transformers' own loading is not for two
         self._to_load, self._loads = trio.open_memory_channel[Entry](len(config.models))
         self._is_closing = False
         self.deliveries = Deliveries()
         self.memory_limit = config.memory_limit or default_limit()
-        self.entries = {model.name: Entry(model) for model in config.models}
+        self.entries = {
+            model.name: Entry(model, model.capability or find_capability(model))
+            for model in config.models
+        }
         self._names = {
             alias: model.name for model in config.models for alias in (model.name, *model.aliases)
         }
@@ -148,32 +186,50 @@ class Pool:
 
     # ---- ensure: the choke point
 
-    def ensure(self, name: str) -> Entry:
+    def ensure(self, name: str, capability: Capability | None = None) -> Entry:
         """The entry of a model, its load begun if it was not. Never waits.
 
         Raises:
-            ModelNotFound: no such model. ShuttingDown: the pool takes no more requests.
+            ModelNotFound, InvalidRequest: as `entry`. ShuttingDown: the pool takes no more
+                requests.
         """
         if self._is_closing:
             raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
-        entry = self.entry(name)
+        entry = self.entry(name, capability)
         if entry.state is ModelState.UNLOADED:
             self._begin_load(entry)
         return entry
 
-    def entry(self, name: str) -> Entry:
-        """The entry of a model by name or alias; of the first configured one for no name.
+    def entry(self, name: str, capability: Capability | None = None) -> Entry:
+        """The entry of a model by name or alias; for no name, the first configured one that has
+        the capability (None: any).
 
         Raises:
-            ModelNotFound: no such model.
+            ModelNotFound: no such model, or none with the capability.
+            InvalidRequest: the model named has another.
         """
         if not name:
-            return next(iter(self.entries.values()))
+            for entry in self.entries.values():
+                if capability in (None, entry.capability or Capability.TEXT_TO_TEXT):
+                    return entry
+            assert capability is not None
+            raise ModelNotFound(f"no model that {DOES[capability]} is configured")
         try:
-            return self.entries[self._names[name]]
+            entry = self.entries[self._names[name]]
         except KeyError:
             known = ", ".join(self.entries)
             raise ModelNotFound(f"no model is called {name!r}; there are: {known}") from None
+        self._require(entry, capability)
+        return entry
+
+    @staticmethod
+    def _require(entry: Entry, capability: Capability | None) -> None:
+        if capability is not None and entry.capability not in (None, capability):
+            raise InvalidRequest.of(
+                "model",
+                f"{entry.config.name} {DOES[entry.capability]}; what is asked for is a model that "
+                f"{DOES[capability]}",
+            )
 
     def _begin_load(self, entry: Entry) -> None:
         self._set_state(entry, ModelState.LOADING)
@@ -204,20 +260,23 @@ class Pool:
     # ---- leases
 
     @asynccontextmanager
-    async def lease(self, name: str) -> AsyncIterator[Replica]:
+    async def lease(
+        self, name: str, capability: Capability | None = None
+    ) -> AsyncIterator[Replica]:
         """Hold a model's replica for a request; a cold model is loaded, once for all.
 
         Raises:
-            ModelNotFound, ShuttingDown: as `ensure`.
+            ModelNotFound, InvalidRequest, ShuttingDown: as `ensure`.
             SpawnFailed: the load failed; each waiter gets its own, chained to the cause.
             SpawnTimeout: the load took longer than the waiters' limit, and goes on.
         Cancellation: while waiting, the load goes on; inside the block, the lease ends.
         """
-        entry = self.ensure(name)
+        entry = self.ensure(name, capability)
         if entry.state is ModelState.LOADING:
             await self._wait_settled(entry)
         if entry.replica is None:
             raise self._failure(entry)
+        self._require(entry, capability)  # only its files may have told
         entry.leases += 1
         entry.last_used = time.time()
         try:
@@ -251,9 +310,14 @@ class Pool:
     async def _serve(self, entry: Entry) -> None:
         """Load a model and run its loop; whatever goes wrong is the entry's, not the pool's."""
         try:
+            if entry.is_encoder:
+                await self._wait_for_texts()
+                if self._is_closing:
+                    self._set_state(entry, ModelState.UNLOADED)
+                    return
             # in the thread: making one may import torch, which takes seconds
             runner = await self._threads.run(
-                lambda: self._make_runner(entry.config, self._config), self._load_limiter
+                lambda: self._make_runner(entry.config, self._config), self._limiter_of(entry)
             )
             try:
                 await self._load(entry, runner)
@@ -269,8 +333,19 @@ class Pool:
         finally:
             entry.settled.set()
 
-    async def _load(self, entry: Entry, runner: Runner) -> None:
-        def load() -> ModelInfo:
+    def _limiter_of(self, entry: Entry) -> trio.CapacityLimiter:
+        return self._encoder_limiter if entry.is_encoder else self._load_limiter
+
+    async def _wait_for_texts(self) -> None:
+        """Encoders load behind the preloaded text models: importing what they need takes seconds
+        (D14)."""
+        for other in self.entries.values():
+            is_first = not other.is_encoder and not other.config.lazy
+            if is_first and other.state is ModelState.LOADING:
+                await other.settled.wait()
+
+    async def _load(self, entry: Entry, runner: AnyRunner) -> None:
+        def load() -> ModelInfo | EncoderInfo:
             try:
                 return runner.load(lambda progress: setattr(entry, "progress", progress))
             except Exception:
@@ -278,9 +353,17 @@ class Pool:
             except BaseException as error:  # SystemExit of a library (R140)
                 raise SpawnFailed(f"its loading raised {type(error).__name__}") from error
 
-        info = await self._threads.run(load, self._load_limiter)
-        scheduler = Scheduler(self._scheduler_config(info, entry.config.name))
+        info = await self._threads.run(load, self._limiter_of(entry))
         name = entry.config.name
+        tokenizer: EncoderTokenizer | None = None
+        scheduler: Scheduler | EncodeScheduler
+        if isinstance(info, EncoderInfo):
+            entry.capability = CAPABILITY_OF_KIND[info.kind]
+            scheduler = EncodeScheduler(self._encoder_config(info))
+            tokenizer = runner.encoder_tokenizer  # type: ignore[union-attr]  # its info says so
+        else:
+            entry.capability = Capability.TEXT_TO_TEXT
+            scheduler = Scheduler(self._scheduler_config(info, name))
         loop = EngineLoop(
             name,
             scheduler,
@@ -291,9 +374,8 @@ class Pool:
             watch=self._watchdog.watch(name, self._on_change) if self._watchdog else None,
             deliveries=self.deliveries,
         )
-        entry.replica = Replica(
-            entry.config.name, info, runner.tokenizer, loop, entry.config.threads
-        )
+        threads = entry.config.threads or int(entry.is_encoder)
+        entry.replica = Replica(name, info, runner.tokenizer, loop, threads, tokenizer)
         if entry.pause is not None:
             loop.post(entry.pause)
         if self._is_closing:
@@ -322,6 +404,17 @@ class Pool:
             cache_namespace=name,
         )
 
+    def _encoder_config(self, info: EncoderInfo) -> EncoderConfig:
+        config = self._config
+        return EncoderConfig(
+            max_model_len=info.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            stall_timeout_s=config.stall_timeout_s,
+        )
+
     # ---- views
 
     def status(self, entry: Entry) -> ModelStatus:
@@ -330,6 +423,7 @@ class Pool:
         return ModelStatus(
             name=entry.config.name,
             state=entry.state,
+            capability=entry.capability or Capability.TEXT_TO_TEXT,
             aliases=entry.config.aliases,
             error="" if entry.cause is None else str(self._failure(entry)),
             memory_bytes=info.memory_bytes if info else 0,

@@ -52,7 +52,7 @@ class Prompts:
                 leaves no room for an answer.
         Cancellation: at once; a thread that tokenises goes on to its end, for nobody.
         """
-        asked, info = generation.request, replica.info
+        asked, info = generation.request, replica.text_info
         prompt = _truncate(asked.prompt, await self._prompt_ids(asked, replica))
         self._check_prompt(asked, prompt, info)
         bad_words = await self._check_sampling(asked.sampling, replica)

@@ -1,6 +1,6 @@
 """Who owns a request: one task and one cancel scope each, from submit to the last event.
 
-Rule 1: every early end is one `Generation.cancel(reason)`; the first reason wins (R204).
+Rule 1: every early end is one `Lifetime.cancel(reason)`; the first reason wins (R204).
 Rule 2: the client's end is immediate, the engine's part follows within one step: closing a
 generation never waits for the step in flight (R10, R152). Rule 3: blocks belong to the core;
 the task only supervises, it forwards no token.
@@ -14,13 +14,16 @@ from __future__ import annotations
 import itertools
 import logging
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, overload
 
 import trio
 
 from engine import logs
 from engine.core.events import Cancel, Submit
 from engine.core.types import EndReason, RequestId
+from engine.encode_inputs import EncodeInputs
+from engine.encode_requests import EmbedRequest
+from engine.encoding import Encoding
 from engine.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -35,12 +38,15 @@ from engine.errors import (
 from engine.generation import Generation, server_deadline
 from engine.metrics import Metrics
 from engine.prompts import Prompts
-from engine.status import AbortOutcome
+from engine.requests import GenerateRequest
+from engine.status import AbortOutcome, Capability
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
-    from engine.pool import Pool
-    from engine.requests import GenerateRequest
+    from engine.core.encode_types import EncodeRequest
+    from engine.core.types import Request
+    from engine.encode_requests import AnyRequest, EncodeRequests
+    from engine.pool import Pool, Replica
     from engine.threads import Threads
 
 log = logging.getLogger(__name__)
@@ -50,14 +56,18 @@ ABORT_MEMORY_S = 60.0
 ABORT_MEMORY_MAX = 10_000
 
 
+Live: TypeAlias = Generation | Encoding
+
+
 class Supervisor:
-    """Starts and supervises the generations over one pool."""
+    """Starts and supervises the requests over one pool."""
 
     def __init__(self, config: EngineConfig, pool: Pool, threads: Threads) -> None:
         self._config = config
         self._pool = pool
-        self._live: dict[str, Generation] = {}
+        self._live: dict[str, Live] = {}
         self.prompts = Prompts(threads)
+        self._encode_inputs = EncodeInputs(threads)
         self._nursery: trio.Nursery | None = None
         self._serials = itertools.count(1)
         self._is_draining = False
@@ -84,7 +94,7 @@ class Supervisor:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own the request tasks and the pool until `drain` has ended both."""
         async with trio.open_nursery() as nursery:
-            self._nursery = self.prompts.nursery = nursery
+            self._nursery = self.prompts.nursery = self._encode_inputs.nursery = nursery
             nursery.start_soon(self._run_pool)
             task_status.started()
 
@@ -93,19 +103,30 @@ class Supervisor:
             await self._pool.run()
         finally:
             # nothing can be served any more; and while this task is there, the nursery is open
-            self._nursery = self.prompts.nursery = None
+            self._nursery = self.prompts.nursery = self._encode_inputs.nursery = None
 
     # ---- submit
 
+    @overload
     def submit(
         self, request: GenerateRequest, *, buffer: int, arrived_at: float | None = None
-    ) -> Generation:
+    ) -> Generation: ...
+    @overload
+    def submit(
+        self, request: EncodeRequests, *, buffer: int, arrived_at: float | None = None
+    ) -> Encoding: ...
+    def submit(self, request: AnyRequest, *, buffer: int, arrived_at: float | None = None) -> Live:
         """Start a request; never waits and never raises: a refusal is its ``error`` (R59).
 
         ``arrived_at``: when it reached the server, on Trio's clock, if that was earlier.
         """
         request_id = request.request_id or uuid.uuid4().hex
-        generation = Generation(request, request_id, self._core_id(request, request_id), buffer)
+        core_id = self._core_id(request, request_id)
+        generation: Live = (
+            Generation(request, request_id, core_id, buffer)
+            if isinstance(request, GenerateRequest)
+            else Encoding(request, request_id, core_id, buffer)
+        )
         error = self._refusal(request, request_id)
         if error is not None or self._nursery is None:
             self.metrics.count_refusal()
@@ -123,7 +144,7 @@ class Supervisor:
         self._nursery.start_soon(self._supervise, generation, name=f"request {request_id}")
         return generation
 
-    def _refusal(self, request: GenerateRequest, request_id: str) -> TrioletError | None:
+    def _refusal(self, request: AnyRequest, request_id: str) -> TrioletError | None:
         if self._is_draining:
             return ShuttingDown("the server takes no new requests", retry_after_s=5.0)
         if self._aborts_to_come.take(request_id):
@@ -139,7 +160,7 @@ class Supervisor:
             return error
         return None
 
-    def _core_id(self, request: GenerateRequest, request_id: str) -> RequestId:
+    def _core_id(self, request: AnyRequest, request_id: str) -> RequestId:
         """The core's name for a request, never used twice: a client may use its own again while a
         step, a posted command or an undelivered event still speaks of the first. The separator is
         a character that no client's id may have (`GenerateRequest.validate`)."""
@@ -161,7 +182,7 @@ class Supervisor:
 
     # ---- one request's task
 
-    async def _supervise(self, generation: Generation) -> None:
+    async def _supervise(self, generation: Live) -> None:
         logs.request_id.set(generation.request_id)
         try:
             with generation.scope:
@@ -178,13 +199,13 @@ class Supervisor:
                 generation.close(generation.early_end())
             self._end(generation)
 
-    async def _generate(self, generation: Generation) -> None:
+    async def _generate(self, generation: Live) -> None:
         generation.phase = "load"
-        async with self._pool.lease(generation.request.model) as replica:
+        async with self._pool.lease(generation.request.model, _needed_by(generation)) as replica:
             generation.model = replica.model
             generation.load_s = trio.current_time() - generation.started_at
             generation.phase = "tokenize"
-            request = await self.prompts.prepare(generation, replica)
+            request = await self._prepare(generation, replica)
             generation.replica = replica
             generation.phase = "queued"
             replica.loop.submit(Submit(request, generation.credit), generation)
@@ -197,7 +218,12 @@ class Supervisor:
                     reason = generation.reason or EndReason.DEADLINE
                     replica.loop.post(Cancel(request.request_id, reason))
 
-    def _end(self, generation: Generation) -> None:
+    async def _prepare(self, generation: Live, replica: Replica) -> Request | EncodeRequest:
+        if isinstance(generation, Generation):
+            return await self.prompts.prepare(generation, replica)
+        return await self._encode_inputs.prepare_inputs(generation, replica)
+
+    def _end(self, generation: Live) -> None:
         """Forget the request, unless its id is another's by now."""
         if self._live.get(generation.request_id) is generation:
             del self._live[generation.request_id]
@@ -210,7 +236,7 @@ class Supervisor:
             generation.tokens_done,
         )
 
-    def _count(self, generation: Generation) -> None:
+    def _count(self, generation: Live) -> None:
         """Count an end, before anybody hears of it."""
         replica, error = generation.replica, generation.error
         if error is None:
@@ -279,6 +305,14 @@ class Supervisor:
             if self._idle.is_set():
                 self._idle = trio.Event()
             await self._idle.wait()
+
+
+def _needed_by(generation: Live) -> Capability:
+    """What a model must be able to do for a request."""
+    if isinstance(generation, Generation):
+        return Capability.TEXT_TO_TEXT
+    is_embed = isinstance(generation.request, EmbedRequest)
+    return Capability.TEXT_EMBEDDING if is_embed else Capability.RERANK
 
 
 class _RecentIds:

@@ -35,13 +35,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import trio
 
 from engine import api, handles
 from engine.config import EngineConfig
 from engine.core.events import Tokens
+from engine.encoding import credited_by
 from engine.errors import ShuttingDown
 
 if TYPE_CHECKING:
@@ -51,12 +52,20 @@ if TYPE_CHECKING:
 
     from engine.core.events import PauseMode
     from engine.core.plan import TokenSpan
+    from engine.encode_requests import (
+        EmbedEvent,
+        EmbedRequest,
+        EncodeRequests,
+        RerankEvent,
+        RerankRequest,
+    )
     from engine.pool import RunnerFactory
     from engine.requests import Chat as ChatMessages
     from engine.requests import GenerateRequest, SamplingParams, StreamEvent
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
 
 T = TypeVar("T")
+EventT = TypeVar("EventT")
 
 log = logging.getLogger(__name__)
 
@@ -329,7 +338,7 @@ def _run_safely(command: Callable[[], object]) -> None:
 
 
 class _Source(Protocol):
-    """What a reader follows: a `Generation` or an `Answer`. On the Trio thread."""
+    """What a reader follows: a `Lifetime` or an `Answer`. On the Trio thread."""
 
     on_ready: Callable[[], None] | None
 
@@ -337,7 +346,7 @@ class _Source(Protocol):
     def is_closed(self) -> bool: ...
     @property
     def error(self) -> BaseException | None: ...
-    def take_ready(self) -> list[StreamEvent]: ...
+    def take_ready(self) -> list[Any]: ...
     def release(self, num_messages: int) -> None: ...
     def close_reader(self) -> None: ...
 
@@ -354,7 +363,7 @@ class _Reader:
     a stream which nobody holds any more can be collected."""
 
     def __init__(self, portal: _Portal) -> None:
-        self.queue: SimpleQueue[StreamEvent | _End] = SimpleQueue()
+        self.queue: SimpleQueue[Any] = SimpleQueue()  # events of one kind of request, and _End
         self._portal = portal
         self._source: _Source | None = None
 
@@ -407,17 +416,24 @@ class _Closing:
         self.close()
 
 
-class Stream(_Closing):
-    """The events of one request, for a thread that blocks: Started, Tokens…, and one Finished per
-    choice. Iterating ends after the last event of a request that succeeded, and raises its
-    `TrioletError` after the last event of one that did not; after that it has ended.
+class Stream(_Closing, Generic[EventT]):
+    """The events of one request, for a thread that blocks: those of `engine.api.Stream`. Iterating
+    ends after the last event of a request that succeeded, and raises its `TrioletError` after the
+    last event of one that did not; after that it has ended.
 
     Leaving its block, `close`, or dropping it ends the request. Threads may share one: each event
     goes to one of them, and the end to all.
     """
 
-    def __init__(self, portal: _Portal, buffer: int, owner: object) -> None:
+    def __init__(
+        self,
+        portal: _Portal,
+        buffer: int,
+        owner: object,
+        credited: tuple[type, ...] = (Tokens,),
+    ) -> None:
         self._portal = portal
+        self._credited = credited
         self._owner = owner  # a handle that is dropped closes; not while it is read through
         self._reader = _Reader(portal)
         self._lock = threading.Lock()
@@ -425,10 +441,10 @@ class Stream(_Closing):
         self._released_at = time.monotonic()
         self._release_at = max(1, buffer // RELEASE_SHARE)
 
-    def __iter__(self) -> Iterator[StreamEvent]:
+    def __iter__(self) -> Iterator[EventT]:
         return self
 
-    def __next__(self) -> StreamEvent:
+    def __next__(self) -> EventT:
         self._portal.require_waiting_allowed()
         item = self._next_item()
         if isinstance(item, _End):
@@ -436,20 +452,23 @@ class Stream(_Closing):
             if item.error is not None:
                 raise _as_heard_here(item.error)
             raise StopIteration
-        if isinstance(item, Tokens):
+        if isinstance(item, self._credited):
             self._count_taken()
         return item
 
-    def _next_item(self) -> StreamEvent | _End:
+    def _next_item(self) -> EventT | _End:
         """The next of the queue. Before a longer wait, whatever was taken is given back: a step of
         many choices may need more slots than are left beside it."""
         queue = self._reader.queue
+        item: EventT | _End
         if self._num_taken:
             with suppress(Empty):
-                return queue.get(timeout=RELEASE_AFTER_S)
+                item = queue.get(timeout=RELEASE_AFTER_S)
+                return item
             with self._lock:
                 self._give_back()
-        return queue.get()
+        item = queue.get()
+        return item
 
     def close(self) -> None:
         """End the request if it has not ended. Idempotent; never waits."""
@@ -525,10 +544,24 @@ class Engine(_Closing):
 
     # ---- generating
 
-    def generate(self, request: GenerateRequest) -> Stream:
+    def generate(self, request: GenerateRequest) -> Stream[StreamEvent]:
         """Run a request; a refusal is raised at the first event. Does not wait."""
-        buffer = self.config.in_process_buffer
-        stream, portal = Stream(self._portal, buffer, self), self._portal
+        buffer, portal = self.config.in_process_buffer, self._portal
+        stream: Stream[StreamEvent] = Stream(portal, buffer, self)
+        stream._follow(lambda: portal.engine.submit(request, buffer=buffer))
+        return stream
+
+    def embed(self, request: EmbedRequest) -> Stream[EmbedEvent]:
+        """Make one vector per input (`engine.api.Engine.embed`). Does not wait."""
+        return self._encode(request)
+
+    def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
+        """Score every document (`engine.api.Engine.rerank`). Does not wait."""
+        return self._encode(request)
+
+    def _encode(self, request: EncodeRequests) -> Stream[Any]:
+        buffer, portal = self.config.in_process_buffer, self._portal
+        stream: Stream[Any] = Stream(portal, buffer, self, credited_by(request))
         stream._follow(lambda: portal.engine.submit(request, buffer=buffer))
         return stream
 
@@ -668,10 +701,10 @@ class Chat(_Handle[handles.Chat]):
     """A conversation (`engine.handles.Chat`). What was handed over to the reader's thread counts
     as read, taken from the stream or not; a stream that is closed or dropped is stopped."""
 
-    def ask(self, text: str, *, timeout_s: float | None = None) -> Stream:
+    def ask(self, text: str, *, timeout_s: float | None = None) -> Stream[StreamEvent]:
         """Ask for an answer; it begins at once. Errors as `engine.handles.Chat.ask`."""
         buffer, handle = self._engine.config.in_process_buffer, self._handle
-        stream = Stream(self._portal, buffer, self)
+        stream: Stream[StreamEvent] = Stream(self._portal, buffer, self)
         answer = self._portal.ask(lambda engine: handle.ask(text, timeout_s=timeout_s))
         stream._follow(lambda: answer)
         return stream

@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 
     from engine.api import Engine
     from engine.core.credit import Credit
-    from engine.generation import Generation
-    from engine.requests import GenerateRequest, StreamEvent
+    from engine.encode_requests import AnyRequest, EncodeRequests
+    from engine.generation import Lifetime
+    from engine.requests import GenerateRequest
     from engine.status import EngineStatistics
 
-    Batch = list[tuple["BridgeCall", list[StreamEvent], bool, TrioletError | None]]
+    Batch = list[tuple["BridgeCall", list[Any], bool, TrioletError | None]]
 
 T = TypeVar("T")
 
@@ -50,29 +51,34 @@ CREDIT_DELAY_S = 0.050
 
 
 class BridgeCall:
-    """One generation, seen from the asyncio side (`grpc_service.front.Call`)."""
+    """One request, seen from the asyncio side (`grpc_service.front.Call`)."""
 
-    def __init__(self, bridge: Bridge, request: GenerateRequest, address: str) -> None:
+    def __init__(self, bridge: Bridge, request: AnyRequest, address: str) -> None:
         self._bridge = bridge
         self._address = address
-        self._events: list[StreamEvent] = []
+        self._events: list[Any] = []
         self._is_closed = False
         self._is_cancelled = False
         self._is_left = False
         self._cancelled_at = 0.0
         self._error: TrioletError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._num_written = 0  # Tokens events, ever; set on the asyncio thread alone
+        self._num_written = 0  # credited events, ever; set on the asyncio thread alone
         self.num_released = 0  # of those, credit given back; set on the Trio thread alone
         self.request = request
         self.posted_at = bridge.clock()
-        self.generation: Generation | None = None  # the Trio side's, touched there alone
+        self.generation: Lifetime[Any] | None = None  # the Trio side's, touched there alone
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
 
-    async def receive(self) -> Sequence[StreamEvent]:
+    @property
+    def credited(self) -> tuple[type, ...]:
+        generation = self.generation  # there is one, once there are events
+        return () if generation is None else generation.credited
+
+    async def receive(self) -> Sequence[Any]:
         while not self._events:
             if self._is_closed:
                 if self._error is not None:
@@ -83,12 +89,12 @@ class BridgeCall:
         events, self._events = self._events, []
         return events
 
-    def written(self, num_tokens_events: int) -> None:
+    def written(self, num_events: int) -> None:
         """Most credit is fetched by the courier when it looks at the stream anyway. A stream that
         waits for slots, or has few left, is looked at now; any other within `CREDIT_DELAY_S`."""
-        if not num_tokens_events:
+        if not num_events:
             return
-        self._num_written += num_tokens_events
+        self._num_written += num_events
         credit = self._credit  # the Trio thread's; a look at it may be a moment late
         if credit.starved or 2 * (self._num_written - self.num_released) >= credit.capacity:
             self._bridge.post(self.release_written)
@@ -110,7 +116,7 @@ class BridgeCall:
 
     # ---- on the asyncio thread, by the bridge
 
-    def take(self, events: list[StreamEvent], is_closed: bool, error: TrioletError | None) -> None:
+    def take(self, events: list[Any], is_closed: bool, error: TrioletError | None) -> None:
         """More events, and perhaps the end."""
         if self._events:
             self._events += events
@@ -185,6 +191,12 @@ class Bridge:
     # ---- asyncio side: the front
 
     def generate(self, request: GenerateRequest, peer: str = "") -> BridgeCall:
+        return self._open(request, peer)
+
+    def encode(self, request: EncodeRequests, peer: str = "") -> BridgeCall:
+        return self._open(request, peer)
+
+    def _open(self, request: AnyRequest, peer: str) -> BridgeCall:
         call = BridgeCall(self, request, address := address_of(peer))
         try:
             self.zombies.check_room(address)

@@ -6,14 +6,15 @@ Rule 2: `Call` is used by one asyncio task; every method may be called after the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from engine.core.events import PauseMode
     from engine.core.plan import TokenSpan
-    from engine.requests import Chat, GenerateRequest, StreamEvent
+    from engine.encode_requests import EncodeRequests
+    from engine.requests import Chat, GenerateRequest
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
 
 T = TypeVar("T")
@@ -57,12 +58,12 @@ class Engine(Protocol):
 
 
 class Call(Protocol):
-    """One generation, seen from the asyncio side. Its request has exactly one end."""
+    """One request of any kind, seen from the asyncio side; it has exactly one end."""
 
     @property
     def request_id(self) -> str: ...
 
-    async def receive(self) -> Sequence[StreamEvent]:
+    async def receive(self) -> Sequence[Any]:
         """Everything that is ready, at least one event; () after the last event of a request
         that succeeded.
 
@@ -72,8 +73,13 @@ class Call(Protocol):
         """
         ...
 
-    def written(self, num_tokens_events: int) -> None:
-        """Give credit back: so many Tokens events were written to the client (D1)."""
+    @property
+    def credited(self) -> tuple[type, ...]:
+        """The kinds of its events that hold credit (`engine.generation.Lifetime`)."""
+        ...
+
+    def written(self, num_events: int) -> None:
+        """Give credit back: so many credited events were written to the client (D1)."""
         ...
 
     def cancel(self) -> None:
@@ -92,6 +98,10 @@ class Front(Protocol):
     def generate(self, request: GenerateRequest, peer: str = "") -> Call:
         """Post the request; never waits. A refusal comes from the call's first `receive`.
         ``peer`` is the client as grpc names it. Every call must be left (`Call.leave`)."""
+        ...
+
+    def encode(self, request: EncodeRequests, peer: str = "") -> Call:
+        """As `generate`, for an encoder."""
         ...
 
     async def call(self, job: Callable[[Engine], Awaitable[T]]) -> T:

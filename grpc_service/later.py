@@ -40,6 +40,7 @@ LATER: Mapping[str, tuple[Later, ...]] = {
         Later("constraint"),
     ),
     "TokenizeRequest": CHAT_LATER,
+    "EmbedRequest": (Later("inputs.image"),),
 }
 
 

@@ -1,9 +1,9 @@
 """The server as a whole: engine, bridge and front, started and ended in order.
 
 Start: engine (models load in the background) → asyncio thread binds → ready when every preloaded
-model has settled. End (D17): health NOT_SERVING → new requests refused → running ones finish
-within the drain timeout → the rest cut with a status → grpc stopped → all threads joined, but for
-those that `_Ending` does not wait for.
+text model has settled, or every encoder where there are no text models. End (D17): health
+NOT_SERVING → new requests refused → running ones finish within the drain timeout → the rest cut
+with a status → grpc stopped → all threads joined, but for those that `_Ending` does not wait for.
 
 Exit codes: 0 all finished, 75 some were cut, 70 an internal error or a step that hangs, 1 could not
 start, 128 + n a second signal.
@@ -29,15 +29,15 @@ from engine.status import ModelState
 from engine.watchdog import EXIT_HUNG, Watchdog
 from grpc_service.asyncio_side import AsyncioSide, check_free, new_event_loop
 from grpc_service.bridge import Bridge
-from grpc_service.cli.startup import show_loading, show_ready
+from grpc_service.cli.startup import awaited, show_loading, show_ready
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from engine.api import Engine
     from engine.config import EngineConfig
-    from engine.pool import RunnerFactory
+    from engine.pool import Entry, RunnerFactory
     from grpc_service.config import ServerConfig
 
 log = logging.getLogger(__name__)
@@ -182,6 +182,8 @@ async def _serve(
             settle_heap()
             if shows_progress and not engine.is_draining:
                 show_ready(engine, server_config, front.port)
+            if await _wait_settled(engine.progress()):
+                settle_heap()  # what encoders brought, which come behind (D14)
 
         async with trio.open_nursery() as nursery:
             await nursery.start(bridge.run)
@@ -263,13 +265,20 @@ async def _join(asyncio_side: AsyncioSide, front: _Front) -> None:
 
 
 async def _wait_loaded(engine: Engine) -> None:
-    """Wait until every preloaded model is READY or FAILED; raise if every model there is FAILED."""
-    for entry in engine.progress():
-        if not entry.config.lazy:
-            await entry.settled.wait()
+    """Wait until every preloaded model that the start waits for is READY or FAILED; raise if every
+    model there is FAILED."""
+    await _wait_settled(awaited(engine.progress()))
     models = engine.list_models()
     if all(model.state is ModelState.FAILED for model in models):
         raise ConfigError(models[0].error)
+
+
+async def _wait_settled(entries: Sequence[Entry]) -> bool:
+    """Wait until the preloaded ones of these models have settled; whether any had not."""
+    late = [one for one in entries if not (one.config.lazy or one.settled.is_set())]
+    for entry in late:
+        await entry.settled.wait()
+    return bool(late)
 
 
 async def _serve_until_signal(engine: Engine, ending: _Ending) -> int:

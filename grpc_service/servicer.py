@@ -21,19 +21,18 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from engine.core.events import Tokens
 from engine.errors import EngineBug, InvalidRequest, NotAllowed, Unsupported
-from grpc_service import codec, operations, snapshots
+from grpc_service import codec, encode_codec, operations, snapshots
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
 from grpc_service.config import is_loopback
 from grpc_service.status import ending_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
-    from grpc_service.front import Front
+    from grpc_service.front import Call, Front
 
     Context = grpc.aio.ServicerContext[Any, Any]
     Behaviour = Callable[[Any, Context], Awaitable[Any]]
@@ -51,7 +50,7 @@ class Disconnected(Exception):
 
 
 class Inference:
-    """Generation and tokens."""
+    """Generation, encoders and tokens."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -64,29 +63,21 @@ class Inference:
         encode = partial(codec.encode_events, token_ids=request.output.token_ids)
         short = codec.ShortDelta(token_ids=request.output.token_ids)
         is_large = request.output.HasField("prompt_logprobs")
-        write = context.write  # waits while the client's window is closed
-        try:
-            while events := await call.receive():
-                if len(events) == 1 and (data := short.encode(events[0])) is not None:
-                    if data:
-                        await write(data)
-                    call.written(1)
-                    continue
-                if is_large:  # off the loop: 65,536 numbers take long to encode
-                    is_large, loop = False, asyncio.get_running_loop()
-                    messages = await loop.run_in_executor(None, encode, events)
-                else:
-                    messages = encode(events)
-                for message in messages:
-                    await write(message)
-                call.written(sum([isinstance(event, Tokens) for event in events]))
-        except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-            raise Disconnected from error
-        except Exception as error:
-            call.cancel()
-            await _abort(context, error)
-        finally:
-            call.leave()
+        await _carry(call, encode, context, short=short.encode, is_large=is_large)
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> None:
+        """As `Generate`; a vector is a message."""
+        timeout_s = clients_timeout(context.time_remaining())
+        asked = encode_codec.decode_embed(request, timeout_s)
+        call = self._front.encode(asked, context.peer())
+        await _carry(call, encode_codec.EmbedEncoder(), context)
+
+    async def Rerank(self, request: inference_pb2.RerankRequest, context: Context) -> None:
+        """As `Generate`; a score is a message."""
+        timeout_s = clients_timeout(context.time_remaining())
+        asked = encode_codec.decode_rerank(request, timeout_s)
+        call = self._front.encode(asked, context.peer())
+        await _carry(call, encode_codec.encode_scores, context)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
@@ -181,6 +172,46 @@ def add_servicers(server: grpc.aio.Server, front: Front) -> None:
     _add(server, INFERENCE, Inference(front))
     _add(server, MODELS, Models(front))
     _add(server, CONTROL, Control(front), is_local_only=True)
+
+
+# ---- what every stream has in common ---------------------------------------------------------
+
+
+async def _carry(
+    call: Call,
+    encode: Callable[[Sequence[Any]], Sequence[Message]],
+    context: Context,
+    *,
+    short: Callable[[Any], bytes | None] = lambda event: None,
+    is_large: bool = False,
+) -> None:
+    """Write everything a request gives. ``short`` makes the bytes of a credited event that comes
+    alone, faster (b"" for nothing to tell), or gives None. ``is_large``: the first events take long
+    to encode, which is then done off the loop."""
+    write = context.write  # waits while the client's window is closed
+    try:
+        while events := await call.receive():
+            if len(events) == 1 and (data := short(events[0])) is not None:
+                if data:
+                    await write(data)
+                call.written(1)
+                continue
+            if is_large:  # 65,536 numbers
+                is_large, loop = False, asyncio.get_running_loop()
+                messages = await loop.run_in_executor(None, encode, events)
+            else:
+                messages = encode(events)
+            for message in messages:
+                await write(message)
+            credited = call.credited
+            call.written(sum([isinstance(event, credited) for event in events]))
+    except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+        raise Disconnected from error
+    except Exception as error:
+        call.cancel()
+        await _abort(context, error)
+    finally:
+        call.leave()
 
 
 # ---- what every RPC has in common ------------------------------------------------------------

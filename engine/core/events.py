@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from engine.core.credit import Credit
+    from engine.core.encode_types import Encoded, EncodeRequest, EncodeResult
     from engine.core.plan import StepFailure, StepResult
     from engine.core.types import (
         EndReason,
@@ -41,7 +42,7 @@ class PauseMode(Enum):
 class Submit:
     """A request and the credit of the stream its messages go to."""
 
-    request: Request
+    request: Request | EncodeRequest
     credit: Credit
 
 
@@ -66,7 +67,7 @@ class ReaderDrained:
 class StepDone:
     """The plan in flight was executed."""
 
-    result: StepResult
+    result: StepResult | EncodeResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,4 +165,4 @@ class Refused:
     error: TrioletError
 
 
-OutputEvent = Admitted | Tokens | Preempted | Finished | Refused
+OutputEvent: TypeAlias = "Admitted | Tokens | Encoded | Preempted | Finished | Refused"

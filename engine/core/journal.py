@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.core.encode_types import Encoded, EncodePlan, EncodeRequest
 from engine.core.events import (
     Admitted,
     Cancel,
@@ -27,12 +28,23 @@ if TYPE_CHECKING:
     from engine.core.plan import Row
 
 
-def line(event: InputEvent | OutputEvent | StepPlan) -> str:
+def line(event: InputEvent | OutputEvent | StepPlan | EncodePlan) -> str:
     """The event in one line: its kind, whose it is, and what matters."""
     match event:
+        case EncodePlan():
+            lengths = ",".join(str(len(row.input.token_ids)) for row in event.rows)
+            return f"plan {event.plan_id}: {lengths}"
+        case Submit(EncodeRequest() as request):
+            return (
+                f"submit {request.request_id} inputs={len(request.inputs)} "
+                f"tokens={request.num_tokens} priority={request.priority}"
+            )
+        case Encoded():
+            return f"  encoded {event.request_id}/{event.index} {event.tokens}"
         case StepPlan():
             return f"plan {event.plan_id}: {' '.join(map(_row, event.rows))}"
         case Submit(request):
+            assert not isinstance(request, EncodeRequest)
             return (
                 f"submit {request.request_id} prompt={len(request.prompt)} n={request.n} "
                 f"max={request.stops.max_tokens} priority={request.priority}"

@@ -193,44 +193,6 @@ class StepFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodeRow:
-    """One input of an encoder batch: a text, or a pair for a cross-encoder."""
-
-    sequence: SequenceId
-    token_ids: tuple[int, ...]
-    pair_start: int | None = None  # position where the second text begins
-    prompt_name: str = ""
-    dimensions: int | None = None
-    normalize: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EncodePlan:
-    """One forward pass of an encoder over ``rows``, sorted by length."""
-
-    plan_id: PlanId
-    rows: tuple[EncodeRow, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeRowResult:
-    """An embedding (``values``) or, of a cross-encoder, one score."""
-
-    sequence: SequenceId
-    values: tuple[float, ...]
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeResult:
-    """One entry for each row, in the plan's order."""
-
-    plan_id: PlanId
-    rows: tuple[EncodeRowResult | RowFailure, ...]
-    timings: StepTimings = field(default_factory=StepTimings)
-
-
-@dataclass(frozen=True, slots=True)
 class RunnerSpec:
     """What to load and where: everything a runner needs, in this or another process.
 

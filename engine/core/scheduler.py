@@ -119,7 +119,7 @@ class Scheduler:
         """
         match event:
             case StepDone():
-                self._commit(event.result, now)
+                self._commit(event.result, now)  # type: ignore[arg-type]  # a text model's
             case Submit():
                 self._submit(event, now)
             case Cancel():
@@ -214,6 +214,7 @@ class Scheduler:
 
     def _submit(self, event: Submit, now: float) -> None:
         request = event.request
+        assert isinstance(request, Request)
         error = self._refusal(request, event.credit.capacity) or self._infeasible(request, now)
         if error is not None:
             self._events.append(Refused(request.request_id, error))

@@ -1,6 +1,7 @@
-"""From configuration to an unloaded runner: the spec's arithmetic.
+"""From configuration to an unloaded runner: which kind, and the spec's arithmetic.
 
-Rule: imports torch only when the runner loads.
+Rule: imports torch only for a text model's runner, sentence-transformers only when an encoder
+loads.
 """
 
 from __future__ import annotations
@@ -10,15 +11,32 @@ from typing import TYPE_CHECKING
 
 from engine.core.plan import RunnerSpec
 from engine.memory import default_limit
+from engine.model import capability
+from engine.model.refusal import Refusal
+from engine.model.resolve import resolve
+from engine.status import Capability
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig, ModelConfig
+    from engine.core.encode_types import EncodeRunner
     from engine.core.plan import Runner
+
+ENCODERS = (Capability.TEXT_EMBEDDING, Capability.RERANK)
 
 
 def threads_for(model: ModelConfig, config: EngineConfig) -> int:
-    """CPU threads of a text worker: the models share the cores evenly, one each at least."""
-    return model.threads or max(1, len(os.sched_getaffinity(0)) // len(config.models))
+    """CPU threads of a worker: the text models share the cores evenly, one each at least, and an
+    encoder has one."""
+    if model.threads:
+        return model.threads
+    if _capability(model) in ENCODERS:
+        return 1
+    num_texts = sum(_capability(one) not in ENCODERS for one in config.models)
+    return max(1, len(os.sched_getaffinity(0)) // num_texts)
+
+
+def _capability(model: ModelConfig) -> Capability | None:
+    return model.capability or capability.find(model.model, model.revision)
 
 
 def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
@@ -40,8 +58,20 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
     )
 
 
-def make_runner(model: ModelConfig, config: EngineConfig) -> Runner:
-    """A runner for a text model, unloaded."""
+def make_runner(model: ModelConfig, config: EngineConfig) -> Runner | EncodeRunner:
+    """A runner for a text model or an encoder, unloaded. Fetches a Hugging Face id that is not
+    cached: only its files tell what it is for."""
+    spec = runner_spec(model, config)
+    kind = model.capability
+    if kind is None:
+        try:
+            kind = capability.capability_of(resolve(model.model, model.revision).directory)
+        except Refusal:
+            kind = Capability.TEXT_TO_TEXT  # its runner will meet the same, and tell of it
+    if kind in ENCODERS:
+        from engine.model.encoders import EncoderRunner
+
+        return EncoderRunner(spec, kind)
     from engine.model.runner import TorchRunner
 
-    return TorchRunner(runner_spec(model, config))
+    return TorchRunner(spec)

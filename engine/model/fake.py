@@ -32,6 +32,7 @@ from engine.errors import InvalidRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from engine.core.encode_types import EncodePlan
     from engine.core.plan import AdmittedSequence, Row, StepPlan
 
 _WRITTEN = re.compile(r"<(\d+)>")
@@ -98,7 +99,8 @@ class FakeScript:
     of `LONG_TEXT_CHARS` or more. ``step_faults[k]`` is raised by the
     k-th step (from 0) before it has any effect; ``row_faults`` fail a sequence's row by name of
     the phase, once it has produced that many tokens. ``plan_fault`` and ``sample_fault`` decide
-    the same as they go: an exception for a plan, a phase for a row. ``eos_at`` maps a digest to
+    the same as they go: an exception for a plan, a phase for a row; ``encode_fault`` is
+    ``plan_fault`` for an encoder. ``eos_at`` maps a digest to
     whether the sequence ends there; the default never does.
     """
 
@@ -111,6 +113,7 @@ class FakeScript:
     step_faults: dict[int, BaseException] = field(default_factory=dict)
     row_faults: dict[SequenceId, tuple[int, str]] = field(default_factory=dict)
     plan_fault: Callable[[StepPlan], BaseException | None] | None = None
+    encode_fault: Callable[[EncodePlan], BaseException | None] | None = None
     sample_fault: Callable[[], str | None] | None = None
     eos_at: Callable[[int], bool] | None = None
     sleep: Callable[[float], None] = time.sleep

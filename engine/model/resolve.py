@@ -17,17 +17,20 @@ from typing import Any
 
 from engine.model.refusal import Refusal
 
-# Demo text models, as package data under engine/demo/.
-DEMOS = {"demo-stories": "stories"}
+# Demo models, as package data under engine/demo/.
+DEMOS = {"demo-stories": "stories", "demo-embed": "embed", "demo-rerank": "rerank"}
 DEMO_ROOT = Path(__file__).resolve().parent.parent / "demo"
 
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
-# What a text model needs of a repository; the pickled and the original weights stay there.
+# What a model needs of a repository, an encoder's modules (1_Pooling/config.json) included; the
+# pickled and the original weights stay there.
 WANTED_FILES = (
     "config.json", "generation_config.json", WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "vocab.txt", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
+    "[0-9]_*/*.json", "[0-9]_*/*.txt", "[0-9]_*/*.safetensors",
 )  # fmt: skip
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # The Hub's own rule: at most one slash, and each part of word characters, dots and dashes.
@@ -69,6 +72,24 @@ def resolve(model: str, revision: str = "") -> Source:
     if not HUB_ID.fullmatch(model) or model.startswith("."):
         raise Refusal("there is no such directory", detail=str(path))
     return Source(_hub_directory(model, revision), model)
+
+
+def resolve_local(model: str, revision: str = "") -> Source | None:
+    """As `resolve`, without the network and without refusals: None for what is not here whole."""
+    path = Path(model).expanduser()
+    if not (path.is_dir() or model in DEMOS) and HUB_ID.fullmatch(model) and not path.exists():
+        return _cached(model, revision)
+    try:
+        return resolve(model, revision)
+    except Refusal:
+        return None
+
+
+def _cached(model: str, revision: str) -> Source | None:
+    import huggingface_hub
+
+    found = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision or None)
+    return Source(Path(found).parent, model) if isinstance(found, str) else None
 
 
 def _hub_directory(model: str, revision: str) -> Path:

@@ -9,7 +9,6 @@ Rule 3: thread-local state is set inside every call, as each may come from anoth
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
@@ -32,21 +31,23 @@ from engine.model import packing
 from engine.model.architectures import context_limit, layer_shapes
 from engine.model.attention import KEYWORD
 from engine.model.checkpoint import Checkpoint
+from engine.model.failures import describe, is_out_of_memory, spawn_failed
 from engine.model.generation import read_generation
 from engine.model.kv_cache import KvCache, size_pool
 from engine.model.loader import load_model, pick_device, pick_dtype, read_config
 from engine.model.logprobs import Wanted, score
 from engine.model.probe import probe
 from engine.model.reference import ReferenceBackend
-from engine.model.refusal import Refusal
 from engine.model.resolve import has_chat_template, resolve, short_name
 from engine.model.sampler import sample
 from engine.model.sequences import SequenceState
+from engine.model.thread_state import thread_state
 from engine.model.tokenizer import load_tokenizer
 from engine.model.warmup import warm_up, workspace_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from engine.core.plan import AdmittedSequence, Row, RunnerSpec, StepPlan
     from engine.core.types import SequenceId, TokenLogprob
@@ -132,7 +133,7 @@ class TorchRunner:
             self.close()
             if isinstance(error, SpawnFailed) or not isinstance(error, Exception):
                 raise
-            raise _spawn_failed(name, error) from error
+            raise spawn_failed(name, error) from error
 
     def execute(self, plan: StepPlan) -> StepResult:
         try:
@@ -189,15 +190,9 @@ class TorchRunner:
             has_chat_template=has_chat_template(source.directory),
         )
 
-    @contextmanager
-    def _thread_state(self) -> Iterator[None]:
-        """Rule 3. The thread count is OpenMP's, which keeps one for each thread that calls."""
-        threads = self._spec.threads
-        if threads and torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        is_cuda = self._device.type == "cuda"
-        with torch.inference_mode(), torch.cuda.device(self._device) if is_cuda else nullcontext():
-            yield
+    def _thread_state(self) -> AbstractContextManager[None]:
+        """Rule 3."""
+        return thread_state(self._spec.threads, self._device)
 
     # --- one step ---------------------------------------------------------------------------
 
@@ -319,7 +314,7 @@ class TorchRunner:
                 raise
             if len(choices) == 1:
                 only = choices[0].sequence
-                return {only: RowFailure(only, "sample", _describe(error))}
+                return {only: RowFailure(only, "sample", describe(error))}
         drawn: dict[SequenceId, int | RowFailure] = {}
         for choice in choices:
             drawn.update(self._sample([choice], logits))
@@ -415,38 +410,7 @@ class TorchRunner:
                 told = state.tell_scores(self.tokenizer.token_text)
             step = state.advance(token, self.tokenizer)
         except Exception as error:
-            return RowFailure(sequence, "text", _describe(error))
+            return RowFailure(sequence, "text", describe(error))
         self._sequences[sequence] = state
         own = () if scored is None else (scored,)
         return RowResult(sequence, (token,), step.text, own, told, step.finish, step.matched)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device, or the system behind the CPU's allocator, had no memory left."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    # torch has no class for these: the messages are those of its CPU and MPS allocators.
-    said = ("can't allocate memory", "MPS backend out of memory")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
-
-
-def _spawn_failed(name: str, error: Exception) -> SpawnFailed:
-    """One sentence for whatever stopped a load; what only the operator may see goes beside it."""
-    if isinstance(error, Refusal):
-        return SpawnFailed(f"the model {name!r} cannot be loaded: {error}", log_detail=error.detail)
-    if is_out_of_memory(error):
-        return SpawnFailed(
-            f"the model {name!r} cannot be loaded: the device has too little free memory for its "
-            "weights and KV pool",
-            log_detail=_describe(error),
-        )
-    return SpawnFailed(
-        f"the model {name!r} cannot be loaded: it failed in an unexpected way "
-        f"({type(error).__name__}); the log has the details",
-        log_detail=_describe(error),
-    )
-
-
-def _describe(error: BaseException) -> str:
-    """For the log only."""
-    return f"{type(error).__name__}: {error}"

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from engine.status import ModelState
+from engine.status import Capability, ModelState
 from grpc_service.config import DEFAULT_HOST, DEFAULT_PORT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.api import Engine
     from engine.pool import Entry
     from grpc_service.config import ServerConfig
@@ -23,9 +25,15 @@ if TYPE_CHECKING:
 REFRESH_S = 0.1
 
 
+def awaited(entries: Sequence[Entry]) -> list[Entry]:
+    """The preloaded models that a start waits for: the text models, or encoders alone."""
+    preloaded = [entry for entry in entries if not entry.config.lazy]
+    return [entry for entry in preloaded if not entry.is_encoder] or preloaded
+
+
 async def show_loading(engine: Engine) -> None:
     """A progress bar per model while it loads; one line per model without a terminal."""
-    entries = [entry for entry in engine.progress() if not entry.config.lazy]
+    entries = awaited(engine.progress())
     if not sys.stderr.isatty():
         for entry in entries:
             print(f"loading {entry.config.name} …", file=sys.stderr)
@@ -59,9 +67,10 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
     for model in engine.list_models():
         if model.state is ModelState.READY:
             size = model.memory_bytes / 2**20
+            has_pool = model.capability is Capability.TEXT_TO_TEXT
             lines.append(
                 f"  {model.name}: {model.architecture}, {model.dtype} on {model.device}, "
-                f"context {model.max_model_len}, {size:.0f} MiB with its KV pool"
+                f"context {model.max_model_len}, {size:.0f} MiB{' with its KV pool' * has_pool}"
             )
         else:
             lines.append(f"  {model.name}: {model.state.value}{_because(model.error)}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from engine.core.events import Tokens
 from engine.core.plan import TokenSpan
 from engine.errors import ModelNotFound
 from engine.status import (
@@ -40,6 +41,7 @@ class FakeCall:
     hangs: bool = False
     afterwards: list | None = None
     request_id: str = "r1"
+    credited: tuple = (Tokens,)
     num_written: int = 0
     num_received: int = 0
     num_leaves: int = 0
@@ -61,8 +63,8 @@ class FakeCall:
             raise self.error
         return ()
 
-    def written(self, num_tokens_events):
-        self.num_written += num_tokens_events
+    def written(self, num_events):
+        self.num_written += num_events
 
     def cancel(self):
         pass
@@ -136,6 +138,8 @@ class FakeFront:
     def generate(self, request, peer=""):
         self.calls.append(FakeCall(request, **self.script))
         return self.last
+
+    encode = generate
 
     async def call(self, job):
         return await job(self.engine)

@@ -29,6 +29,8 @@ from tests.service.fake_front import SMALL_WINDOW, FakeFront, complaints, run
 STARTED = Started("r1", "stories", 4)
 SERVED = {
     "triolet.v1.Inference/Generate",
+    "triolet.v1.Inference/Embed",
+    "triolet.v1.Inference/Rerank",
     "triolet.v1.Inference/Tokenize",
     "triolet.v1.Inference/Detokenize",
     "triolet.v1.Models/ListModels",

@@ -29,7 +29,6 @@ from engine.errors import (
     ShuttingDown,
     SpawnFailed,
     StepFailed,
-    Unsupported,
 )
 from engine.model.fake import FakeRunner, FakeScript
 from engine.requests import GenerateRequest, OutputOptions, SamplingParams
@@ -521,10 +520,10 @@ def test_a_bad_input_does_not_end_an_encoder(eng, kind):
         call(["a"])
 
 
-def test_encoders_are_refused_by_name_until_they_exist(eng):
-    with pytest.raises(Unsupported):
+def test_encoders_that_are_not_configured_are_said_so(eng):
+    with pytest.raises(ModelNotFound):
         eng.encoder().embed(["a"])
-    with pytest.raises(Unsupported):
+    with pytest.raises(ModelNotFound):
         eng.cross_encoder().rank("q", ["a"])
 
 

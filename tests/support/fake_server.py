@@ -22,7 +22,10 @@ import trio
 
 from engine import logs
 from engine.config import EngineConfig, ModelConfig
+from engine.core.encode_types import EncoderKind
 from engine.model.fake import FakeRunner, FakeScript
+from engine.model.fake_encoder import FakeEncoder
+from engine.status import Capability
 from engine.supervisor import Supervisor
 from grpc_service.asyncio_side import new_event_loop
 from grpc_service.bridge import Bridge
@@ -36,6 +39,11 @@ BROKEN_STEP = 904  # a step with one of its rows gives the result of another: a 
 OUT_OF_MEMORY_STEP = 905  # every step with one of its rows runs out of memory
 EXITING_STEP = 906  # a library in a step with one of its rows ends the process, or means to
 RELEASED = threading.Event()
+ENCODER_MAX_LEN = 6000  # tokens of an input; longer than a text that is tokenised in a thread
+KINDS = {
+    Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
+    Capability.RERANK: EncoderKind.RERANK,
+}
 
 
 class Poison:
@@ -50,6 +58,9 @@ class Poison:
             self._first[admitted.sequence] = admitted.prompt[0]
             if admitted.prompt[0] == POISONED_ROW:
                 self._script.row_faults[admitted.sequence] = (2, "decode")
+        return self.fault_of(plan)
+
+    def fault_of(self, plan):
         if self.has(POISONED_STEP, plan):
             return RuntimeError("a scripted secret")
         if self.has(OUT_OF_MEMORY_STEP, plan):
@@ -63,6 +74,17 @@ class Poison:
     def has(self, first, plan):
         """Is there a row of a prompt that began so?"""
         return any(self._first.get(row.sequence) == first for row in plan.rows)
+
+
+class EncodePoison(Poison):
+    """The same for inputs that begin so, in the steps of an encoder."""
+
+    def __call__(self, plan):
+        for row in plan.rows:
+            self._first[row.sequence] = row.input.token_ids[0]
+            if row.input.token_ids[0] == POISONED_ROW:
+                self._script.row_faults[row.sequence] = (0, "encode")
+        return self.fault_of(plan)
 
 
 class FaultyRunner(FakeRunner):
@@ -118,7 +140,7 @@ def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), **field
     """A FakeScript; ``eos_every`` k ends a sequence after one digest in k."""
     faults = {step: MemoryError("scripted") for step in out_of_memory_steps}
     script = FakeScript(step_faults=faults, **fields)
-    script.plan_fault = Poison(script)
+    script.plan_fault, script.encode_fault = Poison(script), EncodePoison(script)
     if load_error is not None:
         script.load_error = RuntimeError(load_error)
     if eos_every is not None:
@@ -202,11 +224,16 @@ def start(
 ):
     """Serve and return the exit code.
 
-    ``models``: ModelConfig's fields, and a model's own ``script``. ``script``, ``runner``,
+    ``models``: ModelConfig's fields, and a model's own ``script``; with ``capability``
+    "text-embedding" or "rerank" it is an encoder. ``script``, ``runner``,
     ``engine``, ``server``: fields of make_script, FakeRunner, EngineConfig and ServerConfig.
     ``counts``: count what happens, on asyncio's own loop. ``is_command``: as `triolet serve` does.
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
+    models = [
+        model | {"capability": Capability(model["capability"])} if "capability" in model else model
+        for model in models
+    ]
     engine_config = EngineConfig(
         models=tuple(ModelConfig(**{"model": "fake", **model}) for model in models),
         **{"check_level": 2} | (engine or {}),
@@ -214,6 +241,12 @@ def start(
     server_config = ServerConfig(**{"port": 0} | (server or {}))
 
     def make_runner(model, config):
+        if model.capability in KINDS:
+            return FakeEncoder(
+                KINDS[model.capability],
+                max_model_len=ENCODER_MAX_LEN,
+                script=make_script(**scripts[model.name]),
+            )
         return FaultyRunner(
             script=make_script(**scripts[model.name]),
             **{"block_size": config.block_size} | (runner or {}),

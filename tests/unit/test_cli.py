@@ -76,7 +76,7 @@ def test_every_field_of_the_configs_has_a_flag():
     without = {
         EngineConfig: {"models", "in_process_buffer", "check_level"},
         ServerConfig: set(),
-        ModelConfig: {"model", "name", "aliases", "lazy", "threads"},
+        ModelConfig: {"model", "name", "aliases", "lazy", "threads", "capability"},
     }
     for target, others in without.items():
         fields = {field.name for field in dataclasses.fields(target)}

@@ -113,6 +113,7 @@ def test_the_tables_paths_exist():
         fields = {
             "GenerateRequest": inference_pb2.GenerateRequest,
             "TokenizeRequest": inference_pb2.TokenizeRequest,
+            "EmbedRequest": inference_pb2.EmbedRequest,
         }[name].DESCRIPTOR
         for later in entries:
             message = fields

@@ -29,6 +29,7 @@ VOCABULARY = {"engine.core.types", "engine.core.events"}  # the core's values, p
 ENGINE_PUBLIC = {
     "engine.api",
     "engine.config",
+    "engine.encode_requests",
     "engine.errors",
     "engine.logs",
     "engine.memory",
@@ -49,7 +50,14 @@ ALLOWED: dict[str, set[str]] = {
     "engine.core": {"engine.errors", "engine.config"},
     "engine.requests": {"engine.errors", *VOCABULARY},
     "engine.metrics": {"engine.status", *VOCABULARY},
-    "engine.model": {"engine.core", "engine.errors", "engine.config", "engine.memory"},
+    "engine.encode_requests": {"engine.errors", "engine.requests", *VOCABULARY},
+    "engine.model": {
+        "engine.core",
+        "engine.errors",
+        "engine.config",
+        "engine.memory",
+        "engine.status",  # what a model is for
+    },
     "engine.loop": {"engine.core", "engine.errors", "engine.config", "engine.watchdog"},
     "engine.pool": {
         "engine.core",
@@ -61,11 +69,26 @@ ALLOWED: dict[str, set[str]] = {
         "engine.watchdog",
     },
     "engine.generation": {"engine.core", "engine.errors", "engine.requests"},
+    "engine.encoding": {
+        "engine.core",
+        "engine.encode_requests",
+        "engine.generation",  # what requests of all kinds share
+        "engine.requests",
+    },
     "engine.prompts": {"engine.core", "engine.errors", "engine.requests"},
+    "engine.encode_inputs": {
+        "engine.core",
+        "engine.encode_requests",
+        "engine.errors",
+        "engine.prompts",
+    },
     "engine.supervisor": {
         "engine.core",
         "engine.errors",
         "engine.config",
+        "engine.encode_inputs",
+        "engine.encode_requests",
+        "engine.encoding",
         "engine.generation",
         "engine.prompts",
         "engine.logs",
@@ -85,10 +108,18 @@ ALLOWED: dict[str, set[str]] = {
         "engine.threads",
         "engine.watchdog",
     },
-    "engine.handles": {"engine.api", "engine.errors", "engine.requests", *VOCABULARY},
+    "engine.handles": {
+        "engine.api",
+        "engine.encode_requests",
+        "engine.errors",
+        "engine.requests",
+        *VOCABULARY,
+    },
     "engine.sync": {
         "engine.api",
         "engine.config",
+        "engine.encode_requests",
+        "engine.encoding",
         "engine.errors",
         "engine.handles",
         "engine.requests",
@@ -120,6 +151,7 @@ BANNED: dict[str, set[str]] = {
     "grpc_service": {*MODEL_LIBRARIES, "numpy", "engine.model", "tests", "tools"},
     "grpc_service.codec": {"grpc", "trio", "asyncio"},
     "grpc_service.front": {"grpc", "trio", "asyncio"},
+    "grpc_service.encode_codec": {"grpc", "trio", "asyncio"},
     "grpc_service.later": {"grpc", "trio", "asyncio"},
     "grpc_service.snapshots": {"grpc", "trio", "asyncio"},
 }
@@ -142,7 +174,9 @@ LAZY: dict[tuple[str, str], str] = {
         "the default runner: torch enters only when a torch model is asked for, so that "
         "`import engine`, and an engine of fakes, work without it"
     ),
+    ("engine.api", "engine.model.capability"): "as the factory: an engine of fakes has no files",
     ("engine.model.factory", "engine.model.runner"): "the spec's arithmetic needs no torch",
+    ("engine.model.factory", "engine.model.encoders"): "the spec's arithmetic needs no torch",
 }
 
 

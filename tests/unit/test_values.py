@@ -4,9 +4,11 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from array import array
 
 import pytest
 
+from engine.core import encode_types as e
 from engine.core import plan as p
 from engine.core.types import (
     Alternative,
@@ -14,6 +16,7 @@ from engine.core.types import (
     Constraint,
     EndReason,
     PlanId,
+    RequestId,
     Sampling,
     SequenceId,
     Stops,
@@ -23,7 +26,10 @@ from engine.core.types import (
 SAMPLING = Sampling(0.7, 5, 0.9, seed=3, logit_bias=((1, 2.0),), bad_words=((4, 5),), logprobs=2)
 STOPS = Stops(9, 1, ("a", "b"), frozenset({2}), include=True)
 LOGPROB = TokenLogprob(5, "x", -0.5, (Alternative(6, "y", -1.0, 1),))
+INPUT = e.EncodeInput((1, 2), (0, 1), 1)
+OPTIONS = e.EncodeOptions(4, True, True)
 VALUES = [
+    e.TokenizedInput(INPUT, 3),
     p.StepPlan(
         PlanId(7),
         (
@@ -54,8 +60,11 @@ VALUES = [
         p.StepTimings(1.0, 2.0, 3.0, 4.0),
     ),
     p.StepFailure(PlanId(7), p.FailureKind.OUT_OF_MEMORY, "why"),
-    p.EncodePlan(PlanId(8), (p.EncodeRow(SequenceId(1), (1, 2), 1, "query", 64, True),)),
-    p.EncodeResult(PlanId(8), (p.EncodeRowResult(SequenceId(1), (0.5,), 2),)),
+    e.EncodeRequest(RequestId("r"), (INPUT,), 1.0, OPTIONS, 2, 3.0),
+    e.EncodePlan(PlanId(8), (e.EncodeRow(SequenceId(1), INPUT, OPTIONS),)),
+    e.EncodeResult(PlanId(8), (e.EncodeRowResult(SequenceId(1), array("f", [0.5])),)),
+    e.Encoded(RequestId("r"), 0, array("f", [0.5]), 2),
+    e.EncoderInfo(e.EncoderKind.EMBEDDING, "bert", "float32", "cpu", 10, 20, 30, 4, ("query",)),
     p.RunnerSpec("demo-stories", kv_bytes=1, threads=2),
     p.ModelInfo("llama", "float32", "cpu", 10, 20, 30, 16, frozenset({1}), 99),
     p.LoadProgress("weights", 1, 2, 3, 4),
@@ -89,9 +98,10 @@ def test_every_value_class_of_the_plan_is_in_the_list():
     seen = {cls for value in VALUES for cls in walk(value)}
     declared = {
         cls
-        for cls in vars(p).values()
+        for module in (p, e)
+        for cls in vars(module).values()
         if isinstance(cls, type)
-        and cls.__module__ == p.__name__
+        and cls.__module__ == module.__name__
         and not getattr(cls, "_is_protocol", False)
     }
     assert declared - seen == {p.SamplingDefaults} - seen

@@ -1,0 +1,320 @@
+"""The worker of an encoder: one model of sentence-transformers (D3, D14).
+
+Rule 1: what a model's files say is what sentence-transformers makes of them: its own modules
+compute, and this file only pads, groups and finishes. Rule 2: the library is imported when an
+encoder loads, not before. Rule 3: thread-local state is set inside every call. Rule 4: an input's
+values do not depend on what it is batched with, but for float noise: padding is always on the
+right, behind the mask.
+
+Loading is the library's own, in float32 whatever the model computes in: for the time of a load it
+makes the checkpoint's dtype torch's default for every thread, and text models run in others.
+"""
+
+from __future__ import annotations
+
+from array import array
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.core.encode_types import (
+    EncodeInput,
+    EncodeOptions,
+    EncodePlan,
+    EncodeResult,
+    EncoderInfo,
+    EncoderKind,
+    EncodeRow,
+    EncodeRowResult,
+)
+from engine.core.plan import LoadProgress, RowFailure, StepTimings
+from engine.core.types import PlanId, SequenceId
+from engine.errors import EngineBug, SpawnFailed
+from engine.model.checkpoint import Checkpoint
+from engine.model.encoder_files import check, check_all_loaded
+from engine.model.encoder_tokenizer import InputTokenizer
+from engine.model.failures import is_out_of_memory, spawn_failed
+from engine.model.loader import pick_device, pick_dtype
+from engine.model.refusal import Refusal
+from engine.model.resolve import resolve, short_name
+from engine.model.thread_state import thread_state
+from engine.model.tokenizer import HfTokenizer
+from engine.status import Capability
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from engine.core.plan import RunnerSpec
+
+# Padding that a group may hold before a group of its own is taken to be cheaper, in tokens: a guess
+# at what a forward costs beside its tokens.
+GROUP_COST_TOKENS = 48
+# Activations of a step beside the weights, in numbers per token and unit of width: the widest
+# layer's input and output, attention's four, and the residual. An estimate.
+ACTIVATIONS_PER_WIDTH = 16
+
+
+class EncoderRunner:
+    """`engine.core.encode_types.EncodeRunner` over sentence-transformers.
+
+    Life: 1. constructed from a spec, holding nothing; 2. `load`; 3. `execute`, any number of
+    times; 4. `close`, after which only `close` may be called.
+    """
+
+    def __init__(self, spec: RunnerSpec, capability: Capability) -> None:
+        self._spec = spec
+        self._capability = capability
+        self._device = torch.device("cpu")
+        self._model: Any = None  # SentenceTransformer or CrossEncoder
+        self._modules: list[Any] = []  # an embedding model's, but for a last Normalize
+        self._normalizes = False
+        self._splits_prompts = False  # the pooling leaves the prompt out
+        self._has_types = False
+        self._pad_id = 0
+        self._tokenizer: HfTokenizer | None = None
+        self._input_tokenizer: InputTokenizer | None = None
+
+    @property
+    def tokenizer(self) -> HfTokenizer:
+        if self._tokenizer is None:
+            raise EngineBug("the tokenizer was asked for before the encoder was loaded")
+        return self._tokenizer
+
+    @property
+    def encoder_tokenizer(self) -> InputTokenizer:
+        if self._input_tokenizer is None:
+            raise EngineBug("the tokenizer was asked for before the encoder was loaded")
+        return self._input_tokenizer
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
+        name = short_name(self._spec.model)
+        try:
+            with thread_state(self._spec.threads, self._device):
+                return self._load(progress)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, SpawnFailed) or not isinstance(error, Exception):
+                raise
+            raise spawn_failed(name, error, needs="weights") from error
+
+    def execute(self, plan: EncodePlan) -> EncodeResult:
+        try:
+            with thread_state(self._spec.threads, self._device):
+                return self._execute(plan)
+        except Exception as error:
+            if is_out_of_memory(error) and not isinstance(error, MemoryError):
+                raise MemoryError(str(error)) from error
+            raise
+
+    def close(self) -> None:
+        self._model = self._tokenizer = self._input_tokenizer = None
+        self._modules = []
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ---- loading
+
+    def _load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
+        progress(LoadProgress("config"))
+        spec = self._spec
+        self._device = device = pick_device(spec.device)
+        source = resolve(spec.model, spec.revision)
+        folder = check(source.directory, self._capability)
+        with Checkpoint(folder) as checkpoint:
+            stored, main_dtype = list(checkpoint.tensors), checkpoint.main_dtype
+        dtype = pick_dtype(spec.dtype, main_dtype, device)
+        progress(LoadProgress("weights"))
+        is_rerank = self._capability is Capability.RERANK
+        self._model = model = _load_model(source.directory, is_rerank=is_rerank)
+        transformer = model[0]
+        names = [name for name, _ in transformer.model.named_parameters()]
+        check_all_loaded(names, stored, unused="" if is_rerank else "pooler.")
+        model.to(device=device, dtype=dtype).eval()
+        model.requires_grad_(False)
+        max_tokens = _max_tokens(model, spec)
+        self._take_tokenizer(model, max_tokens)
+        self._take_modules(model, is_rerank=is_rerank)
+        config = transformer.model.config
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        width = int(getattr(config, "hidden_size", 0) or 0)
+        steps = max(spec.max_num_batched_tokens, max_tokens)
+        info = EncoderInfo(
+            kind=EncoderKind.RERANK if is_rerank else EncoderKind.EMBEDDING,
+            architecture=type(transformer.model).__name__,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            vocab_size=int(config.vocab_size),
+            max_model_len=max_tokens,
+            memory_bytes=num_bytes + steps * width * ACTIVATIONS_PER_WIDTH * dtype.itemsize,
+            dimensions=0 if is_rerank else int(model.get_embedding_dimension()),
+            prompt_names=() if is_rerank else tuple(model.prompts),
+            is_demo=source.is_demo,
+        )
+        progress(LoadProgress("warm-up"))
+        self._warm_up()
+        return info
+
+    def _take_tokenizer(self, model: Any, max_tokens: int) -> None:
+        tokenizer = model.tokenizer
+        if not getattr(tokenizer, "is_fast", False):
+            raise Refusal("its tokenizer is not of the kind that the tokenizers library has")
+        backend = tokenizer.backend_tokenizer
+        special_ids = frozenset(tokenizer.all_special_ids)
+        prompts = {name: text or "" for name, text in model.prompts.items()}
+        if model.default_prompt_name is not None:
+            if self._capability is Capability.RERANK:
+                raise Refusal("it has a default prompt, which is not supported for pairs")
+            prompts[""] = prompts.get(model.default_prompt_name, "")
+        self._input_tokenizer = InputTokenizer(
+            backend, max_tokens=max_tokens, prompts=prompts, special_ids=special_ids
+        )
+        self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
+        self._has_types = "token_type_ids" in tokenizer.model_input_names
+        self._pad_id = tokenizer.pad_token_id or 0
+
+    def _take_modules(self, model: Any, *, is_rerank: bool) -> None:
+        self._modules = list(model)
+        if "message" in getattr(model[0], "modality_config", {}):
+            raise Refusal("it reads chat messages, and not plain text")
+        if is_rerank:
+            return
+        last = self._modules[-1]
+        if type(last).__name__ == "Normalize" and last.module_output_name == "sentence_embedding":
+            self._normalizes = True
+            self._modules.pop()
+        self._splits_prompts = any(
+            not getattr(module, "include_prompt", True) for module in self._modules
+        )
+
+    def _warm_up(self) -> None:
+        """One step of a short input: what is lazy happens now, and not at the first request."""
+        row = EncodeRow(SequenceId(0), EncodeInput((self._pad_id,) * 4), EncodeOptions())
+        result = self._execute(EncodePlan(PlanId(0), (row,)))
+        if isinstance(result.rows[0], RowFailure):
+            raise Refusal("what it computes is not finite")
+
+    # ---- one step
+
+    def _execute(self, plan: EncodePlan) -> EncodeResult:
+        started = perf_counter()
+        by_prompt: dict[int, list[int]] = {}
+        for place, row in enumerate(plan.rows):
+            key = row.input.prompt_tokens if self._splits_prompts else 0
+            by_prompt.setdefault(key, []).append(place)
+        values: dict[int, EncodeRowResult | RowFailure] = {}
+        for prompt_tokens, places in by_prompt.items():
+            lengths = [len(plan.rows[place].input.token_ids) for place in places]
+            for part in groups(lengths):
+                chosen = places[part]
+                rows = [plan.rows[place] for place in chosen]
+                values.update(zip(chosen, self._encode(rows, prompt_tokens), strict=True))
+        results = tuple(values[place] for place in range(len(plan.rows)))
+        return EncodeResult(plan.plan_id, results, StepTimings(forward_s=perf_counter() - started))
+
+    def _encode(
+        self, rows: Sequence[EncodeRow], prompt_tokens: int
+    ) -> Iterator[EncodeRowResult | RowFailure]:
+        """One forward over rows of like length."""
+        features = self._features(rows)
+        if prompt_tokens and self._splits_prompts:
+            features["prompt_length"] = prompt_tokens
+        for module in self._modules:
+            features = module(features)
+        for row, numbers in zip(rows, self._finish(features, rows), strict=True):
+            if not np.isfinite(numbers).all():
+                yield RowFailure(row.sequence, "encode", "its values are not finite")
+                continue
+            made = array("f")
+            made.frombytes(numbers.tobytes())
+            yield EncodeRowResult(row.sequence, made)
+
+    def _features(self, rows: Sequence[EncodeRow]) -> dict[str, Any]:
+        """Padded on the right: [rows, longest] int64 each."""
+        shape = (len(rows), max(len(row.input.token_ids) for row in rows))
+        ids = np.full(shape, self._pad_id, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
+        types = np.zeros(shape, dtype=np.int64)
+        for place, row in enumerate(rows):
+            length = len(row.input.token_ids)
+            ids[place, :length] = row.input.token_ids
+            mask[place, :length] = 1
+            if row.input.type_ids:
+                types[place, :length] = row.input.type_ids
+        arrays = {"input_ids": ids, "attention_mask": mask}
+        if self._has_types:
+            arrays["token_type_ids"] = types
+        return {name: torch.from_numpy(one).to(self._device) for name, one in arrays.items()}
+
+    def _finish(
+        self, features: dict[str, Any], rows: Sequence[EncodeRow]
+    ) -> np.ndarray[Any, Any] | list[np.ndarray[Any, Any]]:
+        """Each row's numbers, float32; nearly always all rows are finished alike."""
+        is_rerank = self._capability is Capability.RERANK
+        raw = features["scores" if is_rerank else "sentence_embedding"].float().cpu()
+        finish = self._finish_scores if is_rerank else self._finish_vectors
+        by_options: dict[EncodeOptions, list[int]] = {}
+        for place, row in enumerate(rows):
+            by_options.setdefault(row.options, []).append(place)
+        if len(by_options) == 1:
+            return finish(raw, rows[0].options).numpy()
+        made: dict[int, np.ndarray[Any, Any]] = {}
+        for options, places in by_options.items():
+            made.update(zip(places, finish(raw[places], options).numpy(), strict=True))
+        return [made[place] for place in range(len(rows))]
+
+    def _finish_vectors(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
+        """Normalised, cut, and normalised again, each if asked: as ``encode`` has it.
+        [rows, dimensions] float32."""
+        normalize = torch.nn.functional.normalize
+        if self._normalizes and options.normalize is not False:
+            raw = normalize(raw, p=2, dim=-1)
+        raw = raw[:, : options.dimensions]
+        return normalize(raw, p=2, dim=-1) if options.normalize else raw
+
+    def _finish_scores(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
+        """Through the model's activation unless asked otherwise. [rows, 1] float32."""
+        return raw if options.raw_scores else self._model.activation_fn(raw)
+
+
+def groups(lengths: Sequence[int]) -> Iterator[slice]:
+    """Split rows that are sorted by length, shortest first, so that padding costs no more than
+    another forward would."""
+    end = len(lengths)
+    while end:
+        start, padding = end - 1, 0
+        while start and padding + lengths[end - 1] - lengths[start - 1] <= GROUP_COST_TOKENS:
+            padding += lengths[end - 1] - lengths[start - 1]
+            start -= 1
+        yield slice(start, end)
+        end = start
+
+
+def _load_model(directory: Path, *, is_rerank: bool) -> Any:
+    """The library's own loading, on the CPU in float32, told to stay off the network and away from
+    code and pickles."""
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of transformers only, for good; the server has its own
+    make = CrossEncoder if is_rerank else SentenceTransformer
+    return make(
+        str(directory),
+        device="cpu",
+        trust_remote_code=False,
+        local_files_only=True,
+        model_kwargs={"dtype": torch.float32, "use_safetensors": True},
+    )
+
+
+def _max_tokens(model: Any, spec: RunnerSpec) -> int:
+    """What an input may have: the tokenizer's limit, the model's positions, the operator's."""
+    config = model[0].model.config
+    limits = [model.max_seq_length, getattr(config, "max_position_embeddings", None)]
+    limits.append(spec.max_model_len)
+    known = [int(limit) for limit in limits if limit]
+    if not known or min(known) > 10**6:
+        raise Refusal("neither its tokenizer nor its config says how long an input may be")
+    return min(known)

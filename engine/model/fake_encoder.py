@@ -1,0 +1,170 @@
+"""An encoder without a model: values from digests of tokens, scripted costs and faults.
+
+Part of the product, beside `engine.model.fake`, whose script, tokenizer and digests it uses.
+Rule 1: imports no torch. Rule 2: an input's values depend on its own tokens and options alone, and
+are exact in float32, so that whoever got another's would show.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from engine.core.encode_types import (
+    EncodeInput,
+    EncodePlan,
+    EncodeResult,
+    EncoderInfo,
+    EncoderKind,
+    EncodeRow,
+    EncodeRowResult,
+    TokenizedInput,
+)
+from engine.core.plan import LoadProgress, RowFailure, StepTimings
+from engine.errors import FieldViolation, InvalidRequest
+from engine.model.fake import VOCAB_SIZE, FakeScript, FakeTokenizer, digest_after
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.core.encode_types import EncodeOptions
+
+DIMENSIONS = 8
+SEPARATOR = 900  # between a query and its document
+PROMPTS = {"query": "<7><8>"}
+
+
+def digest_of(token_ids: Sequence[int]) -> int:
+    """32 bits that say which tokens they are."""
+    digest = 0
+    for token_id in token_ids:
+        digest = digest_after(digest, token_id)
+    return digest
+
+
+def vector_of(token_ids: Sequence[int], dimensions: int = DIMENSIONS) -> list[float]:
+    """What the fake makes of tokens: every number a 16-bit fraction."""
+    digests = [digest_after(digest_of(token_ids), place) for place in range(DIMENSIONS)]
+    return [(digest & 0xFFFF) / 2**16 for digest in digests][:dimensions]
+
+
+def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
+    """A raw score is a 16-bit fraction; the activation halves it."""
+    score = (digest_of(token_ids) & 0xFFFF) / 2**16
+    return score if raw else score / 2
+
+
+class FakeInputTokenizer:
+    """`engine.core.encode_types.EncoderTokenizer` by `FakeTokenizer`'s rules."""
+
+    def __init__(self, script: FakeScript, max_tokens: int) -> None:
+        self._tokenizer = FakeTokenizer(script)
+        self._max_tokens = max_tokens
+
+    def encode_texts(self, texts: Sequence[str], prompt_name: str) -> list[TokenizedInput]:
+        prompt = self._tokenizer.encode(PROMPTS.get(prompt_name, ""))
+        return [
+            self._cut(prompt + self._ids(text, str(index)), len(prompt))
+            for index, text in enumerate(texts)
+        ]
+
+    def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
+        head = (*self._ids(query, "query"), SEPARATOR)
+        return [self._cut(head + self._ids(one, str(i))) for i, one in enumerate(documents)]
+
+    def _ids(self, text: str, field: str) -> tuple[int, ...]:
+        try:
+            return self._tokenizer.encode(text)
+        except InvalidRequest as error:
+            [violation] = error.violations
+            raise InvalidRequest([FieldViolation(field, violation.description)]) from error
+
+    def _cut(self, ids: tuple[int, ...], prompt_tokens: int = 0) -> TokenizedInput:
+        return TokenizedInput(EncodeInput(ids[: self._max_tokens], (), prompt_tokens), len(ids))
+
+
+class FakeEncoder:
+    """`engine.core.encode_types.EncodeRunner` without a model."""
+
+    def __init__(
+        self,
+        kind: EncoderKind = EncoderKind.EMBEDDING,
+        *,
+        max_model_len: int = 2048,
+        script: FakeScript | None = None,
+    ) -> None:
+        self.script = script or FakeScript()
+        self.steps = 0
+        self.is_executing = False
+        self._max_model_len = max_model_len
+        self._kind = kind
+
+    @property
+    def tokenizer(self) -> FakeTokenizer:
+        return FakeTokenizer(self.script)
+
+    @property
+    def encoder_tokenizer(self) -> FakeInputTokenizer:
+        return FakeInputTokenizer(self.script, self._max_model_len)
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
+        progress(LoadProgress("weights"))
+        self.script.sleep(self.script.load_s)
+        if self.script.load_error is not None:
+            raise self.script.load_error
+        is_embedding = self._kind is EncoderKind.EMBEDDING
+        return EncoderInfo(
+            kind=self._kind,
+            architecture="fake",
+            dtype="none",
+            device="cpu",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=self._max_model_len,
+            memory_bytes=VOCAB_SIZE,
+            dimensions=DIMENSIONS if is_embedding else 0,
+            prompt_names=tuple(PROMPTS) if is_embedding else (),
+        )
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def execute(self, plan: EncodePlan) -> EncodeResult:
+        if self.is_executing:
+            raise RuntimeError("two steps at once on one worker")
+        self.is_executing = True
+        try:
+            return self._execute(plan)
+        finally:
+            self.is_executing = False
+
+    def _execute(self, plan: EncodePlan) -> EncodeResult:
+        script, step = self.script, self.steps
+        self.steps += 1
+        cost = script.step_s + script.token_s * plan.num_tokens + script.step_costs.get(step, 0.0)
+        if cost:
+            script.sleep(cost)
+        fault = script.step_faults.get(step)
+        if fault is None and script.encode_fault is not None:
+            fault = script.encode_fault(plan)
+        if fault is not None:
+            raise fault
+        lengths = [len(row.input.token_ids) for row in plan.rows]
+        if lengths != sorted(lengths):
+            raise AssertionError(f"the rows are not sorted by length: {lengths}")
+        rows = tuple(self._encode(row) for row in plan.rows)
+        return EncodeResult(plan.plan_id, rows, StepTimings(forward_s=cost))
+
+    def _encode(self, row: EncodeRow) -> EncodeRowResult | RowFailure:
+        fault = self.script.row_faults.get(row.sequence)
+        if fault is not None:
+            return RowFailure(row.sequence, fault[1], "scripted")
+        return EncodeRowResult(row.sequence, self._values(row.input.token_ids, row.options))
+
+    def _values(self, token_ids: Sequence[int], options: EncodeOptions) -> array[float]:
+        if self._kind is EncoderKind.RERANK:
+            return array("f", [score_of(token_ids, raw=options.raw_scores)])
+        values = vector_of(token_ids, options.dimensions or DIMENSIONS)
+        if options.normalize:
+            length = sum(value * value for value in values) ** 0.5
+            values = [value / length for value in values]
+        return array("f", values)

@@ -1,0 +1,313 @@
+"""The encoder runner against sentence-transformers' own `encode` and `predict`, float32.
+
+Each model is asked alone and batched; both must be the library's values to 1e-5.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig, ModelConfig
+from engine.core.encode_types import (
+    EncodeInput,
+    EncodeOptions,
+    EncodePlan,
+    EncoderKind,
+    EncodeRow,
+)
+from engine.core.plan import RowFailure
+from engine.core.types import PlanId, SequenceId
+from engine.errors import InvalidRequest, SpawnFailed
+from engine.model.encoders import groups
+from engine.model.factory import make_runner
+from tools.make_encoder import make_embedder, make_reranker
+
+pytestmark = pytest.mark.model
+
+TEXTS = [
+    "the dog",
+    "a cat and the river of gold, which was very long after the rain",
+    "x",
+    "The Queen said: there is no road to the moon!",
+    "fish " * 9,
+    " spaces  before and after ",
+    "wind and snow " * 50,  # far longer than the model takes
+]
+PROMPTS = {"query": "search query: ", "passage": "passage: "}
+MODELS = {
+    "mean": {},
+    "cls": {"pooling": "cls"},
+    "last token": {"pooling": "lasttoken"},
+    "max": {"pooling": "max"},
+    "normalised": {"normalize": True},
+    "cls, normalised": {"pooling": "cls", "normalize": True},
+    "dense": {"dense": 16},
+    "dense, normalised": {"dense": 48, "normalize": True},
+    "prompts": {"prompts": PROMPTS},
+    "a default prompt": {"prompts": PROMPTS, "default_prompt": "passage"},
+    "prompts left out of the mean": {"prompts": PROMPTS, "include_prompt": False},
+}
+
+
+def load(directory, **fields):
+    model = ModelConfig(str(directory), **fields)
+    runner = make_runner(model, EngineConfig(models=(model,)))
+    return runner, runner.load(lambda progress: None)
+
+
+def execute(runner, inputs, options):
+    """Values of inputs in their order, all in one plan."""
+    order = sorted(range(len(inputs)), key=lambda i: len(inputs[i].token_ids))
+    rows = tuple(EncodeRow(SequenceId(i), inputs[i], options[i]) for i in order)
+    result = runner.execute(EncodePlan(PlanId(1), rows))
+    assert [row.sequence for row in result.rows] == order
+    made = {row.sequence: np.array(row.values) for row in result.rows}
+    return [made[i] for i in range(len(inputs))]
+
+
+def embed(runner, texts, *, prompt_name="", alone=False, **options):
+    inputs = [one.input for one in runner.encoder_tokenizer.encode_texts(texts, prompt_name)]
+    if alone:
+        return np.stack([execute(runner, [one], [EncodeOptions(**options)])[0] for one in inputs])
+    return np.stack(execute(runner, inputs, [EncodeOptions(**options)] * len(inputs)))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    """A model's name, its runner and info, and the library's own."""
+    from sentence_transformers import SentenceTransformer
+
+    directory = tmp_path_factory.mktemp("encoder")
+    make_embedder(directory, **MODELS[request.param])
+    runner, info = load(directory)
+    yield request.param, runner, info, SentenceTransformer(str(directory), device="cpu")
+    runner.close()
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["batched", "alone"])
+def test_vectors_are_the_librarys(model, alone):
+    _, runner, info, oracle = model
+    want = oracle.encode(TEXTS)
+    got = embed(runner, TEXTS, alone=alone)
+    assert got.shape == (len(TEXTS), info.dimensions)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    apart = np.abs(want[:, None] - want[None]).max(axis=2)[~np.eye(len(TEXTS), dtype=bool)]
+    assert apart.min() > 1e-3, "texts whose vectors are alike prove nothing"
+
+
+@pytest.mark.parametrize("dimensions", [None, 1, 7, 16])
+def test_dimensions_and_normalisation_are_the_librarys(model, dimensions):
+    _, runner, _, oracle = model
+    for normalize in (None, True):
+        want = oracle.encode(TEXTS, truncate_dim=dimensions, normalize_embeddings=bool(normalize))
+        got = embed(runner, TEXTS, dimensions=dimensions, normalize=normalize)
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_a_models_own_normalisation_can_be_left_out(model):
+    name, runner, _, oracle = model
+    got = embed(runner, TEXTS, normalize=False)
+    lengths = np.linalg.norm(got, axis=1)
+    if "normalised" in name:
+        assert np.abs(lengths - 1).min() > 0.01
+        np.testing.assert_allclose(got / lengths[:, None], oracle.encode(TEXTS), atol=1e-5)
+    else:
+        np.testing.assert_allclose(got, oracle.encode(TEXTS), atol=1e-5)
+
+
+def test_prompts_are_the_librarys(model):
+    name, runner, info, oracle = model
+    if "prompt" not in name:
+        assert set(info.prompt_names) == {"query", "document"}  # the library's own, empty
+        return
+    for prompt_name in PROMPTS:
+        want = oracle.encode(TEXTS, prompt_name=prompt_name)
+        np.testing.assert_allclose(embed(runner, TEXTS, prompt_name=prompt_name), want, atol=1e-5)
+    assert np.abs(want - oracle.encode(TEXTS, prompt_name="query")).max() > 1e-3
+
+
+def test_rows_of_one_step_are_finished_as_each_asks(model):
+    _, runner, _, oracle = model
+    options = [
+        EncodeOptions(),
+        EncodeOptions(dimensions=5),
+        EncodeOptions(normalize=True),
+        EncodeOptions(dimensions=3, normalize=True),
+    ]
+    inputs = [one.input for one in runner.encoder_tokenizer.encode_texts(TEXTS[:4], "")]
+    got = execute(runner, inputs, options)
+    for place, one in enumerate(options):
+        want = oracle.encode(
+            TEXTS[place], truncate_dim=one.dimensions, normalize_embeddings=bool(one.normalize)
+        )
+        np.testing.assert_allclose(got[place], want, atol=1e-5)
+
+
+def test_what_is_too_long_says_how_long_it_was(model):
+    _, runner, info, oracle = model
+    [short, long] = runner.encoder_tokenizer.encode_texts(["the dog", TEXTS[-1]], "")
+    assert short.full_tokens == len(short.input.token_ids)
+    assert long.full_tokens > info.max_model_len == len(long.input.token_ids) == 64
+    assert oracle.max_seq_length == 64
+
+
+# ---- cross-encoders
+
+QUERY = "which river was gold?"
+PAIRS = [(QUERY, text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("activation", [None, "torch.nn.modules.linear.Identity", "torch.nn.Tanh"])
+@pytest.mark.parametrize("alone", [False, True], ids=["batched", "alone"])
+def test_scores_are_the_librarys(tmp_path, activation, alone):
+    import torch
+    from sentence_transformers import CrossEncoder
+
+    make_reranker(tmp_path, activation=activation)
+    oracle = CrossEncoder(str(tmp_path), device="cpu")
+    runner, info = load(tmp_path)
+    assert info.kind is EncoderKind.RERANK
+    inputs = [one.input for one in runner.encoder_tokenizer.encode_pairs(QUERY, TEXTS)]
+    for raw in (False, True):
+        options = EncodeOptions(raw_scores=raw)
+        parts = [[one] for one in inputs] if alone else [inputs]
+        got = [v for part in parts for v in execute(runner, part, [options] * len(part))]
+        own = {"activation_fn": torch.nn.Identity()} if raw else {}
+        want = oracle.predict(PAIRS, **own)
+        np.testing.assert_allclose(np.concatenate(got), want, atol=1e-5)
+        assert np.ptp(want) > 1e-3
+
+
+def test_a_cross_encoder_that_the_library_saved_is_one(tmp_path):
+    from sentence_transformers import CrossEncoder
+
+    make_reranker(tmp_path / "base")
+    oracle = CrossEncoder(str(tmp_path / "base"), device="cpu")
+    oracle.save_pretrained(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "modules.json").is_file(), "or the next line shows nothing"
+    runner, info = load(tmp_path / "saved")
+    assert info.kind is EncoderKind.RERANK
+    inputs = [one.input for one in runner.encoder_tokenizer.encode_pairs(QUERY, TEXTS)]
+    got = np.concatenate(execute(runner, inputs, [EncodeOptions()] * len(inputs)))
+    np.testing.assert_allclose(got, oracle.predict(PAIRS), atol=1e-5)
+
+
+# ---- what fails
+
+
+def test_a_row_that_is_not_finite_fails_alone(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    make_embedder(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    weights["embeddings.word_embeddings.weight"][599] = float("nan")
+    save_file(weights, path, metadata={"format": "pt"})
+    runner, _ = load(tmp_path)
+    rows = tuple(
+        EncodeRow(SequenceId(i), EncodeInput((2, token, 3)), EncodeOptions())
+        for i, token in enumerate((5, 599, 6))
+    )
+    result = runner.execute(EncodePlan(PlanId(1), rows))
+    assert [isinstance(row, RowFailure) for row in result.rows] == [False, True, False]
+    assert result.rows[1].phase == "encode"
+    alone = runner.execute(EncodePlan(PlanId(2), rows[:1])).rows[0]
+    np.testing.assert_allclose(alone.values, result.rows[0].values, atol=1e-5)
+
+
+def test_a_text_that_is_no_unicode_is_named_by_its_index(tmp_path):
+    make_embedder(tmp_path)
+    runner, _ = load(tmp_path)
+    with pytest.raises(InvalidRequest) as caught:
+        runner.encoder_tokenizer.encode_texts(["a", "\ud800", "b", "\udfff"], "")
+    assert [one.field for one in caught.value.violations] == ["1", "3"]
+
+
+def edit_json(path, change):
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def drop_tensor(name, file="model.safetensors"):
+    def change(directory):
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(directory / file)
+        del weights[name]
+        save_file(weights, directory / file, metadata={"format": "pt"})
+
+    return change
+
+
+def pickle_instead(folder):
+    def change(directory):
+        (directory / folder / "model.safetensors").rename(directory / folder / "pytorch_model.bin")
+
+    return change
+
+
+def modules(change):
+    return lambda directory: edit_json(directory / "modules.json", change)
+
+
+BROKEN = {
+    "a module of somebody's own": (
+        modules(lambda m: m[1].update(type="os.system")), "names a module of type 'os.system'",
+    ),
+    "a module that is not let through": (
+        modules(lambda m: m[1].update(type="sentence_transformers.models.CLIPModel")),
+        "names a module of type",
+    ),
+    "a path outside": (
+        modules(lambda m: m[1].update(path="../1_Pooling")), "points outside the model's directory",
+    ),
+    "no pooling": (modules(lambda m: m.pop(1)), "has no Pooling"),
+    "modules that are no list": (
+        lambda d: (d / "modules.json").write_text("{}"), "is not a list of modules",
+    ),
+    "pickled weights": (pickle_instead(""), "its weights are pickled"),
+    "pickled weights of a layer": (pickle_instead("2_Dense"), "its weights are pickled"),
+    "a missing weight": (
+        drop_tensor("encoder.layer.1.output.dense.weight"),
+        "lacks the tensor encoder.layer.1.output.dense.weight",
+    ),
+    "an activation of somebody's own": (
+        lambda d: edit_json(
+            d / "2_Dense" / "config.json", lambda c: c.update(activation_function="os.abort")
+        ),
+        "is not one of torch.nn",
+    ),
+    "an adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), "it is an adapter"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_served_is_refused_in_one_sentence(tmp_path, name):
+    change, sentence = BROKEN[name]
+    make_embedder(tmp_path, dense=16)
+    change(tmp_path)
+    with pytest.raises(SpawnFailed, match=sentence) as caught:
+        load(tmp_path)
+    assert str(tmp_path.parent) not in str(caught.value)
+
+
+def test_a_classifier_without_its_head_is_not_filled_at_random(tmp_path):
+    make_reranker(tmp_path)
+    drop_tensor("classifier.weight")(tmp_path)
+    with pytest.raises(SpawnFailed, match=r"lacks the tensor classifier\.weight"):
+        load(tmp_path)
+
+
+# ---- groups
+
+
+def test_groups_cover_every_row_once_and_part_what_differs_much():
+    lengths = [4] * 10 + [5] * 10 + [60] * 3 + [64]
+    parts = [range(*part.indices(len(lengths))) for part in groups(lengths)]
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert [len(part) for part in parts] == [4, 20]
+    assert list(groups([7])) == [slice(0, 1)]

@@ -1,0 +1,290 @@
+"""How an Embed or Rerank ends early, in each phase of its life: queued, load, tokenize, encode and
+parked; by the client, its connection, its deadline, the operator and a pause. Whatever it is, the
+end is counted once, everything is given back after the step in flight, and the next call works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from dataclasses import dataclass
+
+import grpc
+import pytest
+
+from engine.model.fake_encoder import SEPARATOR, score_of, vector_of
+from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, control_pb2_grpc
+from tests.support.encode_wire import (
+    Encode,
+    embed,
+    embed_request,
+    rerank_request,
+    wait_all_idle,
+)
+from tests.support.proxy import proxy
+from tests.support.server import fake
+from tests.support.wire import (
+    SERVING,
+    SMALL_WINDOW,
+    connect,
+    details,
+    ended,
+    health,
+    list_models,
+    reason,
+    stats,
+    wait_serving,
+    wait_until,
+)
+
+Code = grpc.StatusCode
+STEP_S = 0.05
+SLOW_S = 0.6  # a load, and tokenising one long text
+AT_ONCE_S = 2.0  # on a busy machine
+TIMEOUT_S = 1.0
+LATE = [f"late{number}" for number in range(20)]
+NAMES = (f"ending-{number}" for number in itertools.count())
+
+
+def models(**script):
+    return [
+        {"name": "fake"},
+        {"name": "emb", "capability": "text-embedding", "script": script},
+        {"name": "rank", "capability": "rerank", "script": script},
+    ]
+
+
+COLD = [
+    {"name": name, "capability": "text-embedding", "lazy": True, "script": {"load_s": SLOW_S}}
+    for name in LATE
+]
+
+
+def is_queued(server, before, request):
+    return stats(server.channel).waiting - before.waiting > 30
+
+
+def is_loading(server, before, request):
+    [model] = [one for one in list_models(server.channel) if one.name == request.model]
+    return model.state == common_pb2.MODEL_STATE_LOADING
+
+
+def is_tokenising(server, before, request):
+    time.sleep(0.2)  # nothing shows it but its deadline's status
+    now = stats(server.channel)
+    return not now.running + now.waiting
+
+
+def is_encoding(server, before, request):
+    now = stats(server.channel)
+    return now.step_count - before.step_count >= 3 and now.running > 0
+
+
+def is_parked(server, before, request):
+    return stats(server.channel).parked > 0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """``request`` comes into the phase on a server of these settings."""
+
+    request: object
+    is_there: object
+    server: dict
+    options: tuple = ()
+    is_blocked: bool = False
+
+
+MANY = [[i + 1, 1] for i in range(300)]
+PAIRS = ("q", [f"<{i + 1}>" for i in range(300)])
+SLOW = {"models": models(step_s=STEP_S), "engine": {"max_num_seqs": 2}}
+FAST = {"models": models(), "engine": {"stream_buffer": 8}}
+LONG_TEXT = {"models": models(encode_s=SLOW_S)}
+PHASES = {
+    "queued": Phase(embed_request([[5]] * 50, priority=1), is_queued, SLOW, is_blocked=True),
+    "load": Phase(embed_request(["x"]), is_loading, {"models": [*models(), *COLD]}),
+    "tokenize": Phase(embed_request(["x" * 5000]), is_tokenising, LONG_TEXT),
+    "encode": Phase(embed_request(MANY), is_encoding, SLOW),
+    "encode, rerank": Phase(rerank_request(*PAIRS), is_encoding, SLOW),
+    "encode, best only": Phase(rerank_request(*PAIRS, top_n=3), is_encoding, SLOW),
+    "parked": Phase(embed_request(MANY * 6), is_parked, FAST, SMALL_WINDOW),
+}
+
+
+@pytest.fixture(scope="module", params=PHASES)
+def place(request):
+    """A phase, a server that gives time to look into it, and names of models still cold."""
+    phase = PHASES[request.param]
+    with fake(**phase.server) as server:
+        wait_serving(server.channel)
+        for name in ("emb", "rank"):
+            wait_until(lambda name=name: health(server.channel, f"model/{name}") == SERVING)
+        server.cold = iter(LATE)
+        yield request.param, phase, server
+
+
+@dataclass
+class Asked:
+    call: Encode
+    own: grpc.Channel
+    between: object
+    name: str
+    ends: dict
+    steps: int
+
+
+@contextlib.contextmanager
+def blocker(channel, is_wanted, spares_others):
+    """A request that takes every step, and gets what is right to its end."""
+    if not is_wanted:
+        yield
+        return
+    with Encode(channel, embed_request(MANY[:120])) as call:
+        call.read()
+        yield
+        call.finish()
+        if spares_others:
+            assert call.error is None
+            for message, ids in zip(call.by_index(), MANY[:120], strict=True):
+                assert list(message.values) == vector_of(ids)
+
+
+@contextlib.contextmanager
+def in_phase(place, *, timeout=None, spares_others=True):
+    """A request that has come into the phase."""
+    name, phase, server = place
+    request = type(phase.request)()
+    request.CopyFrom(phase.request)
+    request.request_id = next(NAMES)
+    if name == "load":
+        request.model = next(server.cold)
+    channel = server.channel
+    wait_all_idle(channel)
+    with blocker(channel, phase.is_blocked, spares_others):
+        before, ends = stats(channel), ended(channel)
+        with (
+            proxy(server.address) as between,
+            connect(between.address, *phase.options) as own,
+            Encode(own, request, timeout=timeout) as call,
+        ):
+            if name == "parked":
+                call.read()
+            wait_until(lambda: phase.is_there(server, before, request), 15, name)
+            yield Asked(call, own, between, request.request_id, ends, stats(channel).step_count)
+    wait_all_idle(channel, 20)
+    assert embed(channel, ["after"], model="emb").error is None
+
+
+def check_end(place, asked, how, *, within_s=AT_ONCE_S, is_now=True):
+    """It is counted once, as ``how``, and gone after the step in flight and one that had begun, if
+    the end was to come now."""
+    _, phase, server = place
+    wait_until(lambda: ended(server.channel) != asked.ends, within_s, "the end")
+    assert ended(server.channel) == asked.ends | {how: asked.ends.get(how, 0) + 1}
+    if not phase.is_blocked:
+        after = wait_all_idle(server.channel, 2)
+        assert after.step_count - asked.steps <= 2 or not is_now
+
+
+def check_values(place, call):
+    """What came before the end is each input's own."""
+    name = place[0]
+    for message in call.messages:
+        if "rerank" in name:
+            ids = [ord("q") + 1, SEPARATOR, message.index + 1]
+            assert message.score == score_of(ids)
+        elif name in ("encode", "parked"):
+            assert list(message.values) == vector_of((MANY * 6)[message.index])
+        else:
+            assert name != "encode, best only", "the best come at the end"
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "reset"])
+def test_a_client_that_goes(place, how):
+    with in_phase(place) as asked:
+        {
+            "cancel": asked.call.call.cancel,
+            "close": asked.own.close,
+            "reset": asked.between.reset,
+        }[how]()
+        check_end(place, asked, "cancelled")
+
+
+def test_an_operators_abort(place):
+    with in_phase(place) as asked:
+        stub = control_pb2_grpc.ControlStub(place[2].channel)
+        request = control_pb2.AbortRequest(request_ids=[asked.name])
+        [result] = stub.Abort(request, timeout=5).results
+        assert result.outcome == control_pb2.ABORT_OUTCOME_ABORTED
+        check_end(place, asked, "aborted")
+        heard = asked.call.finish()
+        assert (heard.error.code(), reason(heard.error)) == (Code.ABORTED, "ABORTED")
+        check_values(place, heard)
+
+
+def test_a_pause_that_aborts(place):
+    name, _, server = place
+    stub = control_pb2_grpc.ControlStub(server.channel)
+    with in_phase(place, spares_others=False) as asked:
+        stub.Pause(control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_ABORT), timeout=5)
+        try:
+            error = asked.call.finish().error
+            if name in ("load", "tokenize"):  # it is refused when it comes to the scheduler
+                assert (error.code(), reason(error)) == (Code.UNAVAILABLE, "PAUSED")
+            else:
+                assert (error.code(), reason(error)) == (Code.ABORTED, "ABORTED")
+        finally:
+            stub.Resume(control_pb2.ResumeRequest(), timeout=5)
+
+
+def test_a_deadline(place):
+    name, _, server = place
+    timeout = SLOW_S * 0.7 if name in ("load", "tokenize") else TIMEOUT_S
+    with in_phase(place, timeout=timeout) as asked:
+        limit = TIMEOUT_S + AT_ONCE_S
+        ends = wait_until(lambda: (now := ended(server.channel)) != asked.ends and now, limit)
+        # a client on a busy machine may give it up before the server does
+        how = "deadline" if ends.get("deadline") != asked.ends.get("deadline") else "cancelled"
+        check_end(place, asked, how, is_now=False)
+        heard = asked.call.finish()
+        assert heard.error.code() is Code.DEADLINE_EXCEEDED
+        if heard.error.details().startswith("the deadline passed"):
+            info = details(heard.error)["ErrorInfo"]
+            assert info.metadata["phase"] == name.split(",")[0]
+        check_values(place, heard)
+
+
+def test_a_reader_that_stalls_is_ended():
+    engine = {"stream_buffer": 8, "stall_timeout_s": 0.5}
+    with (
+        fake(models=models(), engine=engine) as server,
+        connect(server.address, *SMALL_WINDOW) as own,
+    ):
+        wait_serving(server.channel)
+        with Encode(own, embed_request(MANY * 6, model="emb")) as call:
+            assert call.read() is not None
+            wait_until(lambda: ended(server.channel).get("stalled"), 10, "stalled")
+            wait_all_idle(server.channel)
+            heard = call.finish()
+            assert (heard.error.code(), reason(heard.error)) == (Code.ABORTED, "READER_STALLED")
+            for message in heard.messages:
+                assert list(message.values) == vector_of((MANY * 6)[message.index])
+
+
+def test_a_drain_lets_what_runs_finish_and_cuts_the_rest():
+    with fake(models=models(step_s=STEP_S), engine={"max_num_seqs": 2}) as server:
+        wait_serving(server.channel)
+        with (
+            Encode(server.channel, embed_request(MANY[:20])) as short,
+            Encode(server.channel, embed_request(MANY)) as long,
+        ):
+            assert short.read() is not None
+            server.signal()
+            assert short.finish().error is None
+            assert len(short.messages) == 20
+            wait_until(lambda: len(long.messages) or long.read(), 10)
+            server.signal()  # a second one cuts
+            heard = long.finish()
+            assert heard.error.code() in (Code.UNAVAILABLE, Code.CANCELLED)
+        assert server.wait() == 128 + 15

@@ -1,0 +1,153 @@
+"""`Engine.embed` and `Engine.rerank` in process, in Trio and for threads that block, on fakes."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from engine import sync
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.encode_types import EncoderKind
+from engine.core.events import Finished
+from engine.encode_requests import Embedding, EmbedRequest, RerankRequest, Score
+from engine.errors import DeadlineExceeded, InvalidRequest, RequestCancelled, ShuttingDown
+from engine.handles import CrossEncoder, Encoder
+from engine.model.fake import FakeRunner, FakeScript
+from engine.model.fake_encoder import SEPARATOR, FakeEncoder, score_of, vector_of
+from engine.requests import Started
+from engine.status import Capability
+
+KINDS = {
+    Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
+    Capability.RERANK: EncoderKind.RERANK,
+}
+INPUTS = tuple((i + 1, 2) for i in range(30))
+
+
+def config(**fields):
+    models = (
+        ModelConfig("fake"),
+        ModelConfig("emb", capability=Capability.TEXT_EMBEDDING),
+        ModelConfig("rank", capability=Capability.RERANK),
+    )
+    return EngineConfig(models=models, check_level=2, **fields)
+
+
+def make_runner_with(script):
+    def make_runner(model, config):
+        if model.capability in KINDS:
+            return FakeEncoder(KINDS[model.capability], script=script)
+        return FakeRunner()
+
+    return make_runner
+
+
+def drive(main, *, script=None, **fields):
+    """Run ``main(engine)``; nothing is left in any scheduler at its end."""
+
+    async def run():
+        make_runner = make_runner_with(script or FakeScript())
+        with trio.fail_after(20):
+            async with open_engine(config(**fields), make_runner=make_runner) as engine:
+                await main(engine)
+                await engine.wait_idle()
+                totals = engine.statistics().totals
+                assert (totals.running, totals.waiting, totals.parked, totals.ending) == (0,) * 4
+
+    trio.run(run)
+
+
+def score_ids(text):
+    return [ord("q") + 1, SEPARATOR, *(byte + 1 for byte in text.encode())]
+
+
+def test_a_stream_of_vectors():
+    async def main(engine):
+        async with engine.embed(EmbedRequest(inputs=INPUTS)) as stream:
+            events = [event async for event in stream]
+        assert isinstance(events[0], Started)
+        assert (events[0].model, events[0].prompt_tokens) == ("emb", 60)
+        assert isinstance(events[-1], Finished)
+        vectors = {one.index: list(one.values) for one in events[1:-1]}
+        assert vectors == {i: vector_of(ids) for i, ids in enumerate(INPUTS)}
+
+    drive(main, in_process_buffer=4, max_num_seqs=7)
+
+
+def test_a_stream_of_scores_and_of_the_best():
+    async def main(engine):
+        documents = tuple(f"document {i}" for i in range(20))
+        request = RerankRequest(query="q", documents=documents)
+        async with engine.rerank(request) as stream:
+            scores = [event async for event in stream if isinstance(event, Score)]
+        assert sorted(scores) == [Score(i, score_of(score_ids(d))) for i, d in enumerate(documents)]
+        best = RerankRequest(query="q", documents=documents, top_n=3)
+        async with engine.rerank(best) as stream:
+            got = [event async for event in stream if isinstance(event, Score)]
+        assert got == sorted(scores, key=lambda one: -one.score)[:3]
+
+    drive(main, in_process_buffer=4)
+
+
+def test_leaving_the_block_ends_the_request():
+    async def main(engine):
+        async with engine.embed(EmbedRequest(inputs=INPUTS)) as stream:
+            async for event in stream:
+                if isinstance(event, Embedding):
+                    break
+        with pytest.raises(RequestCancelled):
+            await anext(stream)
+        assert engine.num_live <= 1
+        await engine.wait_idle()
+        ends = engine.statistics().totals.requests_total
+        assert (ends.cancelled, ends.finished) == (1, 0)
+
+    drive(main, script=FakeScript(step_s=0.02), max_num_seqs=1)
+
+
+def test_a_deadline_and_a_refusal_are_raised_where_the_stream_is_read():
+    async def main(engine):
+        async def read_all():
+            async with engine.embed(EmbedRequest(inputs=INPUTS, timeout_s=0.2)) as stream:
+                async for _ in stream:
+                    pass
+
+        with pytest.raises(DeadlineExceeded) as caught:
+            await read_all()
+        assert caught.value.phase == "encode"
+        with pytest.raises(InvalidRequest, match="dimensions"):
+            async with engine.embed(EmbedRequest(inputs=("a",), dimensions=99)) as stream:
+                await anext(stream)
+
+    drive(main, script=FakeScript(step_s=0.05), max_num_seqs=1)
+
+
+def test_handles_use_the_streams():
+    async def main(engine):
+        async with Encoder(engine) as encoder, CrossEncoder(engine) as ranker:
+            vectors = await encoder.embed(["a", "bb"])
+            assert vectors == (tuple(vector_of([98])), tuple(vector_of([99, 99])))
+            scores = await ranker.rank("q", ["a", "bb"])
+            assert scores == tuple(score_of(score_ids(text)) for text in ("a", "bb"))
+
+    drive(main)
+
+
+def test_blocking_streams_and_handles():
+    make_runner = make_runner_with(FakeScript())
+    with sync.open_engine(config(in_process_buffer=4), make_runner=make_runner) as engine:
+        events = list(engine.embed(EmbedRequest(inputs=INPUTS)))
+        vectors = {one.index: list(one.values) for one in events if isinstance(one, Embedding)}
+        assert vectors == {i: vector_of(ids) for i, ids in enumerate(INPUTS)}
+        request = RerankRequest(query="q", documents=("a", "bb", "ccc") * 5, top_n=2)
+        best = [one for one in engine.rerank(request) if isinstance(one, Score)]
+        assert len(best) == 2
+        assert best[0].score >= best[1].score
+        assert engine.encoder().embed(["a"]) == (tuple(vector_of([98])),)
+        assert engine.cross_encoder().rank("q", ["a"]) == (score_of(score_ids("a")),)
+        with engine.embed(EmbedRequest(inputs=INPUTS)) as stream:
+            next(stream)
+        assert stream is not None
+    with pytest.raises(ShuttingDown):
+        engine.embed(EmbedRequest(inputs=INPUTS))

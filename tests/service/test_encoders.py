@@ -1,0 +1,338 @@
+"""Embed and Rerank over real gRPC, with encoders that have no model."""
+
+from __future__ import annotations
+
+import time
+
+import grpc
+import pytest
+
+from engine.encode_requests import MAX_INPUTS
+from engine.model.fake_encoder import PROMPTS, SEPARATOR, score_of, vector_of
+from grpc_service._generated.triolet.v1 import common_pb2
+from tests.support.encode_wire import (
+    ENCODERS,
+    Encode,
+    embed,
+    embed_request,
+    rerank,
+    rerank_request,
+    wait_all_idle,
+)
+from tests.support.fake_server import ENCODER_MAX_LEN, POISONED_ROW, POISONED_STEP
+from tests.support.server import fake
+from tests.support.wire import (
+    SERVING,
+    SMALL_WINDOW,
+    broken_fields,
+    connect,
+    ended,
+    generate,
+    health,
+    list_models,
+    reason,
+    stats,
+    tokenize,
+    wait_serving,
+    wait_until,
+)
+
+Code = grpc.StatusCode
+
+
+def ids_of(text):
+    """The fake tokenizer's."""
+    return [byte + 1 for byte in text.encode()]
+
+
+@pytest.fixture(scope="module")
+def server():
+    failures = "STEP_FAILED|Traceback"
+    with fake(models=ENCODERS, engine={"stream_buffer": 16}, may_log=failures) as one:
+        wait_serving(one.channel)
+        for name in ("emb", "rank"):
+            wait_until(lambda name=name: health(one.channel, f"model/{name}") == SERVING)
+        yield one
+
+
+# ---- values
+
+
+def test_one_message_per_input_by_its_index(server):
+    inputs = ["ab", [1, 2, 3], "a longer text", [5]]
+    heard = embed(server.channel, inputs)
+    assert heard.error is None
+    for message, one in zip(heard.by_index(), inputs, strict=True):
+        ids = ids_of(one) if isinstance(one, str) else one
+        assert list(message.values) == vector_of(ids)
+        assert message.tokens == len(ids)
+
+
+def test_the_model_stands_in_the_first_message_only(server):
+    heard = embed(server.channel, ["a", "b", "c"])
+    assert [message.model for message in heard.messages] == ["emb", "", ""]
+
+
+def test_options_reach_the_encoder(server):
+    [message] = embed(server.channel, ["ab"], dimensions=3, prompt_name="query").messages
+    prompt = [7, 8]
+    assert PROMPTS["query"] == "<7><8>"
+    assert list(message.values) == vector_of(prompt + ids_of("ab"), 3)
+    assert message.tokens == 4
+    [message] = embed(server.channel, ["ab"], normalize=True).messages
+    assert sum(value**2 for value in message.values) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("raw", [None, False, True])
+def test_scores_come_by_index_as_they_are_ready(server, raw):
+    documents = ["a", "a much longer one", "bb"]
+    fields = {} if raw is None else {"raw_scores": raw}
+    heard = rerank(server.channel, "q", documents, **fields)
+    want = [score_of([*ids_of("q"), SEPARATOR, *ids_of(one)], raw=bool(raw)) for one in documents]
+    assert [message.score for message in heard.by_index()] == want
+
+
+@pytest.mark.parametrize("top_n", [1, 3, 50])
+def test_the_best_come_sorted_at_the_end(server, top_n):
+    documents = [f"document {number}" for number in range(40)]  # more than the stream's buffer
+    everything = rerank(server.channel, "q", documents).messages
+    best = sorted(everything, key=lambda one: (-one.score, one.index))[:top_n]
+    assert rerank(server.channel, "q", documents, top_n=top_n).messages == best
+
+
+def test_what_is_too_long_is_cut_unless_that_is_refused(server):
+    long = "x" * (ENCODER_MAX_LEN + 5)
+    for fields in ({}, {"truncate": True}):
+        [message] = embed(server.channel, [long], **fields).messages
+        assert message.tokens == ENCODER_MAX_LEN
+        assert list(message.values) == vector_of(ids_of(long)[:ENCODER_MAX_LEN])
+    error = embed(server.channel, ["a", long, [1] * (ENCODER_MAX_LEN + 1)], truncate=False).error
+    assert (error.code(), reason(error)) == (Code.INVALID_ARGUMENT, "REQUEST_TOO_LARGE")
+    assert broken_fields(error) == ["inputs[1].text", "inputs[2].token_ids"]
+    error = rerank(server.channel, "q", ["a", long], truncate=False).error
+    assert broken_fields(error) == ["documents[1]"]
+    assert rerank(server.channel, "q", ["a", long]).error is None
+
+
+# ---- bad input
+
+E = embed_request
+R = rerank_request
+BAD = {
+    "no inputs": (E([]), ["inputs"]),
+    "too many inputs": (E(["a"] * (MAX_INPUTS + 1)), ["inputs"]),
+    "an input of nothing": (E(["a", {}]), ["inputs[1]"]),
+    "no ids": (E(["a", []]), ["inputs[1].token_ids.ids"]),
+    "no dimensions": (E(["a"], dimensions=0), ["dimensions"]),
+    "an id of nobody's": (E([[1], [2, 1000]]), ["inputs[1].token_ids.ids[1]"]),
+    "too many dimensions": (E(["a"], dimensions=9), ["dimensions"]),
+    "an unknown prompt": (E(["a"], prompt_name="z"), ["prompt_name"]),
+    "a text without tokens": (E(["a", "b", "c", ""]), ["inputs[3].text"]),
+    "a request id": (E(["a"], request_id="x\n"), ["request_id"]),
+    "everything at once": (
+        E(["a", [], {}], dimensions=0, request_id="x" * 200, prompt_name="p" * 200),
+        ["inputs[2]", "request_id", "inputs[1].token_ids.ids", "dimensions", "prompt_name"],
+    ),
+    "what the model tells, at once": (
+        E([[1000], "a", [0, 2000]], dimensions=99, prompt_name="z"),
+        [
+            "dimensions",
+            "prompt_name",
+            "inputs[0].token_ids.ids[0]",
+            "inputs[2].token_ids.ids[1]",
+        ],
+    ),
+    "the model generates": (E(["a"], model="fake"), ["model"]),
+    "the model reranks": (E(["a"], model="rank"), ["model"]),
+    "no documents": (R("q", []), ["documents"]),
+    "too many documents": (R("q", ["a"] * (MAX_INPUTS + 1)), ["documents"]),
+    "no query": (R("", ["a"]), ["query"]),
+    "no best": (R("q", ["a"], top_n=0), ["top_n"]),
+    "the model embeds": (R("q", ["a"], model="emb"), ["model"]),
+    "no query and no best": (R("", [], top_n=0), ["documents", "query", "top_n"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named_before_any_result(server, name):
+    request, fields = BAD[name]
+    before = stats(server.channel).step_count
+    with Encode(server.channel, request) as call:
+        heard = call.finish()
+    assert heard.messages == []
+    assert heard.error.code() is Code.INVALID_ARGUMENT
+    assert broken_fields(heard.error) == fields
+    assert stats(server.channel).step_count == before, "nothing was computed"
+    assert embed(server.channel, ["a"]).error is None
+
+
+def test_images_are_not_supported_and_said_so_by_name(server):
+    error = embed(server.channel, ["a", {"image": b"\x89PNG"}]).error
+    assert (error.code(), reason(error)) == (Code.UNIMPLEMENTED, "UNSUPPORTED")
+    assert "inputs[1].image" in error.details()
+
+
+def test_generating_with_an_encoder_is_refused(server):
+    error = generate(server.channel, model="emb").error
+    assert (error.code(), broken_fields(error)) == (Code.INVALID_ARGUMENT, ["model"])
+
+
+def test_a_model_nobody_knows_and_none_with_the_capability(server):
+    assert embed(server.channel, ["a"], model="who").error.code() is Code.NOT_FOUND
+    with fake() as text_only:
+        wait_serving(text_only.channel)
+        for heard in (embed(text_only.channel, ["a"]), rerank(text_only.channel, "q", ["a"])):
+            assert heard.error.code() is Code.NOT_FOUND
+            assert reason(heard.error) == "MODEL_NOT_FOUND"
+
+
+# ---- streams
+
+
+def test_two_thousand_inputs_in_one_call_are_held_back_by_its_reader():
+    """At no time does more than the stream's buffer wait, and others are served meanwhile."""
+    count, buffer = 2000, 16
+    models = [one | {"script": {"step_s": 0.001}} for one in ENCODERS]
+    with fake(models=models, engine={"stream_buffer": buffer, "max_num_seqs": 8}) as server:
+        wait_serving(server.channel)
+        with (
+            connect(server.address, *SMALL_WINDOW) as own,
+            Encode(own, embed_request([[1 + i % 800, i // 800] for i in range(count)])) as call,
+        ):
+            assert call.read() is not None
+            wait_until(lambda: stats(server.channel).parked, 10, "parked")
+            time.sleep(0.3)
+            held = stats(server.channel)
+            assert held.running == 0
+            # what was computed is what was read, the buffer, and what the transport took
+            assert held.step_rows_total < 400
+            assert held.parked + held.step_rows_total == count
+            assert embed(server.channel, ["a"]).error is None
+            assert stats(server.channel).parked == held.parked
+            heard = call.finish()
+        assert heard.error is None
+        for index, message in enumerate(heard.by_index()):
+            assert list(message.values) == vector_of([1 + index % 800, index // 800])
+        wait_all_idle(server.channel)
+
+
+def test_requests_of_many_clients_share_steps():
+    with fake(models=ENCODERS, script={"step_s": 0.05}) as server:
+        wait_serving(server.channel)
+        calls = [Encode(server.channel, embed_request([[i + 1]])) for i in range(40)]
+        for i, call in enumerate(calls):
+            with call:
+                [message] = call.finish().messages
+                assert list(message.values) == vector_of([i + 1])
+        done = stats(server.channel)
+        assert done.step_rows_total == 40
+        assert done.step_count < 15
+
+
+def test_a_live_request_id_is_its_own(server):
+    with (
+        connect(server.address, *SMALL_WINDOW) as own,
+        Encode(own, embed_request([[1]] * 2000, request_id="mine")) as first,
+    ):
+        first.read()
+        error = embed(server.channel, ["a"], request_id="mine").error
+        assert (error.code(), reason(error)) == (Code.ALREADY_EXISTS, "DUPLICATE_REQUEST")
+        error = rerank(server.channel, "q", ["a"], request_id="mine").error
+        assert error.code() is Code.ALREADY_EXISTS
+        assert generate(server.channel, request_id="mine").error.code() is Code.ALREADY_EXISTS
+    wait_all_idle(server.channel)
+
+
+def test_priority_goes_first():
+    with fake(models=ENCODERS, script={"step_s": 0.1}, engine={"max_num_seqs": 1}) as server:
+        wait_serving(server.channel)
+        ended_at = {}
+        with (
+            Encode(server.channel, embed_request([[1]])) as busy,
+            Encode(server.channel, embed_request([[2]] * 6)) as usual,
+        ):
+            wait_until(lambda: stats(server.channel).waiting >= 3)
+            with Encode(server.channel, embed_request([[3]], priority=-1)) as urgent:
+                for name, call in (("urgent", urgent), ("usual", usual), ("busy", busy)):
+                    call.finish()
+                    ended_at[name] = time.monotonic()
+        assert ended_at["usual"] - ended_at["urgent"] > 0.15
+
+
+# ---- failures
+
+
+def test_an_input_that_fails_ends_its_own_request_alone(server):
+    heard = embed(server.channel, [[1], [POISONED_ROW], [2]])
+    assert (heard.error.code(), reason(heard.error)) == (Code.INTERNAL, "STEP_FAILED")
+    assert "scripted" not in heard.error.details()
+    assert embed(server.channel, ["a"]).error is None
+
+
+def test_a_step_that_raises_costs_only_the_request_that_made_it_raise():
+    models = [one | {"script": {"step_s": 0.05}} for one in ENCODERS]
+    with fake(models=models, may_log="step .* failed|scripted secret|Traceback") as server:
+        wait_serving(server.channel)
+        with (
+            Encode(server.channel, embed_request([[9]])) as first,  # the others wait for its step
+            Encode(server.channel, embed_request([[1], [2]])) as good,
+            Encode(server.channel, embed_request([[3], [POISONED_STEP]])) as bad,
+        ):
+            assert first.finish().error is None
+            assert good.finish().error is None
+            assert [list(one.values) for one in good.by_index()] == [vector_of([1]), vector_of([2])]
+            assert reason(bad.finish().error) == "STEP_FAILED"
+        assert ended(server.channel) == {"finished": 2, "failed": 1}
+
+
+# ---- what operators see
+
+
+def test_models_and_their_capabilities_are_listed(server):
+    listed = {model.name: model for model in list_models(server.channel)}
+    assert {name: model.capability for name, model in listed.items()} == {
+        "fake": common_pb2.CAPABILITY_TEXT_TO_TEXT,
+        "emb": common_pb2.CAPABILITY_TEXT_EMBEDDING,
+        "rank": common_pb2.CAPABILITY_RERANK,
+    }
+    assert listed["emb"].replicas[0].threads == 1
+    assert listed["emb"].max_model_len == ENCODER_MAX_LEN
+
+
+def test_tokens_of_an_encoder_are_told_by_its_name(server):
+    assert tokenize(server.channel, "ab", model="emb") == ids_of("ab")
+
+
+def test_a_lazy_encoder_is_loaded_once_for_all_who_ask():
+    lazy = {"name": "emb", "capability": "text-embedding", "lazy": True, "script": {"load_s": 0.3}}
+    with fake(models=[{"name": "fake"}, lazy]) as server:
+        wait_serving(server.channel)
+        calls = [Encode(server.channel, embed_request([[i + 1]])) for i in range(5)]
+        for call in calls:
+            with call:
+                assert call.finish().error is None
+
+
+def test_the_server_serves_while_its_encoders_load():
+    slow = [one | {"script": {"load_s": 3.0 * ("capability" in one)}} for one in ENCODERS]
+    with fake(models=slow, is_command=True) as server:
+        assert health(server.channel) == SERVING
+        assert health(server.channel, "model/emb") != SERVING
+        assert generate(server.channel, max_tokens=2).error is None
+        assert embed(server.channel, ["a"]).error is None
+        assert health(server.channel, "model/emb") == SERVING
+
+
+def test_an_encoder_that_cannot_be_loaded_shows_under_its_own_name():
+    broken = {
+        "name": "emb", "capability": "text-embedding", "script": {"load_error": "scripted"},
+    }  # fmt: skip
+    with fake(
+        models=[{"name": "fake"}, broken], may_log="model emb failed|scripted|Trace"
+    ) as server:
+        wait_serving(server.channel)
+        error = embed(server.channel, ["a"]).error
+        assert (error.code(), reason(error)) == (Code.FAILED_PRECONDITION, "SPAWN_FAILED")
+        assert health(server.channel) == SERVING
+        assert health(server.channel, "model/emb") != SERVING
+        assert generate(server.channel, max_tokens=2).error is None

@@ -1,0 +1,213 @@
+"""Drives an `EncodeScheduler` with a `FakeEncoder`, synchronously, and checks what comes out.
+
+The oracle is `vector_of`: what an input's values must be, from its own tokens alone; and for every
+plan the line as a plain sorted list has it.
+"""
+
+from __future__ import annotations
+
+from math import floor
+
+from engine.config import EncoderConfig
+from engine.core.credit import Credit
+from engine.core.encode_scheduler import EncodeScheduler
+from engine.core.encode_types import Encoded, EncodeInput, EncodeRequest
+from engine.core.events import (
+    Admitted,
+    Cancel,
+    Finished,
+    ReaderDrained,
+    Refused,
+    StepDone,
+    StepFailed,
+    Submit,
+    Tick,
+)
+from engine.core.plan import FailureKind, StepFailure
+from engine.core.types import EndReason, RequestId
+from engine.model.fake_encoder import FakeEncoder, vector_of
+
+
+class EncodeDriver:
+    """A scheduler, a fake encoder, readers that take what they are told to, and a clock."""
+
+    def __init__(self, *, runner=None, **config):
+        self.config = EncoderConfig(**{"max_model_len": 64, **config})
+        self.scheduler = EncodeScheduler(self.config)
+        self.runner = runner or FakeEncoder(max_model_len=64)
+        self.now = 0.0
+        self.requests = {}
+        self.credits = {}
+        self.got = {}
+        self.unread = {}
+        self.finished = {}
+        self.refused = {}
+        self.in_flight = None
+        self.plans = []
+        self._next_token = 1
+
+    # ---- inputs
+
+    def submit(self, name, lengths, *, buffer=1000, arrival=None, **fields):
+        """Inputs of so many tokens each, none like another."""
+        inputs = tuple(EncodeInput(tuple(self._tokens(length))) for length in lengths)
+        arrival = self.now if arrival is None else arrival
+        request = EncodeRequest(RequestId(name), inputs, arrival, **fields)
+        credit = Credit(buffer)
+        if name not in self.requests:
+            self.requests[name], self.credits[name] = request, credit
+            self.got[name], self.unread[name] = {}, 0
+        self.apply(Submit(request, credit))
+
+    def _tokens(self, length):
+        self._next_token += 1
+        return [self._next_token, *range(length - 1)]
+
+    def apply(self, event):
+        self._take(self.scheduler.apply(event, self.now))
+
+    def cancel(self, name, reason=EndReason.CANCELLED):
+        self.apply(Cancel(RequestId(name), reason))
+
+    def end_late(self):
+        for name, request in self.requests.items():
+            if request.deadline is not None and request.deadline <= self.now:
+                self.cancel(name, EndReason.DEADLINE)
+
+    def read(self, name, count=None):
+        """The reader takes ``count`` messages, or all."""
+        count = self.unread[name] if count is None else min(count, self.unread[name])
+        self.unread[name] -= count
+        if self.credits[name].release(count):
+            self.apply(ReaderDrained(RequestId(name)))
+
+    def tick(self, seconds):
+        self.now += seconds
+        self.apply(Tick())
+
+    # ---- steps
+
+    def begin_step(self):
+        before = [live for live in self._line() if live.left]
+        suspects = bool(self.scheduler._suspects)
+        lefts = {id(live): list(live.left) for live in before}
+        plan, events = self.scheduler.plan(self.now)
+        assert events == []
+        self.in_flight = plan
+        if plan is not None:
+            self.plans.append(plan)
+            self._check_plan(plan)
+            if not suspects:
+                self._check_order(before, lefts)
+        return plan
+
+    def _line(self):
+        """The line as a plain list has it: priority after aging, arrival, submission."""
+        waiting = [live for live in self.scheduler._requests.values() if live.parked_since is None]
+
+        def key(live):
+            request = live.request
+            level = request.priority - floor(max(0.0, self.now - request.arrival) / 10.0)
+            return (level, *live.rank)
+
+        return sorted(waiting, key=key)
+
+    def _check_plan(self, plan):
+        lengths = [len(row.input.token_ids) for row in plan.rows]
+        assert lengths == sorted(lengths)
+        assert len(lengths) <= self.config.max_num_seqs
+        padded = len(lengths) * lengths[-1]
+        assert padded <= self.config.max_num_batched_tokens or len(lengths) == 1
+        assert plan.num_tokens == padded
+
+    def _check_order(self, before, lefts):
+        """Whoever could go on and got nothing comes after everybody who got something; what was
+        taken of a request was taken longest first."""
+        rows = {(id(live), index) for live, index in self.scheduler._step.rows}
+        has_ended = False
+        for live in before:
+            taken = [index for index in lefts[id(live)] if (id(live), index) in rows]
+            assert taken == lefts[id(live)][: len(taken)], "not longest first"
+            is_barred = live.is_late(self.now) or live.parked_since is not None
+            is_barred |= self.scheduler._pause is not None  # WAIT holds back what has not begun
+            assert not (has_ended and taken), f"{live} overtook another"
+            is_short = len(taken) < len(lefts[id(live)])
+            has_ended |= is_short and not is_barred and live.credit.free > 0
+
+    def end_step(self):
+        plan, self.in_flight = self.in_flight, None
+        try:
+            event = StepDone(self.runner.execute(plan))
+        except MemoryError as error:
+            event = StepFailed(StepFailure(plan.plan_id, FailureKind.OUT_OF_MEMORY, repr(error)))
+        except RuntimeError as error:
+            event = StepFailed(StepFailure(plan.plan_id, FailureKind.ERROR, repr(error)))
+        self.apply(event)
+        return event
+
+    def step(self, *, read=True):
+        """One step; the readers then take everything. False: nothing to compute."""
+        if self.begin_step() is None:
+            return False
+        self.now += 0.01
+        self.end_step()
+        if read:
+            for name in self.requests:
+                self.read(name)
+        self.scheduler.check()
+        return True
+
+    def run(self, *, max_steps=10_000):
+        """Step until nothing is left to compute; the number of steps."""
+        for steps in range(max_steps):
+            if not self.step():
+                return steps
+        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler}")
+
+    # ---- outputs
+
+    def _take(self, events):
+        for event in events:
+            name = event.request_id
+            assert name not in self.finished, f"{event} after the end"
+            assert name not in self.refused or isinstance(event, Refused)
+            match event:
+                case Encoded():
+                    assert event.index not in self.got[name], f"{event} came twice"
+                    ids = self.requests[name].inputs[event.index].token_ids
+                    assert list(event.values) == vector_of(ids), f"{name}: another's values"
+                    assert event.tokens == len(ids)
+                    self.got[name][event.index] = event
+                    self.unread[name] += 1
+                case Finished():
+                    self.finished[name] = event
+                    whole = len(self.got[name]) == len(self.requests[name].inputs)
+                    assert whole == event.reason.is_success
+                case Refused():
+                    self.refused[name] = event
+                case Admitted():
+                    assert event.prompt_tokens == self.requests[name].num_tokens
+
+    def check_counts(self):
+        """The statistics agree with what the readers know."""
+        stats = self.scheduler.statistics()
+        in_flight = 0 if self.in_flight is None else len(self.in_flight.rows)
+        assert stats.running + stats.ending == in_flight
+        left = sum(
+            len(request.inputs) - len(self.got[name])
+            for name, request in self.requests.items()
+            if name not in self.finished and name not in self.refused
+        )
+        assert stats.running + stats.waiting + stats.parked == left
+        assert stats.step_count == len(self.plans)
+        for name, credit in self.credits.items():
+            assert credit.filled == self.unread[name]
+
+    def check_idle(self):
+        """Everything is given back."""
+        self.scheduler.check()
+        self.check_counts()
+        stats = self.scheduler.statistics()
+        assert (stats.running, stats.waiting, stats.parked, stats.ending) == (0, 0, 0, 0)
+        assert stats.queued_tokens == 0
+        assert self.scheduler.is_idle

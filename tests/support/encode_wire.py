@@ -1,0 +1,103 @@
+"""A synchronous client of Embed and Rerank, beside `tests.support.wire` and by its rule."""
+
+from __future__ import annotations
+
+import threading
+
+import grpc
+
+from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
+from tests.support.wire import CALL_LIMIT_S, stats, wait_until
+
+ENCODERS = (
+    {"name": "fake"},
+    {"name": "emb", "capability": "text-embedding"},
+    {"name": "rank", "capability": "rerank"},
+)
+
+
+def embed_request(inputs, **fields):
+    """An input is a text, a list of ids, or fields of EmbedInput."""
+    made = []
+    for one in inputs:
+        if isinstance(one, str):
+            one = {"text": one}
+        elif isinstance(one, list):
+            one = {"token_ids": {"ids": one}}
+        made.append(inference_pb2.EmbedInput(**one))
+    return inference_pb2.EmbedRequest(inputs=made, **fields)
+
+
+def rerank_request(query, documents, **fields):
+    return inference_pb2.RerankRequest(query=query, documents=documents, **fields)
+
+
+class Encode:
+    """An Embed or Rerank call under way, read at the test's pace. Leaving it cancels it."""
+
+    def __init__(self, channel, request, *, timeout=None):
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        is_embed = isinstance(request, inference_pb2.EmbedRequest)
+        self.call = (stub.Embed if is_embed else stub.Rerank)(request, timeout=timeout)
+        self.messages = []
+        self.error = None
+        self._limit = threading.Timer(CALL_LIMIT_S, self.call.cancel)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.call.cancel()
+        self._limit.cancel()
+        self._limit.join()
+
+    def read(self):
+        """The next message, or None at the end."""
+        try:
+            message = next(self.call)
+        except StopIteration:
+            return None
+        except grpc.RpcError as error:
+            self.error = error
+            return None
+        self.messages.append(message)
+        return message
+
+    def finish(self):
+        """Read to the end."""
+        while self.read() is not None:
+            pass
+        return self
+
+    def by_index(self):
+        """The messages in the order of their inputs; each came once."""
+        found = {message.index: message for message in self.messages}
+        assert len(found) == len(self.messages)
+        return [found[index] for index in sorted(found)]
+
+
+def embed(channel, inputs, *, timeout=None, **fields):
+    """A whole Embed call."""
+    with Encode(channel, embed_request(inputs, **fields), timeout=timeout) as call:
+        return call.finish()
+
+
+def rerank(channel, query, documents, *, timeout=None, **fields):
+    """A whole Rerank call."""
+    with Encode(channel, rerank_request(query, documents, **fields), timeout=timeout) as call:
+        return call.finish()
+
+
+def wait_all_idle(channel, timeout_s=10.0):
+    """Poll until nothing lives in any scheduler; the totals then."""
+    found = []
+
+    def look():
+        found[:] = [stats(channel)]
+        now = found[0]
+        return not (now.running + now.waiting + now.parked + now.ending)
+
+    wait_until(look, timeout_s, f"idle: {found}")
+    return found[0]

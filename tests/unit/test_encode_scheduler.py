@@ -1,0 +1,371 @@
+"""The encode scheduler, one decision at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import EncoderConfig
+from engine.core.credit import Credit
+from engine.core.encode_types import EncodeResult
+from engine.core.events import Pause, PauseMode, Resume, StepDone, StepFailed, Submit
+from engine.core.plan import FailureKind, StepFailure
+from engine.core.types import EndReason, PlanId
+from engine.errors import (
+    ConfigError,
+    DuplicateRequest,
+    EngineBug,
+    Overloaded,
+    Paused,
+    RequestTooLarge,
+)
+from engine.model.fake_encoder import FakeEncoder
+from tests.support.encode_driver import EncodeDriver
+
+
+def lengths(plan):
+    return [len(row.input.token_ids) for row in plan.rows]
+
+
+def fail(driver, kind=FailureKind.ERROR):
+    plan, driver.in_flight = driver.in_flight, None
+    driver.apply(StepFailed(StepFailure(plan.plan_id, kind, "scripted")))
+    driver.scheduler.check()
+
+
+def test_requests_share_a_step_sorted_by_length():
+    driver = EncodeDriver(max_num_batched_tokens=100)
+    driver.submit("a", [5, 2])
+    driver.submit("b", [3])
+    assert lengths(driver.begin_step()) == [2, 3, 5]
+
+
+def test_padding_counts_against_the_budget():
+    driver = EncodeDriver(max_num_batched_tokens=20)
+    driver.submit("a", [10, 1, 1])
+    assert lengths(driver.begin_step()) == [1, 10]
+    driver.end_step()
+    assert lengths(driver.begin_step()) == [1]
+
+
+def test_a_step_has_at_most_so_many_inputs():
+    driver = EncodeDriver(max_num_seqs=3)
+    driver.submit("a", [1] * 5)
+    assert lengths(driver.begin_step()) == [1, 1, 1]
+
+
+def test_an_input_longer_than_the_budget_has_a_step_of_its_own():
+    driver = EncodeDriver(max_num_batched_tokens=8)
+    driver.submit("a", [1])
+    driver.submit("b", [30])
+    driver.submit("c", [1])
+    assert lengths(driver.begin_step()) == [1]
+    driver.end_step()
+    assert lengths(driver.begin_step()) == [30]
+
+
+def test_nobody_overtakes_what_does_not_fit_beside_the_first():
+    driver = EncodeDriver(max_num_batched_tokens=20)
+    driver.submit("a", [15])
+    driver.submit("b", [12])
+    driver.submit("c", [1])
+    assert lengths(driver.begin_step()) == [15]
+    driver.end_step()
+    assert lengths(driver.begin_step()) == [12]
+
+
+def test_priority_then_arrival_whatever_came_first():
+    driver = EncodeDriver(max_num_seqs=1)
+    driver.now = 5.0
+    driver.submit("late", [1])
+    driver.submit("early", [2], arrival=4.0)
+    driver.submit("urgent", [3], priority=-1)
+    order = []
+    while driver.begin_step() is not None:
+        order += lengths(driver.in_flight)
+        driver.end_step()
+    assert order == [3, 2, 1]
+
+
+def test_waiting_raises_a_priority_by_a_level_in_ten_seconds():
+    driver = EncodeDriver(max_num_seqs=1)
+    driver.submit("old", [1], priority=1)
+    driver.now = 10.0
+    driver.submit("new", [2], priority=1)
+    driver.submit("first", [3], priority=0)
+    assert lengths(driver.begin_step()) == [1]  # as urgent as "first" by now, and earlier
+
+
+def test_a_slow_reader_is_parked_and_costs_nobody_else_anything():
+    driver = EncodeDriver(max_num_seqs=4)
+    driver.submit("slow", [1] * 10, buffer=4)
+    driver.submit("other", [2] * 6)
+    driver.step(read=False)
+    assert lengths(driver.begin_step()) == [2, 2, 2, 2]
+    assert driver.scheduler.phase_of("slow") == "parked"
+    driver.end_step()
+    stats = driver.scheduler.statistics()
+    assert (stats.parked, stats.waiting) == (6, 2)
+    assert stats.queued_tokens == 4  # of what waits, a parked request takes no room
+    driver.step(read=False)
+    assert driver.finished["other"].reason is EndReason.STOP
+
+
+def test_a_parked_request_goes_on_when_there_is_room_for_half_its_stream():
+    driver = EncodeDriver()
+    driver.submit("slow", [1] * 10, buffer=5)
+    driver.step(read=False)
+    assert driver.begin_step() is None
+    driver.read("slow", 1)
+    driver.read("slow", 1)
+    assert driver.begin_step() is None, "two slots make no batch"
+    driver.read("slow", 1)
+    assert lengths(driver.begin_step()) == [1, 1, 1]
+
+
+def test_the_last_inputs_need_room_for_themselves_only():
+    driver = EncodeDriver()
+    driver.submit("slow", [1] * 6, buffer=5)
+    driver.step(read=False)
+    assert driver.begin_step() is None
+    driver.read("slow", 1)
+    assert lengths(driver.begin_step()) == [1]
+
+
+def test_slots_that_a_failed_step_gives_back_are_not_waited_for():
+    """Its reader has read everything, and so will never say again that there is room."""
+    driver = EncodeDriver(max_num_batched_tokens=20)
+    driver.submit("a", [20, *[1] * 9], buffer=4)
+    driver.step(read=False)
+    assert len(driver.begin_step().rows) == 3
+    assert driver.scheduler.phase_of("a") == "parked"
+    driver.read("a", 1)
+    fail(driver, FailureKind.OUT_OF_MEMORY)
+    driver.run()
+    assert driver.finished["a"].reason is EndReason.STOP
+
+
+def test_a_reader_that_takes_anything_is_not_stalled():
+    driver = EncodeDriver(stall_timeout_s=30.0)
+    driver.submit("slow", [1] * 10, buffer=5)
+    driver.step(read=False)
+    assert driver.begin_step() is None
+    driver.tick(29.0)
+    driver.read("slow", 1)
+    driver.tick(29.0)
+    assert "slow" not in driver.finished
+    assert driver.scheduler.next_wakeup(driver.now) == pytest.approx(driver.now + 1.0)
+    driver.tick(1.01)
+    assert driver.finished["slow"].reason is EndReason.STALLED
+    assert driver.finished["slow"].phase == "parked"
+    driver.scheduler.check()
+
+
+def test_a_stream_filled_by_one_step_is_not_parked_before_its_reader_could_read():
+    driver = EncodeDriver(max_num_seqs=4)
+    driver.submit("a", [1] * 9, buffer=4)
+    assert len(driver.begin_step().rows) == 4
+    assert driver.scheduler.phase_of("a") == "encode"
+
+
+def test_a_row_that_fails_ends_its_own_request_alone():
+    driver = EncodeDriver()
+    driver.submit("bad", [1, 1])
+    driver.submit("good", [1, 1])
+    plan = driver.begin_step()
+    driver.runner.script.row_faults[plan.rows[0].sequence] = (0, "encode")
+    driver.end_step()
+    assert driver.finished["bad"].reason is EndReason.FAILED
+    assert driver.finished["bad"].detail == "encode: scripted"
+    assert driver.finished["good"].reason is EndReason.STOP
+
+
+def test_each_row_of_a_failed_step_runs_alone_and_only_the_guilty_fails():
+    guilty = []
+
+    def fault(plan):
+        if any(row.input.token_ids in guilty for row in plan.rows):
+            return RuntimeError("scripted")
+        return None
+
+    runner = FakeEncoder(max_model_len=64)
+    runner.script.encode_fault = fault
+    driver = EncodeDriver(runner=runner)
+    driver.submit("bad", [3])
+    driver.submit("good", [3, 2])
+    guilty.append(driver.requests["bad"].inputs[0].token_ids)
+    driver.run()
+    assert driver.finished["bad"].reason is EndReason.FAILED
+    assert driver.finished["good"].reason is EndReason.STOP
+    assert [len(plan.rows) for plan in driver.plans] == [3, 1, 1, 1]
+
+
+def test_running_out_of_memory_halves_the_batch_until_it_fits():
+    runner = FakeEncoder(max_model_len=64)
+    runner.script.encode_fault = lambda plan: MemoryError() if plan.num_tokens > 10 else None
+    driver = EncodeDriver(runner=runner, max_num_batched_tokens=64)
+    driver.submit("a", [4] * 8)
+    driver.run()
+    assert driver.finished["a"].reason is EndReason.STOP
+    assert [len(plan.rows) for plan in driver.plans] == [8, 4, 2, 2, 2, 2]
+    driver.submit("b", [4] * 300)
+    runner.script.encode_fault = None
+    driver.run()
+    assert max(len(plan.rows) for plan in driver.plans[6:]) == 16, "the budget came back"
+
+
+def test_an_input_that_is_too_much_for_the_memory_alone_fails():
+    runner = FakeEncoder(max_model_len=64)
+    runner.script.encode_fault = lambda plan: MemoryError() if plan.num_tokens > 10 else None
+    driver = EncodeDriver(runner=runner)
+    driver.submit("large", [12])
+    driver.submit("small", [4])
+    driver.run()
+    assert driver.finished["large"].reason is EndReason.FAILED
+    assert driver.finished["large"].detail.startswith("memory: ")
+    assert driver.finished["small"].reason is EndReason.STOP
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_who_ends_during_a_failed_step_is_not_run_again(kind):
+    driver = EncodeDriver()
+    driver.submit("gone", [2, 2])
+    driver.submit("stays", [2])
+    driver.begin_step()
+    driver.cancel("gone")
+    fail(driver, kind)
+    driver.run()
+    assert driver.finished["stays"].reason is EndReason.STOP
+    assert driver.got["gone"] == {}
+    assert all(len(plan.rows) == 1 for plan in driver.plans[1:])
+
+
+def test_a_row_of_a_failed_step_whose_request_is_parked_runs_alone_and_ends_it():
+    """Its stream is full but for the slot that the failed step gave back."""
+    driver = EncodeDriver(max_num_seqs=2)
+    driver.submit("slow", [1] * 3, buffer=2)
+    driver.submit("other", [1] * 3)
+    driver.step(read=False)
+    driver.read("slow", 1)
+    assert len(driver.begin_step().rows) == 2  # one of each
+    fail(driver)
+    assert len(driver.begin_step().rows) == 1
+    driver.end_step()
+    assert len(driver.got["slow"]) == 3
+    assert driver.finished["slow"].reason is EndReason.STOP
+    driver.run()
+    driver.check_idle()
+
+
+def test_a_cancel_in_a_step_tells_at_once_and_drops_what_comes():
+    driver = EncodeDriver()
+    driver.submit("a", [1, 1])
+    driver.begin_step()
+    driver.cancel("a")
+    assert driver.finished["a"].reason is EndReason.CANCELLED
+    assert driver.finished["a"].phase == "encode"
+    assert driver.scheduler.statistics().ending == 2
+    assert not driver.scheduler.is_idle
+    driver.end_step()
+    assert driver.got["a"] == {}
+    assert driver.scheduler.statistics().late_results == 2
+    driver.check_idle()
+
+
+def test_nothing_is_computed_past_its_deadline():
+    driver = EncodeDriver()
+    driver.submit("late", [1], deadline=1.0)
+    driver.now = 1.0
+    assert driver.begin_step() is None
+    driver.cancel("late", EndReason.DEADLINE)
+    assert driver.finished["late"].phase == "queued"
+
+
+@pytest.mark.parametrize("mode", PauseMode)
+def test_pauses(mode):
+    driver = EncodeDriver(max_num_seqs=1)
+    driver.submit("begun", [1, 1])
+    driver.step()
+    driver.submit("waits", [1])
+    driver.apply(Pause(mode))
+    driver.submit("new", [1])
+    assert ("new" in driver.refused) == (mode is not PauseMode.KEEP)
+    driver.run()
+    ended = {name: event.reason for name, event in driver.finished.items()}
+    assert (
+        ended
+        == {
+            PauseMode.KEEP: {},
+            PauseMode.WAIT: {"begun": EndReason.STOP},
+            PauseMode.ABORT: {"begun": EndReason.ABORTED, "waits": EndReason.ABORTED},
+        }[mode]
+    )
+    driver.apply(Resume())
+    driver.run()
+    assert set(driver.finished) | set(driver.refused) == {"begun", "waits", "new"}
+    if mode is not PauseMode.KEEP:
+        assert isinstance(driver.refused["new"].error, Paused)
+
+
+def test_the_queue_is_bounded_in_requests_and_tokens():
+    driver = EncodeDriver(max_queued_requests=2, max_queued_tokens=20)
+    driver.submit("huge", [30, 30])  # more than the bound, but alone
+    driver.submit("one", [1])
+    assert isinstance(driver.refused["one"].error, Overloaded)
+    assert driver.refused["one"].error.retry_after_s >= 1.0
+    assert "tokens" in str(driver.refused["one"].error)
+    driver.run()
+    for name in ("a", "b", "c"):
+        driver.submit(name, [1])
+    assert list(driver.refused) == ["one", "c"]
+    assert "2 requests" in str(driver.refused["c"].error)
+
+
+def test_other_refusals():
+    driver = EncodeDriver(max_model_len=8)
+    driver.submit("long", [1, 9])
+    assert isinstance(driver.refused["long"].error, RequestTooLarge)
+    assert driver.refused["long"].error.violations[0].field == "inputs[1]"
+    driver.submit("twice", [1])
+    again = Submit(driver.requests["twice"], Credit(1))
+    [refused] = driver.scheduler.apply(again, driver.now)
+    assert isinstance(refused.error, DuplicateRequest)
+
+
+def test_a_result_for_another_plan_or_row_is_a_bug():
+    driver = EncodeDriver()
+    driver.submit("a", [1])
+    plan = driver.begin_step()
+    with pytest.raises(EngineBug) as caught:
+        driver.scheduler.plan(driver.now)
+    assert "still in flight" in caught.value.log_detail
+    with pytest.raises(EngineBug) as caught:
+        driver.scheduler.apply(StepDone(EncodeResult(PlanId(99), ())), driver.now)
+    assert "not in flight" in caught.value.log_detail
+    driver.submit("b", [1])
+    driver.end_step()
+    other = driver.begin_step()
+    wrong = driver.runner.execute(plan)
+    with pytest.raises(EngineBug) as caught:
+        driver.scheduler.apply(StepDone(EncodeResult(other.plan_id, wrong.rows)), driver.now)
+    assert "came in the row of" in caught.value.log_detail
+
+
+def test_timings_add_up():
+    driver = EncodeDriver(max_num_seqs=2)
+    driver.submit("a", [1] * 4, buffer=2)
+    driver.now = 1.0
+    driver.step(read=False)
+    assert driver.begin_step() is None  # parked now
+    driver.now = 3.0
+    driver.read("a")
+    driver.step()
+    timings = driver.finished["a"].timings
+    assert timings.queue_s == pytest.approx(1.0)
+    assert timings.parked_s == pytest.approx(1.99)
+    assert timings.prefill_s == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("field", ["max_model_len", "max_num_seqs", "max_num_batched_tokens"])
+def test_bounds_that_could_serve_nothing_are_refused(field):
+    with pytest.raises(ConfigError):
+        EncoderConfig(**{"max_model_len": 8, field: 0})

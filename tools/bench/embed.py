@@ -1,0 +1,123 @@
+"""What batching across requests is worth: 256 requests of one short text each, at once through
+gRPC, against sentence-transformers on all of them in one call, and on one after another.
+
+The model has MiniLM-L6's shape and random weights. The library runs in the bench's own process with
+as many threads as the encoder's worker has: one. In turn, so that a drifting machine meets all
+alike; with ``BENCH_THREADS`` the library's one call is timed at another number of threads too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from grpc_service._generated.triolet.v1 import inference_pb2
+from tools.bench.frame import Row, repeat_in_turn, row_of
+from tools.bench.served import served
+from tools.bench.wire import NO_PROXY
+from tools.make_encoder import PRESETS, WORDS, make_embedder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+EMBED = "/triolet.v1.Inference/Embed"
+COUNT = 256
+BAR_ALL, BAR_ONE = 0.85, 3.0
+
+
+def texts(seed: int = 0) -> list[str]:
+    """Texts of 6 to 16 tokens, the two special ones included."""
+    draw, words = random.Random(seed), WORDS.split()
+    return [" ".join(draw.choices(words, k=draw.randint(4, 14))) for _ in range(COUNT)]
+
+
+class Client:
+    """Sends all requests at once over one connection, and waits for every answer."""
+
+    def __init__(self, address: str, asked: Sequence[str]) -> None:
+        self._runner = asyncio.Runner()
+        self._requests = [
+            inference_pb2.EmbedRequest(inputs=[{"text": text}]).SerializeToString()
+            for text in asked
+        ]
+        self._channel: Any = self._runner.run(self._open(address))
+
+    async def _open(self, address: str) -> Any:
+        return grpc.aio.insecure_channel(address, options=NO_PROXY)
+
+    async def _send(self) -> None:
+        call = self._channel.unary_stream(EMBED)
+
+        async def one(request: bytes) -> None:
+            async for _ in call(request):
+                pass
+
+        await asyncio.gather(*map(one, self._requests))
+
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        self._runner.run(self._send())
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        self._runner.run(self._channel.close())
+        self._runner.close()
+
+
+def run() -> list[Row]:
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    asked, more = texts(), int(os.environ.get("BENCH_THREADS", "0"))
+    with tempfile.TemporaryDirectory() as directory:
+        make_embedder(directory, PRESETS["minilm"], normalize=True)
+        library = SentenceTransformer(directory, device="cpu")
+
+        def all_at_once(threads: int = 1) -> float:
+            torch.set_num_threads(threads)
+            start = time.perf_counter()
+            library.encode(asked, show_progress_bar=False)
+            return time.perf_counter() - start
+
+        def one_by_one() -> float:
+            torch.set_num_threads(1)
+            start = time.perf_counter()
+            for text in asked:
+                library.encode(text, show_progress_bar=False)
+            return time.perf_counter() - start
+
+        with served([(directory, "minilm")]) as address:
+            client = Client(address, asked)
+            measures = [client.seconds, all_at_once, one_by_one]
+            if more:
+                measures.append(lambda: all_at_once(more))
+            ours, whole, single, *other = repeat_in_turn(measures)
+            client.close()
+    rows = [
+        row_of("256 requests through gRPC", ours, "s"),
+        row_of("encode, all in one call, 1 thread", whole, "s"),
+        row_of("encode, one by one, 1 thread", single, "s"),
+        row_of(
+            "throughput against one call", _ratios(whole, ours), "×", bar=BAR_ALL, better="higher"
+        ),
+        row_of(
+            "throughput against one by one",
+            _ratios(single, ours),
+            "×",
+            bar=BAR_ONE,
+            better="higher",
+        ),
+    ]
+    if other:
+        rows.append(row_of(f"encode, all in one call, {more} threads", other[0], "s"))
+    return rows
+
+
+def _ratios(reference: Sequence[float], ours: Sequence[float]) -> list[float]:
+    return [theirs / mine for theirs, mine in zip(reference, ours, strict=True)]
