@@ -23,6 +23,7 @@ from engine.core.types import EndReason, RequestId
 from engine.errors import (
     DeadlineExceeded,
     EngineBug,
+    InvalidRequest,
     ReaderStalled,
     RequestAborted,
     RequestCancelled,
@@ -192,7 +193,10 @@ class Lifetime(Generic[EventT]):
         """The core ended it, and not by success."""
         self.phase = event.phase or self.phase
         self.reason = self.reason or event.reason
-        self.close(self._early_end(event.reason, event.detail))
+        if event.violation is not None:  # of the request's own
+            self.close(InvalidRequest([event.violation]))
+        else:
+            self.close(self._early_end(event.reason, event.detail))
 
     def _progress(self) -> str:
         """How far it came, for its error's sentence."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import trio
 
 from engine.config import EncoderConfig, SchedulerConfig
+from engine.constraints import Constraints
 from engine.core.encode_scheduler import EncodeScheduler
 from engine.core.encode_types import EncoderInfo, EncoderKind
 from engine.core.events import Pause, Resume
@@ -85,6 +86,7 @@ class Replica:
     loop: EngineLoop
     threads: int
     encoder_tokenizer: EncoderTokenizer | None = None  # an encoder's
+    constraints: Constraints | None = None  # a text model's
     processed: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -356,6 +358,7 @@ class Pool:
         info = await self._threads.run(load, self._limiter_of(entry))
         name = entry.config.name
         tokenizer: EncoderTokenizer | None = None
+        constraints: Constraints | None = None
         scheduler: Scheduler | EncodeScheduler
         if isinstance(info, EncoderInfo):
             entry.capability = CAPABILITY_OF_KIND[info.kind]
@@ -364,6 +367,7 @@ class Pool:
         else:
             entry.capability = Capability.TEXT_TO_TEXT
             scheduler = Scheduler(self._scheduler_config(info, name))
+            constraints = Constraints(runner, self._threads)  # type: ignore[arg-type]  # as above
         loop = EngineLoop(
             name,
             scheduler,
@@ -375,7 +379,7 @@ class Pool:
             deliveries=self.deliveries,
         )
         threads = entry.config.threads or int(entry.is_encoder)
-        entry.replica = Replica(name, info, runner.tokenizer, loop, threads, tokenizer)
+        entry.replica = Replica(name, info, runner.tokenizer, loop, threads, tokenizer, constraints)
         if entry.pause is not None:
             loop.post(entry.pause)
         if self._is_closing:

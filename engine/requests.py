@@ -31,6 +31,8 @@ MAX_PROMPT_LOGPROBS = 65_536  # entries and alternatives together: 0.1 s to enco
 MAX_BIAS = 100.0  # OpenAI's
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
+MAX_CONSTRAINT_CHARS = 65_536  # guess: a schema of a thousand properties has half of it
+CONSTRAINT_KINDS = frozenset({"json_schema", "json_object", "regex", "lark", "choice"})
 MAX_REQUEST_ID_CHARS = 128  # guess: room for two UUIDs and a prefix
 INT32 = (-(2**31), 2**31 - 1)
 
@@ -186,6 +188,8 @@ class GenerateRequest:
             yield FieldViolation(
                 "request_id", f"must be at most {MAX_REQUEST_ID_CHARS} printable characters"
             )
+        if self.constraint is not None:
+            yield from _constraint_violations(self.constraint)
         if self.timeout_s is not None and math.isnan(self.timeout_s):
             yield FieldViolation("timeout_s", "is not a number")
         if self.prompt.truncate_to is not None and self.prompt.truncate_to < 1:
@@ -194,6 +198,17 @@ class GenerateRequest:
             value = getattr(self.output, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 yield FieldViolation(f"output.{name}", f"is {value}, outside [0, {MAX_LOGPROBS}]")
+
+
+def _constraint_violations(constraint: Constraint) -> Iterator[FieldViolation]:
+    size = len(constraint.source)
+    if constraint.kind not in CONSTRAINT_KINDS:
+        yield FieldViolation("constraint", f"is of no known kind: {constraint.kind!r}")
+    elif size > MAX_CONSTRAINT_CHARS:
+        what = f"has {size} characters, of at most {MAX_CONSTRAINT_CHARS}"
+        yield FieldViolation(constraint.field, what)
+    elif not size and constraint.kind not in ("json_object", "choice"):
+        yield FieldViolation(constraint.field, "is empty")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import trio
 
 from engine import logs
 from engine.core.events import Cancel, Submit
-from engine.core.types import EndReason, RequestId
+from engine.core.types import EndReason, Request, RequestId
 from engine.encode_inputs import EncodeInputs
 from engine.encode_requests import EmbedRequest
 from engine.encoding import Encoding
@@ -44,7 +44,6 @@ from engine.status import AbortOutcome, Capability
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.core.encode_types import EncodeRequest
-    from engine.core.types import Request
     from engine.encode_requests import AnyRequest, EncodeRequests
     from engine.pool import Pool, Replica
     from engine.threads import Threads
@@ -207,16 +206,28 @@ class Supervisor:
             generation.phase = "tokenize"
             request = await self._prepare(generation, replica)
             generation.replica = replica
-            generation.phase = "queued"
-            replica.loop.submit(Submit(request, generation.credit), generation)
-            try:
-                await generation.wait_closed()
-            finally:
-                generation.phase = replica.loop.phase_of(request.request_id) or generation.phase
-                replica.loop.forget(request.request_id)
-                if generation.error is not None or not generation.is_closed:
-                    reason = generation.reason or EndReason.DEADLINE
-                    replica.loop.post(Cancel(request.request_id, reason))
+            constraint = request.constraint if isinstance(request, Request) else None
+            if constraint is None or replica.constraints is None:
+                await self._run(generation, replica, request)
+                return
+            generation.phase = "compile"
+            async with replica.constraints.held(constraint, self._nursery):
+                await self._run(generation, replica, request)
+
+    async def _run(
+        self, generation: Live, replica: Replica, request: Request | EncodeRequest
+    ) -> None:
+        """From the queue to the end."""
+        generation.phase = "queued"
+        replica.loop.submit(Submit(request, generation.credit), generation)
+        try:
+            await generation.wait_closed()
+        finally:
+            generation.phase = replica.loop.phase_of(request.request_id) or generation.phase
+            replica.loop.forget(request.request_id)
+            if generation.error is not None or not generation.is_closed:
+                reason = generation.reason or EndReason.DEADLINE
+                replica.loop.post(Cancel(request.request_id, reason))
 
     async def _prepare(self, generation: Live, replica: Replica) -> Request | EncodeRequest:
         if isinstance(generation, Generation):

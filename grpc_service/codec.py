@@ -159,10 +159,8 @@ def _constraint_violations(message: inference_pb2.Constraint) -> Iterator[FieldV
         for index, choice in enumerate(message.choice.choices):
             if "\0" in choice:
                 yield FieldViolation(f"constraint.choice.choices[{index}]", "holds a NUL")
-    elif not getattr(message, kind):
-        yield FieldViolation(
-            f"constraint.{kind}", "is false" if kind == "json_object" else "is empty"
-        )
+    elif kind == "json_object" and not message.json_object:
+        yield FieldViolation("constraint.json_object", "is false")
 
 
 class TokenizeInput(TypedDict):

@@ -1,6 +1,6 @@
 """The features that do not exist yet: the one table of fields that are refused until they do.
 
-Rule 1: a set field is refused also at its neutral value (`json_object` = false), so that a client
+Rule 1: a set field is refused also at its neutral value (a flag that is false), so that a client
 learns of a missing feature at its first try and not at the first other value.
 Rule 2: the work that brings a feature takes its entries out of here, and decodes the fields.
 RPCs that come later need no table: a method without behaviour is one (`grpc_service.servicer`).
@@ -35,10 +35,7 @@ CHAT_LATER = (
     Later("chat.messages.role", values=frozenset({"tool"})),
 )
 LATER: Mapping[str, tuple[Later, ...]] = {
-    "GenerateRequest": (
-        *CHAT_LATER,
-        Later("constraint"),
-    ),
+    "GenerateRequest": CHAT_LATER,
     "TokenizeRequest": CHAT_LATER,
     "EmbedRequest": (Later("inputs.image"),),
 }

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         TokenLogprob,
         Usage,
     )
-    from engine.errors import TrioletError
+    from engine.errors import FieldViolation, TrioletError
 
 
 class PauseMode(Enum):
@@ -145,7 +145,8 @@ class Preempted:
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The one terminal event of a choice. ``matched`` is the stop string or stop token id.
-    ``detail`` (log only) tells more of a failure, ``phase`` where an early end met it."""
+    ``detail`` (log only) tells more of a failure, ``phase`` where an early end met it,
+    ``violation`` which field of the request made it fail."""
 
     request_id: RequestId
     choice: int
@@ -155,6 +156,7 @@ class Finished:
     matched: str | int | None = None
     phase: str = ""
     detail: str = ""
+    violation: FieldViolation | None = None
 
 
 @dataclass(frozen=True, slots=True)

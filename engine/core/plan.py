@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Stops,
         TokenLogprob,
     )
+    from engine.errors import FieldViolation
 
 
 # Positions of prompts that one step scores for their log-probabilities, all rows together, but at
@@ -150,11 +151,13 @@ class RowResult(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class RowFailure:
     """A row that failed alone; the sequence got nothing from the step. ``phase`` is prefill,
-    decode, sample or text (R52); ``detail`` is for the log only."""
+    decode, sample or text (R52); ``detail`` is for the log only. ``violation`` is set where the
+    request's own fields are the cause, and names one."""
 
     sequence: SequenceId
     phase: str
     detail: str
+    violation: FieldViolation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +326,20 @@ class Runner(Protocol):
             MemoryError: the device ran out of memory; nothing of the plan took effect.
             Exception: any other failure of the whole step; the same.
         """
+        ...
+
+    def compile(self, constraint: Constraint) -> int:
+        """Make a constraint ready for sequences that are admitted with it; how many bytes it
+        takes, about. Called from other threads than the rest, several at once and during steps.
+
+        Raises:
+            InvalidRequest: it cannot be followed; the field is named.
+            Unsupported: the model cannot follow any.
+        """
+        ...
+
+    def forget(self, constraint: Constraint) -> None:
+        """No sequence will be admitted with it any more, unless it is compiled again."""
         ...
 
     def close(self) -> None:

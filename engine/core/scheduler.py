@@ -290,12 +290,17 @@ class Scheduler:
             self._end_request(live, event.reason, now, event.detail)
 
     def _end_request(
-        self, live: LiveRequest, reason: EndReason, now: float, detail: str = ""
+        self,
+        live: LiveRequest,
+        reason: EndReason,
+        now: float,
+        detail: str = "",
+        violation: FieldViolation | None = None,
     ) -> None:
         """Every choice that has not ended ends now; blocks in use leave at the commit."""
         for seq in list(live.sequences):
             if seq.state not in (State.FINISHED, State.ENDING):
-                self._end(seq, reason, now, detail=detail)
+                self._end(seq, reason, now, detail=detail, violation=violation)
 
     def _end(
         self,
@@ -305,6 +310,7 @@ class Scheduler:
         *,
         matched: str | int | None = None,
         detail: str = "",
+        violation: FieldViolation | None = None,
     ) -> None:
         phase = seq.phase
         self._ledger.end(seq, now)
@@ -318,6 +324,7 @@ class Scheduler:
                 matched,
                 phase,
                 detail,
+                violation,
             )
         )
 
@@ -423,7 +430,7 @@ class Scheduler:
             if has_slot:
                 seq.credit.cancel()
             detail = f"{result.phase}: {result.detail}"
-            self._end_request(seq.live, EndReason.FAILED, now, detail)
+            self._end_request(seq.live, EndReason.FAILED, now, detail, result.violation)
             return
         if not has_slot:
             return

@@ -85,6 +85,11 @@ class Constraint:
     kind: str
     source: str
 
+    @property
+    def field(self) -> str:
+        """The proto field that holds it."""
+        return "constraint.choice.choices" if self.kind == "choice" else f"constraint.{self.kind}"
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -19,7 +19,8 @@ Stops of each token (``count`` tokens came before it):
 3. a stop string: STOP; of several the one that ends first, of those the longest. Text after it
    is dropped, and itself too without ``include``. It wins over a stop token that only released
    the text it is in, as in vLLM, and over ``max_tokens``;
-4. ``max_tokens``: LENGTH.
+4. the token that completes a constraint's form: STOP, matched nothing;
+5. ``max_tokens``: LENGTH.
 All ends but a stop string release what was held back: text that could have become a stop
 string, and the bytes of an unfinished character as U+FFFD.
 """
@@ -83,8 +84,8 @@ class TextState:
         """Tokens pushed so far."""
         return self._num_tokens
 
-    def push(self, token_id: int) -> TextStep:
-        """Take the next sampled token."""
+    def push(self, token_id: int, *, is_complete: bool = False) -> TextStep:
+        """Take the next sampled token; ``is_complete``: its form allows none after it."""
         assert not self._is_done, "push after the end of the sequence"
         stops = self._stops
         is_armed = self._num_tokens >= stops.min_tokens
@@ -93,14 +94,23 @@ class TextState:
             return self._end_by_token(token_id)
         is_last = self._num_tokens >= stops.max_tokens
         text = self._decoder.step(token_id)
-        if is_last:
+        if is_last or is_complete:
             text += self._decoder.flush()
         text, matched = self._matcher.feed(text, is_armed=is_armed)
         if matched is not None:
             return self._end(text, EndReason.STOP, matched)
+        if is_complete:
+            return self._end(text + self._matcher.flush(), EndReason.STOP)
         if is_last:
             return self._end(text + self._matcher.flush(), EndReason.LENGTH)
         return TextStep(text)
+
+    def push_end(self, token_id: int) -> TextStep:
+        """Take a token that ends the sequence whatever its stops say: nothing else could follow
+        its form."""
+        assert not self._is_done, "push after the end of the sequence"
+        self._num_tokens += 1
+        return self._end_by_token(token_id)
 
     def fork(self) -> TextState:
         """An independent copy."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from engine.model import noise, truncation
+from engine.model import masks, noise, truncation
 from engine.model.edits import apply_batch
 from engine.model.sample_row import LOGIT_MAX, TEMPERATURE_MIN, NothingToSample, needs_prefix
 
@@ -94,17 +94,17 @@ def _groups(
 
 def _kind_of(row: SampleRow, vocab: int) -> _Kind:
     sampling = row.sampling
-    is_edited = bool(row.banned) or row.edits is not None
     if sampling.is_greedy:
-        return _Kind(True, False, False, is_edited)
+        return _Kind(True, False, False, row.is_edited)
     is_narrow = needs_prefix(sampling, vocab)
-    return _Kind(False, sampling.seed is not None, is_narrow, is_edited)
+    return _Kind(False, sampling.seed is not None, is_narrow, row.is_edited)
 
 
 def _process(scores: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     """Every edit in its order, in place on [rows, vocab] float32."""
     apply_batch(scores, [row.edits for row in rows])
     _ban(scores, rows)
+    masks.apply_batch(scores, [row.mask for row in rows])
 
 
 def _ban(scores: torch.Tensor, rows: Sequence[SampleRow]) -> None:
@@ -117,9 +117,11 @@ def _ban(scores: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 
 def _check_best(scores: torch.Tensor, members: Sequence[int]) -> None:
     """Every row's best score is finite; NaN anywhere in a row makes its best NaN."""
-    is_fine = scores.amax(1).abs() < LOGIT_MAX
+    best = scores.amax(1)
+    is_fine = best.abs() < LOGIT_MAX
     if not bool(is_fine.all()):
-        raise NothingToSample(members[is_fine.tolist().index(False)])
+        first = is_fine.tolist().index(False)
+        raise NothingToSample(members[first], is_empty=bool(best[first] == -torch.inf))
 
 
 def _candidates(

@@ -57,7 +57,7 @@ def sample_rows(logits: Floats, rows: Sequence[SampleRow], uniforms: Doubles) ->
             scores = _processed(logits[index], row)
             best = int(scores.argmax())  # the first of equal ones; the first NaN, if any
             if not abs(float(scores[best])) < LOGIT_MAX:
-                raise NothingToSample(index)
+                raise NothingToSample(index, is_empty=scores[best] == -np.inf)
             if row.sampling.is_greedy:
                 tokens.append(best)
             elif row.sampling.seed is None:
@@ -69,13 +69,15 @@ def sample_rows(logits: Floats, rows: Sequence[SampleRow], uniforms: Doubles) ->
 
 def _processed(scores: Floats, row: SampleRow) -> Floats:
     """The logits [vocab] with every edit made, a copy where there is something to do."""
-    if row.edits is None and not row.banned:
+    if not row.is_edited:
         return scores
     scores = scores.copy()
     if row.edits is not None:
         row.edits.apply(scores)
     if row.banned:
         scores[[token for token in row.banned if 0 <= token < len(scores)]] = -np.inf
+    if row.mask is not None:
+        row.mask.apply(scores)
     return scores
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from engine.core.encode_types import EncodePlan
     from engine.core.plan import AdmittedSequence, Row, StepPlan
+    from engine.core.types import Constraint
 
 _WRITTEN = re.compile(r"<(\d+)>")
 BYTE_OFFSET = 1  # ids 1…256 are the bytes of text that is not written as <id>
@@ -101,7 +102,8 @@ class FakeScript:
     the phase, once it has produced that many tokens. ``plan_fault`` and ``sample_fault`` decide
     the same as they go: an exception for a plan, a phase for a row; ``encode_fault`` is
     ``plan_fault`` for an encoder. ``eos_at`` maps a digest to
-    whether the sequence ends there; the default never does.
+    whether the sequence ends there; the default never does. ``compile`` is called with each
+    constraint, and may sleep or raise; the fake follows none.
     """
 
     step_s: float = 0.0
@@ -116,6 +118,7 @@ class FakeScript:
     encode_fault: Callable[[EncodePlan], BaseException | None] | None = None
     sample_fault: Callable[[], str | None] | None = None
     eos_at: Callable[[int], bool] | None = None
+    compile: Callable[[Constraint], None] | None = None
     sleep: Callable[[float], None] = time.sleep
 
 
@@ -151,8 +154,8 @@ def digest_after(digest: int, token_id: int) -> int:
 
 
 class FakeRunner:
-    """`engine.core.plan.Runner` without a model. ``plans`` counts executed steps, ``executed``
-    keeps the last few plans for tests."""
+    """`engine.core.plan.Runner` without a model. ``steps`` counts executed steps; ``compiled`` are
+    the constraints that are ready, which it does not follow."""
 
     def __init__(
         self,
@@ -165,6 +168,7 @@ class FakeRunner:
         self.script = script or FakeScript()
         self.steps = 0
         self.is_executing = False
+        self.compiled: set[Constraint] = set()
         self._info = ModelInfo(
             architecture="fake",
             dtype="none",
@@ -192,6 +196,15 @@ class FakeRunner:
         self._kv = [-1] * (self._info.num_blocks * self._info.block_size)
         return self._info
 
+    def compile(self, constraint: Constraint) -> int:
+        if self.script.compile is not None:
+            self.script.compile(constraint)
+        self.compiled.add(constraint)
+        return len(constraint.source)
+
+    def forget(self, constraint: Constraint) -> None:
+        self.compiled.discard(constraint)
+
     def close(self) -> None:
         self._kv = []
         self._sequences.clear()
@@ -214,6 +227,8 @@ class FakeRunner:
         for released in plan.released:
             del self._sequences[released]
         for admitted in plan.admitted:
+            if admitted.constraint is not None and admitted.constraint not in self.compiled:
+                raise AssertionError(f"{admitted.sequence} needs a constraint that is not compiled")
             self._sequences[admitted.sequence] = _FakeSequence(admitted, list(admitted.prompt), [])
         fault = script.step_faults.get(step)
         if fault is None and script.plan_fault is not None:

@@ -9,7 +9,7 @@ Rule 3: thread-local state is set inside every call, as each may come from anoth
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -26,11 +26,12 @@ from engine.core.plan import (
     StepResult,
     StepTimings,
 )
-from engine.errors import EngineBug, SpawnFailed
+from engine.errors import EngineBug, ShuttingDown, SpawnFailed
 from engine.model import packing
 from engine.model.architectures import context_limit, layer_shapes
 from engine.model.attention import KEYWORD
 from engine.model.checkpoint import Checkpoint
+from engine.model.constraints import LEAVES_NOTHING, Grammars, refusal
 from engine.model.failures import describe, is_out_of_memory, spawn_failed
 from engine.model.generation import read_generation
 from engine.model.kv_cache import KvCache, size_pool
@@ -39,7 +40,7 @@ from engine.model.logprobs import Wanted, score
 from engine.model.probe import probe
 from engine.model.reference import ReferenceBackend
 from engine.model.resolve import has_chat_template, resolve, short_name
-from engine.model.sampler import sample
+from engine.model.sampler import NothingToSample, sample
 from engine.model.sequences import SequenceState
 from engine.model.thread_state import thread_state
 from engine.model.tokenizer import load_tokenizer
@@ -50,9 +51,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from engine.core.plan import AdmittedSequence, Row, RunnerSpec, StepPlan
-    from engine.core.types import SequenceId, TokenLogprob
+    from engine.core.types import Constraint, SequenceId, TokenLogprob
     from engine.model.attention import AttentionBackend
+    from engine.model.constraints import Matching
     from engine.model.loader import LoadedModel
+    from engine.model.masks import Mask
     from engine.model.packing import Ints
     from engine.model.sampler import SampleRow
     from engine.model.tokenizer import HfTokenizer
@@ -99,6 +102,7 @@ class _Batch:
     keep: Ints  # [num_kept] tokens whose logits are computed, in order
     choices: tuple[_Choice, ...]
     scored: tuple[_ScoredRow, ...]
+    masks: tuple[tuple[Matching, Mask], ...]  # to be filled before the choices are drawn
 
 
 class TorchRunner:
@@ -116,6 +120,7 @@ class TorchRunner:
         self._cache: KvCache | None = None
         self._tokenizer: HfTokenizer | None = None
         self._generator: torch.Generator | None = None
+        self._grammars: Grammars | None = None
         self._sequences: dict[SequenceId, SequenceState] = {}
 
     @property
@@ -135,6 +140,15 @@ class TorchRunner:
                 raise
             raise spawn_failed(name, error) from error
 
+    def compile(self, constraint: Constraint) -> int:
+        if self._grammars is None:
+            raise ShuttingDown("the model was closed")
+        return self._grammars.compile(constraint)
+
+    def forget(self, constraint: Constraint) -> None:
+        if self._grammars is not None:
+            self._grammars.forget(constraint)
+
     def execute(self, plan: StepPlan) -> StepResult:
         try:
             with self._thread_state():
@@ -147,6 +161,9 @@ class TorchRunner:
     def close(self) -> None:
         self._model = self._cache = self._tokenizer = self._generator = None
         self._sequences.clear()
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -173,6 +190,7 @@ class TorchRunner:
         self._model = model
         self._cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
         self._generator = torch.Generator(device).manual_seed(spec.seed)
+        self._grammars = Grammars(self._tokenizer, int(config.vocab_size), ends)
         warm_up(self._execute, pool)
         workspace = workspace_bytes(spec, config, dtype)
         return ModelInfo(
@@ -205,6 +223,8 @@ class TorchRunner:
         logits = self._forward(batch) if batch else None
         if self._cache is not None:
             self._cache.copy_blocks(plan.copies)
+        for matching, mask in batch.masks if batch else ():  # while a device still computes
+            matching.fill(mask)
         times.append(perf_counter())
         drawn = self._sample(batch.choices, logits) if batch and logits is not None else {}
         scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
@@ -220,7 +240,10 @@ class TorchRunner:
 
     def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
         for new in admitted:  # one told again, after a step that raised, starts afresh
-            self._sequences[new.sequence] = SequenceState.admit(new)
+            matching = None
+            if new.constraint is not None and self._grammars is not None:
+                matching = self._grammars.start(new.constraint)
+            self._sequences[new.sequence] = SequenceState.admit(new, matching)
 
     def _pack(self, rows: Sequence[Row]) -> _Batch:
         """Lay the plan out for the model; changes nothing."""
@@ -229,6 +252,7 @@ class TorchRunner:
         tables: list[Ints] = []
         choices: list[_Choice] = []
         scored: list[_ScoredRow] = []
+        masks: list[tuple[Matching, Mask]] = []
         for row in rows:
             state = self._state_of(row)
             ids.extend(state.tokens[row.start : row.start + row.count])
@@ -241,9 +265,12 @@ class TorchRunner:
             keep.extend(range(len(ids) - kept, len(ids)))
             if not row.logits.samples:
                 continue
-            choices.append(_Choice(row.sequence, state.sample_row(), len(keep) - 1))
-            for child in row.children:
-                own = state.sample_row(child.choice)
+            first = state.sample_row()
+            if state.matching is not None and first.mask is not None:
+                masks.append((state.matching, first.mask))
+            choices.append(_Choice(row.sequence, first, len(keep) - 1))
+            for child in row.children:  # whose mask is the same
+                own = replace(first, sampling=replace(first.sampling, choice=child.choice))
                 choices.append(_Choice(child.sequence, own, len(keep) - 1))
         starts = [row.start for row in rows]
         counts = [row.count for row in rows]
@@ -255,6 +282,7 @@ class TorchRunner:
             np.array(keep, np.int64),
             tuple(choices),
             tuple(scored),
+            tuple(masks),
         )
 
     def _state_of(self, row: Row) -> SequenceState:
@@ -305,18 +333,22 @@ class TorchRunner:
     ) -> dict[SequenceId, int | RowFailure]:
         """A token for each choice, or why it has none: logits that are not finite, nothing left
         to choose from. All in one call; if that fails, each alone, so that one costs no other."""
-        if not choices:
-            return {}
+        drawn: dict[SequenceId, int | RowFailure] = {}
+        for choice in choices:
+            if choice.row.mask is not None and choice.row.mask.trouble:
+                drawn[choice.sequence] = refusal(choice.sequence, choice.row.mask.trouble)
+        left = [choice for choice in choices if choice.sequence not in drawn]
+        if not left:
+            return drawn
         try:
-            return self._draw(choices, logits)
+            return drawn | self._draw(left, logits)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            if len(choices) == 1:
-                only = choices[0].sequence
-                return {only: RowFailure(only, "sample", describe(error))}
-        drawn: dict[SequenceId, int | RowFailure] = {}
-        for choice in choices:
+            if len(left) == 1:
+                only = left[0]
+                return drawn | {only.sequence: _failure(only, logits[only.logits], error)}
+        for choice in left:
             drawn.update(self._sample([choice], logits))
         return drawn
 
@@ -414,3 +446,12 @@ class TorchRunner:
         self._sequences[sequence] = state
         own = () if scored is None else (scored,)
         return RowResult(sequence, (token,), step.text, own, told, step.finish, step.matched)
+
+
+def _failure(choice: _Choice, logits: torch.Tensor, error: Exception) -> RowFailure:
+    """Why a choice has no token: the request's doing where its constraint and its other settings
+    leave none of the model's."""
+    is_left_none = isinstance(error, NothingToSample) and error.is_empty
+    if is_left_none and choice.row.mask is not None and bool(logits.isfinite().any()):
+        return refusal(choice.sequence, LEAVES_NOTHING)
+    return RowFailure(choice.sequence, "sample", describe(error))

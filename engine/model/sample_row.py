@@ -10,6 +10,7 @@ from engine.model import noise
 if TYPE_CHECKING:
     from engine.core.types import Sampling
     from engine.model.edits import Edits
+    from engine.model.masks import Mask
 
 # A best logit beyond this counts as not finite, and a lower temperature as this one: one
 # divided by the other is still a float32. Logits of real models stay below 1e3.
@@ -23,13 +24,19 @@ class SampleRow:
 
     ``position`` counts output tokens from 0. ``banned`` ids cannot be sampled now (a stop id
     before min_tokens); ids beyond the vocabulary do not matter. ``edits`` is what the request
-    does to its logits, None for nothing.
+    does to its logits, None for nothing; ``mask`` what its constraint lets follow, after both.
     """
 
     sampling: Sampling
     position: int
     banned: frozenset[int] = frozenset()
     edits: Edits | None = None
+    mask: Mask | None = None
+
+    @property
+    def is_edited(self) -> bool:
+        """Its logits are not sampled as they are."""
+        return bool(self.banned) or self.edits is not None or self.mask is not None
 
     @property
     def key(self) -> int:
@@ -53,8 +60,10 @@ def has_top_k(sampling: Sampling, vocab: int) -> bool:
 
 
 class NothingToSample(ValueError):
-    """Row ``row`` has no token that can be sampled, or its best logit is not finite."""
+    """Row ``row`` has no token that can be sampled (``is_empty``), or its best logit is not
+    finite."""
 
-    def __init__(self, row: int) -> None:
+    def __init__(self, row: int, *, is_empty: bool = False) -> None:
         super().__init__(f"row {row} has nothing to sample: its best logit is not finite")
         self.row = row
+        self.is_empty = is_empty

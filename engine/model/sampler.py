@@ -5,9 +5,10 @@ unseeded rows share the caller's generator and depend on the batch.
 Rule 2: which implementation runs depends on the device alone: `engine.model.draw_rows` on a CPU,
 `engine.model.draw_batch` elsewhere. They give the same greedy and seeded tokens.
 
-Order: the request's edits (`engine.model.edits`) and stop ids before min_tokens, division by the
-temperature, top_k, top_p, min_p, typical_p, the draw. This is transformers' order; vLLM's differs
-in that min_p comes before the other two, and has no typical_p.
+Order: the request's edits (`engine.model.edits`) and stop ids before min_tokens, its constraint's
+mask (`engine.model.masks`), division by the temperature, top_k, top_p, min_p, typical_p, the draw.
+This is transformers' order; vLLM's differs in that min_p comes before the other two, and has no
+typical_p.
 
 Truncation: top_k keeps every score that equals the k-th best. top_p keeps a token when the
 tokens before it hold less than ``top_p`` of the mass that top_k left; of equal scores at that

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from engine.core.plan import AdmittedSequence, BlockDelta, ChildFork
     from engine.core.types import Sampling, Stops
+    from engine.model.constraints import Matching
     from engine.model.detokenizer import TextStep
     from engine.model.edits import Edits
     from engine.model.tokenizer import HfTokenizer
@@ -45,25 +46,30 @@ class SequenceState:
     text: TextState | None  # made with the first token: if it cannot be, this row alone fails
     blocks: Ints  # [num_blocks] int64, the block table as of the last step that took effect
     edits: Edits | None = None  # what it does to logits before each draw
+    matching: Matching | None = None  # where it is in its constraint's form
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
 
     @classmethod
-    def admit(cls, new: AdmittedSequence) -> SequenceState:
+    def admit(cls, new: AdmittedSequence, matching: Matching | None = None) -> SequenceState:
         edits = make_edits(new.sampling, new.prompt)
         tokens, size = list(new.prompt), len(new.prompt)
-        return cls(tokens, size, new.sampling, new.stops, None, NO_BLOCKS, edits)
+        return cls(tokens, size, new.sampling, new.stops, None, NO_BLOCKS, edits, matching)
 
     @property
     def position(self) -> int:
         """The index of the next output token."""
         return len(self.tokens) - self.prompt_tokens
 
-    def sample_row(self, choice: int | None = None) -> SampleRow:
-        """How the next token is chosen, for this sequence or a choice that forks from it."""
-        sampling = self.sampling if choice is None else replace(self.sampling, choice=choice)
+    def sample_row(self) -> SampleRow:
+        """How the next token is chosen; its mask, where it has one, is still to be filled."""
         is_early = self.position < self.stops.min_tokens
         banned = self.stops.token_ids if is_early else frozenset()
-        return SampleRow(sampling, self.position, banned, self.edits)
+        if self.matching is None:
+            return SampleRow(self.sampling, self.position, banned, self.edits)
+        # with ignore_eos, the form's ends are none of the request's
+        banned |= frozenset(self.matching.ends) - self.stops.token_ids
+        mask = self.matching.new_mask()
+        return SampleRow(self.sampling, self.position, banned, self.edits, mask)
 
     @property
     def is_scoring(self) -> bool:
@@ -104,7 +110,11 @@ class SequenceState:
         """Take the sampled token; the text's failure leaves the tokens as they were."""
         if self.text is None:
             self.text = TextState(tokenizer, self.stops, self.tokens[: self.prompt_tokens])
-        step = self.text.push(token)
+        is_complete = self.matching is not None and self.matching.push(token)
+        if is_complete and self.matching is not None and token in self.matching.ends:
+            step = self.text.push_end(token)
+        else:
+            step = self.text.push(token, is_complete=is_complete)
         self.tokens.append(token)
         if self.edits is not None:
             self.edits.push(token)
@@ -120,4 +130,5 @@ class SequenceState:
             text=None if self.text is None else self.text.fork(),
             blocks=np.array(child.blocks, np.int64),
             edits=None if self.edits is None else self.edits.fork(),
+            matching=None if self.matching is None else self.matching.fork(),
         )

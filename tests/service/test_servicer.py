@@ -188,10 +188,12 @@ def test_a_broken_field_is_an_invalid_argument_that_names_it(request_fields, fie
 
 def test_a_field_that_comes_later_is_unimplemented_and_named():
     front = FakeFront()
-    _, error = generate_all(front, constraint={"regex": "a+"})
+    turn = {"role": "user", "tool_call_id": "1"}
+    _, error = generate_all(front, text=None, chat={"messages": [turn]})
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     info = details(error)["ErrorInfo"]
-    assert (info.reason, dict(info.metadata)) == ("UNSUPPORTED", {"field": "constraint"})
+    field = "chat.messages[0].tool_call_id"
+    assert (info.reason, dict(info.metadata)) == ("UNSUPPORTED", {"field": field})
     assert not front.calls
 
 

@@ -3,6 +3,8 @@ what comes back, in virtual time."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import trio
 
@@ -10,6 +12,7 @@ from engine.api import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.events import Finished, Tokens
 from engine.core.plan import SamplingDefaults
+from engine.core.types import Sampling, Stops
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.model.fake import FakeRunner, FakeScript
 from engine.requests import (
@@ -123,6 +126,38 @@ def test_what_is_unset_comes_from_the_models_generation_config():
     own = sampled(neutral, **configured)
     plain = sampled(SamplingParams(max_tokens=3))
     assert (own.sampling, own.stops) == (plain.sampling, plain.stops)
+
+
+CONFIGURED = {  # a model's own value, and a request's that is zero or says "off"
+    "temperature": (0.3, 0.0),
+    "top_k": (7, 0),
+    "top_p": (0.6, 1.0),
+    "min_p": (0.2, 0.0),
+    "typical_p": (0.5, 0.0),
+    "repetition_penalty": (1.3, 1.0),
+    "presence_penalty": (0.4, 0.0),
+    "frequency_penalty": (0.4, 0.0),
+    "min_tokens": (2, 0),
+}
+
+
+def test_every_default_that_a_model_may_have_is_in_the_table():
+    assert {field.name for field in dataclasses.fields(SamplingDefaults)} == {*CONFIGURED}
+
+
+@pytest.mark.parametrize("name", CONFIGURED)
+def test_unset_is_the_models_default_and_zero_is_zero(name):
+    own, asked = CONFIGURED[name]
+
+    def used(value, **configured):
+        found = sampled(SamplingParams(max_tokens=3, **{name: value}), **configured)
+        return getattr(found.stops if name == "min_tokens" else found.sampling, name)
+
+    assert used(None, **{name: own}) == own
+    assert used(asked, **{name: own}) == asked
+    usual = getattr(Stops(1) if name == "min_tokens" else Sampling(), name)
+    assert used(None) == usual
+    assert own not in (asked, usual)
 
 
 def test_bad_words_become_their_tokens_with_and_without_a_space_before():

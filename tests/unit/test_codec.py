@@ -206,8 +206,7 @@ CONSTRAINTS = [
 @pytest.mark.parametrize(
     ("fields", "constraint"), CONSTRAINTS, ids=[c[1].kind for c in CONSTRAINTS]
 )
-def test_constraints_decode_once_they_are_let_in(monkeypatch, fields, constraint):
-    monkeypatch.setitem(LATER, "GenerateRequest", ())
+def test_each_kind_of_constraint_decodes(fields, constraint):
     assert decode(constraint=fields).constraint == constraint
 
 
@@ -219,10 +218,14 @@ def test_constraints_decode_once_they_are_let_in(monkeypatch, fields, constraint
         ({"regex": ""}, "constraint.regex"),
         ({"choice": {}}, "constraint.choice.choices"),
         ({"choice": {"choices": ["a", "b\0"]}}, "constraint.choice.choices[1]"),
+        ({"json_schema": ""}, "constraint.json_schema"),
+        ({"lark": ""}, "constraint.lark"),
+        ({"regex": "a" * 65_537}, "constraint.regex"),
+        ({"choice": {"choices": ["é" * 8_192] * 9}}, "constraint.choice.choices"),
     ],
+    ids=lambda value: str(value)[:40],
 )
-def test_empty_constraints_are_refused_by_name(monkeypatch, fields, field):
-    monkeypatch.setitem(LATER, "GenerateRequest", ())
+def test_empty_and_oversized_constraints_are_refused_by_name(fields, field):
     with pytest.raises(InvalidRequest) as caught:
         decode(constraint=fields)
     assert [violation.field for violation in caught.value.violations] == [field]

@@ -72,8 +72,8 @@ def test_a_tools_turn_is_refused_by_name():
 
 def test_every_later_field_that_is_set_is_named():
     with pytest.raises(Unsupported) as caught:
-        decode(chat={"messages": [{}], "tools": [{}]}, constraint={"regex": "a*"})
-    assert str(caught.value) == "chat.tools, constraint are not supported yet"
+        decode(chat={"messages": [{"tool_call_id": "x"}], "tools": [{}]})
+    assert str(caught.value) == "chat.tools, chat.messages[0].tool_call_id are not supported yet"
 
 
 @pytest.mark.parametrize("path", sorted(path for path in EVERY_FIELD if not is_later(path)))
@@ -99,6 +99,8 @@ def test_no_set_field_is_ignored(path):
         fields = {"text": "b"}
     if path == "token_ids":
         fields = {"token_ids": {"ids": [1]}}
+    if path == "constraint.choice":
+        fields = {"constraint": {"choice": {"choices": ["x"]}}}
     expected = decode(**base)
     try:
         got = decode(**fields)

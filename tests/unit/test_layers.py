@@ -63,11 +63,13 @@ ALLOWED: dict[str, set[str]] = {
         "engine.core",
         "engine.errors",
         "engine.config",
+        "engine.constraints",
         "engine.loop",  # a replica is a loop with what serves it
         "engine.memory",
         "engine.status",
         "engine.watchdog",
     },
+    "engine.constraints": {"engine.core", "engine.errors"},
     "engine.generation": {"engine.core", "engine.errors", "engine.requests"},
     "engine.encoding": {
         "engine.core",
@@ -161,7 +163,7 @@ TRIO_AWARE = {
         f"engine.{name}"
         for name in ("generation", "loop", "pool", "prompts", "supervisor", "threads")
     ),
-    *(f"engine.{name}" for name in ("api", "handles", "sync")),
+    *(f"engine.{name}" for name in ("api", "constraints", "handles", "sync")),
     "grpc_service.bridge",
     "grpc_service.server",
     "grpc_service.cli.startup",

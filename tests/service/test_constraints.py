@@ -1,0 +1,183 @@
+"""Structured output over gRPC, with the demo model: forms hold, bad ones name their field, costly
+ones delay nobody, and leaving while one compiles frees everything."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+
+import pytest
+from grpc import StatusCode
+
+from tests.support.wire import (
+    LENGTH,
+    STOP,
+    Generation,
+    broken_fields,
+    details,
+    ended,
+    generate,
+    reason,
+    stats,
+    wait_idle,
+    wait_until,
+)
+
+pytestmark = pytest.mark.model
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "animal": {"enum": ["fox", "owl", "mouse"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "animal", "age"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "json_schema": ({"json_schema": json.dumps(SCHEMA)}, lambda text: json.loads(text)["animal"]),
+    "json_object": ({"json_object": True}, lambda text: type(json.loads(text)) is dict),
+    "regex": ({"regex": "[A-Z][a-z]{2,9} (ran|sat)\\."}, lambda text: text.endswith(".")),
+    "lark": ({"lark": 'start: "(" start? ")"'}, lambda text: re.fullmatch(r"\(+\)+", text)),
+    "choice": ({"choice": {"choices": ["fox", "owl"]}}, lambda text: text in ("fox", "owl")),
+}
+
+
+def costly(number):
+    """A schema that llguidance would work on for a minute; no two are the same."""
+    patterns = [{"type": "string", "pattern": f"{number}a{i}"} for i in range(1500)]
+    return {"json_schema": json.dumps({"allOf": patterns})}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_form_holds_for_every_choice(demo, kind):
+    constraint, is_right = FORMS[kind]
+    sampling = {"temperature": 1.2, "seed": 5, "max_tokens": 300}
+    heard = generate(
+        demo.channel, text="Once upon a time", constraint=constraint, sampling=sampling, n=4
+    )
+    assert heard.error is None
+    for choice in range(4):
+        finished = heard.finished(choice)
+        if finished.reason == LENGTH:
+            assert kind in ("json_object", "lark"), "the others are short"
+            continue
+        assert finished.reason == STOP
+        assert is_right(heard.text(choice)), heard.text(choice)
+        assert finished.WhichOneof("matched") in (None, "stop_token_id")
+    assert any(heard.finished(choice).reason == STOP for choice in range(4))
+    wait_idle(demo.channel)
+
+
+BAD = [
+    ({"json_schema": "{"}, "constraint.json_schema"),
+    ({"json_schema": '{"type": "thing"}'}, "constraint.json_schema"),
+    ({"json_schema": '{"type": "array", "uniqueItems": true}'}, "constraint.json_schema"),
+    ({"regex": "a(b"}, "constraint.regex"),
+    ({"regex": "(?=a)b"}, "constraint.regex"),
+    ({"lark": "start: NOWHERE"}, "constraint.lark"),
+    ({"lark": "start: r\nr: r r"}, "constraint.lark"),
+    (
+        {
+            "lark": "start: r0\n"
+            + "\n".join(f"r{i}: r{i + 1}" for i in range(4000))
+            + '\nr4000: "a"'
+        },
+        "constraint.lark",
+    ),
+    ({"choice": {"choices": []}}, "constraint.choice.choices"),
+    ({"choice": {"choices": ["x" * 70_000]}}, "constraint.choice.choices"),
+    (costly(0), "constraint.json_schema"),
+]
+
+
+@pytest.mark.parametrize(("constraint", "field"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_constraint_names_its_field_and_says_why(demo, constraint, field):
+    start = time.monotonic()
+    error = generate(demo.channel, constraint=constraint, max_tokens=5).error
+    took = time.monotonic() - start
+    assert error.code() is StatusCode.INVALID_ARGUMENT
+    assert reason(error) == "INVALID_REQUEST"
+    assert broken_fields(error) == [field]
+    [violation] = details(error)["BadRequest"].field_violations
+    assert len(violation.description) > 5
+    assert took < 10  # one second of a processor at most, on a machine that may be busy
+    wait_idle(demo.channel)
+    fine = generate(demo.channel, constraint={"regex": "ok[0-9]"}, max_tokens=5)
+    assert re.fullmatch("ok[0-9]", fine.text())
+
+
+def test_settings_that_leave_no_token_are_the_clients_mistake(demo):
+    sampling = {"allowed_token_ids": [50, 51], "max_tokens": 9}
+    error = generate(demo.channel, constraint={"regex": "[0-9]{4}Q"}, sampling=sampling).error
+    assert error.code() is StatusCode.INVALID_ARGUMENT
+    assert broken_fields(error) == ["constraint"]
+    wait_idle(demo.channel)
+
+
+def test_who_cancels_while_a_constraint_compiles_frees_everything(demo):
+    before = ended(demo.channel)
+    with Generation(demo.channel, constraint=costly(1), max_tokens=5) as call:
+        time.sleep(0.3)
+        assert stats(demo.channel).waiting == 0
+        call.cancel()
+        wait_until(lambda: ended(demo.channel) != before, 2)
+    assert ended(demo.channel).get("cancelled", 0) == before.get("cancelled", 0) + 1
+    wait_idle(demo.channel)
+
+
+def test_a_deadline_that_passes_while_a_constraint_compiles_says_where(demo):
+    error = generate(demo.channel, constraint=costly(2), max_tokens=5, timeout=0.4).error
+    assert error.code() is StatusCode.DEADLINE_EXCEEDED
+    assert details(error)["ErrorInfo"].metadata["phase"] == "compile"
+    wait_idle(demo.channel)
+
+
+# ---- nobody else waits -----------------------------------------------------------------------
+
+
+def gaps(call, until):
+    """Seconds between Deltas until ``until()``."""
+    found, last = [], time.monotonic()
+    while not until():
+        assert call.read() is not None, call.heard.error
+        now = time.monotonic()
+        found.append(now - last)
+        last = now
+    return found
+
+
+@pytest.mark.alone
+def test_a_costly_constraint_does_not_hold_up_another_stream(demo, capsys):
+    """The compiler is a process with less of a claim to the processors than the model has, and
+    no step waits for it."""
+    fields = {"text": "Once", "max_tokens": 1900, "sampling": {"ignore_eos": True, "seed": 1}}
+    with Generation(demo.channel, **fields) as stream:
+        stream.read_deltas(20)
+        end = time.monotonic() + 1.5
+        alone = gaps(stream, lambda: time.monotonic() > end)
+        with Generation(demo.channel, constraint=costly(3), max_tokens=5) as bad:
+            beside = gaps(stream, bad.call.done)
+            bad.finish()
+        assert bad.heard.error.code() is StatusCode.INVALID_ARGUMENT
+    assert len(beside) > 20
+    with capsys.disabled():
+        for name, some in (("alone", alone), ("beside a compilation", beside)):
+            middle, worst = statistics.median(some), max(some)
+            print(f"\n{name}: {1e3 * middle:.1f} ms p50, {1e3 * worst:.1f} ms worst", end="")
+    assert max(beside) < 0.5
+    assert statistics.median(beside) < 3 * statistics.median(alone) + 0.01
+    wait_idle(demo.channel)
+
+
+def test_a_cheap_constraint_does_not_wait_for_a_costly_one(demo):
+    with Generation(demo.channel, constraint=costly(4), max_tokens=5) as bad:
+        time.sleep(0.2)
+        heard = generate(demo.channel, constraint={"regex": "cheap[0-9]{2}"}, max_tokens=9)
+        assert re.fullmatch("cheap[0-9]{2}", heard.text())
+        assert not bad.call.done()
+        bad.finish()
+    wait_idle(demo.channel)

@@ -1,0 +1,126 @@
+"""Every field of Generate that can have an invalid value, with one, and the violation naming it.
+
+A field stands in exactly one of three tables: what is refused before a model is asked, what only
+the model can tell (`tests/service/test_bad_input.py` sends those), and what has no invalid value.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from engine.errors import InvalidRequest
+from grpc_service import codec
+from grpc_service._generated.triolet.v1 import inference_pb2
+
+INVALID = {
+    "token_ids.ids": [{"token_ids": {"ids": []}}],
+    "chat.messages": [{"chat": {}}],
+    "chat.messages.role": [{"chat": {"messages": [{"content": "x"}]}}],
+    "n": [{"n": 0}, {"n": 17}],
+    "request_id": [{"request_id": "x" * 129}, {"request_id": "a\nb"}],
+    "constraint.json_schema": [{"constraint": {"json_schema": ""}}],
+    "constraint.json_object": [{"constraint": {"json_object": False}}],
+    "constraint.regex": [
+        {"constraint": {"regex": ""}},
+        {"constraint": {"regex": "x" * 65_537}},
+    ],
+    "constraint.lark": [{"constraint": {"lark": ""}}],
+    "constraint.choice.choices": [
+        {"constraint": {"choice": {}}},
+        {"constraint": {"choice": {"choices": ["x" * 70_000]}}},
+        {"constraint": {"choice": {"choices": ["a\0b"]}}},
+    ],
+    "prompt.truncate_to": [{"prompt": {"truncate_to": 0}}],
+    "prompt.add_special_tokens": [
+        {"token_ids": {"ids": [1]}, "prompt": {"add_special_tokens": value}}
+        for value in (False, True)
+    ],
+    "output.logprobs": [{"output": {"logprobs": 21}}],
+    "output.prompt_logprobs": [{"output": {"prompt_logprobs": 21}}],
+} | {
+    f"sampling.{name}": [{"sampling": one} for one in ones]
+    for name, ones in {
+        **{
+            name: [{name: value} for value in (low, high, math.nan, math.inf, -math.inf)]
+            for name, low, high in (
+                ("temperature", -0.1, 100.1),
+                ("top_p", 0.0, 1.1),
+                ("min_p", -0.1, 1.1),
+                ("typical_p", -0.1, 1.1),
+                ("repetition_penalty", 0.0, -1.0),
+                ("presence_penalty", -2.1, 2.1),
+                ("frequency_penalty", -2.1, 2.1),
+            )
+        },
+        "max_tokens": [{"max_tokens": 0}],
+        "min_tokens": [{"min_tokens": 3, "max_tokens": 2}],
+        "stop": [{"stop": [""]}, {"stop": ["x" * 257]}, {"stop": ["x"] * 17}],
+        "bad_words": [{"bad_words": [""]}, {"bad_words": ["x" * 257]}, {"bad_words": ["x"] * 65}],
+        "logit_bias": [{"logit_bias": {1: 100.1}}, {"logit_bias": dict.fromkeys(range(1025), 0.0)}],
+    }.items()
+}
+ONLY_THE_MODEL_KNOWS = {
+    "model",
+    "text",
+    "sampling.stop_token_ids",
+    "sampling.allowed_token_ids",
+    "sampling.banned_token_ids",
+}
+ANY_VALUE = {
+    "priority",  # every int32
+    "sampling.top_k",  # 0 is off, more than there are is all
+    "sampling.seed",
+    "sampling.ignore_eos",
+    "sampling.include_stop",
+    "prompt.truncate_left",
+    "prompt.cache_salt",
+    "prompt.bypass_prefix_cache",
+    "output.token_ids",
+    "output.echo",
+    "output.skip_special_tokens",
+    "chat.messages.content",
+    "chat.messages.name",
+    "chat.add_generation_prompt",
+    "chat.template_args",  # the template's own
+}
+# Tools and tool calls are the chat's: their own tests.
+NOT_HERE = ("chat.tools", "chat.messages.tool_call")
+
+
+def leaves(descriptor, prefix=""):
+    for field in descriptor.fields:
+        path, inner = f"{prefix}{field.name}", field.message_type
+        is_ours = inner is not None and inner.file.package == "triolet.v1"
+        if not is_ours or inner.GetOptions().map_entry:
+            yield path
+        else:
+            if field.is_repeated:
+                yield path
+            yield from leaves(inner, f"{path}.")
+
+
+def test_every_field_stands_in_exactly_one_table():
+    every = {
+        path
+        for path in leaves(inference_pb2.GenerateRequest.DESCRIPTOR)
+        if not path.startswith(NOT_HERE)
+    }
+    tables = [{*INVALID}, ONLY_THE_MODEL_KNOWS, ANY_VALUE]
+    assert set().union(*tables) == every
+    assert sum(map(len, tables)) == len(every)
+
+
+CASES = [(path, fields) for path, several in INVALID.items() for fields in several]
+
+
+@pytest.mark.parametrize(("path", "fields"), CASES, ids=lambda value: str(value)[:50])
+def test_an_invalid_value_is_named_and_nothing_else_is(path, fields):
+    given = fields if fields.keys() & {"chat", "token_ids"} else {"text": "a"} | fields
+    with pytest.raises(InvalidRequest) as caught:
+        codec.decode_generate(inference_pb2.GenerateRequest(**given))
+    [violation] = caught.value.violations
+    plain = "".join(part.partition("]")[2] or part for part in violation.field.split("["))
+    assert plain == path or violation.field.startswith(f"{path}[")
+    assert violation.description
