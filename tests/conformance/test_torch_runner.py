@@ -209,10 +209,10 @@ def test_a_text_that_fails_costs_its_row_only(loaded, monkeypatch):
     planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
     good, bad = planner.add([4], 4), planner.add([4], 4)
 
-    def push(state, token):
+    def push(state, token, **fields):
         if state._stops.max_tokens == 77:
             raise UnicodeError("planted")
-        return stock(state, token)
+        return stock(state, token, **fields)
 
     bad_state = replace(planner._admitted[1], stops=Stops(max_tokens=77))
     planner._admitted[1] = bad_state
