@@ -28,18 +28,8 @@ class Later:
     values: frozenset[object] = frozenset()
 
 
-CHAT_LATER = (
-    Later("chat.tools"),
-    Later("chat.messages.tool_calls"),
-    Later("chat.messages.tool_call_id"),
-    Later("chat.messages.role", values=frozenset({"tool"})),
-)
 LATER: Mapping[str, tuple[Later, ...]] = {
-    "GenerateRequest": (
-        *CHAT_LATER,
-        Later("constraint"),
-    ),
-    "TokenizeRequest": CHAT_LATER,
+    "GenerateRequest": (Later("constraint"),),
     "EmbedRequest": (Later("inputs.image"),),
 }
 

@@ -87,7 +87,14 @@ class FakeTokenizer:
         template_args: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
+        written = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
+        return written + ("" if self._script is None else self._script.answer_opening)
+
+    def chat_template(self, *, has_tools: bool) -> str:
+        return "" if self._script is None else self._script.chat_template
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        return frozenset()
 
 
 @dataclass(slots=True)
@@ -101,7 +108,9 @@ class FakeScript:
     the phase, once it has produced that many tokens. ``plan_fault`` and ``sample_fault`` decide
     the same as they go: an exception for a plan, a phase for a row; ``encode_fault`` is
     ``plan_fault`` for an encoder. ``eos_at`` maps a digest to
-    whether the sequence ends there; the default never does.
+    whether the sequence ends there; the default never does. ``words`` are what every sequence says:
+    a token each, then its end; without them a token is ``<its id>``. ``chat_template`` is what the
+    tokenizer says of its own, ``answer_opening`` what it puts behind a chat.
     """
 
     step_s: float = 0.0
@@ -116,6 +125,9 @@ class FakeScript:
     encode_fault: Callable[[EncodePlan], BaseException | None] | None = None
     sample_fault: Callable[[], str | None] | None = None
     eos_at: Callable[[int], bool] | None = None
+    words: Sequence[str] = ()
+    chat_template: str = ""
+    answer_opening: str = ""
     sleep: Callable[[float], None] = time.sleep
 
 
@@ -289,6 +301,8 @@ class FakeRunner:
         can_end = seq.num_output + 1 >= seq.admitted.stops.min_tokens
         if can_end and self.script.eos_at is not None and self.script.eos_at(digest):
             token_id = EOS
+        if can_end and self.script.words and seq.num_output >= len(self.script.words):
+            token_id = EOS
         prompt_logprobs = self._score_prompt(seq)
         seq.tokens.append(token_id)
         said = self._say(seq, token_id)
@@ -311,7 +325,8 @@ class FakeRunner:
         """Text and end, by the plainest rules that agree with the real detokeniser's."""
         stops = seq.admitted.stops
         if not (token_id == EOS and stops.skip_special):
-            seq.text += f"<{token_id}>"
+            words, at = self.script.words, seq.num_output - 1
+            seq.text += words[at] if at < len(words) else f"<{token_id}>"
         finish: EndReason | None = None
         matched: str | int | None = None
         end = len(seq.text)
