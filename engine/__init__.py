@@ -11,15 +11,18 @@ from engine.core.types import EndReason
 from engine.encode_requests import Embedding, EmbedRequest, RerankRequest, Score
 from engine.errors import TrioletError
 from engine.requests import (
+    AnswerTokens,
     Chat,
     GenerateRequest,
     OutputOptions,
     PromptOptions,
     SamplingParams,
     Started,
+    ToolCallDelta,
 )
 
 __all__ = [
+    "AnswerTokens",
     "Chat",
     "EmbedRequest",
     "Embedding",
@@ -37,6 +40,7 @@ __all__ = [
     "Started",
     "Stream",
     "Tokens",
+    "ToolCallDelta",
     "TrioletError",
     "handles",
     "open_engine",

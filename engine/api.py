@@ -19,7 +19,7 @@ import trio
 
 from engine.config import EngineConfig
 from engine.core.events import Pause, PauseMode, ResetPrefixCache, Resume
-from engine.errors import InvalidRequest, RequestCancelled, RequestTooLarge
+from engine.errors import InvalidRequest, RequestCancelled, RequestTooLarge, ShuttingDown
 from engine.pool import REPLICA_ID, Pool
 from engine.status import Capability, Counts, EngineStatistics, ModelState, ReplicaCounts
 from engine.supervisor import Supervisor
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from engine.config import ModelConfig
     from engine.core.plan import TokenSpan
+    from engine.core.types import Explanation
     from engine.encode_requests import (
         AnyRequest,
         EmbedEvent,
@@ -167,7 +168,10 @@ class Engine:
                 add = bool(add)
             prompts, text, adds = self._supervisor.prompts, text or "", add is not False
             # ids first: they are cheap to make, and tell whether the rest can be answered
-            count = len(await prompts.tokenize(replica, text, add_special_tokens=adds))
+            if chat is not None:
+                count = len(await prompts.chat_ids(replica, text, adds))
+            else:
+                count = len(await prompts.tokenize(replica, text, add_special_tokens=adds))
             if count > TOKENIZE_TOKENS_MAX:
                 raise RequestTooLarge.of(
                     "text" if chat is None else "chat",
@@ -216,7 +220,11 @@ class Engine:
         """The counters as they stand; never waits for a step."""
         replicas = tuple(
             ReplicaCounts(
-                entry.config.name, REPLICA_ID, entry.state, _replica_counts(entry.replica)
+                entry.config.name,
+                REPLICA_ID,
+                entry.state,
+                _replica_counts(entry.replica),
+                "" if entry.pause is None else entry.pause.mode.value,
             )
             for entry in self._pool.entries.values()
             if entry.replica is not None
@@ -247,7 +255,13 @@ class Engine:
         self._pool.post(Pause(mode), model)
 
     def resume(self, model: str = "") -> None:
-        """Undo `pause`; without one, nothing. Raises as `pause`."""
+        """Undo `pause`; without one, nothing.
+
+        Raises:
+            ModelNotFound: no such model. ShuttingDown: there is nothing to resume any more.
+        """
+        if self.is_draining:
+            raise ShuttingDown("the server was drained, which resume does not undo; start it again")
         self._pool.post(Resume(), model)
 
     def reset_prefix_cache(self, model: str = "") -> None:
@@ -257,6 +271,14 @@ class Engine:
     def abort(self, request_id: str) -> AbortOutcome:
         """End a request by the operator's will (`Supervisor.abort`)."""
         return self._supervisor.abort(request_id)
+
+    def explain(self, request_id: str) -> Explanation:
+        """Why a live request is where it is (`Supervisor.explain`).
+
+        Raises:
+            RequestNotFound: no such request is live.
+        """
+        return self._supervisor.explain(request_id)
 
     # ---- the end
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
+from engine.apart import Apart
 from engine.core.credit import Credit
 from engine.core.events import Admitted, Finished, ReaderDrained, Refused, Tokens
 from engine.core.types import EndReason, RequestId
@@ -36,6 +37,7 @@ from engine.requests import Started, StreamEvent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from engine.answers import AnswerFormat
     from engine.core.encode_types import Encoded
     from engine.core.types import TokenLogprob
     from engine.pool import Replica
@@ -240,12 +242,14 @@ class Generation(Lifetime[StreamEvent]):
         self._prompt_tokens = 0
         self._is_begun = False
         self._is_renamed = core_id != request_id
-        # Started, and each choice's end, come beside the credited messages
+        self.dropped: tuple[int, ...] = ()  # which of a chat's messages were left out
+        self._apart: tuple[Apart, ...] = ()  # for each choice, where its answer is told apart
+        # Started, each choice's end and the rest before it come beside the credited messages
         super().__init__(
             request_id,
             core_id,
             buffer=buffer,
-            num_beside=self._num_choices + 1,
+            num_beside=2 * self._num_choices + 1,
             credited=(Tokens,),
         )
 
@@ -258,6 +262,13 @@ class Generation(Lifetime[StreamEvent]):
             self.credit.fill(self._num_choices)
             self.echo_text = text
 
+    def tell_apart(self, form: AnswerFormat) -> None:
+        """Tell reasoning and tool calls from the text of each choice, from its first token on. The
+        rest of one, at its end, has a slot of its own: it comes with no step."""
+        names = range(self._num_choices)
+        self._apart = tuple(Apart(form, f"{self.core_id}/{choice}") for choice in names)
+        self.credit.widen(self._num_choices)
+
     def on_admitted(self, event: Admitted) -> None:
         self.phase = "queued"
         self._prompt_tokens = event.prompt_tokens
@@ -268,7 +279,11 @@ class Generation(Lifetime[StreamEvent]):
         """The stream's first events: at admission, or with the first token where the prompt's
         log-probabilities are asked for."""
         self._is_begun = True
-        self._push(Started(self.request_id, self.model, self._prompt_tokens, prompt_logprobs))
+        chat = self.request.chat
+        dropped = tuple([chat.messages[index] for index in self.dropped]) if chat else ()
+        self._push(
+            Started(self.request_id, self.model, self._prompt_tokens, prompt_logprobs, dropped)
+        )
         if self.echo_text is not None:
             for choice in range(self._num_choices):
                 self._push(Tokens(RequestId(self.request_id), choice, (), self.echo_text))
@@ -281,12 +296,19 @@ class Generation(Lifetime[StreamEvent]):
             event = event._replace(prompt_logprobs=())
         if self._is_renamed:
             event = tuple.__new__(Tokens, (self.request_id, *event[1:]))
+        if self._apart:
+            event = self._apart[event.choice].take(event)
         self._push(event)
 
     def on_finished(self, event: Finished) -> None:
         if event.reason.is_success:
-            timings = replace(event.timings, load_s=self.load_s)
+            queue_s = max(0.0, event.timings.queue_s - self.load_s)
+            timings = replace(event.timings, queue_s=queue_s, load_s=self.load_s)
             own_id = RequestId(self.request_id)
+            if self._apart:
+                rest = self._apart[event.choice].end(own_id, event.choice)
+                if rest is not None:
+                    self._push(rest)
             self._push(replace(event, request_id=own_id, timings=timings))
             self._num_finished += 1
             if self._num_finished == self._num_choices:

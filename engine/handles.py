@@ -35,11 +35,12 @@ from engine.errors import (
     StepFailed,
     TrioletError,
 )
+from engine.requests import AnswerTokens, GenerateRequest, SamplingParams
 from engine.requests import Chat as ChatMessages
-from engine.requests import GenerateRequest, SamplingParams
+from engine.shift import without
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
@@ -221,6 +222,11 @@ class Chat(Handle):
     """A conversation with a text model: its system prompt, its messages so far, and at most one
     answer at a time.
 
+    When it leaves too little room for an answer, turns are left out for good: never the system
+    prompt, and the first turn last (`engine.shift`). The answer tells which (`Answer.dropped`), and
+    so does its `Started`. All that was computed for the turn before is reused, as far as it begins
+    alike: ``usage.cached_tokens`` tells.
+
     The messages grow by question and answer when the answer has been read to its end, or is
     stopped after some of it was read: then by what was read. An answer that failed, was stopped
     before any of its text was read, or was dropped, leaves no trace: its question can be asked
@@ -240,7 +246,7 @@ class Chat(Handle):
         self._model = model
         self._sampling = sampling or SamplingParams()
         self._asked: weakref.ref[Answer] | None = None
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[Mapping[str, Any]] = []
         self.reset(system=system)
 
     @property
@@ -265,7 +271,7 @@ class Chat(Handle):
         question = {"role": "user", "content": text}
         request = GenerateRequest(
             model=self._model,
-            chat=ChatMessages((*self.messages, question)),
+            chat=ChatMessages((*self.messages, question), shifts=True),
             sampling=self._sampling,
             timeout_s=timeout_s,
         )
@@ -305,7 +311,8 @@ class Chat(Handle):
             return
         self._asked = None
         if answer.error is None and answer.text:
-            self._messages += [
+            self._messages = [
+                *without(self._messages, answer._generation.dropped),
                 {"role": "user", "content": answer.question},
                 {"role": "assistant", "content": answer.text},
             ]
@@ -315,7 +322,8 @@ class Answer:
     """The events of one answer: as an `engine.api.Stream`, but one that was stopped simply ends.
     Leaving its block, if it has one, stops it.
 
-    ``text`` is what was read of it. One that is dropped is ended wherever it is collected.
+    ``text`` is what was read of it, ``reasoning`` what the model put apart before that, which does
+    not become part of the conversation. One that is dropped is ended wherever it is collected.
     """
 
     def __init__(self, chat: Chat, question: str, generation: Generation) -> None:
@@ -324,6 +332,15 @@ class Answer:
         self._chat = chat
         self.question = question
         self.text = ""
+        self.reasoning = ""
+
+    @property
+    def dropped(self) -> tuple[Mapping[str, Any], ...]:
+        """The messages that were left out of the conversation to make room, oldest first; known
+        from the first event on."""
+        generation = self._generation
+        assert generation.request.chat is not None
+        return tuple([generation.request.chat.messages[index] for index in generation.dropped])
 
     @property
     def request_id(self) -> str:
@@ -419,6 +436,8 @@ class Answer:
     def _note(self, event: StreamEvent) -> None:
         if isinstance(event, Tokens):
             self.text += event.text
+            if isinstance(event, AnswerTokens):
+                self.reasoning += event.reasoning
         elif isinstance(event, Finished):  # the one choice's: nothing comes after it
             self._chat._settle(self)
 

@@ -32,6 +32,7 @@ from engine.core.events import (
     Tokens,
 )
 from engine.core.plan import FailureKind, StepFailure
+from engine.core.types import Explanation
 from engine.errors import EngineBug, Overloaded, ShuttingDown
 from engine.watchdog import StepWatch
 
@@ -151,6 +152,16 @@ class EngineLoop:
         """End `run` once nothing is live (after a drain) and no step is in flight."""
         self._is_closing = True
         self._wake.set()
+
+    def explain(self, request_id: RequestId) -> Explanation | None:
+        """Why a request is where it is, whatever step is in flight; None: it is not known."""
+        explained = self.scheduler.explain(request_id, trio.current_time())
+        if explained is None and any(
+            isinstance(event, Submit) and event.request.request_id == request_id
+            for event in self._commands
+        ):
+            return Explanation("WAITING", "the step in flight, after which it gets in line")
+        return explained
 
     def phase_of(self, request_id: RequestId) -> str | None:
         """Where the scheduler has a live request; None: it does not (yet, or any more)."""

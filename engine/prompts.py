@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import trio
 
+from engine.answers import PLAIN, AnswerFormat, detect_format
 from engine.core.types import Request
 from engine.errors import EngineBug, InvalidRequest, RequestTooLarge, ShuttingDown
 from engine.requests import MAX_PROMPT_LOGPROBS, resolve_sampling, resolve_stops
+from engine.shift import fit, limits, without
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INLINE_TOKENIZE_CHARS = 4096  # guess: below this a thread hop costs more than the work
-CHARS_PER_MESSAGE = 64  # guess: what a template does for a message beside copying its text
 
 T = TypeVar("T")
 
@@ -42,6 +44,7 @@ class Prompts:
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
         self._limiter = trio.CapacityLimiter(1)
+        self._template_limiters: dict[str, trio.CapacityLimiter] = {}  # one for each model
         self.nursery: trio.Nursery | None = None  # the supervisor's, while that runs
 
     async def prepare(self, generation: Generation, replica: Replica) -> Request:
@@ -53,10 +56,12 @@ class Prompts:
         Cancellation: at once; a thread that tokenises goes on to its end, for nobody.
         """
         asked, info = generation.request, replica.text_info
-        prompt = _truncate(asked.prompt, await self._prompt_ids(asked, replica))
+        ids, form = await self._prompt_ids(generation, replica)
+        prompt = _truncate(asked.prompt, ids)
         self._check_prompt(asked, prompt, info)
         bad_words = await self._check_sampling(asked.sampling, replica)
         stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
+        stops = replace(stops, shown=replica.tokenizer.special_ids_of(form.markers))
         if stops.min_tokens > 0 and len(stops.token_ids) >= info.vocab_size:
             raise InvalidRequest.of(
                 "sampling.min_tokens", "cannot be reached: every token of the model is a stop token"
@@ -66,6 +71,8 @@ class Prompts:
         if asked.output.echo:
             skips = asked.output.skip_special_tokens is not False
             generation.echo(await self.decode(replica, prompt, skip_special_tokens=skips))
+        if not form.is_plain:
+            generation.tell_apart(form)
         deadline = generation.scope.deadline
         return Request(
             request_id=generation.core_id,
@@ -81,18 +88,58 @@ class Prompts:
             bypass_prefix_cache=bool(asked.prompt.bypass_prefix_cache),
         )
 
-    async def _prompt_ids(self, asked: GenerateRequest, replica: Replica) -> tuple[int, ...]:
+    async def _prompt_ids(
+        self, generation: Generation, replica: Replica
+    ) -> tuple[tuple[int, ...], AnswerFormat]:
+        """The prompt, not yet cut, and what its answer looks like."""
+        asked = generation.request
         add_special = asked.prompt.add_special_tokens
         if asked.token_ids is not None:
             if add_special is not None:
                 raise InvalidRequest.of("prompt.add_special_tokens", "does not go with token_ids")
-            return asked.token_ids
-        if asked.chat is not None:
-            text = await self.render_chat(replica, asked.chat)
-            return await self.tokenize(replica, text, add_special_tokens=bool(add_special))
-        return await self.tokenize(
-            replica, asked.text or "", add_special_tokens=add_special is not False
+            return asked.token_ids, PLAIN
+        if asked.chat is None:
+            text, adds = asked.text or "", add_special is not False
+            return await self.tokenize(replica, text, add_special_tokens=adds), PLAIN
+        chat = asked.chat
+        if chat.shifts:
+            generation.dropped = await self._shift(replica, asked)
+            chat = replace(chat, messages=without(chat.messages, generation.dropped))
+        text = await self.render_chat(replica, chat)
+        form = detect_format(
+            replica.tokenizer.chat_template(has_tools=bool(chat.tools)),
+            has_tools=bool(chat.tools) and asked.constraint is None,
+            prompt=text,
         )
+        return await self.chat_ids(replica, text, bool(add_special)), form
+
+    async def chat_ids(
+        self, replica: Replica, text: str, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        """As `tokenize`, for what a template made of a chat."""
+        try:
+            return await self.tokenize(replica, text, add_special_tokens=add_special_tokens)
+        except InvalidRequest as error:  # it names ``text``, and there is none
+            [violation] = error.violations
+            raise InvalidRequest.of("chat", violation.description) from error
+
+    async def _shift(self, replica: Replica, asked: GenerateRequest) -> tuple[int, ...]:
+        """Which messages to leave out for the chat to fit."""
+        chat = asked.chat
+        assert chat is not None
+        counts = fit(
+            chat.messages, *limits(replica.text_info.max_model_len, asked.sampling.max_tokens)
+        )
+        messages = next(counts)
+        adds = bool(asked.prompt.add_special_tokens)
+        while True:
+            text = await self.render_chat(replica, replace(chat, messages=messages))
+            ids = await self.chat_ids(replica, text, adds)
+            try:
+                messages = counts.send(len(ids))
+            except StopIteration as done:
+                dropped: tuple[int, ...] = done.value
+                return dropped
 
     def _check_prompt(
         self, asked: GenerateRequest, prompt: tuple[int, ...], info: ModelInfo
@@ -178,33 +225,29 @@ class Prompts:
         return await self._inline_or_thread(len(ids), job)
 
     async def render_chat(self, replica: Replica, chat: Chat) -> str:
-        """The text that a model's template makes of messages, where `tokenize` would run."""
-        return await self._inline_or_thread(
-            _size_of(chat),
+        """The text that a model's template makes of messages. Always in a thread: a template is
+        the model's code, and takes what time it likes; nor does it keep other models' waiting."""
+        limiter = self._template_limiters.setdefault(replica.model, trio.CapacityLimiter(1))
+        return await self._in_thread(
             lambda: replica.tokenizer.render_chat(
                 chat.messages,
                 tools=chat.tools,
                 template_args=chat.template_args,
                 add_generation_prompt=chat.add_generation_prompt,
             ),
+            limiter,
         )
 
     async def _inline_or_thread(self, num_chars: int, work: Callable[[], T]) -> T:
-        def job() -> T:
-            try:
-                return work()
-            except (Exception, KeyboardInterrupt):
-                raise
-            except BaseException as error:  # a panic of a library in Rust is no Exception
-                log.exception("a tokenizer failed")
-                raise EngineBug(repr(error)) from error
-
         if num_chars < INLINE_TOKENIZE_CHARS:
-            return job()
+            return _guarded(work)()
+        return await self._in_thread(work, self._limiter)
+
+    async def _in_thread(self, work: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
         if self.nursery is None:
             raise ShuttingDown("the engine is closed")
-        in_thread = _Job(job)
-        self.nursery.start_soon(in_thread.run, self._threads, self._limiter)
+        in_thread = _Job(_guarded(work))
+        self.nursery.start_soon(in_thread.run, self._threads, limiter)
         return await in_thread.result()
 
     @staticmethod
@@ -218,6 +261,21 @@ class Prompts:
                 raise InvalidRequest.of(
                     f"{field}[{index}]", f"is {token_id}, outside the vocabulary of {vocab_size}"
                 )
+
+
+def _guarded(work: Callable[[], T]) -> Callable[[], T]:
+    """``work``, with what is no Exception made one: a panic of a library in Rust."""
+
+    def job() -> T:
+        try:
+            return work()
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            log.exception("a tokenizer failed")
+            raise EngineBug(repr(error)) from error
+
+    return job
 
 
 class _Job(Generic[T]):
@@ -292,12 +350,3 @@ def _truncate(options: PromptOptions, prompt: tuple[int, ...]) -> tuple[int, ...
     if limit is None or len(prompt) <= limit:
         return prompt
     return prompt[:limit] if options.truncate_left is False else prompt[-limit:]
-
-
-def _size_of(chat: Chat) -> int:
-    """Characters that rendering a chat takes about as long as; an estimate."""
-    num_messages = len(chat.messages)
-    if num_messages * CHARS_PER_MESSAGE >= INLINE_TOKENIZE_CHARS:
-        return num_messages * CHARS_PER_MESSAGE  # and do not even look at them
-    contents = sum(len(str(message.get("content", ""))) for message in chat.messages)
-    return num_messages * CHARS_PER_MESSAGE + contents

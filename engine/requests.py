@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.core.events import Finished, Tokens
 from engine.core.types import Constraint, Sampling, Stops
@@ -115,12 +115,19 @@ def _outside(
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages for the model's own chat template; dicts with role and content."""
+    """Messages for the model's own chat template: dicts with role and content, an assistant's
+    perhaps with tool_calls, a tool's with tool_call_id, all in transformers' (OpenAI's) form; and
+    ``tools`` in the same form, ``{"type": "function", "function": {…}}``.
+
+    ``shifts``: where the chat leaves too little room for an answer, turns are left out
+    (`engine.shift`), and `Started.dropped` has them.
+    """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     template_args: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    shifts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,13 +222,58 @@ def _constraint_violations(constraint: Constraint) -> Iterator[FieldViolation]:
 class Started:
     """The first event of a stream: the request is admitted.
 
-    Where ``prompt_logprobs`` are asked for it comes with the first token, as they do.
+    Where ``prompt_logprobs`` are asked for it comes with the first token, as they do. ``dropped``
+    are the messages that a chat that shifts was shortened by, oldest first.
     """
 
     request_id: str
     model: str
     prompt_tokens: int
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    dropped: tuple[Mapping[str, Any], ...] = ()
+
+
+class ToolCallDelta(NamedTuple):
+    """A tool call, or what one grew by: its place among the choice's, its id and name (empty
+    after the first part), and text to append to its arguments, a JSON object."""
+
+    position: int
+    call_id: str
+    name: str
+    arguments_json: str
+
+
+class AnswerTokens(Tokens):
+    """What one step gave one choice of a chat, told apart: ``text`` is the answer's alone.
+
+    ``reasoning`` and ``tool_calls`` are what the model put beside it (`engine.answers`).
+    """
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    @classmethod
+    def of(
+        cls, tokens: Tokens, reasoning: str = "", tool_calls: tuple[ToolCallDelta, ...] = ()
+    ) -> AnswerTokens:
+        """``tokens`` with more beside their text."""
+        event = cls(*tokens)
+        event.reasoning, event.tool_calls = reasoning, tool_calls
+        return event
+
+    def __repr__(self) -> str:
+        beside = f"reasoning={self.reasoning!r}, tool_calls={self.tool_calls!r}"
+        return f"{super().__repr__()[:-1]}, {beside})"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, AnswerTokens)
+            and tuple(self) == tuple(other)
+            and (self.reasoning, self.tool_calls) == (other.reasoning, other.tool_calls)
+        )
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.reasoning, self.tool_calls))
 
 
 StreamEvent = Started | Tokens | Finished

@@ -115,12 +115,14 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCounts:
-    """One replica's counters with its name."""
+    """One replica's counters with its name. ``pause`` is how it is paused: keep, wait or abort;
+    empty: it is not."""
 
     model: str
     replica: int
     state: ModelState
     counts: Counts
+    pause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import trio
 
 from engine import logs
 from engine.core.events import Cancel, Submit
-from engine.core.types import EndReason, Request, RequestId
+from engine.core.types import EndReason, Explanation, Request, RequestId
 from engine.encode_inputs import EncodeInputs
 from engine.encode_requests import EmbedRequest
 from engine.encoding import Encoding
@@ -31,6 +31,7 @@ from engine.errors import (
     InvalidRequest,
     Overloaded,
     RequestAborted,
+    RequestNotFound,
     ShuttingDown,
     StepFailed,
     TrioletError,
@@ -178,6 +179,22 @@ class Supervisor:
             return AbortOutcome.ALREADY_ENDED
         self._aborts_to_come.add(request_id)
         return AbortOutcome.REMEMBERED
+
+    def explain(self, request_id: str) -> Explanation:
+        """What a live request is doing, and why. Never waits, not for a step either.
+
+        Raises:
+            RequestNotFound: no such request is live.
+        """
+        generation = self._live.get(request_id)
+        if generation is None or generation.is_closed:
+            raise RequestNotFound(f"no live request has the id {request_id!r}")
+        if generation.replica is not None:
+            explained = generation.replica.loop.explain(generation.core_id)
+            if explained is not None:
+                return explained
+        waiting_for = {"load": "model load", "tokenize": "its tokens, which are being made"}
+        return Explanation("WAITING", waiting_for.get(generation.phase, "its end"))
 
     # ---- one request's task
 

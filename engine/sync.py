@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from engine.core.events import PauseMode
     from engine.core.plan import TokenSpan
+    from engine.core.types import Explanation
     from engine.encode_requests import (
         EmbedEvent,
         EmbedRequest,
@@ -653,6 +654,10 @@ class Engine(_Closing):
         """As `engine.api.Engine.abort`."""
         return self._portal.ask(lambda engine: engine.abort(request_id))
 
+    def explain(self, request_id: str) -> Explanation:
+        """As `engine.api.Engine.explain`."""
+        return self._portal.ask(lambda engine: engine.explain(request_id))
+
 
 def open_engine(
     config: EngineConfig | None = None, *, make_runner: RunnerFactory = api.make_torch_runner
@@ -699,7 +704,8 @@ class _Handle(_Closing, Generic[H]):
 
 class Chat(_Handle[handles.Chat]):
     """A conversation (`engine.handles.Chat`). What was handed over to the reader's thread counts
-    as read, taken from the stream or not; a stream that is closed or dropped is stopped."""
+    as read, taken from the stream or not; a stream that is closed or dropped is stopped. Its first
+    event tells which messages were left out to make room (`Started.dropped`)."""
 
     def ask(self, text: str, *, timeout_s: float | None = None) -> Stream[StreamEvent]:
         """Ask for an answer; it begins at once. Errors as `engine.handles.Chat.ask`."""

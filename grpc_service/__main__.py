@@ -2,7 +2,7 @@
 
 import sys
 
-from grpc_service.cli.main import main
+from grpc_service.cli.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

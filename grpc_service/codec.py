@@ -9,6 +9,7 @@ Rule 3: what a client sends ends as an engine value or as a `TrioletError` that 
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -17,7 +18,15 @@ from google.protobuf.message import Message
 from engine.core.events import Finished, Tokens
 from engine.core.types import Constraint, EndReason
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
-from engine.requests import Chat, GenerateRequest, OutputOptions, PromptOptions, SamplingParams
+from engine.requests import (
+    AnswerTokens,
+    Chat,
+    GenerateRequest,
+    OutputOptions,
+    PromptOptions,
+    SamplingParams,
+    ToolCallDelta,
+)
 from grpc_service._generated.triolet.v1 import inference_pb2
 from grpc_service.later import refuse_later
 
@@ -103,6 +112,7 @@ def _generate_violations(message: inference_pb2.GenerateRequest) -> Iterator[Fie
 def _decode_chat(message: inference_pb2.Chat) -> Chat:
     return Chat(
         messages=tuple(_decode_message(turn) for turn in message.messages),
+        tools=tuple(_decode_tool(tool) for tool in message.tools),
         template_args=_decode_struct(message.template_args),
         add_generation_prompt=message.add_generation_prompt
         if message.HasField("add_generation_prompt")
@@ -110,17 +120,66 @@ def _decode_chat(message: inference_pb2.Chat) -> Chat:
     )
 
 
-def _decode_message(message: inference_pb2.Message) -> dict[str, str]:
-    turn = {"role": message.role, "content": message.content}
+def _decode_message(message: inference_pb2.Message) -> dict[str, Any]:
+    """In the form that chat templates are written for: transformers', which is OpenAI's but for
+    arguments that are an object and no text."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments_json)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
     return turn | {"name": message.name} if message.name else turn
+
+
+def _arguments(written: str) -> dict[str, Any] | None:
+    """The object that a call's arguments are; None: they are none (`_chat_violations`)."""
+    try:
+        arguments = json.loads(written, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _decode_tool(message: inference_pb2.Tool) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    if message.HasField("parameters"):
+        parameters = _decode_struct(message.parameters)
+    function = {
+        "name": message.name,
+        "description": message.description,
+        "parameters": parameters,
+    }
+    return {"type": "function", "function": function}
 
 
 def _chat_violations(message: inference_pb2.Chat, *, is_set: bool) -> Iterator[FieldViolation]:
     if is_set and not message.messages:
         yield FieldViolation("chat.messages", "is empty")
     for index, turn in enumerate(message.messages):
+        path = f"chat.messages[{index}]"
         if not turn.role:
-            yield FieldViolation(f"chat.messages[{index}].role", "is empty")
+            yield FieldViolation(f"{path}.role", "is empty")
+        for number, call in enumerate(turn.tool_calls):
+            if not call.name:
+                yield FieldViolation(f"{path}.tool_calls[{number}].name", "is empty")
+            if _arguments(call.arguments_json) is None:
+                yield FieldViolation(
+                    f"{path}.tool_calls[{number}].arguments_json", "is not a JSON object"
+                )
+    for number, tool in enumerate(message.tools):
+        if not tool.name:
+            yield FieldViolation(f"chat.tools[{number}].name", "is empty")
 
 
 def _decode_struct(struct: Struct) -> dict[str, Any]:
@@ -285,7 +344,10 @@ def _deltas(
             delta.token_ids.extend(part.token_ids)
         if part.logprobs:
             delta.logprobs.extend([_encode_logprob(entry) for entry in part.logprobs])
-    if not (delta.text or delta.token_ids or delta.logprobs):
+        if isinstance(part, AnswerTokens):
+            delta.reasoning += part.reasoning
+            delta.tool_calls.extend([_encode_call(call) for call in part.tool_calls])
+    if not (delta.text or delta.token_ids or delta.logprobs or delta.reasoning or delta.tool_calls):
         return
     if message.ByteSize() <= MESSAGE_BYTES_MAX or not _can_halve(parts):
         yield message
@@ -294,10 +356,24 @@ def _deltas(
         yield from _deltas(half, token_ids=token_ids)
 
 
-def _can_halve(parts: Sequence[Tokens]) -> bool:
-    return len(parts) > 1 or any(
-        len(grown) > 1 for grown in (parts[0].text, parts[0].token_ids, parts[0].logprobs)
+def _encode_call(call: ToolCallDelta) -> inference_pb2.ToolCallDelta:
+    return inference_pb2.ToolCallDelta(
+        position=call.position, id=call.call_id, name=call.name, arguments_json=call.arguments_json
     )
+
+
+def _can_halve(parts: Sequence[Tokens]) -> bool:
+    [part, *others] = parts
+    beside = _beside(part)
+    return (
+        bool(others)
+        or any(len(grown) > 1 for grown in (part.text, part.token_ids, part.logprobs, *beside))
+        or any(len(call.arguments_json) > 1 for call in beside[1])
+    )
+
+
+def _beside(part: Tokens) -> tuple[str, tuple[ToolCallDelta, ...]]:
+    return (part.reasoning, part.tool_calls) if isinstance(part, AnswerTokens) else ("", ())
 
 
 def _halves(parts: Sequence[Tokens]) -> tuple[Sequence[Tokens], Sequence[Tokens]]:
@@ -308,10 +384,32 @@ def _halves(parts: Sequence[Tokens]) -> tuple[Sequence[Tokens], Sequence[Tokens]
     text, ids, logprobs = len(part.text) // 2, len(part.token_ids) // 2, len(part.logprobs) // 2
     first = (part.token_ids[:ids], part.text[:text], part.logprobs[:logprobs])
     second = (part.token_ids[ids:], part.text[text:], part.logprobs[logprobs:])
+    reasoning, calls = _beside(part)
+    at, (calls_first, calls_second) = len(reasoning) // 2, _halves_of_calls(calls)
     return (
-        [Tokens(part.request_id, part.choice, *first)],
-        [Tokens(part.request_id, part.choice, *second)],
+        [
+            AnswerTokens.of(
+                Tokens(part.request_id, part.choice, *first), reasoning[:at], calls_first
+            )
+        ],
+        [
+            AnswerTokens.of(
+                Tokens(part.request_id, part.choice, *second), reasoning[at:], calls_second
+            )
+        ],
     )
+
+
+def _halves_of_calls(
+    calls: tuple[ToolCallDelta, ...],
+) -> tuple[tuple[ToolCallDelta, ...], tuple[ToolCallDelta, ...]]:
+    """Between two calls or, of one, within its arguments: what comes then is its next part."""
+    if len(calls) != 1 or len(calls[0].arguments_json) < 2:
+        return calls[: len(calls) // 2], calls[len(calls) // 2 :]
+    [call] = calls
+    at = len(call.arguments_json) // 2
+    rest = ToolCallDelta(call.position, "", "", call.arguments_json[at:])
+    return (call._replace(arguments_json=call.arguments_json[:at]),), (rest,)
 
 
 def _encode_started(event: Started) -> Iterator[inference_pb2.GenerateResponse]:

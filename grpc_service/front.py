@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from engine.core.events import PauseMode
     from engine.core.plan import TokenSpan
+    from engine.core.types import Explanation
     from engine.encode_requests import EncodeRequests
     from engine.requests import Chat, GenerateRequest
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
@@ -53,6 +54,8 @@ class Engine(Protocol):
     def reset_prefix_cache(self, model: str = "") -> None: ...
 
     def abort(self, request_id: str) -> AbortOutcome: ...
+
+    def explain(self, request_id: str) -> Explanation: ...
 
     async def drain_in_background(self, timeout_s: float | None = None) -> None: ...
 

@@ -8,7 +8,6 @@ RPCs that come later need no table: a method without behaviour is one (`grpc_ser
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.errors import Unsupported
@@ -19,26 +18,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
-    """A field whose feature does not exist yet: refused when set or, with ``values``, when set
-    to one of them. ``path`` is a proto path without the indices of repeated fields."""
-
-    path: str
-    values: frozenset[object] = frozenset()
-
-
-CHAT_LATER = (
-    Later("chat.tools"),
-    Later("chat.messages.tool_calls"),
-    Later("chat.messages.tool_call_id"),
-    Later("chat.messages.role", values=frozenset({"tool"})),
-)
-LATER: Mapping[str, tuple[Later, ...]] = {
-    "GenerateRequest": CHAT_LATER,
-    "TokenizeRequest": CHAT_LATER,
-    "EmbedRequest": (Later("inputs.image"),),
-}
+# By message, the proto paths without the indices of repeated fields.
+LATER: Mapping[str, tuple[str, ...]] = {"EmbedRequest": ("inputs.image",)}
 
 
 def refuse_later(message: Message) -> None:
@@ -50,16 +31,14 @@ def refuse_later(message: Message) -> None:
     found = [
         path
         for later in LATER.get(message.DESCRIPTOR.name, ())
-        for path in _set_paths(message, later.path.split("."), later.values)
+        for path in _set_paths(message, later.split("."))
     ]
     if found:
         verb = "is" if len(found) == 1 else "are"
         raise Unsupported(f"{', '.join(found)} {verb} not supported yet", field=found[0])
 
 
-def _set_paths(
-    message: Message, names: Sequence[str], values: frozenset[object], prefix: str = ""
-) -> Iterator[str]:
+def _set_paths(message: Message, names: Sequence[str], prefix: str = "") -> Iterator[str]:
     """The paths, indices filled in, at which the field ``names`` is set in ``message``."""
     name, *rest = names
     path = f"{prefix}{name}"
@@ -68,10 +47,9 @@ def _set_paths(
     if not (message.HasField(name) if field.has_presence else bool(value)):
         return
     if not rest:
-        if not values or value in values:
-            yield path
+        yield path
     elif field.is_repeated:
         for index, item in enumerate(value):
-            yield from _set_paths(item, rest, values, f"{path}[{index}].")
+            yield from _set_paths(item, rest, f"{path}[{index}].")
     else:
-        yield from _set_paths(value, rest, values, f"{path}.")
+        yield from _set_paths(value, rest, f"{path}.")

@@ -9,9 +9,12 @@ from engine.errors import InvalidRequest
 from engine.requests import MAX_REQUEST_ID_CHARS
 from engine.status import AbortOutcome
 from grpc_service._generated.triolet.v1 import control_pb2
+from grpc_service.codec import encode_duration
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from engine.core.types import Explanation
 
 ABORTS_MAX = 10_000  # as many as are remembered before their requests arrive
 
@@ -55,6 +58,27 @@ def encode_aborts(
             control_pb2.AbortResult(request_id=name, outcome=numbers[outcome])
             for name, outcome in zip(names, outcomes, strict=True)
         ]
+    )
+
+
+def decode_explain(message: control_pb2.ExplainRequest) -> str:
+    """The id asked about. Raises InvalidRequest for none."""
+    if not message.request_id:
+        raise InvalidRequest.of("request_id", "is empty")
+    return message.request_id
+
+
+def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
+    """What a request is doing."""
+    estimate = explained.estimate_s
+    return control_pb2.ExplainResponse(
+        state=explained.state,
+        waiting_for=explained.waiting_for,
+        position=explained.position,
+        estimate=None if estimate is None else encode_duration(estimate),
+        computed_tokens=explained.computed_tokens,
+        blocks=explained.blocks,
+        parked=encode_duration(explained.parked_s),
     )
 
 

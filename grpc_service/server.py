@@ -17,6 +17,7 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
@@ -270,7 +271,14 @@ async def _wait_loaded(engine: Engine) -> None:
     await _wait_settled(awaited(engine.progress()))
     models = engine.list_models()
     if all(model.state is ModelState.FAILED for model in models):
-        raise ConfigError(models[0].error)
+        raise ConfigError(models[0].error + _where(engine))
+
+
+def _where(engine: Engine) -> str:
+    """Which directory the first model was looked for in, which the operator alone is told."""
+    model = next(iter(engine.progress())).config.model
+    is_path = model.startswith((".", "/", "~"))
+    return f" [{Path(model).expanduser().absolute()}]" if is_path else ""
 
 
 async def _wait_settled(entries: Sequence[Entry]) -> bool:
@@ -284,7 +292,8 @@ async def _wait_settled(entries: Sequence[Entry]) -> bool:
 async def _serve_until_signal(engine: Engine, ending: _Ending) -> int:
     """Wait for a signal to end; drain; a second signal cuts."""
     await ending.first.wait()
-    log.info("draining: %d requests are running", engine.num_live)
+    count = engine.num_live
+    log.info("draining: %d %s running", count, "request is" if count == 1 else "requests are")
     cut = 0
     async with trio.open_nursery() as nursery:
 

@@ -158,6 +158,13 @@ class Control:
         outcomes = await self._front.ask(lambda engine: [engine.abort(name) for name in names])
         return operations.encode_aborts(names, outcomes)
 
+    async def Explain(
+        self, request: control_pb2.ExplainRequest, context: Context
+    ) -> control_pb2.ExplainResponse:
+        name = operations.decode_explain(request)
+        explained = await self._front.ask(lambda engine: engine.explain(name))
+        return operations.encode_explanation(explained)
+
     async def Drain(
         self, request: control_pb2.DrainRequest, context: Context
     ) -> control_pb2.DrainResponse:

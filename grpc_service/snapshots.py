@@ -42,6 +42,14 @@ REPLICA_STATES = {
 }
 
 
+PAUSES = {
+    "": control_pb2.PAUSE_MODE_UNSPECIFIED,
+    "keep": control_pb2.PAUSE_MODE_KEEP,
+    "wait": control_pb2.PAUSE_MODE_WAIT,
+    "abort": control_pb2.PAUSE_MODE_ABORT,
+}
+
+
 def encode_model(status: ModelStatus) -> models_pb2.Model:
     """One entry of ListModels."""
     return models_pb2.Model(
@@ -85,6 +93,7 @@ def encode_statistics(statistics: EngineStatistics) -> control_pb2.GetStatsRespo
                 model=entry.model,
                 replica=entry.replica,
                 state=REPLICA_STATES[entry.state],
+                pause=PAUSES[entry.pause],
                 **_encode_counts(entry.counts),
             )
             for entry in statistics.replicas

@@ -23,12 +23,13 @@ class Credit:
     and cleared by the first `release` after it, which returns True.
     """
 
-    __slots__ = ("capacity", "filled", "free", "reserved", "starved")
+    __slots__ = ("beside", "capacity", "filled", "free", "reserved", "starved")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError("a stream's buffer holds at least 1 message")
         self.capacity = capacity
+        self.beside = 0  # slots of the capacity that no plan ever gets
         self.free = capacity  # slots that neither hold a message nor are promised to a plan
         self.reserved = 0  # slots promised to plans in flight
         self.filled = 0  # messages made and not yet taken by the reader
@@ -36,6 +37,13 @@ class Credit:
 
     def __repr__(self) -> str:
         return f"<Credit {self.filled}+{self.reserved}/{self.capacity}>"
+
+    def widen(self, count: int) -> None:
+        """Add ``count`` slots for messages that come beside those of plans: as if they were made
+        already, and waited for the reader."""
+        self.capacity += count
+        self.beside += count
+        self.filled += count
 
     def try_reserve(self, count: int = 1) -> bool:
         """Promise ``count`` slots to a plan, all or none."""

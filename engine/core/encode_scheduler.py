@@ -42,7 +42,15 @@ from engine.core.events import (
 )
 from engine.core.plan import FailureKind, RowFailure
 from engine.core.policy import retry_after
-from engine.core.types import EndReason, PlanId, RequestId, SequenceId, Timings, Usage
+from engine.core.types import (
+    EndReason,
+    Explanation,
+    PlanId,
+    RequestId,
+    SequenceId,
+    Timings,
+    Usage,
+)
 from engine.errors import DuplicateRequest, EngineBug, Overloaded, Paused, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -428,6 +436,38 @@ class EncodeScheduler:
         """Where a live request is: queued, encode or parked; None: it is not live."""
         live = self._requests.get(request_id)
         return None if live is None else live.phase
+
+    def explain(self, request_id: RequestId, now: float) -> Explanation | None:
+        """Why a live request is where it is; None: it is not live. Bounded by the line's length;
+        an encoder holds no blocks, and its inputs leave no KV values behind."""
+        live = self._requests.get(request_id)
+        if live is None:
+            return None
+        if live.parked_since is not None:
+            since = live.parked_s + now - live.parked_since
+            reason = "reader: it has not read what was sent"
+            return Explanation("PARKED", reason, parked_s=since)
+        begun, pausing = live.started_at is not None, ""
+        if self._pause is not None and (self._pause is PauseMode.KEEP or not begun):
+            pausing = f"resume: the model is paused ({self._pause.value})"
+        if begun:
+            left_out = bool(live.left) and not live.in_step
+            reason = pausing or ("token budget: the next steps have others" if left_out else "")
+            return Explanation("RUNNING", reason, parked_s=live.parked_s)
+        position = ahead = 0
+        for other in self._line.in_order(now):
+            position += 1
+            if other is live:
+                break
+            ahead += other.tokens_left
+        may_tell = not pausing and self._tokens_per_s > 0
+        reason = "token budget: the next steps compute what is ahead" if ahead else "a step"
+        return Explanation(
+            "WAITING",
+            pausing or reason,
+            position,
+            ahead / self._tokens_per_s if may_tell else None,
+        )
 
     def statistics(self) -> EncodeStatistics:
         """The counters as they stand; constant time but for the live requests and the step."""

@@ -57,8 +57,9 @@ class Ledger:
         live = LiveRequest(
             request, credit, root=root_key(self.config.cache_namespace, request.cache_salt)
         )
+        since = min(now, request.arrival)  # it has been waiting since it came
         for choice in range(request.n):
-            live.sequences.append(Sequence(SequenceId(self._next_id), live, choice, now))
+            live.sequences.append(Sequence(SequenceId(self._next_id), live, choice, since))
             self._next_id += 1
         self.requests[request.request_id] = live
         self._enqueue(live.parent, now)

@@ -298,6 +298,14 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
     ) -> str: ...
 
+    def chat_template(self, *, has_tools: bool) -> str:
+        """The source of the template that `render_chat` uses; empty where there is none."""
+        ...
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """The ids of those texts that are special tokens."""
+        ...
+
 
 class Runner(Protocol):
     """Owns one model and its KV tensors; nobody else can reach them (D3).

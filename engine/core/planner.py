@@ -445,6 +445,10 @@ class Planner:
         keys = self._ledger.extend_keys(seq, usable)[: usable // self._size]
         return len(matched) < len(keys) and keys[len(matched)] in self._pending_keys
 
+    def lacks(self, seq: Sequence) -> int:
+        """Blocks that a waiting sequence lacks to start; 0: none."""
+        return max(0, self._shortfall(seq, self._match(seq)))
+
     def _shortfall(self, seq: Sequence, matched: tuple[BlockId, ...]) -> int:
         """Blocks lacking for the whole of ``seq`` to be computed beside what runs; ≤ 0: none.
 

@@ -33,13 +33,14 @@ from engine.core.events import (
     Tick,
     Tokens,
 )
+from engine.core.explain import Explainer
 from engine.core.ledger import Ledger
 from engine.core.lifecycle import State
 from engine.core.plan import FailureKind, RowFailure, RowResult, StepFailure, StepPlan
 from engine.core.planner import PlannedStep, Planner
 from engine.core.policy import blocks_for, retry_after
 from engine.core.rate import BestRate
-from engine.core.types import EndReason, Request, RequestId
+from engine.core.types import EndReason, Explanation, Request, RequestId
 from engine.errors import (
     DeadlineInfeasible,
     DuplicateRequest,
@@ -215,7 +216,8 @@ class Scheduler:
     def _submit(self, event: Submit, now: float) -> None:
         request = event.request
         assert isinstance(request, Request)
-        error = self._refusal(request, event.credit.capacity) or self._infeasible(request, now)
+        buffer = event.credit.capacity - event.credit.beside
+        error = self._refusal(request, buffer) or self._infeasible(request, now)
         if error is not None:
             self._events.append(Refused(request.request_id, error))
             return
@@ -238,7 +240,7 @@ class Scheduler:
         full = len(ledger.waiting) >= config.max_queued_requests
         if full or ledger.queued_tokens + length > max(config.max_queued_tokens, length):
             bound = (
-                f"{config.max_queued_requests} requests"
+                f"{config.max_queued_requests} request{'s' * (config.max_queued_requests != 1)}"
                 if full
                 else f"{config.max_queued_tokens} tokens"
             )
@@ -514,6 +516,16 @@ class Scheduler:
             return None
         going = (seq for seq in live.sequences if seq.state not in (State.FINISHED, State.ENDING))
         return next((seq.phase for seq in going), None)
+
+    def explain(self, request_id: RequestId, now: float) -> Explanation | None:
+        """Why a live request is where it is (`engine.core.explain`); None: it is not live."""
+        live = self._ledger.requests.get(request_id)
+        if live is None:
+            return None
+        steps = tuple([step for step in (self._step, self._prepared) if step is not None])
+        return Explainer(self._ledger, self._planner).explain(
+            live, now, pause=self._pause, tokens_per_s=self._tokens_per_s, steps=steps
+        )
 
     def statistics(self) -> SchedulerStatistics:
         """The counters as they stand; constant time but for the live requests."""

@@ -112,6 +112,11 @@ class Sequence:
         self.phase = phase
         self.phase_since = now
 
+    def seconds_in(self, phase: str, now: float) -> float:
+        """Seconds spent in a phase so far."""
+        running = max(0.0, now - self.phase_since) if self.phase == phase else 0.0
+        return self.phase_seconds[phase] + running
+
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Token ids at positions ``start … end - 1``, prompt and output together."""
         prompt = self.live.request.prompt

@@ -66,7 +66,8 @@ class Stops:
 
     ``token_ids`` holds the model's end-of-sequence ids unless the client ignores them.
     ``max_tokens`` is at least 1; a token in ``token_ids`` cannot be sampled before
-    ``min_tokens`` tokens exist. ``skip_special`` leaves special tokens out of the text.
+    ``min_tokens`` tokens exist. ``skip_special`` leaves special tokens out of the text, but for
+    those ``shown``.
     """
 
     max_tokens: int
@@ -75,6 +76,7 @@ class Stops:
     token_ids: frozenset[int] = frozenset()
     include: bool = False
     skip_special: bool = True
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +126,31 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds a choice spent in each phase; they add up to its life in the engine."""
+    """Seconds a choice spent in each phase; they add up to its life, from arrival to end.
+
+    ``load_s`` is the wait for the model; ``queue_s`` all else before its prompt is computed, the
+    making of its tokens too. The core alone counts both as queue.
+    """
 
     queue_s: float = 0.0
     load_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    parked_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a live request is doing, and why. ``position`` 1 starts next, 0 is not in line;
+    ``estimate_s``, until it starts, is None where that is not known or over. ``computed_tokens``
+    have their KV values in the pool."""
+
+    state: str
+    waiting_for: str = ""
+    position: int = 0
+    estimate_s: float | None = None
+    computed_tokens: int = 0
+    blocks: int = 0
     parked_s: float = 0.0
 
 

@@ -74,7 +74,8 @@ class TextState:
 
     def __init__(self, tokenizer: HfTokenizer, stops: Stops, prompt: Sequence[int]) -> None:
         self._stops = stops
-        self._decoder = IncrementalDecoder(tokenizer, prompt, skip_special=stops.skip_special)
+        hidden = tokenizer.special_ids - stops.shown if stops.skip_special else frozenset()
+        self._decoder = IncrementalDecoder(tokenizer, prompt, hidden=hidden)
         self._matcher = StopMatcher(stops.strings, include=stops.include)
         self._num_tokens = 0
         self._is_done = False
@@ -214,7 +215,7 @@ class IncrementalDecoder:
     )
 
     def __init__(
-        self, tokenizer: HfTokenizer, prompt: Sequence[int], *, skip_special: bool
+        self, tokenizer: HfTokenizer, prompt: Sequence[int], *, hidden: frozenset[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._is_known = tokenizer.is_known
@@ -224,7 +225,7 @@ class IncrementalDecoder:
         self._stream = DecodeStream(skip_special_tokens=False)
         # Never given to the stream, as ids that the vocabulary lacks: it would hold them, and
         # decode them again at every token.
-        self._hidden = tokenizer.special_ids if skip_special else frozenset()
+        self._hidden = hidden
         context, unfinished = self._split_prompt(self._end_of_prompt(prompt))
         self._restart(context)
         # The prompt's own replacement characters: not shown again as the output's.

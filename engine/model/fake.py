@@ -88,7 +88,14 @@ class FakeTokenizer:
         template_args: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        return "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
+        written = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
+        return written + ("" if self._script is None else self._script.answer_opening)
+
+    def chat_template(self, *, has_tools: bool) -> str:
+        return "" if self._script is None else self._script.chat_template
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        return frozenset()
 
 
 @dataclass(slots=True)
@@ -103,7 +110,9 @@ class FakeScript:
     the same as they go: an exception for a plan, a phase for a row; ``encode_fault`` is
     ``plan_fault`` for an encoder. ``eos_at`` maps a digest to
     whether the sequence ends there; the default never does. ``compile`` is called with each
-    constraint, and may sleep or raise; the fake follows none.
+    constraint, and may sleep or raise; the fake follows none. ``words`` are what every sequence
+    says: a token each, then its end; without them a token is ``<its id>``. ``chat_template`` is
+    what the tokenizer says of its own, ``answer_opening`` what it puts behind a chat.
     """
 
     step_s: float = 0.0
@@ -119,6 +128,9 @@ class FakeScript:
     sample_fault: Callable[[], str | None] | None = None
     eos_at: Callable[[int], bool] | None = None
     compile: Callable[[Constraint], None] | None = None
+    words: Sequence[str] = ()
+    chat_template: str = ""
+    answer_opening: str = ""
     sleep: Callable[[float], None] = time.sleep
 
 
@@ -304,6 +316,8 @@ class FakeRunner:
         can_end = seq.num_output + 1 >= seq.admitted.stops.min_tokens
         if can_end and self.script.eos_at is not None and self.script.eos_at(digest):
             token_id = EOS
+        if can_end and self.script.words and seq.num_output >= len(self.script.words):
+            token_id = EOS
         prompt_logprobs = self._score_prompt(seq)
         seq.tokens.append(token_id)
         said = self._say(seq, token_id)
@@ -326,7 +340,8 @@ class FakeRunner:
         """Text and end, by the plainest rules that agree with the real detokeniser's."""
         stops = seq.admitted.stops
         if not (token_id == EOS and stops.skip_special):
-            seq.text += f"<{token_id}>"
+            words, at = self.script.words, seq.num_output - 1
+            seq.text += words[at] if at < len(words) else f"<{token_id}>"
         finish: EndReason | None = None
         matched: str | int | None = None
         end = len(seq.text)

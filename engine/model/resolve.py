@@ -70,7 +70,7 @@ def resolve(model: str, revision: str = "") -> Source:
     if path.exists():
         raise Refusal("it is a file, and a model is a directory", detail=str(path))
     if not HUB_ID.fullmatch(model) or model.startswith("."):
-        raise Refusal("there is no such directory", detail=str(path))
+        raise Refusal("there is no such directory", detail=str(path.absolute()))
     return Source(_hub_directory(model, revision), model)
 
 

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as Backend
 
 from engine.core.plan import TokenSpan
 from engine.errors import InvalidRequest, SpawnFailed
+from engine.model.templates import render
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +50,6 @@ _RESERVED_ARGS = frozenset(
         "tools",
     }
 )
-_TEMPLATE_MESSAGE_MAX = 200  # characters of a template's own complaint that a client sees; guess
 _ANCHOR_LETTERS = "aeionstrAEINOST0123456789.,"
 
 
@@ -149,14 +149,25 @@ class HfTokenizer:
             raise InvalidRequest.of("chat", f"template_args cannot set {', '.join(clash)}")
         if not messages:
             raise InvalidRequest.of("chat", "a chat needs at least one message")
-        return _render(
+        return render(
             template,
             # transformers drops None as well: many templates print it as "None".
             [{k: v for k, v in message.items() if v is not None} for message in messages],
             [dict(tool) for tool in tools] or None,
             {**self.special_tokens, **args},
-            add_generation_prompt,
+            add_generation_prompt=add_generation_prompt,
         )
+
+    def chat_template(self, *, has_tools: bool) -> str:
+        """The source of the template that `render_chat` uses; empty where there is none."""
+        templates = self._chat_templates
+        use = "tool_use" if has_tools and "tool_use" in templates else "default"
+        return templates.get(use, "")
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """The ids of those texts that are special tokens."""
+        ids = (self.backend.token_to_id(text) for text in texts)
+        return self.special_ids.intersection(ids)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         try:
@@ -178,14 +189,12 @@ class HfTokenizer:
 
     def _template(self, *, has_tools: bool) -> str:
         """transformers' choice among several: tool_use where tools are given, else default."""
-        templates = self._chat_templates
-        if not templates:
+        if not self._chat_templates:
             raise InvalidRequest.of("chat", "this model has no chat template; send text instead")
-        if has_tools and "tool_use" in templates:
-            return templates["tool_use"]
-        if "default" not in templates:
+        template = self.chat_template(has_tools=has_tools)
+        if not template:
             raise InvalidRequest.of("chat", "this model has no default chat template")
-        return templates["default"]
+        return template
 
 
 def load_tokenizer(path: str | Path) -> HfTokenizer:
@@ -280,37 +289,3 @@ def _find_anchor(backend: Backend) -> tuple[int, ...]:
 
 def _has_surrogate(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _render(
-    template: str,
-    messages: list[dict[str, object]],
-    tools: list[dict[str, object]] | None,
-    args: dict[str, object],
-    add_generation_prompt: bool,
-) -> str:
-    """One chat through transformers' sandboxed renderer, which caches compiled templates.
-
-    The import costs nothing in a server, whose model code has imported transformers already
-    (alone: 0.9 s).
-    """
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        rendered, _ = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            **args,
-        )
-    except Exception as error:
-        # Only a template's own raise_exception() is exactly a TemplateError and written for users.
-        own = str(error)[:_TEMPLATE_MESSAGE_MAX] if type(error) is TemplateError else ""
-        what = "the model's chat template refused the chat" + (f": {own}" if own else "")
-        refused = InvalidRequest.of("chat", what)
-        refused.log_detail = f"{type(error).__name__}: {error}"
-        raise refused from error
-    text: str = rendered[0]
-    return text

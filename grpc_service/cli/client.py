@@ -1,7 +1,8 @@
 """What the client commands share: a channel, and every way a call can fail as one line of text.
 
 Rule 1: a command prints its answer to standard output and everything else to standard error.
-Rule 2: exit codes are 0, 1 (the call failed), 2 (the command line is wrong), 130 (Ctrl-C).
+Rule 2: exit codes are 0, 1 (the call failed), 2 (the command line is wrong), 130 (Ctrl-C; before
+the command has begun, the signal itself, of which a shell makes 130).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ EXIT_BROKEN_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
 def run_client(args: argparse.Namespace, job: Callable[[grpc.Channel], None]) -> int:
     """Do ``job`` with a channel to ``args.server``; its failures become an exit code."""
-    target = _target(args.server)
+    target = target_of(args.server)
     try:
         with grpc.insecure_channel(target, options=_options(target)) as channel:
             job(channel)
@@ -49,7 +50,7 @@ def run_client(args: argparse.Namespace, job: Callable[[grpc.Channel], None]) ->
     return 0
 
 
-def _target(server: str) -> str:
+def target_of(server: str) -> str:
     """``server`` as grpc takes it; the port may be left out."""
     if server.startswith("unix:") or server.rpartition("]")[2].count(":"):
         return server

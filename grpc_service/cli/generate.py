@@ -49,7 +49,17 @@ def _prompt(given: str) -> str:
 
 def request_of(args: argparse.Namespace, prompt: str) -> inference_pb2.GenerateRequest:
     """Flags that are not given stay unset, so that the model's own defaults hold."""
-    sampling = inference_pb2.SamplingParams(
+    output = inference_pb2.OutputOptions(
+        logprobs=args.logprobs, prompt_logprobs=args.prompt_logprobs
+    )
+    return inference_pb2.GenerateRequest(
+        model=args.model, text=prompt, sampling=sampling_of(args), n=args.n, output=output
+    )
+
+
+def sampling_of(args: argparse.Namespace) -> inference_pb2.SamplingParams:
+    """What the flags of sampling say (`grpc_service.cli.main`)."""
+    return inference_pb2.SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
@@ -63,19 +73,18 @@ def request_of(args: argparse.Namespace, prompt: str) -> inference_pb2.GenerateR
         stop=args.stop,
         bad_words=args.bad_word,
     )
-    output = inference_pb2.OutputOptions(
-        logprobs=args.logprobs, prompt_logprobs=args.prompt_logprobs
-    )
-    return inference_pb2.GenerateRequest(
-        model=args.model, text=prompt, sampling=sampling, n=args.n, output=output
-    )
 
 
 def print_json(responses: Responses) -> None:
     """One line of JSON per event, in proto's own mapping."""
     for response in responses:
-        event = json_format.MessageToDict(response, preserving_proto_field_name=True)
-        print(json.dumps(event, ensure_ascii=False), flush=True)
+        print(json_line(response), flush=True)
+
+
+def json_line(response: inference_pb2.GenerateResponse) -> str:
+    """An event as one line of JSON."""
+    event = json_format.MessageToDict(response, preserving_proto_field_name=True)
+    return json.dumps(event, ensure_ascii=False)
 
 
 def print_text(responses: Responses) -> None:

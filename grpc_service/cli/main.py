@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
+from grpc_service.cli.entry import hear_ctrl_c
 from grpc_service.cli.flags import add_serve_arguments, configs_of
 from grpc_service.cli.values import COUNT, SECONDS
 from grpc_service.config import DEFAULT_HOST, DEFAULT_PORT
@@ -21,8 +22,13 @@ if TYPE_CHECKING:
 
     Run = Callable[[argparse.Namespace], int]
 
+EXIT_CODES = """\
+exit codes of client commands: 0 done, 1 the call failed, 2 the command line is wrong, 130 Ctrl-C
+exit codes of serve: 0 all requests finished, 75 some were cut, 1 it cannot start (2 where the
+command line is why), 70 an internal error, 128 + n a second signal n"""
 EXIT_USAGE = 2  # argparse's own
 EXIT_INTERRUPTED = 130
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 
@@ -68,7 +74,11 @@ def _is_unicode(text: str) -> bool:
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(
-        prog="triolet", description="A language-model server and its clients.", allow_abbrev=False
+        prog="triolet",
+        description="A language-model server and its clients.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show it and exit")
     parser.set_defaults(run=None)
@@ -81,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_serve_arguments(add("serve", _serve, "start a server"))
     _add_generate(add("generate", _generate, "continue a prompt"))
+    _add_chat(add("chat", _chat, "talk with a model, line by line"))
     _add_tokenize(
         add("tokenize", _query("tokenize"), "split a text into tokens, or join ids to text")
     )
@@ -88,6 +99,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_client(add("stats", _query("stats"), "show what the server is doing"), timeout_s=30)
     _add_operating(add)
     _add_doctor(add("doctor", _doctor, "say whether this machine can serve, and what with"))
+    completion = add("completion", _completion, "print the completion script of a shell")
+    completion.add_argument("shell", choices=SHELLS)
+    completion.epilog = 'bash: eval "$(triolet completion bash)" in ~/.bashrc; the others alike'
     return parser
 
 
@@ -125,40 +139,56 @@ def _add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> Non
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
-    parser.add_argument("--model", default="", help="name of the model (default: the first)")
-    count, real = _number("count"), _number("real")
-    parser.add_argument("--max-tokens", type=count, metavar="N", help="most tokens to generate")
-    parser.add_argument("--temperature", type=real, metavar="T", help="0 takes the likeliest")
-    parser.add_argument("--top-p", type=real, metavar="P", help="share of likeliest tokens kept")
-    parser.add_argument("--top-k", type=count, metavar="K", help="number of likeliest tokens kept")
-    for flag, metavar, what in (
-        ("--min-p", "P", "drops tokens below this share of the likeliest one"),
-        ("--typical-p", "P", "share of locally typical tokens kept"),
-        ("--repetition-penalty", "R", "above 1: less of what prompt and completion have"),
-        ("--presence-penalty", "X", "taken from the logit of what the completion has"),
-        ("--frequency-penalty", "X", "the same for every time that it has it"),
-    ):
-        parser.add_argument(flag, type=real, metavar=metavar, help=what)
-    parser.add_argument("--seed", type=_number("seed"), metavar="N", help="repeats a completion")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends it; may be repeated"
-    )
-    parser.add_argument(
-        "--bad-word",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="is never generated; may be repeated",
-    )
-    parser.add_argument("--n", type=count, metavar="N", help="number of completions")
+    _add_sampling(parser)
+    count = _number("count")
+    parser.add_argument("--n", type=count, metavar="N", help="number of completions, 1 to 16")
     for flag, of in (("--logprobs", "completion"), ("--prompt-logprobs", "prompt")):
         parser.add_argument(
             flag,
             type=count,
             metavar="N",
-            help=f"with --json: log-probabilities of the {of}, and N alternatives of each token",
+            help=f"with --json: log-probabilities of the {of}, and N alternatives of each token, "
+            "0 to 20",
         )
     _add_client(parser, timeout_s=None)
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Talk with a model, line by line. Ctrl-C ends an answer and Ctrl-D the chat; /reset "
+        "forgets it, /system TEXT begins anew with a system prompt. What outgrows the model's "
+        "context is left out, and said so: the turns after the first, oldest first."
+    )
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
+    _add_sampling(parser)
+    _add_client(parser, timeout_s=None)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """What is generated, and by which model. The ranges are the server's to check."""
+    parser.add_argument("--model", default="", help="name of the model (default: the first)")
+    count, real = _number("count"), _number("real")
+    for flag, kind, metavar, what in (
+        ("--max-tokens", count, "N", "most tokens to generate, at least 1"),
+        ("--temperature", real, "T", "0 takes the likeliest token; to 100"),
+        ("--top-p", real, "P", "share of likeliest tokens kept, above 0, to 1"),
+        ("--top-k", count, "K", "number of likeliest tokens kept; 0 keeps all"),
+        ("--min-p", real, "P", "drops tokens below this share of the likeliest one, 0 to 1"),
+        ("--typical-p", real, "P", "share of locally typical tokens kept, 0 to 1"),
+        ("--repetition-penalty", real, "R", "above 1: less of what prompt and completion have"),
+        ("--presence-penalty", real, "X", "taken from what the completion has, -2 to 2"),
+        ("--frequency-penalty", real, "X", "the same for every time that it has it, -2 to 2"),
+    ):
+        parser.add_argument(flag, type=kind, metavar=metavar, help=what)
+    parser.add_argument("--seed", type=_number("seed"), metavar="N", help="repeats a completion")
+    for flag, most, what in (("--stop", 16, "ends it"), ("--bad-word", 64, "is never generated")):
+        parser.add_argument(
+            flag,
+            action="append",
+            default=[],
+            metavar="TEXT",
+            help=f"{what}; may be repeated, {most} times at most",
+        )
 
 
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
@@ -194,6 +224,9 @@ def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> N
         help="cut what runs longer (default: the server's --drain-timeout)",
     )
     _add_client(drain, timeout_s=None)
+    why = add("explain", _query("explain"), "say what a running request waits for")
+    why.add_argument("request_id", metavar="REQUEST_ID")
+    _add_client(why, timeout_s=30)
     abort = add("abort", _query("abort"), "end requests by their ids")
     abort.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")
     _add_client(abort, timeout_s=30)
@@ -238,6 +271,7 @@ def _serve(args: argparse.Namespace) -> int:
     engine_config, server_config = configs_of(args, os.environ)
     from grpc_service.server import serve_forever
 
+    hear_ctrl_c()
     return serve_forever(engine_config, server_config)
 
 
@@ -248,6 +282,7 @@ def _query(name: str) -> Run:
         from grpc_service.cli import query
 
         command: Run = getattr(query, name)
+        hear_ctrl_c()
         return command(args)
 
     return run
@@ -256,14 +291,26 @@ def _query(name: str) -> Run:
 def _generate(args: argparse.Namespace) -> int:
     from grpc_service.cli import generate
 
+    hear_ctrl_c()
     return generate.run(args)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from grpc_service.cli import chat
+
+    hear_ctrl_c()
+    return chat.run(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:
     from grpc_service.cli import doctor
 
+    hear_ctrl_c()
     return doctor.run(args)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _completion(args: argparse.Namespace) -> int:
+    from grpc_service.cli import completion
+
+    hear_ctrl_c()
+    return completion.run(build_parser(), args.shell)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import grpc
 from google.protobuf import json_format
 
 from grpc_service._generated.triolet.v1 import (
@@ -22,9 +24,8 @@ from grpc_service.cli.client import run_client
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import grpc
     from google.protobuf.message import Message
 
 
@@ -54,11 +55,26 @@ def tokenize(args: argparse.Namespace) -> int:
 def models(args: argparse.Namespace) -> int:
     """Returns the exit code."""
 
+    pauses: dict[str, str] = {}
+
     def ask(channel: grpc.Channel) -> Any:
         stub = models_pb2_grpc.ModelsStub(channel)
-        return stub.ListModels(models_pb2.ListModelsRequest(), timeout=args.timeout)
+        listed = stub.ListModels(models_pb2.ListModelsRequest(), timeout=args.timeout)
+        with suppress(grpc.RpcError):  # for who may not ask: the list alone
+            control = control_pb2_grpc.ControlStub(channel)
+            answer = control.GetStats(control_pb2.GetStatsRequest(), timeout=args.timeout)
+            pauses.update({entry.model: _paused(entry) for entry in answer.replicas})
+        return listed
 
-    return _show(args, ask, lambda answer: print_models(answer.models))
+    return _show(args, ask, lambda answer: print_models(answer.models, pauses))
+
+
+def _paused(entry: control_pb2.ReplicaStats) -> str:
+    """What is said of a pause behind a state; empty: there is none."""
+    if not entry.pause:
+        return ""
+    mode = control_pb2.PauseMode.Name(entry.pause).removeprefix("PAUSE_MODE_")
+    return f", paused ({mode.lower()})"
 
 
 def stats(args: argparse.Namespace) -> int:
@@ -100,6 +116,33 @@ def drain(args: argparse.Namespace) -> int:
     if args.cut_after is not None:
         request.timeout.FromMicroseconds(int(args.cut_after * 1e6))
     return _operate(args, lambda stub: stub.Drain(request, timeout=args.timeout), DRAINED)
+
+
+def explain(args: argparse.Namespace) -> int:
+    """Say what a live request does and waits for. Returns the exit code."""
+
+    def ask(channel: grpc.Channel) -> Any:
+        request = control_pb2.ExplainRequest(request_id=args.request_id)
+        return control_pb2_grpc.ControlStub(channel).Explain(request, timeout=args.timeout)
+
+    return _show(args, ask, print_explanation)
+
+
+def print_explanation(answer: control_pb2.ExplainResponse) -> None:
+    """A line for each thing that there is to say."""
+    rows = [("state", answer.state.lower())]
+    if answer.waiting_for:
+        rows.append(("waits for", answer.waiting_for))
+    if answer.position:
+        soon = ""
+        if answer.HasField("estimate"):
+            soon = f", starts in about {answer.estimate.ToTimedelta().total_seconds():.3g} s"
+        rows.append(("in line", f"place {answer.position}{soon}"))
+    rows.append(("computed", f"{answer.computed_tokens} tokens, in {answer.blocks} blocks"))
+    if parked := answer.parked.ToTimedelta().total_seconds():
+        rows.append(("parked", f"{parked:.3g} s so far"))
+    for name, text in rows:
+        print(f"{name:<10}{text}")
 
 
 def abort(args: argparse.Namespace) -> int:
@@ -160,11 +203,12 @@ def print_tokens(answer: inference_pb2.TokenizeResponse) -> None:
     print(f"{len(answer.tokens)} of at most {answer.max_model_len} tokens")
 
 
-def print_models(listed: Sequence[models_pb2.Model]) -> None:
+def print_models(listed: Sequence[models_pb2.Model], pauses: Mapping[str, str]) -> None:
     rows = [
         (
             ", ".join((model.name, *model.aliases)),
-            common_pb2.ModelState.Name(model.state).removeprefix("MODEL_STATE_"),
+            common_pb2.ModelState.Name(model.state).removeprefix("MODEL_STATE_")
+            + pauses.get(model.name, ""),
             _words(common_pb2.Capability.Name(model.capability).removeprefix("CAPABILITY_")),
             model.device or "–",
             model.dtype or "–",
@@ -186,6 +230,7 @@ def print_stats(answer: control_pb2.GetStatsResponse) -> None:
         print(f"{name:<10}{text}")
     for entry in answer.replicas:
         state = common_pb2.ReplicaState.Name(entry.state).removeprefix("REPLICA_STATE_")
+        state += _paused(entry)
         print(
             f"{entry.model}/{entry.replica} {state}: {entry.running} running, {entry.waiting} "
             f"waiting, {entry.free_blocks} of {entry.total_blocks} blocks free"
@@ -221,10 +266,18 @@ def _named(message: Message, names: Sequence[str]) -> str:
     return ", ".join(f"{getattr(message, name)} {name}" for name in names)
 
 
+OUTCOMES = {
+    control_pb2.ABORT_OUTCOME_ABORTED: "aborted",
+    control_pb2.ABORT_OUTCOME_ALREADY_ENDED: "had ended already",
+    control_pb2.ABORT_OUTCOME_REMEMBERED: (
+        "not known; if it arrives within 60 s, it is aborted then"
+    ),
+}
+
+
 def print_aborts(answer: control_pb2.AbortResponse) -> None:
     for result in answer.results:
-        name = control_pb2.AbortOutcome.Name(result.outcome)
-        print(f"{result.request_id}: {name.removeprefix('ABORT_OUTCOME_').lower()}")
+        print(f"{result.request_id}: {OUTCOMES.get(result.outcome, 'unknown outcome')}")
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

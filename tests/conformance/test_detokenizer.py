@@ -204,7 +204,7 @@ def test_characters_appear_whole_and_at_once():
 
 
 def test_held_invalid_bytes_are_bounded():
-    decoder = IncrementalDecoder(BYTES, (), skip_special=True)
+    decoder = IncrementalDecoder(BYTES, (), hidden=BYTES.special_ids)
     held = longest = 0
     for token_id in byte_ids(BYTES, b"\xbf") * 1000:
         held += 1 - len(decoder.step(token_id))

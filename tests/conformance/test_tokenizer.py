@@ -17,7 +17,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from engine.core.plan import Tokenizer  # noqa: E402
 from engine.core.types import Stops  # noqa: E402
-from engine.errors import InvalidRequest, SpawnFailed  # noqa: E402
+from engine.errors import InvalidRequest, RequestTooLarge, SpawnFailed  # noqa: E402
 from engine.model.detokenizer import TextState  # noqa: E402
 from engine.model.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
 from tests.support import toy_tokenizers  # noqa: E402
@@ -338,3 +338,97 @@ def test_many_threads_share_one_tokenizer(both):
     with ThreadPoolExecutor(8) as pool:
         for _ in range(5):
             assert list(pool.map(work, texts)) == alone
+
+
+# --- tools, and bounds ----------------------------------------------------------------------
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells it.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+WITH_CALLS = [
+    {"role": "user", "content": "Rain?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "abc123def",
+                "type": "function",
+                "function": {"name": "weather", "arguments": {"city": "Łódź"}},
+            }
+        ],
+    },
+    {"role": "tool", "content": "yes", "tool_call_id": "abc123def", "name": "weather"},
+]
+TOOL_TEMPLATE = (
+    "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif -%}"
+    "{%- for document in documents or [] %}[{{ document.title }}]{% endfor -%}"
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{%- for call in message.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}{{ message.tool_call_id }}<|im_end|>\n{% endfor -%}"
+)
+
+
+def test_tools_calls_and_documents_reach_the_template_as_in_transformers(directory):
+    ours = write_template(directory, TOOL_TEMPLATE)
+    (directory / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    documents = [{"title": "Rain", "text": "wet"}]
+    text = ours.render_chat(WITH_CALLS, tools=[WEATHER], template_args={"documents": documents})
+    assert text == theirs.apply_chat_template(
+        WITH_CALLS, tools=[WEATHER], documents=documents, tokenize=False, add_generation_prompt=True
+    )
+    assert '{"name": "weather", "arguments": {"city": "Łódź"}}' in text
+    assert text.startswith('{"type": "function"')
+    assert "[Rain]" in text
+    assert ours.chat_template(has_tools=True) == TOOL_TEMPLATE
+
+
+LOOPS = "{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set x = range(100000) %}" + LOOPS,
+        "{% macro f(n) %}{% for i in range(99999) %}{{ f(n) }}{% endfor %}{% endmacro %}"
+        "{% set x = range(99999) | list %}" + LOOPS,
+    ],
+)
+def test_a_template_without_end_is_ended(directory, template, monkeypatch):
+    monkeypatch.setattr("engine.model.templates.SECONDS_MAX", 0.2)
+    with pytest.raises(InvalidRequest, match=r"chat: takes .* longer than 0\.2 s"):
+        write_template(directory, template).render_chat(MESSAGES)
+    assert write_template(directory, "ok").render_chat(MESSAGES) == "ok"
+
+
+def test_a_template_writes_no_more_than_it_may(directory, monkeypatch):
+    monkeypatch.setattr("engine.model.templates.CHARS_MAX", 1000)
+    template = "{% for i in range(1001) %}x{% endfor %}"
+    with pytest.raises(RequestTooLarge, match="becomes 1001 characters, of at most 1000"):
+        write_template(directory, template).render_chat(MESSAGES)
+
+
+def test_a_marker_that_is_a_special_token_is_found_and_can_be_shown():
+    backend = toy_tokenizers.qwen_like()
+    copy = type(backend).from_str(backend.to_str())
+    copy.add_special_tokens(["[TOOL_CALLS]"])
+    ours = HfTokenizer(copy)
+    shown = ours.special_ids_of(["[TOOL_CALLS]", "<think>", "[ARGS]"])
+    [marker] = shown
+    ids = (*ours.encode("a[TOOL_CALLS]b"), ours.encode("<|im_end|>")[0])
+
+    def said(**stops):
+        state = TextState(ours, Stops(max_tokens=len(ids), **stops), ())
+        return "".join(state.push(i).text for i in ids)
+
+    assert marker in ids
+    assert said() == "ab"
+    assert said(shown=shown) == "a[TOOL_CALLS]b"
+    assert said(skip_special=False) == "a[TOOL_CALLS]b<|im_end|>"

@@ -53,3 +53,25 @@ def test_a_release_of_nothing_wakes_nobody():
 def test_a_buffer_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         Credit(0)
+
+
+@given(capacity=st.integers(1, 6), count=st.integers(1, 4), ops=OPS)
+def test_what_is_added_beside_is_no_plan_s_to_have(capacity, count, ops):
+    """A plan never has more than the buffer, and the slots beside it are the reader's to release:
+    as many as were added, at any time."""
+    credit = Credit(capacity)
+    credit.widen(count)
+    reserved = filled = 0
+    for op, number in ops:
+        if op == "reserve":
+            fits = reserved + filled + number <= capacity
+            assert credit.try_reserve(number) == fits
+            reserved += number if fits else 0
+        elif op == "fill" and number <= reserved:
+            credit.fill(number)
+            reserved, filled = reserved - number, filled + number
+        assert credit.free == capacity - reserved - filled
+    assert credit.capacity - credit.beside == capacity
+    credit.cancel(reserved)
+    credit.release(filled + count)
+    assert credit.free == credit.capacity

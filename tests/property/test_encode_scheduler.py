@@ -127,6 +127,23 @@ class EncodeSchedulerMachine(RuleBasedStateMachine):
         self.driver.apply(Resume())
 
     @invariant()
+    def everything_live_is_explained(self):
+        if not hasattr(self, "driver"):
+            return
+        scheduler, now = self.driver.scheduler, self.driver.now
+        before, places = scheduler.statistics(), []
+        for name, live in scheduler._requests.items():
+            said = scheduler.explain(name, now)
+            is_waiting = live.started_at is None and live.parked_since is None
+            assert (said.state == "WAITING") == is_waiting == bool(said.position)
+            assert (said.state == "PARKED") == (live.parked_since is not None)
+            assert said.state == "RUNNING" or said.waiting_for
+            places += [said.position] if said.position else []
+        assert len(set(places)) == len(places)
+        assert scheduler.explain("nobody", now) is None
+        assert scheduler.statistics() == before
+
+    @invariant()
     def books_balance(self):
         if hasattr(self, "driver"):
             self.driver.scheduler.check()

@@ -64,10 +64,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         seed=st.sampled_from([None, 1]),
         bypass=st.booleans(),
+        salt=st.sampled_from(["", "a", "b"]),
         timeout=st.sampled_from([None, None, 0.0, 0.02, 10.0]),
         scored=st.sampled_from([None, None, 0]),
     )
-    def submit(self, prefix, own, max_tokens, n, priority, seed, bypass, timeout, scored):
+    def submit(self, prefix, own, max_tokens, n, priority, seed, bypass, salt, timeout, scored):
         self.count += 1
         request = make_request(
             f"r{self.count}",
@@ -78,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             sampling=Sampling(temperature=0.0, seed=seed, prompt_logprobs=scored),
             bypass_prefix_cache=bypass,
+            cache_salt=salt,
             deadline=None if timeout is None else self.driver.now + timeout,
         )
         self.driver.submit(request, buffer=self.buffer)
@@ -164,6 +166,43 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             self.driver.scheduler.check()
             self.driver.check_tokens()
+
+    @invariant()
+    def salts_share_no_block_and_who_bypasses_shares_none_at_all(self):
+        if not hasattr(self, "driver"):
+            return
+        ledger, tenants = self.driver.scheduler._ledger, {}
+        for live in ledger.requests.values():
+            request = live.request
+            tenant = (request.cache_salt, request.request_id if request.bypass_prefix_cache else "")
+            for block in {block for seq in live.sequences for block in seq.blocks}:
+                assert tenants.setdefault(block, tenant) == tenant
+                if request.bypass_prefix_cache:
+                    assert block not in ledger.cache._key_of
+
+    @invariant()
+    def everything_live_is_explained_and_the_look_changes_nothing(self):
+        if not hasattr(self, "driver"):
+            return
+        scheduler, now = self.driver.scheduler, self.driver.now
+        ledger, before = scheduler._ledger, scheduler.statistics()
+        size, places = scheduler.config.block_size, []
+        for name, live in ledger.requests.items():
+            said = scheduler.explain(name, now)
+            states = {seq.state.name for seq in live.sequences}
+            assert said.state in states
+            assert said.computed_tokens <= size * said.blocks
+            if said.state in ("WAITING", "PARKED", "ENDING"):
+                assert said.waiting_for
+            else:
+                assert said.position == 0
+            if live.parent in ledger.waiting and said.state == "WAITING":
+                places.append((live.parent.waiting_key, said.position))
+        assert [place for _, place in sorted(places)] == sorted(place for _, place in places)
+        assert len(set(places)) == len(places)
+        assert scheduler.explain("nobody", now) is None
+        assert scheduler.statistics() == before
+        scheduler.check()
 
     def teardown(self):
         if not hasattr(self, "driver"):

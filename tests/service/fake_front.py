@@ -12,7 +12,8 @@ import grpc
 
 from engine.core.events import Tokens
 from engine.core.plan import TokenSpan
-from engine.errors import ModelNotFound
+from engine.core.types import Explanation
+from engine.errors import ModelNotFound, RequestNotFound
 from engine.status import (
     AbortOutcome,
     Counts,
@@ -113,6 +114,11 @@ class FakeEngine:
     def abort(self, request_id):
         self.asked.append(("abort", request_id))
         return AbortOutcome.REMEMBERED
+
+    def explain(self, request_id):
+        if request_id != "r1":
+            raise RequestNotFound(f"no live request has the id {request_id!r}")
+        return Explanation("WAITING", "seats: 1 of 1 sequences run", 2, 1.25, 0, 0, 0.5)
 
     async def drain_in_background(self, timeout_s=None):
         self.asked.append(("drain", timeout_s))

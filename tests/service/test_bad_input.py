@@ -347,31 +347,6 @@ def test_a_method_that_is_not_there_is_unimplemented(channel, path):
 
 # ---- what comes later ------------------------------------------------------------------------
 
-TOOL_CHAT = {"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "t"}]}
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"chat": TOOL_CHAT}, "chat.tools"),
-        ({"chat": {"messages": [{"role": "tool", "content": "x"}]}}, "chat.messages[0].role"),
-        (
-            {"chat": {"messages": [{"role": "user", "tool_call_id": "1"}]}},
-            "chat.messages[0].tool_call_id",
-        ),
-        (
-            {"chat": {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}},
-            "chat.messages[0].tool_calls",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_field_that_comes_later_is_unimplemented_and_named(channel, fields, field):
-    error = generate(channel, **fields).error
-    assert error.code() is StatusCode.UNIMPLEMENTED
-    info = details(error)["ErrorInfo"]
-    assert (info.reason, dict(info.metadata)) == ("UNSUPPORTED", {"field": field})
-
 
 SERVICERS = {"Inference": Inference, "Models": Models, "Control": Control}
 LATER_METHODS = [
@@ -413,10 +388,29 @@ def test_a_broken_tokenize_is_named(channel, fields, field):
     check_invalid(error, [field])
 
 
-def test_tokenize_with_tools_is_unimplemented(channel):
-    error = inference(channel, "Tokenize", inference_pb2.TokenizeRequest(chat=TOOL_CHAT))
-    assert error.code() is StatusCode.UNIMPLEMENTED
-    assert details(error)["ErrorInfo"].metadata["field"] == "chat.tools"
+@pytest.mark.parametrize(
+    ("chat", "field"),
+    [
+        ({"tools": [{"name": "t"}, {"description": "x"}]}, "chat.tools[1].name"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"arguments_json": "{}"}]}]},
+            "chat.messages[0].tool_calls[0].name",
+        ),
+        (
+            {"messages": [{"role": "a", "tool_calls": [{"name": "f", "arguments_json": "[]"}]}]},
+            "chat.messages[0].tool_calls[0].arguments_json",
+        ),
+        ({"messages": [{"role": "user", "content": "x"}] * 400}, "input"),
+    ],
+)
+def test_a_broken_chat_is_named_by_both_calls_and_the_next_is_served(channel, chat, field):
+    whole = {"messages": [{"role": "user", "content": "x"}]}
+    error = generate(channel, chat=whole | chat).error
+    check_invalid(error, [field], "REQUEST_TOO_LARGE" if field == "input" else "INVALID_REQUEST")
+    if field != "input":  # a count of tokens has no context to fit into
+        request = inference_pb2.TokenizeRequest(chat=whole | chat)
+        check_invalid(inference(channel, "Tokenize", request), [field], "INVALID_REQUEST")
+    assert generate(channel, chat=whole, max_tokens=1).error is None
 
 
 def test_an_answer_that_does_not_fit_in_a_message_is_too_large(channel):

@@ -97,6 +97,36 @@ def test_keep_freezes_what_runs_queues_what_comes_and_resumes_both(server, contr
         assert running.finish().ids() == expected_tokens([5, 6], count=60)
 
 
+@pytest.mark.parametrize("mode", ["KEEP", "WAIT", "ABORT"])
+def test_the_statistics_tell_of_a_pause(control, mode):
+    def told():
+        [replica] = control.GetStats(control_pb2.GetStatsRequest(), timeout=10).replicas
+        return control_pb2.PauseMode.Name(replica.pause).removeprefix("PAUSE_MODE_")
+
+    assert told() == "UNSPECIFIED"
+    pause(control, mode)
+    assert told() == mode
+    control.Resume(control_pb2.ResumeRequest(), timeout=10)
+    assert told() == "UNSPECIFIED"
+
+
+def test_explain_tells_of_a_live_request_while_steps_run(server, control):
+    with Generation(server.channel, request_id="live", max_tokens=LONG) as running:
+        running.read_deltas(2)
+        for _ in range(5):
+            said = control.Explain(control_pb2.ExplainRequest(request_id="live"), timeout=10)
+            assert (said.state, said.position) == ("RUNNING", 0)
+            assert said.computed_tokens
+            assert not said.HasField("estimate")
+        pause(control, "KEEP")
+        ask = control_pb2.ExplainRequest(request_id="live")
+        pausing = "resume: the model is paused (keep)"
+        wait_until(lambda: control.Explain(ask, timeout=10).waiting_for == pausing, 5, pausing)
+    wait_idle(server.channel)
+    error = error_of(lambda: control.Explain(ask, timeout=10))
+    assert (error.code(), reason(error)) == (grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
+
+
 def test_wait_lets_running_ones_finish_and_refuses_new_ones(server, control):
     with Generation(server.channel, prompt_ids=[5], max_tokens=30) as running:
         running.read_deltas(2)
@@ -152,7 +182,8 @@ def test_the_command_line_operates_too(server, control):
     assert reason(generate(server.channel).error) == "PAUSED"
     assert command(server, "resume") == (0, "resumed\n", "")
     assert command(server, "reset-prefix-cache") == (0, "forgotten\n", "")
-    assert command(server, "abort", "nobody") == (0, "nobody: remembered\n", "")
+    told = "nobody: not known; if it arrives within 60 s, it is aborted then\n"
+    assert command(server, "abort", "nobody") == (0, told, "")
     code, out, _ = command(server, "abort", "nobody", "--json")
     assert code == 0
     assert json.loads(out)["results"][0]["outcome"] == "ABORT_OUTCOME_REMEMBERED"
@@ -193,5 +224,8 @@ def test_drain_finishes_what_runs_refuses_the_rest_and_leaves_the_server_up():
             assert (cut.error.code(), reason(cut.error)) == (UNAVAILABLE, "SHUTTING_DOWN")
             assert cut.ids() == expected_tokens([6], count=len(cut.ids()))
             drained.result(timeout=10)
+        error = error_of(lambda: control.Resume(control_pb2.ResumeRequest(), timeout=10))
+        assert (error.code(), reason(error)) == (UNAVAILABLE, "SHUTTING_DOWN")
+        assert "resume does not undo" in error.details()
         assert stats(one.channel).requests_total.finished == 1
         assert one.stop() == 75  # some were cut

@@ -40,6 +40,7 @@ SERVED = {
     "triolet.v1.Control/Resume",
     "triolet.v1.Control/Abort",
     "triolet.v1.Control/Drain",
+    "triolet.v1.Control/Explain",
     "triolet.v1.Control/ResetPrefixCache",
 }
 

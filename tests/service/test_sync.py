@@ -26,6 +26,7 @@ from engine.errors import (
     ModelNotFound,
     RequestAborted,
     RequestCancelled,
+    RequestNotFound,
     ShuttingDown,
     SpawnFailed,
     StepFailed,
@@ -720,3 +721,28 @@ def test_the_process_id_decides_about_a_fork(eng, monkeypatch):
     eng.close()
     monkeypatch.undo()
     assert eng.statistics() is not None
+
+
+def test_a_chat_that_is_full_says_in_its_first_event_what_was_left_out():
+    runner = FakeRunner(script=FakeScript(), max_model_len=256)
+    config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+    with (
+        sync.open_engine(config, make_runner=lambda *_: runner) as eng,
+        eng.chat(sampling=SHORT) as chat,
+    ):
+        dropped = []
+        for number in range(12):
+            started, *_ = chat.ask(f"question {number} {'x' * 20}")
+            dropped += started.dropped
+        assert dropped
+        kept = [message["content"] for message in chat.messages]
+        assert kept[0].startswith("question 0 ")
+        assert not {message["content"] for message in dropped} & set(kept)
+
+
+def test_explain_from_any_thread(eng):
+    with eng.generate(request(request_id="mine")) as stream:
+        next(stream)
+        assert eng.explain("mine").state in ("WAITING", "RUNNING", "PARKED")
+    with pytest.raises(RequestNotFound):
+        eng.explain("other")

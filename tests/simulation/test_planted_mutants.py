@@ -1,4 +1,4 @@
-"""The simulator finds the bugs it is for: each planted one within a hundred small worlds."""
+"""The simulator finds the bugs it is for: each planted one within two hundred small worlds."""
 
 from __future__ import annotations
 

@@ -153,7 +153,8 @@ MESSAGES = {
         failed:uint64 refused:uint64
     """,
     "Totals": STATS,
-    "ReplicaStats": STATS + "model:string replica:uint32 state:ReplicaState",
+    # beyond api.md: pause, so that a paused replica does not pass for one that serves
+    "ReplicaStats": STATS + "model:string replica:uint32 state:ReplicaState pause:PauseMode",
     "PauseRequest": "mode:PauseMode model:string",
     "PauseResponse": "",
     "ResumeRequest": "model:string",

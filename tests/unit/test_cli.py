@@ -263,7 +263,7 @@ def test_impossible_times_are_refused(target, field, flag, seconds):
     ],
 )
 def test_a_clients_server_may_leave_the_port_out(server, target):
-    assert client._target(server) == target
+    assert client.target_of(server) == target
 
 
 # ---- values ----------------------------------------------------------------------------------

@@ -31,9 +31,6 @@ from engine.requests import (
 )
 from grpc_service import codec
 from grpc_service._generated.triolet.v1 import inference_pb2
-from grpc_service.later import LATER
-
-IS_LATER = {later.path for later in LATER["GenerateRequest"]}
 
 
 def decode(**fields):
@@ -64,11 +61,7 @@ def test_an_empty_request_leaves_everything_unset():
 def scalars(section):
     """The fields with presence of a section that are served now, by proto path."""
     message = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[section].message_type
-    return [
-        field
-        for field in message.fields
-        if field.has_presence and f"{section}.{field.name}" not in IS_LATER
-    ]
+    return [field for field in message.fields if field.has_presence]
 
 
 SET_SCALARS = [

@@ -34,6 +34,7 @@ ENGINE_PUBLIC = {
     "engine.logs",
     "engine.memory",
     "engine.requests",
+    "engine.shift",
     "engine.status",
     "engine.sync",
     "engine.watchdog",
@@ -70,14 +71,29 @@ ALLOWED: dict[str, set[str]] = {
         "engine.watchdog",
     },
     "engine.constraints": {"engine.core", "engine.errors"},
-    "engine.generation": {"engine.core", "engine.errors", "engine.requests"},
+    "engine.answers": set(),
+    "engine.shift": set(),
+    "engine.apart": {"engine.answers", "engine.requests", *VOCABULARY},
+    "engine.generation": {
+        "engine.answers",
+        "engine.apart",
+        "engine.core",
+        "engine.errors",
+        "engine.requests",
+    },
     "engine.encoding": {
         "engine.core",
         "engine.encode_requests",
         "engine.generation",  # what requests of all kinds share
         "engine.requests",
     },
-    "engine.prompts": {"engine.core", "engine.errors", "engine.requests"},
+    "engine.prompts": {
+        "engine.answers",
+        "engine.core",
+        "engine.errors",
+        "engine.requests",
+        "engine.shift",
+    },
     "engine.encode_inputs": {
         "engine.core",
         "engine.encode_requests",
@@ -115,6 +131,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.encode_requests",
         "engine.errors",
         "engine.requests",
+        "engine.shift",
         *VOCABULARY,
     },
     "engine.sync": {

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
 Families = tuple[tuple[int, ...], ...]
 
+TOOLS = ({"type": "function", "function": {"name": "f"}},)  # so that calls are looked for
+
 
 @dataclass(frozen=True)
 class Client:
@@ -122,7 +124,9 @@ def _make_odd(rng: random.Random, client: Client) -> Client:
             )
         case 2:
             messages = ({"role": "user", "content": "".join(f"<{i}>" for i in ids)},)
-            request = replace(request, token_ids=None, chat=Chat(messages))
+            request = replace(
+                request, token_ids=None, chat=Chat(messages, tools=TOOLS, shifts=True)
+            )
         case 3:
             request = replace(request, output=OutputOptions(echo=True))
         case 4:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NUM_REQUESTS = 60
-NUM_WORLDS = 100
+NUM_WORLDS = 200
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ MUTANTS = (
         "choose_victim",
         "running[-1].rank > rank",
         "running[-1].rank < rank",
-        seed=10,
+        seed=19,
     ),
     Mutant("a command wakes nobody", loop.EngineLoop, "post", "self._wake.set()", "pass"),
     Mutant(
@@ -71,7 +71,7 @@ MUTANTS = (
         "_take_result",
         "        if has_slot:\n            seq.credit.cancel()\n        self._late += 1",
         "        self._late += 1",
-        seed=3,
+        seed=11,
     ),
     Mutant(
         "a message takes no slot",
@@ -86,7 +86,7 @@ MUTANTS = (
         "_take_result",
         "if seq.state is not State.RUNNING:",
         "if seq.state is State.FINISHED:",
-        seed=3,
+        seed=11,
     ),
     Mutant(
         "a prefix is published before its step is over",
@@ -94,7 +94,7 @@ MUTANTS = (
         "_add_row",
         "_run_ahead(seq, end,",
         "self._ledger.publish_computed(seq, start, end); _run_ahead(seq, end,",
-        seed=2,
+        seed=0,
     ),
     Mutant(
         "what a failed step started stays started",
@@ -102,7 +102,7 @@ MUTANTS = (
         "_settle",
         "elif is_started:",
         "elif is_started and is_fork:",
-        seed=2,
+        seed=0,
     ),
     Mutant(
         "a preempted sequence comes back with its old block table",
@@ -110,7 +110,7 @@ MUTANTS = (
         "_start",
         "BlockDelta(0, tuple(seq.blocks))",
         "row.blocks",
-        seed=2,
+        seed=0,
     ),
     Mutant(
         "a fork's partial block is not copied",
@@ -125,7 +125,7 @@ MUTANTS = (
         "unpark",
         "> self.config.max_num_seqs",
         "> 10**9",
-        seed=2,
+        seed=9,
     ),
     Mutant(
         "a row run alone takes a seat there is not",
@@ -133,7 +133,7 @@ MUTANTS = (
         "_has_seats_for",
         "seats <= self._config.max_num_seqs",
         "True",
-        seed=2,
+        seed=5,
     ),
     Mutant(
         "aging is not compared, and two preempt each other for ever",
@@ -141,7 +141,7 @@ MUTANTS = (
         "_victims_for_first",
         "if seq.rank > first.rank and ledger.waiting_key_of(seq, self._now) > key",
         "if seq.rank > first.rank",
-        seed=80,
+        seed=141,
     ),
     Mutant(
         "nobody looks at the stall timeout",
@@ -149,7 +149,7 @@ MUTANTS = (
         "next_wakeup",
         "return None if first is None else max(now, first + self.config.stall_timeout_s)",
         "return None",
-        seed=9,
+        seed=10,
     ),
     Mutant(
         "a deadline is ignored",
@@ -171,7 +171,7 @@ MUTANTS = (
         "reconcile",
         "if seq.state is State.ENDING",
         "if seq.state is State.FINISHED",
-        seed=5,
+        seed=3,
     ),
     Mutant(
         "a step runs while the engine is paused",
@@ -210,7 +210,7 @@ MUTANTS = (
         "_serve",
         "entry.settled.set()",
         "pass",
-        seed=5,
+        seed=13,
     ),
     Mutant(
         "a reused block stays matchable",
@@ -218,7 +218,7 @@ MUTANTS = (
         "take",
         "self._reused.append(block)",
         "pass",
-        seed=4,
+        seed=3,
     ),
     Mutant(
         "a batch that comes over wakes no handler",
@@ -261,6 +261,7 @@ MUTANTS = (
         "abort",
         "self._aborts_to_come.add(request_id)",
         "pass",
+        seed=8,
     ),
 )
 

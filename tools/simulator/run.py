@@ -17,8 +17,9 @@ import trio
 
 from engine.api import open_engine
 from engine.core.events import PauseMode
+from engine.core.plan import StepPlan
 from engine.core.types import EndReason
-from engine.errors import EngineBug, SpawnFailed
+from engine.errors import EngineBug, RequestNotFound, SpawnFailed
 from engine.model.fake import FakeRunner, FakeScript
 from engine.status import AbortOutcome
 from engine.supervisor import ABORT_MEMORY_S
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from engine.api import Engine
     from engine.config import EngineConfig, ModelConfig
-    from engine.core.plan import StepPlan, StepResult
+    from engine.core.plan import StepResult
     from engine.generation import Generation
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
@@ -69,6 +70,7 @@ class Simulation:
         self._rng = random.Random(world.seed ^ 0x5EED)
         self._watch = CoreWatch(world.config, len(world.clients), self.outcome)
         self._generations: list[Generation] = []
+        self._engine: Engine | None = None
         self._aborted_at: dict[str, float] = {}
         self._names = Counter(client.request.request_id for client in world.clients)
 
@@ -98,6 +100,7 @@ class Simulation:
                 token_s=world.token_s,
                 load_s=SLEEPY_LOAD_S if is_sleepy else 0.5,
                 encode_s=5 * world.step_s,
+                chat_template="<think></think><tool_call></tool_call>",  # chats are told apart
                 load_error=LOAD_ERRORS[world.load_error] if is_fragile else None,
                 eos_at=is_end if world.has_ends else None,
                 sleep=self._threads.note_sleep,
@@ -144,10 +147,11 @@ class Simulation:
                 world.config,
                 make_runner=self._make_runner,
                 threads=self._threads,
-                on_event=self._watch.note,
+                on_event=self._note,
             ) as engine,
             open_wire(engine, world.latency_s) as wire,
         ):
+            self._engine = engine
             async with trio.open_nursery() as nursery:
                 for client in world.clients:
                     nursery.start_soon(self._client, engine, wire, client)
@@ -163,6 +167,24 @@ class Simulation:
         late = engine.submit(world.clients[0].request, buffer=2) if world.clients else None
         if late is not None and getattr(late.error, "reason", "") != "SHUTTING_DOWN":
             raise Violation(f"{late} was accepted by a closed engine")
+
+    def _note(self, event: object) -> None:
+        """Watch what goes into and out of a core; and have one request explained at each plan, in
+        turn: which draws nothing and wakes nobody."""
+        self._watch.note(event)  # type: ignore[arg-type]
+        if not isinstance(event, StepPlan) or self._engine is None or not self._generations:
+            return
+        generation = self._generations[event.plan_id % len(self._generations)]
+        try:
+            said = self._engine.explain(generation.request_id)
+        except RequestNotFound:
+            broken = "" if generation.is_closed else "is live and cannot be explained"
+        else:
+            waits = said.state == "RUNNING" or bool(said.waiting_for)
+            broken = "" if waits else f"waits for nothing: {said}"
+        if broken:
+            self._watch.violation = self._watch.violation or Violation(f"{generation} {broken}")
+            raise self._watch.violation
 
     async def _operate(self, engine: Engine, wire: Wire) -> None:
         for at, operation in self.world.operations:

@@ -1,0 +1,342 @@
+"""``triolet chat`` and the commands beside it: by pipe, by terminal, and while still importing."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from engine.core.events import Finished, Tokens
+from engine.core.types import EndReason, Timings, Usage
+from engine.errors import Overloaded
+from engine.requests import AnswerTokens, Started
+from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
+from grpc_service.cli.main import SHELLS, main
+from tests.service import fake_front
+from tests.service.fake_front import FakeFront, run
+
+STARTED = Started("r1", "stories", 4)
+LIMIT_S = 20
+
+
+def tokens(text):
+    return Tokens("r1", 0, (1,), text)
+
+
+def finished(reason=EndReason.STOP):
+    return Finished("r1", 0, reason, Usage(4, 0, 2), Timings())
+
+
+ANSWER = ([STARTED], [tokens("Yes")], [tokens(", so.")], [finished()])
+
+
+@pytest.fixture
+def chat(capsys, monkeypatch):
+    """Talks by pipe; returns exit code, standard output and standard error."""
+
+    def call(front, typed, *argv):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+
+        async def command(channel):
+            given = ["chat", *argv, "--server", channel.address]
+            return await asyncio.to_thread(main, given)
+
+        code = run(front, command)
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+def said(call):
+    return [(m["role"], m["content"]) for m in call.request.chat.messages]
+
+
+def test_what_was_said_is_sent_again_each_turn(chat):
+    front = FakeFront(*ANSWER)
+    code, out, err = chat(front, "one\n\n  two \n", "--system", "Brief.", "--max-tokens", "7")
+    assert (code, out, err) == (0, "Yes, so.\nYes, so.\n", "")
+    first, second = front.calls
+    assert said(first) == [("system", "Brief."), ("user", "one")]
+    assert said(second) == [*said(first), ("assistant", "Yes, so."), ("user", "two")]
+    assert first.request.sampling.max_tokens == 7
+
+
+def test_reset_and_system_begin_anew(chat):
+    front = FakeFront(*ANSWER)
+    typed = "one\n/reset\ntwo\n/system Loud.\nthree\n/system\nfour\n/what\n /five\n"
+    code, _, err = chat(front, typed, "--system", "Brief.")
+    assert code == 0
+    assert [said(call)[:2] for call in front.calls[1:4]] == [
+        [("system", "Brief."), ("user", "two")],
+        [("system", "Loud."), ("user", "three")],
+        [("user", "four")],
+    ]
+    assert said(front.calls[4])[-1] == ("user", "/five")
+    assert "There is no /what." in err
+
+
+def test_reasoning_and_cuts_are_no_part_of_the_answer(chat):
+    hm = AnswerTokens.of(tokens(""), "hm")
+    front = FakeFront([STARTED], [hm], [tokens("Yes")], [finished(EndReason.LENGTH)])
+    code, out, err = chat(front, "one\ntwo\n")
+    assert (code, out) == (0, "Yes\nYes\n")
+    assert err.startswith("hm\n(cut by --max-tokens")
+    assert said(front.calls[1])[1] == ("assistant", "Yes")
+
+
+def test_what_outgrows_the_context_is_left_out_and_said_so(chat):
+    front = FakeFront(*ANSWER)
+
+    async def tokenize(model, *, text, chat, add_special_tokens):
+        from engine.core.plan import TokenSpan
+
+        count = sum(len(message["content"]) for message in chat.messages)
+        return tuple(TokenSpan(1, "x", 0, 1) for _ in range(count)), 400
+
+    front.engine.tokenize = tokenize
+    typed = "".join(f"{number}{'x' * 80}\n" for number in range(6))
+    code, out, err = chat(front, typed, "--system", "Brief.")
+    assert code == 0
+    assert out.count("Yes") == 6
+    dropped = re.findall(r"The context is full: (\d+) messages", err)
+    assert dropped == ["4", "4"]  # the fourth question and the sixth; the fifth had room
+    questions = [text[0] for role, text in said(front.calls[-1]) if role == "user"]
+    assert questions == ["0", "5"]
+    assert said(front.calls[-1])[0] == ("system", "Brief.")
+
+
+def test_a_call_that_fails_ends_a_pipe(chat):
+    front = FakeFront(error=Overloaded("full", retry_after_s=2))
+    code, out, err = chat(front, "one\ntwo\n")
+    assert (code, out, err) == (1, "", "triolet: full; try again in 2 s\n")
+    assert len(front.calls) == 1
+
+
+def test_json_is_one_event_per_line(chat):
+    _, out, _ = chat(FakeFront(*ANSWER), "one\n", "--json")
+    events = [json.loads(line) for line in out.splitlines()]
+    assert [next(iter(event)) for event in events] == ["started", "delta", "delta", "finished"]
+
+
+# ---- on a terminal
+
+
+class Terminal:
+    """A chat on a terminal of its own."""
+
+    def __init__(self, address):
+        self._fd, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "grpc_service", "chat", "--server", address],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: _control_terminal(0),
+            env=os.environ | {"TERM": "dumb", "PYTHONUNBUFFERED": "1"},
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    async def expect(self, text):
+        """Read until ``text`` was shown; what came before it is forgotten."""
+        async with asyncio.timeout(LIMIT_S):
+            while text not in self.seen:
+                data = await asyncio.to_thread(os.read, self._fd, 4096)
+                self.seen += data.decode()
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def type(self, text):
+        os.write(self._fd, text.encode())
+
+    async def end(self):
+        return await asyncio.to_thread(self.process.wait, LIMIT_S)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self._fd)
+
+
+def _control_terminal(fd):
+    import fcntl
+    import termios
+
+    fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
+
+
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():
+    front = FakeFront([STARTED], [tokens("Once")], hangs=True)
+
+    async def command(channel):
+        terminal = Terminal(channel.address)
+        try:
+            await terminal.expect("> ")
+            terminal.type("one\n")
+            await terminal.expect("Once")
+            terminal.type("\x03")
+            await terminal.expect("(stopped)")
+            await terminal.expect("> ")
+            terminal.type("\x03")  # with nothing to end
+            await terminal.expect("Ctrl-D leaves.")
+            await terminal.expect("> ")
+            terminal.type("two\n")
+            await terminal.expect("Once")
+            terminal.type("\x03")
+            await terminal.expect("(stopped)")
+            await terminal.expect("> ")
+            terminal.type("\x04")
+            return await terminal.end()
+        finally:
+            terminal.kill()
+
+    assert run(front, command) == 0
+    first, second = front.calls
+    assert said(second) == [("user", "one"), ("assistant", "Once"), ("user", "two")]
+    assert first.num_leaves
+    assert second.num_leaves
+
+
+def test_a_call_that_fails_on_a_terminal_is_told_and_the_chat_goes_on():
+    front = FakeFront(error=Overloaded("full"))
+
+    async def command(channel):
+        terminal = Terminal(channel.address)
+        try:
+            for _ in range(2):
+                await terminal.expect("> ")
+                terminal.type("one\n")
+                await terminal.expect("triolet: full")
+            await terminal.expect("> ")
+            terminal.type("\x04")
+            return await terminal.end()
+        finally:
+            terminal.kill()
+
+    assert run(front, command) == 0
+
+
+# ---- while it is imported
+
+
+INTERRUPT = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+wanted = sys.argv[1]
+
+class Finder(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == wanted:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from grpc_service.cli.entry import main
+sys.argv[1:2] = []
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["grpc_service.cli.main", "engine.config", "grpc", "grpc_service.cli.generate"],
+)
+def test_ctrl_c_while_it_is_imported_leaves_no_traceback(module):
+    argv = [sys.executable, "-c", INTERRUPT, module, "generate", "x", "--server", "127.0.0.1:1"]
+    done = subprocess.run(argv, capture_output=True, timeout=LIMIT_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_a_signal_that_was_ignored_stays_ignored():
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        "import sys; sys.argv = ['triolet', '--version'];"
+        "from grpc_service.cli.entry import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert out.splitlines()[-1] == b"True"
+
+
+# ---- explain, abort, completion
+
+
+def client(front, capsys, *argv):
+    async def command(channel):
+        return await asyncio.to_thread(main, [*argv, "--server", channel.address])
+
+    return run(front, command), *capsys.readouterr()
+
+
+def test_explain(capsys):
+    code, out, _ = client(FakeFront(), capsys, "explain", "r1")
+    assert code == 0
+    assert out.splitlines() == [
+        "state     waiting",
+        "waits for seats: 1 of 1 sequences run",
+        "in line   place 2, starts in about 1.25 s",
+        "computed  0 tokens, in 0 blocks",
+        "parked    0.5 s so far",
+    ]
+    code, out, err = client(FakeFront(), capsys, "explain", "r2")
+    assert (code, out, err) == (1, "", "triolet: no live request has the id 'r2'\n")
+    code, out, err = client(FakeFront(), capsys, "explain", "")
+    assert (code, err) == (1, "triolet: request_id: is empty\n")
+
+
+def test_an_abort_of_what_is_not_known_says_what_becomes_of_it(capsys):
+    _, out, _ = client(FakeFront(), capsys, "abort", "r9")
+    assert out == "r9: not known; if it arrives within 60 s, it is aborted then\n"
+
+
+def test_models_and_stats_tell_of_a_pause(capsys, monkeypatch):
+    paused = ReplicaCounts("stories", 0, ModelState.READY, Counts(), "wait")
+    monkeypatch.setattr(fake_front, "STATISTICS", EngineStatistics(Counts(), (paused,)))
+    _, out, _ = client(FakeFront(), capsys, "stats")
+    assert out.splitlines()[-1].startswith("stories/0 READY, paused (wait): 0 running")
+    _, out, _ = client(FakeFront(), capsys, "models")
+    assert "READY, paused (wait)" in out
+    assert "FAILED " in out
+
+
+def test_a_model_directory_that_is_missing_is_named_with_its_path(tmp_path):
+    pytest.importorskip("torch")
+    argv = [sys.executable, "-m", "grpc_service", "serve", "--port", "0", "--model"]
+    done = subprocess.run(
+        [*argv, str(tmp_path / "nope")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert f"there is no such directory [{tmp_path / 'nope'}]" in done.stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_knows_every_command_and_its_flags(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("chat", "explain", "reset-prefix-cache", "max-num-batched-tokens", "system"):
+        assert word in script
+
+
+def test_bash_completes_with_it(capsys):
+    main(["completion", "bash"])
+    script = capsys.readouterr().out
+    asks = (
+        "COMP_WORDS=(triolet ch); COMP_CWORD=1; _shtab_triolet; echo ${COMPREPLY[@]};"
+        "COMP_WORDS=(triolet chat --sys); COMP_CWORD=2; _shtab_triolet; echo ${COMPREPLY[@]}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"{script}\n{asks}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["chat", "--system"]

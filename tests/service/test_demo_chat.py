@@ -1,0 +1,104 @@
+"""Chats with the demo model: what a second turn costs, the command by pipe, and Explain."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+import engine
+from grpc_service._generated.triolet.v1 import (
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+)
+from tests.support.server import real
+from tests.support.wire import connect, error_of, reason, wait_idle
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+STORY = "Once upon a time there was a small dog named Ada who lived by the sea. "
+WORDS = 20  # tokens of each answer
+
+
+@pytest.fixture(scope="module")
+def server():
+    with real() as one:
+        yield one
+
+
+@pytest.mark.alone
+def test_a_second_turn_after_a_thousand_tokens_computes_only_its_own():
+    """Its usage shows it, and so does the time to its first token. The answer's tokens are the
+    same when they are read again, as far as the template leaves its text alone."""
+    first_s, second_s = [], []
+    with engine.sync.open_engine(engine.EngineConfig(step_timeout_s=300)) as eng:
+        list(eng.generate(engine.GenerateRequest(text=STORY)))  # whatever the first step prepares
+        for number in range(3):
+            sampling = engine.SamplingParams(max_tokens=WORDS, temperature=0)
+            with eng.chat(system=f"Story {number}.", sampling=sampling) as chat:
+                ends = []
+                for question in (STORY * 55, "And then?"):
+                    [end] = [e for e in chat.ask(question) if isinstance(e, engine.Finished)]
+                    ends.append(end)
+            first, second = ends
+            assert first.usage.prompt_tokens >= 1000
+            assert first.usage.cached_tokens <= 16
+            known = first.usage.prompt_tokens + first.usage.completion_tokens
+            assert second.usage.prompt_tokens > first.usage.prompt_tokens
+            assert second.usage.cached_tokens >= first.usage.prompt_tokens // 16 * 16
+            computed = second.usage.prompt_tokens - second.usage.cached_tokens
+            assert computed <= second.usage.prompt_tokens - known + WORDS + 16
+            first_s.append(first.timings.prefill_s)
+            second_s.append(second.timings.prefill_s)
+    assert statistics.median(second_s) < statistics.median(first_s) / 2
+
+
+def test_the_chat_command_talks_with_the_demo(server):
+    argv = [sys.executable, "-m", "grpc_service", "chat", "--server", server.address]
+    argv += ["--max-tokens", "30", "--seed", "1", "--timeout", "60"]
+    done = subprocess.run(
+        argv, input="Tell me of Ada.\n/reset\nAnd of Tom?\n", capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) >= 2
+    assert "The conversation is forgotten." in done.stderr
+
+
+def test_tools_reach_a_template_that_has_none_and_do_no_harm(server):
+    chat = inference_pb2.Chat(
+        messages=[{"role": "user", "content": "Tell me of Ada."}], tools=[{"name": "f"}]
+    )
+    with connect(server.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest(chat=chat, sampling={"max_tokens": 5})
+        events = list(stub.Generate(request, timeout=60))
+        assert events[-1].finished.usage.completion_tokens
+        assert len(stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat)).tokens) == (
+            events[0].started.prompt_tokens
+        )
+
+
+def test_explain_of_a_live_request_and_of_one_that_has_ended(server):
+    with connect(server.address) as channel:
+        stub, control = (
+            inference_pb2_grpc.InferenceStub(channel),
+            control_pb2_grpc.ControlStub(channel),
+        )
+        request = inference_pb2.GenerateRequest(
+            text=STORY, request_id="long", sampling={"ignore_eos": True}
+        )
+        call = stub.Generate(request, timeout=60)
+        next(iter(call))
+        said = control.Explain(control_pb2.ExplainRequest(request_id="long"), timeout=10)
+        assert said.state in ("WAITING", "RUNNING", "PARKED")
+        call.cancel()
+        wait_idle(channel)
+        ask = control_pb2.ExplainRequest(request_id="long")
+        error = error_of(lambda: control.Explain(ask, timeout=10))
+        assert reason(error) == "REQUEST_NOT_FOUND"

@@ -1,0 +1,288 @@
+"""Chats through the whole engine: answers told apart, contexts that shift, prefixes reused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import trio
+
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.events import Finished, Tokens
+from engine.core.types import Constraint
+from engine.errors import InvalidRequest, RequestTooLarge
+from engine.handles import Chat
+from engine.model.fake import FakeRunner, FakeScript, FakeTokenizer
+from engine.requests import (
+    AnswerTokens,
+    GenerateRequest,
+    OutputOptions,
+    SamplingParams,
+    Started,
+    ToolCallDelta,
+)
+from engine.requests import Chat as Messages
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+
+TOOLS = ({"type": "function", "function": {"name": "add"}},)
+ASK = ({"role": "user", "content": "hi"},)
+TEMPLATE = "<think></think><tool_call></tool_call>"
+CALL = '{"name": "add", "arguments": {"a": 1}}'
+WORDS = ["<th", "ink>hm", "</think>", "So", ".\n<tool", "_call>", *CALL, "</tool_call>", " <tool_"]
+SHORT = SamplingParams(max_tokens=5)
+
+
+def run(body, script, *, buffer=4096, max_model_len=2048, tokenizer=None, seed=0):
+    threads = VirtualThreads()
+    script.step_s, script.sleep = 0.01, threads.note_sleep
+    config = EngineConfig(
+        models=(ModelConfig("fake"),), check_level=2, in_process_buffer=buffer, stall_timeout_s=1e6
+    )
+
+    class Runner(FakeRunner):
+        @property
+        def tokenizer(self):
+            return tokenizer or FakeTokenizer(self.script)
+
+    def make_runner(model, config):
+        return Runner(script=script, max_model_len=max_model_len)
+
+    async def main():
+        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+            await body(engine)
+            with trio.fail_after(1):
+                await engine.wait_idle()
+
+    run_deterministically(main, seed)
+
+
+async def events_of(engine, request):
+    async with engine.generate(request) as stream:
+        return [event async for event in stream]
+
+
+def told(events, choice=0):
+    """A choice's text, reasoning and calls."""
+    parts = [e for e in events if isinstance(e, Tokens) and e.choice == choice]
+    return (
+        "".join(part.text for part in parts),
+        "".join(part.reasoning for part in parts),
+        [call for part in parts for call in part.tool_calls],
+    )
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("buffer", [3, 4096])
+def test_an_answer_is_told_apart_in_each_choice_whatever_the_buffer(n, buffer):
+    """The rest that was held back comes before the end, though its stream was full."""
+
+    async def body(engine):
+        request = GenerateRequest(
+            chat=Messages(ASK, tools=TOOLS), n=n, sampling=SamplingParams(max_tokens=100)
+        )
+        events = await events_of(engine, request)
+        ids = set()
+        for choice in range(n):
+            text, reasoning, [call] = told(events, choice)
+            assert (text, reasoning) == ("So. <tool_", "hm")
+            assert call == ToolCallDelta(0, call.call_id, "add", '{"a": 1}')
+            assert len(call.call_id) == 9
+            assert call.call_id.isalnum()
+            ids.add(call.call_id)
+        assert len(ids) == n
+        ends = [e.choice for e in events if isinstance(e, Finished)]
+        assert sorted(ends) == list(range(n))
+
+    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE), buffer=buffer)
+
+
+def test_only_what_the_request_and_the_template_have_is_looked_for():
+    async def body(engine):
+        without_tools = await events_of(engine, GenerateRequest(chat=Messages(ASK)))
+        call = f"<tool_call>{CALL}</tool_call> <tool_"
+        assert told(without_tools) == (f"So.\n{call}", "hm", [])
+        constrained = GenerateRequest(
+            chat=Messages(ASK, tools=TOOLS), constraint=Constraint("regex", ".*")
+        )
+        assert told(await events_of(engine, constrained))[2] == []
+        plain = await events_of(engine, GenerateRequest(text="hi"))
+        assert not any(isinstance(event, AnswerTokens) for event in plain)
+        assert "".join(e.text for e in plain if isinstance(e, Tokens)) == "".join(WORDS)
+
+    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE))
+
+
+def test_a_template_may_have_opened_the_reasoning():
+    async def body(engine):
+        events = await events_of(engine, GenerateRequest(chat=Messages(ASK)))
+        assert told(events) == ("So", "hm", [])
+
+    script = FakeScript(words=["hm", "</th", "ink>\n", "So"], chat_template=TEMPLATE)
+    script.answer_opening = "<think>\n"
+    run(body, script)
+
+
+def test_tokens_are_all_there_beside_what_is_told_apart():
+    async def body(engine):
+        request = GenerateRequest(
+            chat=Messages(ASK, tools=TOOLS), output=OutputOptions(logprobs=0, token_ids=True)
+        )
+        events = [e for e in await events_of(engine, request) if isinstance(e, Tokens)]
+        assert sum(len(event.token_ids) for event in events) == len(WORDS) + 1
+        assert sum(len(event.logprobs) for event in events) == len(WORDS) + 1
+
+    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE))
+
+
+def test_a_chats_reasoning_is_told_and_not_remembered():
+    async def body(engine):
+        async with Chat(engine) as chat:
+            answer = chat.ask("hi")
+            assert await answer.read() == "So"
+            assert answer.reasoning == "hm"
+            assert chat.messages[-1] == {"role": "assistant", "content": "So"}
+
+    words = ["<think>", "hm", "</think>", "So"]
+    run(body, FakeScript(words=words, chat_template=TEMPLATE))
+
+
+# ---- the context
+
+
+def texts(messages):
+    return [message["content"] for message in messages]
+
+
+def test_a_chat_that_is_full_drops_its_middle_turns_and_tells_which():
+    async def body(engine):
+        async with Chat(engine, system="sys", sampling=SHORT) as chat:
+            told_by_events, dropped = [], []
+            for number in range(12):
+                answer = chat.ask(f"question {number} {'x' * 20}")
+                async for event in answer:
+                    if isinstance(event, Started):
+                        told_by_events += event.dropped
+                dropped += answer.dropped
+            questions = [m["content"] for m in chat.messages if m["role"] == "user"]
+            assert dropped
+            assert told_by_events == dropped
+            assert chat.messages[0] == {"role": "system", "content": "sys"}
+            assert questions[0].startswith("question 0 ")
+            assert questions[-1].startswith("question 11 ")
+            everything = [m["content"] for m in dropped if m["role"] == "user"] + questions
+            assert sorted(everything) == sorted(f"question {n} {'x' * 20}" for n in range(12))
+            pairs = itertools.pairwise(m["role"] for m in chat.messages[1:])
+            assert all(a != b for a, b in pairs)  # whole turns were dropped
+
+    run(body, FakeScript(), max_model_len=256)
+
+
+def test_a_shift_makes_room_for_several_turns():
+    async def body(engine):
+        async with Chat(engine, sampling=SHORT) as chat:
+            shifts = []
+            for number in range(20):
+                answer = chat.ask(f"question {number}")
+                await answer.read()
+                shifts.append(bool(answer.dropped))
+            assert sum(shifts) >= 2
+            assert not any(a and b for a, b in itertools.pairwise(shifts))
+
+    run(body, FakeScript(), max_model_len=256)
+
+
+def test_an_answer_that_fails_leaves_the_conversation_whole():
+    async def body(engine):
+        async with Chat(engine, sampling=SHORT) as chat:
+            for _ in range(2):
+                await chat.ask("y" * 30).read()
+            before = chat.messages
+            answer = chat.ask("z" * 300)  # too large alone
+            with pytest.raises(RequestTooLarge):
+                await answer.read()
+            assert chat.messages == before
+            assert len(await chat.ask("w").read()) > 0
+
+    run(body, FakeScript(), max_model_len=256)
+
+
+def test_requests_that_do_not_ask_for_a_shift_are_refused_as_before():
+    async def body(engine):
+        long = tuple({"role": "user", "content": "x" * 50} for _ in range(10))
+        with pytest.raises(RequestTooLarge):
+            await events_of(engine, GenerateRequest(chat=Messages(long)))
+        events = await events_of(engine, GenerateRequest(chat=Messages(long, shifts=True)))
+        assert texts(events[0].dropped) == ["x" * 50] * len(events[0].dropped)
+
+    run(body, FakeScript(words=["a"]), max_model_len=256)
+
+
+def test_a_second_turn_computes_only_its_own_tokens():
+    """All whole blocks of the turn before are reused, its answer's too."""
+
+    async def body(engine):
+        async with Chat(engine, sampling=SHORT) as chat:
+            ends = []
+            for question in ("x" * 1000, "and then?"):
+                events = [event async for event in chat.ask(question)]
+                ends.append(events[-1].usage)
+        first, second = ends
+        known = first.prompt_tokens + first.completion_tokens - 1  # the last is not computed
+        assert first.cached_tokens == 0
+        assert second.cached_tokens == known // 16 * 16
+
+    run(body, FakeScript(answer_opening="\nassistant: "))
+
+
+# ---- templates that take their time
+
+
+class Slow(FakeTokenizer):
+    """Its template takes 5 s, of the thread it runs in."""
+
+    def __init__(self, threads):
+        self._threads = threads
+        self._script = None
+
+    def render_chat(self, messages, **options):
+        self._threads.note_sleep(5.0)
+        return super().render_chat(messages, **options)
+
+
+def test_a_template_that_takes_long_holds_up_neither_loop_nor_texts():
+    threads = VirtualThreads()
+
+    async def main():
+        class Runner(FakeRunner):
+            tokenizer = Slow(threads)
+
+        def make_runner(model, config):
+            script = FakeScript(step_s=0.01, sleep=threads.note_sleep)
+            return Runner(script=script, num_blocks=600, max_model_len=9000)
+
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+            await engine.wait_ready()
+            began = trio.current_time()
+            slow = engine.submit(GenerateRequest(chat=Messages(ASK), sampling=SHORT), buffer=9)
+            await events_of(engine, GenerateRequest(text="hi" * 4000, sampling=SHORT))
+            assert trio.current_time() - began < 1
+            assert not slow.is_closed
+            await slow.wait_closed()
+            assert slow.error is None
+
+    run_deterministically(main, 0)
+
+
+def test_what_the_tokenizer_refuses_of_a_chat_names_the_chat():
+    async def body(engine):
+        lone = ({"role": "user", "content": "\ud800"},)
+        with pytest.raises(InvalidRequest) as caught:
+            await events_of(engine, GenerateRequest(chat=Messages(lone)))
+        assert [violation.field for violation in caught.value.violations] == ["chat"]
+        with pytest.raises(InvalidRequest) as caught:
+            await engine.tokenize("", chat=Messages(lone))
+        assert [violation.field for violation in caught.value.violations] == ["chat"]
+
+    run(body, FakeScript())

@@ -1,0 +1,307 @@
+"""Explain: what each request waits for, in virtual time, with steps in flight; and the timings
+that every end brings."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.events import Finished, PauseMode, Tokens
+from engine.errors import RequestNotFound
+from engine.model.fake import FakeRunner, FakeScript
+from engine.requests import Chat, GenerateRequest, SamplingParams
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+
+STEP_S = 1.0
+
+
+def run(body, *, num_blocks=512, script=None, seed=0, load_s=0.0, **config):
+    threads = VirtualThreads()
+    script = script or FakeScript()
+    script.step_s, script.sleep, script.load_s = STEP_S, threads.note_sleep, load_s
+    settings = {"check_level": 2, "stall_timeout_s": 1e6, "prefix_cache": False} | config
+
+    def make_runner(model, config):
+        return FakeRunner(script=script, num_blocks=num_blocks, max_model_len=num_blocks * 16)
+
+    async def main():
+        engine_config = EngineConfig(models=(ModelConfig("fake"),), **settings)
+        async with open_engine(engine_config, make_runner=make_runner, threads=threads) as engine:
+            if not load_s:
+                await engine.wait_ready()
+            await body(engine)
+            engine.resume()
+            for name in list(engine._supervisor._live):
+                engine.abort(name)
+
+    run_deterministically(main, seed)
+
+
+def ask(engine, name, *, text="x", max_tokens=5, buffer=4096, **fields):
+    request = GenerateRequest(
+        text=text, request_id=name, sampling=SamplingParams(max_tokens=max_tokens), **fields
+    )
+    return engine.submit(request, buffer=buffer)
+
+
+def test_a_request_of_a_model_that_loads_waits_for_that():
+    async def body(engine):
+        ask(engine, "a")
+        await trio.sleep(1)
+        said = engine.explain("a")
+        assert (said.state, said.waiting_for, said.position) == ("WAITING", "model load", 0)
+        assert (said.blocks, said.computed_tokens, said.estimate_s) == (0, 0, None)
+
+    run(body, load_s=5.0)
+
+
+def test_a_request_whose_tokens_are_being_made_says_so():
+    async def body(engine):
+        script.encode_s = 3.0
+        ask(engine, "a", text="x" * 5000)
+        await trio.sleep(1)
+        assert engine.explain("a").waiting_for.startswith("its tokens")
+
+    script = FakeScript()
+    run(body, script=script)
+
+
+def test_a_running_request_says_how_far_it_is_while_its_step_runs():
+    async def body(engine):
+        ask(engine, "a", text="x" * 40, max_tokens=100)
+        await trio.sleep(STEP_S / 2)  # its prompt is in the first step
+        first = engine.explain("a")
+        assert (first.state, first.waiting_for, first.position) == ("RUNNING", "", 0)
+        assert (first.computed_tokens, first.blocks) == (0, 3)
+        await trio.sleep(3 * STEP_S)
+        later = engine.explain("a")
+        assert (later.computed_tokens, later.blocks) == (42, 3)
+
+    run(body)
+
+
+def test_a_request_that_came_during_a_step_is_known():
+    async def body(engine):
+        ask(engine, "a", max_tokens=100)
+        await trio.sleep(STEP_S / 2)
+        ask(engine, "b", max_tokens=100)
+        await trio.sleep(STEP_S / 4)
+        assert engine.explain("b").waiting_for == "the step in flight, after which it gets in line"
+
+    run(body)
+
+
+def test_seats_priority_and_places_in_line():
+    async def body(engine):
+        ask(engine, "running", max_tokens=100)
+        await trio.sleep(STEP_S / 2)
+        for name, priority in (("second", 5), ("first", 2), ("third", 5)):
+            ask(engine, name, priority=priority)
+            await trio.sleep(STEP_S / 10)
+        await trio.sleep(3 * STEP_S)
+        said = {name: engine.explain(name) for name in ("first", "second", "third")}
+        assert [said[name].position for name in said] == [1, 2, 3]
+        assert said["first"].waiting_for == "seats: 1 of 1 sequences run"
+        assert said["third"].waiting_for.startswith("priority:")
+        assert said["first"].estimate_s == 0
+        assert 0 < said["second"].estimate_s < said["third"].estimate_s
+
+    run(body, max_num_seqs=1)
+
+
+def test_blocks():
+    async def body(engine):
+        ask(engine, "large", text="x" * 90, max_tokens=30)
+        await trio.sleep(STEP_S / 2)
+        ask(engine, "next", text="y" * 90, max_tokens=30)
+        await trio.sleep(2 * STEP_S)
+        said = engine.explain("next")
+        assert said.waiting_for == "KV blocks: 4 are lacking, 2 are free"
+        assert (said.state, said.position, said.blocks) == ("WAITING", 1, 0)
+
+    run(body, num_blocks=8)
+
+
+def test_the_budget_of_tokens():
+    async def body(engine):
+        for name in "abc":
+            ask(engine, name, text="x" * 64)
+            await trio.sleep(0.001)
+        await trio.sleep(1.5 * STEP_S)
+        states = [engine.explain(name).state for name in "abc"]
+        assert states == ["RUNNING", "RUNNING", "WAITING"]
+        assert engine.explain("c").waiting_for in (
+            "a step",
+            "token budget: the next steps compute what is ahead",
+        )
+        await trio.sleep(2 * STEP_S)
+        assert engine.explain("c").state == "RUNNING"
+
+    run(body, max_num_seqs=8, max_num_batched_tokens=40)
+
+
+def test_a_reader_that_does_not_read():
+    async def body(engine):
+        ask(engine, "slow", max_tokens=100, buffer=2)
+        await trio.sleep(10 * STEP_S)
+        said = engine.explain("slow")
+        assert said.state == "PARKED"
+        assert said.waiting_for.startswith("reader")
+        assert 5 * STEP_S < said.parked_s < 10 * STEP_S
+        assert said.blocks == 1
+        await trio.sleep(5)
+        assert engine.explain("slow").parked_s == pytest.approx(said.parked_s + 5)
+
+    run(body)
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.WAIT])
+def test_a_pause(mode):
+    async def body(engine):
+        ask(engine, "runs", max_tokens=100)
+        await trio.sleep(STEP_S / 2)
+        ask(engine, "waits")
+        await trio.sleep(2 * STEP_S)
+        engine.pause(mode)
+        await trio.sleep(2 * STEP_S)
+        pausing = f"resume: the model is paused ({mode.value})"
+        assert engine.explain("waits").waiting_for == pausing
+        runs = engine.explain("runs").waiting_for
+        assert runs == (pausing if mode is PauseMode.KEEP else "")
+
+    run(body, max_num_seqs=1)
+
+
+def test_with_several_choices_it_is_the_one_furthest_behind():
+    async def body(engine):
+        ask(engine, "a", text="x" * 100, n=3, max_tokens=100)
+        await trio.sleep(STEP_S / 2)
+        assert engine.explain("a").state == "WAITING"
+        assert "another choice" in engine.explain("a").waiting_for
+        await trio.sleep(10 * STEP_S)
+        assert engine.explain("a").state == "RUNNING"
+
+    run(body, max_num_batched_tokens=40, max_num_seqs=8)
+
+
+def test_who_is_not_live_is_not_found():
+    async def body(engine):
+        generation = ask(engine, "a")
+        with pytest.raises(RequestNotFound, match="'b'"):
+            engine.explain("b")
+        await generation.wait_closed()
+        with pytest.raises(RequestNotFound):
+            engine.explain("a")
+
+    run(body)
+
+
+def test_the_answer_costs_the_same_whether_ten_or_a_thousand_wait():
+    """Counted in looks at the waiting line, not in time."""
+    looks = {}
+
+    class Line(list):
+        count = 0
+
+        def __getitem__(self, index):
+            Line.count += 1
+            return super().__getitem__(index)
+
+    async def body(engine):
+        for number in range(1000):
+            ask(engine, f"r{number}", max_tokens=100)
+        await trio.sleep(2 * STEP_S)
+        ledger = engine._pool.entries["fake"].replica.loop.scheduler._ledger
+        assert len(ledger.waiting) > 900
+        for name in ("r10", "r990"):
+            line = ledger.waiting
+            ledger.waiting, Line.count = Line(line), 0
+            engine.explain(name)
+            looks[name], ledger.waiting = Line.count, line
+
+    run(body, max_num_seqs=4)
+    assert max(looks.values()) <= 20  # a search in 1,000 takes ten
+
+
+# ---- timings
+
+
+async def events_of(generation):
+    events = []
+    while True:
+        try:
+            events.append(await generation.receive())
+        except trio.EndOfChannel:
+            return events
+
+
+async def timings_of(generation):
+    [end] = [event for event in await events_of(generation) if isinstance(event, Finished)]
+    return end.timings
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_timings_add_up_to_a_life_from_arrival_to_end(seed):
+    """Load, the making of tokens, the wait for a step and for a seat, prefill, decode."""
+
+    async def body(engine):
+        began, queues = trio.current_time(), {}
+
+        async def read(generation):
+            timings = await timings_of(generation)
+            assert sum_of(timings) == pytest.approx(trio.current_time() - began)
+            assert timings.load_s == 2.0
+            assert timings.decode_s == (generation.request.sampling.max_tokens - 1) * STEP_S
+            assert timings.parked_s == 0
+            queues[generation.request_id] = timings.queue_s
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read, ask(engine, "long", text="x" * 5000, max_tokens=3))
+            nursery.start_soon(read, ask(engine, "short", text="y" * 10, max_tokens=4))
+        # the long one's tokens take 3 s to make; then the short one holds the seat for one more
+        assert queues == pytest.approx({"long": 4.0, "short": 0.0})
+
+    script = FakeScript(encode_s=3.0)
+    run(body, script=script, load_s=2.0, seed=seed, num_blocks=1000, max_num_seqs=1)
+
+
+def sum_of(timings):
+    return (
+        timings.queue_s + timings.load_s + timings.prefill_s + timings.decode_s + timings.parked_s
+    )
+
+
+def test_each_phase_is_told_for_what_it_was():
+    async def body(engine):
+        blocker = ask(engine, "blocker", max_tokens=3)
+        await trio.sleep(0.001)
+        generation = ask(engine, "a", text="x" * 100, max_tokens=4, buffer=2)
+        await blocker.wait_closed()  # after 3 steps
+        began = trio.current_time()
+        assert began == pytest.approx(3 * STEP_S, abs=STEP_S / 100)
+        await trio.sleep(20)  # 3 steps of prefill, one of decode, and the buffer is full
+        timings = await timings_of(generation)
+        assert timings.queue_s == pytest.approx(3 * STEP_S - 0.001)
+        assert timings.prefill_s == pytest.approx(3 * STEP_S)
+        assert timings.parked_s == pytest.approx(20 - 4 * STEP_S)
+        assert timings.decode_s == pytest.approx(3 * STEP_S)
+        assert timings.load_s == 0
+
+    run(body, max_num_seqs=1, max_num_batched_tokens=40)
+
+
+def test_a_chats_template_counts_as_queue():
+    async def body(engine):
+        chat = Chat(({"role": "user", "content": "x" * 5000},))
+        request = GenerateRequest(chat=chat, sampling=SamplingParams(max_tokens=2))
+        began = trio.current_time()
+        generation = engine.submit(request, buffer=9)
+        events = await events_of(generation)
+        [end] = [event for event in events if isinstance(event, Finished)]
+        assert sum(isinstance(event, Tokens) for event in events) == 2
+        assert end.timings.queue_s == pytest.approx(3.0)
+        assert sum_of(end.timings) == pytest.approx(trio.current_time() - began)
+
+    run(body, script=FakeScript(encode_s=3.0), num_blocks=1000)

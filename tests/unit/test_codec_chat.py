@@ -1,0 +1,119 @@
+"""Chats and answers on the wire: tools in the templates' form, reasoning and calls in deltas."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.events import Tokens
+from engine.errors import InvalidRequest
+from engine.requests import AnswerTokens, ToolCallDelta
+from grpc_service import codec
+from grpc_service._generated.triolet.v1 import inference_pb2
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "number", "maximum": 3}}}
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "1 + 1?"},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "abc123def", "name": "add", "arguments_json": '{"a": 1, "b": [1.5]}'}
+            ],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "abc123def", "name": "add"},
+    ],
+    "tools": [{"name": "add", "description": "Adds.", "parameters": PARAMETERS}, {"name": "now"}],
+}
+
+
+def test_a_chat_comes_in_the_form_of_chat_templates():
+    chat = codec.decode_generate(inference_pb2.GenerateRequest(chat=CHAT)).chat
+    assert chat.messages == (
+        {"role": "user", "content": "1 + 1?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {
+                    "id": "abc123def",
+                    "type": "function",
+                    "function": {"name": "add", "arguments": {"a": 1, "b": [1.5]}},
+                }
+            ],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "abc123def", "name": "add"},
+    )
+    add, now = (tool["function"] for tool in chat.tools)
+    assert [tool["type"] for tool in chat.tools] == ["function", "function"]
+    assert add == {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
+    assert now["parameters"] == {"type": "object", "properties": {}}
+    again = codec.decode_tokenize(inference_pb2.TokenizeRequest(chat=CHAT))
+    assert again["chat"] == chat
+
+
+@pytest.mark.parametrize("written", ["", "x", "[1]", "null", '{"a": NaN}', '{"a": 1', "{" * 9999])
+@pytest.mark.parametrize("kind", ["generate", "tokenize"])
+def test_arguments_that_are_no_object_are_refused_by_name(written, kind):
+    call = {"name": "f", "arguments_json": written}
+    chat = {"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": [call, {}]}]}
+    message = {
+        "generate": inference_pb2.GenerateRequest(chat=chat),
+        "tokenize": inference_pb2.TokenizeRequest(chat=chat),
+    }[kind]
+    with pytest.raises(InvalidRequest) as caught:
+        getattr(codec, f"decode_{kind}")(message)
+    path = "chat.messages[1].tool_calls"
+    assert [violation.field for violation in caught.value.violations] == [
+        f"{path}[0].arguments_json",
+        f"{path}[1].name",
+        f"{path}[1].arguments_json",
+    ]
+
+
+def test_a_tool_needs_a_name():
+    chat = {"messages": [{"role": "user"}], "tools": [{"name": "f"}, {}]}
+    with pytest.raises(InvalidRequest, match=r"chat\.tools\[1\]\.name: is empty"):
+        codec.decode_generate(inference_pb2.GenerateRequest(chat=chat))
+
+
+calls = st.lists(
+    st.builds(ToolCallDelta, st.integers(0, 3), st.just("i"), st.just("f"), st.text(max_size=60)),
+    max_size=3,
+).map(tuple)
+answers = st.builds(
+    lambda ids, text, reasoning, made: AnswerTokens.of(Tokens("r", 0, ids, text), reasoning, made),
+    st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    st.text(max_size=60),
+    st.text(max_size=60),
+    calls,
+)
+
+
+@given(events=st.lists(answers, min_size=1, max_size=4), limit=st.sampled_from([40, 120, 4000]))
+def test_what_is_told_apart_arrives_whole_in_messages_that_fit(events, limit):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "MESSAGE_BYTES_MAX", limit)
+        deltas = [message.delta for message in codec.encode_events(events, token_ids=True)]
+    assert "".join(delta.text for delta in deltas) == "".join(one.text for one in events)
+    assert "".join(d.reasoning for d in deltas) == "".join(one.reasoning for one in events)
+    assert [i for d in deltas for i in d.token_ids] == [i for e in events for i in e.token_ids]
+    told = []
+    for part in (part for delta in deltas for part in delta.tool_calls):
+        if part.name:
+            told.append([part.position, part.id, part.name, part.arguments_json])
+        else:
+            assert told[-1][0] == part.position
+            told[-1][3] += part.arguments_json
+    assert told == [list(call) for one in events for call in one.tool_calls]
+    longest = max((len(c.arguments_json) for e in events for c in e.tool_calls), default=0)
+    if limit > 40 or not longest:
+        assert all(delta.ByteSize() <= limit for delta in deltas)
+
+
+def test_tokens_without_anything_to_tell_make_no_message():
+    nothing = AnswerTokens.of(Tokens("r", 0, (1,), ""))
+    assert codec.encode_events([nothing]) == []
+    [message] = codec.encode_events([nothing], token_ids=True)
+    assert list(message.delta.token_ids) == [1]
