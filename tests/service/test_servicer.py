@@ -187,17 +187,6 @@ def test_a_broken_field_is_an_invalid_argument_that_names_it(request_fields, fie
     assert not front.calls
 
 
-def test_a_field_that_comes_later_is_unimplemented_and_named():
-    front = FakeFront()
-    turn = {"role": "user", "tool_call_id": "1"}
-    _, error = generate_all(front, text=None, chat={"messages": [turn]})
-    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-    info = details(error)["ErrorInfo"]
-    field = "chat.messages[0].tool_call_id"
-    assert (info.reason, dict(info.metadata)) == ("UNSUPPORTED", {"field": field})
-    assert not front.calls
-
-
 def test_an_unexpected_error_is_internal_logged_and_not_shown(caplog):
     _, error = generate_all(FakeFront([STARTED], error=ZeroDivisionError("secret")))
     assert error.code() is grpc.StatusCode.INTERNAL
