@@ -19,10 +19,13 @@ import trio
 
 from engine.config import EngineConfig
 from engine.core.events import Pause, PauseMode, ResetPrefixCache, Resume
+from engine.core.types import EndReason
 from engine.errors import InvalidRequest, RequestCancelled, RequestTooLarge, ShuttingDown
 from engine.pool import REPLICA_ID, Pool
+from engine.quota import NOWHERE, Origin
 from engine.status import Capability, Counts, EngineStatistics, ModelState, ReplicaCounts
 from engine.supervisor import Supervisor
+from engine.telemetry import EngineTelemetry, ReplicaSnapshot
 from engine.threads import Threads, WorkerThreads
 from engine.watchdog import Watchdog
 
@@ -130,17 +133,32 @@ class Engine:
 
     @overload
     def submit(
-        self, request: GenerateRequest, *, buffer: int, arrived_at: float | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        buffer: int,
+        arrived_at: float | None = None,
+        origin: Origin = NOWHERE,
     ) -> Generation: ...
     @overload
     def submit(
-        self, request: EncodeRequests, *, buffer: int, arrived_at: float | None = None
+        self,
+        request: EncodeRequests,
+        *,
+        buffer: int,
+        arrived_at: float | None = None,
+        origin: Origin = NOWHERE,
     ) -> Encoding: ...
     def submit(
-        self, request: AnyRequest, *, buffer: int, arrived_at: float | None = None
+        self,
+        request: AnyRequest,
+        *,
+        buffer: int,
+        arrived_at: float | None = None,
+        origin: Origin = NOWHERE,
     ) -> Generation | Encoding:
         """Start a request of any kind whose reader the caller drives (`Lifetime`). Never waits."""
-        return self._supervisor.submit(request, buffer=buffer, arrived_at=arrived_at)
+        return self._supervisor.submit(request, buffer=buffer, arrived_at=arrived_at, origin=origin)
 
     # ---- text and tokens
 
@@ -234,6 +252,30 @@ class Engine:
         totals["memory_reserved"] = sum(status.memory_bytes for status in self.list_models())
         totals["memory_limit"] = self._pool.memory_limit
         return EngineStatistics(Counts(**totals), replicas)
+
+    def telemetry(self) -> EngineTelemetry:
+        """`statistics`, and how long things took; never waits for a step."""
+        replicas = [entry.replica for entry in self._pool.entries.values() if entry.replica]
+        early = self._supervisor.metrics.early_ends
+        return EngineTelemetry(
+            self.statistics(),
+            tuple(
+                ReplicaSnapshot(
+                    replica.model,
+                    REPLICA_ID,
+                    getattr(replica.loop.scheduler.statistics(), "plans_discarded", 0),
+                    replica.loop.telemetry.snapshot() if replica.loop.telemetry else None,
+                )
+                for replica in replicas
+            ),
+            models={one.name: one.state is ModelState.READY for one in self.list_models()},
+            deadlines_missed={
+                phase: count
+                for (phase, reason), count in early.items()
+                if reason == EndReason.DEADLINE.value
+            },
+            num_draining=self.num_live if self.is_draining else 0,
+        )
 
     def progress(self) -> Sequence[Entry]:
         """The pool's entries, for showing how far loads are."""

@@ -142,6 +142,7 @@ class EngineConfig:
     prefix_cache: bool = True
     prepared_plans: bool = True
     seed: int = 0
+    telemetry: bool = True  # off: for measuring what it costs
     check_level: int = 1  # ENGINE_CHECK: 0 asserts, 1 checks when idle and at exit, 2 each step
 
     def __post_init__(self) -> None:

@@ -59,12 +59,15 @@ class Encoding(Lifetime[EncodeEvent]):
 
     def on_admitted(self, event: Admitted) -> None:
         self.phase = "queued"
+        self._prompt_tokens = event.prompt_tokens
         self._push(Started(self.request_id, self.model, event.prompt_tokens))
 
     def on_encoded(self, event: Encoded) -> None:
         self.phase = "encode"
         self._num_done += 1
         self.tokens_done += event.tokens
+        if self._first_result_at is None:
+            self._note_first_result()
         if isinstance(self.request, EmbedRequest):
             self._push(Embedding(event.index, event.values, event.tokens))
             return
@@ -83,7 +86,7 @@ class Encoding(Lifetime[EncodeEvent]):
         for score in best[: self._top_n]:
             self._push(score)
         self._scores.clear()
-        timings = replace(event.timings, load_s=self.load_s)
+        timings = self._note_finish(event)
         self._push(replace(event, request_id=RequestId(self.request_id), timings=timings))
         self.close(None)
 

@@ -11,12 +11,15 @@ choices ended, or an error, or a cancel → closed: its channel ends and ``error
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
+from engine import logs
 from engine.apart import Apart
 from engine.core.credit import Credit
 from engine.core.events import Admitted, Finished, ReaderDrained, Refused, Tokens
@@ -39,11 +42,15 @@ if TYPE_CHECKING:
 
     from engine.answers import AnswerFormat
     from engine.core.encode_types import Encoded
-    from engine.core.types import TokenLogprob
+    from engine.core.types import Timings, TokenLogprob
     from engine.pool import Replica
+    from engine.quota import Quota
     from engine.requests import GenerateRequest
 
 EventT = TypeVar("EventT")
+
+log = logging.getLogger(__name__)
+IS_DEBUGGED = partial(log.isEnabledFor, logging.DEBUG)  # asked per event: it costs 40 ns
 
 DEADLINE_MARGIN_S = 0.020  # D18: measured, at 0.010 no client saw a bare reset
 DEADLINE_MARGIN_SHARE = 0.10
@@ -67,6 +74,7 @@ class Lifetime(Generic[EventT]):
 
     ``error`` is None for a request that succeeded; meaningful once ``is_closed``. ``credited`` are
     the kinds of events that hold a slot of the stream's credit; at most ``num_beside`` others come.
+    What waits is counted against ``quota``, where there is one.
     """
 
     def __init__(
@@ -94,6 +102,13 @@ class Lifetime(Generic[EventT]):
         self.client_deadline = math.inf  # its own timer's; `scope` has the server's
         self.model = ""
         self.credited = credited
+        self.quota: Quota | None = None
+        self._queued_tokens = 0  # of the quota's
+        self._prompt_tokens = 0
+        self._first_result_at: float | None = None
+        self._closed_at: float | None = None
+        self._cancelled_at = math.inf
+        self._timings: Timings | None = None
         self._done = trio.Event()
         self._ready: list[EventT] = []  # for `take_ready`
         self._has_left = False
@@ -147,7 +162,13 @@ class Lifetime(Generic[EventT]):
         the start, during and after the end alike (R3)."""
         if self.reason is None and not self.is_closed:
             self.reason = reason
+            self._cancelled_at = trio.current_time()
             self.scope.cancel(reason=reason.value)
+
+    @property
+    def cancelled_at(self) -> float:
+        """When it was ended early: by `cancel`, or by its deadline. On Trio's clock."""
+        return min(self.scope.deadline, trio.current_time(), self._cancelled_at)
 
     def close(self, error: TrioletError | None) -> None:
         """The one end: no event comes after it, and waiting readers hear of it."""
@@ -156,6 +177,8 @@ class Lifetime(Generic[EventT]):
         self.is_closed = True
         # its frames know this: garbage that only a look for cycles would find
         self.error = error if error is None else error.with_traceback(None)
+        self._closed_at = trio.current_time()
+        self._unqueue()
         if self.on_end is not None:
             self.on_end(self)
         self._send.close()
@@ -167,11 +190,66 @@ class Lifetime(Generic[EventT]):
         """Wait for `close`."""
         await self._done.wait()
 
+    # ---- what it has of its quota, and what is said of it
+
+    def queue(self, num_tokens: int) -> None:
+        """Its prompt waits, until its first result or its end.
+
+        Raises:
+            Overloaded: its quota allows no more (`Quota.queue`).
+        """
+        if self.quota is not None:
+            self.quota.queue(num_tokens)
+            self._queued_tokens = num_tokens
+
+    def _unqueue(self) -> None:
+        if self._queued_tokens and self.quota is not None:
+            self.quota.unqueue(self._queued_tokens)
+            self._queued_tokens = 0
+
+    def _note_first_result(self) -> None:
+        self._first_result_at = trio.current_time()
+        self._unqueue()
+
+    def account(self, elapsed_s: float) -> dict[str, str | int | float]:
+        """Where it was, how many tokens it took and gave, and its phases in seconds: those of its
+        choice that finished last or, of one that ended early, how long it waited for its first
+        result and how long it went on. For any thread, once its reader has heard of its end or
+        has left, ``elapsed_s`` after it came; in the latter case it may be about to close."""
+        said: dict[str, str | int | float] = {"model": self.model, "phase": self.phase}
+        said |= {"prompt_tokens": self._prompt_tokens, "tokens_done": self.tokens_done}
+        if self.error is not None:
+            said["reason"] = self.error.reason
+        elif not self.is_closed:
+            said["reason"] = RequestCancelled.reason
+        if self._timings is not None:
+            return said | asdict(self._timings)
+        end = self._closed_at or self.started_at + elapsed_s
+        first = end if self._first_result_at is None else min(self._first_result_at, end)
+        return said | {
+            "load_s": self.load_s,
+            "wait_s": max(0.0, first - self.started_at - self.load_s),
+            "decode_s": end - first,
+        }
+
+    def _debug(self, text: str, *values: object) -> None:
+        """A line for the log about this request, on whatever task it happens (R157)."""
+        log.debug(text, *values, extra={"request_id": logs.printable(self.request_id)})
+
+    def _note_finish(self, event: Finished) -> Timings:
+        """A choice has ended by itself; its timings with the load's."""
+        self._debug("stop reason of choice %d: %s", event.choice, event.reason.value)
+        queue_s = max(0.0, event.timings.queue_s - self.load_s)
+        self._timings = replace(event.timings, queue_s=queue_s, load_s=self.load_s)
+        return self._timings
+
     # ---- the loop's side, as far as it is alike for all kinds (`engine.loop.Sink`)
 
     def _push(self, event: EventT) -> None:
         if self.is_closed or self._has_left:
             return
+        if IS_DEBUGGED():
+            self._debug("pushed: %s", type(event).__name__.lower())
         if self.on_ready is None:
             self._send.send_nowait(event)
             return
@@ -193,6 +271,7 @@ class Lifetime(Generic[EventT]):
 
     def _end_early(self, event: Finished) -> None:
         """The core ended it, and not by success."""
+        self._debug("stop reason of choice %d: %s", event.choice, event.reason.value)
         self.phase = event.phase or self.phase
         self.reason = self.reason or event.reason
         if event.violation is not None:  # of the request's own
@@ -239,7 +318,6 @@ class Generation(Lifetime[StreamEvent]):
         self.echo_text: str | None = None
         self._num_choices = max(1, request.n or 1)  # it may be about to be refused for it
         self._num_finished = 0
-        self._prompt_tokens = 0
         self._is_begun = False
         self._is_renamed = core_id != request_id
         self.dropped: tuple[int, ...] = ()  # which of a chat's messages were left out
@@ -291,6 +369,8 @@ class Generation(Lifetime[StreamEvent]):
     def on_tokens(self, event: Tokens) -> None:
         self.phase = "decode"
         self.tokens_done += len(event.token_ids)
+        if self._first_result_at is None:
+            self._note_first_result()
         if not self._is_begun:
             self._begin(event.prompt_logprobs)
             event = event._replace(prompt_logprobs=())
@@ -302,8 +382,7 @@ class Generation(Lifetime[StreamEvent]):
 
     def on_finished(self, event: Finished) -> None:
         if event.reason.is_success:
-            queue_s = max(0.0, event.timings.queue_s - self.load_s)
-            timings = replace(event.timings, queue_s=queue_s, load_s=self.load_s)
+            timings = self._note_finish(event)
             own_id = RequestId(self.request_id)
             if self._apart:
                 rest = self._apart[event.choice].end(own_id, event.choice)

@@ -23,6 +23,7 @@ import trio
 from engine.core.encode_types import Encoded
 from engine.core.events import (
     Admitted,
+    Cancel,
     Finished,
     Refused,
     StepDone,
@@ -44,8 +45,9 @@ if TYPE_CHECKING:
     from engine.core.events import InputEvent, OutputEvent
     from engine.core.plan import Runner, StepPlan
     from engine.core.scheduler import Scheduler
-    from engine.core.types import RequestId
+    from engine.core.types import EndReason, RequestId
     from engine.errors import TrioletError
+    from engine.telemetry import ReplicaTelemetry
     from engine.threads import Threads
 
 log = logging.getLogger(__name__)
@@ -83,7 +85,7 @@ class EngineLoop:
 
     ``check_level`` is ENGINE_CHECK: at 1 the books are checked whenever the loop goes idle, at
     2 after every commit. ``on_event`` sees everything that goes into and out of the core. ``watch``
-    is told when steps begin and end.
+    is told when steps begin and end, ``telemetry`` what took how long.
     """
 
     def __init__(
@@ -97,9 +99,11 @@ class EngineLoop:
         on_event: Callable[[InputEvent | OutputEvent | StepPlan | EncodePlan], None] | None = None,
         watch: StepWatch | None = None,
         deliveries: Deliveries | None = None,
+        telemetry: ReplicaTelemetry | None = None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
+        self.telemetry = telemetry
         self.busy_s = 0.0
         self.late_events = 0
         self._runner = runner
@@ -134,6 +138,8 @@ class EngineLoop:
             raise Overloaded("the queue holds its requests", retry_after_s=1.0)
         self._num_submits += 1
         self._sinks[event.request.request_id] = sink
+        if self.telemetry is not None:
+            self.telemetry.submitted(event)
         self.post(event)
 
     def post(self, event: InputEvent) -> None:
@@ -143,6 +149,12 @@ class EngineLoop:
             return  # nothing is live any more, and nobody would apply it
         self._commands.append(event)
         self._wake.set()
+
+    def cancel(self, request_id: RequestId, reason: EndReason, phase: str, since: float) -> None:
+        """`post` a Cancel of a request that was in ``phase`` when it was cancelled at ``since``."""
+        if self.telemetry is not None and self.scheduler.is_live(request_id):
+            self.telemetry.cancelled(request_id, phase, since)
+        self.post(Cancel(request_id, reason))
 
     def forget(self, request_id: RequestId) -> None:
         """The request's sink wants no more events; what still comes is counted as late."""
@@ -213,6 +225,8 @@ class EngineLoop:
         now = trio.current_time()
         plan, events = self.scheduler.plan(now)
         self._outbox += events
+        if self.telemetry is not None:
+            self.telemetry.look_at_cancelled(self.scheduler.is_live, now)
         if plan is not None:
             if self._on_event is not None:
                 self._on_event(plan)
@@ -242,6 +256,8 @@ class EngineLoop:
         and prepare the next plan."""
         await trio.lowlevel.checkpoint_if_cancelled()
         started = trio.current_time()
+        if self.telemetry is not None:
+            self.telemetry.step_begins(len(plan.rows), started)
         is_held_back = len(self._outbox) >= EVENTS_TO_HOLD_BACK
         job = self._threads.start(
             lambda: self._execute(plan), self._limiter, tells_begin=is_held_back
@@ -255,7 +271,10 @@ class EngineLoop:
         finally:
             outcome = await job.wait()
             self._watch.end()
-        self.busy_s += trio.current_time() - started
+        ended = trio.current_time()
+        self.busy_s += ended - started
+        if self.telemetry is not None:
+            self.telemetry.step_ended(started, ended)
         self._apply(outcome)
         if self._check_level >= 2:
             self.scheduler.check()
@@ -271,6 +290,8 @@ class EngineLoop:
             return StepFailed(StepFailure(plan.plan_id, FailureKind.ERROR, repr(error)))
 
     async def _wait_for_work(self, now: float) -> None:
+        if self.telemetry is not None:
+            self.telemetry.idles()
         if self.scheduler.is_idle:
             self._went_idle.set()
         if self._check_level >= 1 and self.scheduler.is_idle:
@@ -298,6 +319,8 @@ class EngineLoop:
             self._hand_out(events)
         finally:
             self._deliveries.on_end()
+        if self.telemetry is not None:
+            self.telemetry.delivered(events, trio.current_time())
 
     def _hand_out(self, events: list[OutputEvent]) -> None:
         sinks = self._sinks

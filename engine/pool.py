@@ -37,6 +37,7 @@ from engine.errors import (
 from engine.loop import Deliveries, EngineLoop
 from engine.memory import default_limit
 from engine.status import Capability, ModelState, ModelStatus, ReplicaStatus
+from engine.telemetry import ReplicaTelemetry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -234,6 +235,7 @@ class Pool:
             )
 
     def _begin_load(self, entry: Entry) -> None:
+        log.debug("Acquired spawn lock for %s", entry.config.name)  # the state is the lock (R137)
         self._set_state(entry, ModelState.LOADING)
         self._to_load.send_nowait(entry)
 
@@ -275,6 +277,7 @@ class Pool:
         """
         entry = self.ensure(name, capability)
         if entry.state is ModelState.LOADING:
+            log.debug("Spawn lock busy for %s", entry.config.name)
             await self._wait_settled(entry)
         if entry.replica is None:
             raise self._failure(entry)
@@ -329,6 +332,8 @@ class Pool:
         except Exception as error:
             if not isinstance(error, SpawnFailed):
                 log.exception("model %s failed", entry.config.name)
+            if not entry.settled.is_set():
+                log.debug("Released spawn lock for %s", entry.config.name)
             entry.cause = error
             entry.replica = None
             self._set_state(entry, ModelState.FAILED)
@@ -377,6 +382,7 @@ class Pool:
             on_event=self._on_event,
             watch=self._watchdog.watch(name, self._on_change) if self._watchdog else None,
             deliveries=self.deliveries,
+            telemetry=ReplicaTelemetry() if self._config.telemetry else None,
         )
         threads = entry.config.threads or int(entry.is_encoder)
         entry.replica = Replica(name, info, runner.tokenizer, loop, threads, tokenizer, constraints)
@@ -387,6 +393,8 @@ class Pool:
         log.info("model %s is ready: %s on %s", entry.config.name, info.architecture, info.device)
         self._set_state(entry, ModelState.READY)
         entry.settled.set()
+        log.debug("Workers ready for %s", entry.config.name)
+        log.debug("Released spawn lock for %s", entry.config.name)
 
     async def _run_loop(self, entry: Entry) -> None:
         assert entry.replica is not None

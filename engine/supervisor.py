@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias, overload
 import trio
 
 from engine import logs
-from engine.core.events import Cancel, Submit
+from engine.core.events import Submit
 from engine.core.types import EndReason, Explanation, Request, RequestId
 from engine.encode_inputs import EncodeInputs
 from engine.encode_requests import EmbedRequest
@@ -39,6 +39,7 @@ from engine.errors import (
 from engine.generation import Generation, server_deadline
 from engine.metrics import Metrics
 from engine.prompts import Prompts
+from engine.quota import NOWHERE, Origin
 from engine.requests import GenerateRequest
 from engine.status import AbortOutcome, Capability
 
@@ -109,24 +110,42 @@ class Supervisor:
 
     @overload
     def submit(
-        self, request: GenerateRequest, *, buffer: int, arrived_at: float | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        buffer: int,
+        arrived_at: float | None = None,
+        origin: Origin = NOWHERE,
     ) -> Generation: ...
     @overload
     def submit(
-        self, request: EncodeRequests, *, buffer: int, arrived_at: float | None = None
+        self,
+        request: EncodeRequests,
+        *,
+        buffer: int,
+        arrived_at: float | None = None,
+        origin: Origin = NOWHERE,
     ) -> Encoding: ...
-    def submit(self, request: AnyRequest, *, buffer: int, arrived_at: float | None = None) -> Live:
+    def submit(
+        self,
+        request: AnyRequest,
+        *,
+        buffer: int,
+        arrived_at: float | None = None,
+        origin: Origin = NOWHERE,
+    ) -> Live:
         """Start a request; never waits and never raises: a refusal is its ``error`` (R59).
 
         ``arrived_at``: when it reached the server, on Trio's clock, if that was earlier.
         """
-        request_id = request.request_id or uuid.uuid4().hex
+        request_id = request.request_id or origin.fallback_id or uuid.uuid4().hex
         core_id = self._core_id(request, request_id)
         generation: Live = (
             Generation(request, request_id, core_id, buffer)
             if isinstance(request, GenerateRequest)
             else Encoding(request, request_id, core_id, buffer)
         )
+        generation.quota = origin.quota
         error = self._refusal(request, request_id)
         if error is not None or self._nursery is None:
             self.metrics.count_refusal()
@@ -141,6 +160,7 @@ class Supervisor:
             generation.client_deadline = start + request.timeout_s
         generation.on_end = self._count
         self._live[request_id] = generation
+        log.debug("registered", extra={"request_id": logs.printable(request_id)})
         self._nursery.start_soon(self._supervise, generation, name=f"request {request_id}")
         return generation
 
@@ -199,7 +219,7 @@ class Supervisor:
     # ---- one request's task
 
     async def _supervise(self, generation: Live) -> None:
-        logs.request_id.set(generation.request_id)
+        logs.request_id.set(logs.printable(generation.request_id))
         try:
             with generation.scope:
                 await self._generate(generation)
@@ -236,6 +256,7 @@ class Supervisor:
     ) -> None:
         """From the queue to the end."""
         generation.phase = "queued"
+        generation.queue(_num_tokens(request))
         replica.loop.submit(Submit(request, generation.credit), generation)
         try:
             await generation.wait_closed()
@@ -244,7 +265,8 @@ class Supervisor:
             replica.loop.forget(request.request_id)
             if generation.error is not None or not generation.is_closed:
                 reason = generation.reason or EndReason.DEADLINE
-                replica.loop.post(Cancel(request.request_id, reason))
+                since = generation.cancelled_at
+                replica.loop.cancel(request.request_id, reason, generation.phase, since)
 
     async def _prepare(self, generation: Live, replica: Replica) -> Request | EncodeRequest:
         if isinstance(generation, Generation):
@@ -259,7 +281,7 @@ class Supervisor:
         if not self._live:
             self._idle.set()
         log.debug(
-            "ended: %s after %d tokens",
+            "unregistered: %s after %d tokens",
             "ok" if generation.error is None else generation.error.reason,
             generation.tokens_done,
         )
@@ -341,6 +363,10 @@ def _needed_by(generation: Live) -> Capability:
         return Capability.TEXT_TO_TEXT
     is_embed = isinstance(generation.request, EmbedRequest)
     return Capability.TEXT_EMBEDDING if is_embed else Capability.RERANK
+
+
+def _num_tokens(request: Request | EncodeRequest) -> int:
+    return len(request.prompt) if isinstance(request, Request) else request.num_tokens
 
 
 class _RecentIds:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import threading
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,13 @@ import grpc
 from engine.errors import ConfigError
 from grpc_service.health import SERVICE_NAME as HEALTH_NAME
 from grpc_service.health import HealthServicer, add_health, apply_states
+from grpc_service.metrics import serving_metrics
+from grpc_service.reception import Reception
 from grpc_service.reflection import SERVICE_NAMES as REFLECTION_NAMES
 from grpc_service.reflection import add_reflection
 from grpc_service.servicer import SERVICE_NAMES, add_servicers
+from grpc_service.tls import server_credentials
+from grpc_service.tracing import open_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,15 +33,20 @@ if TYPE_CHECKING:
     from engine.status import ModelStatus
     from grpc_service.bridge import Bridge
     from grpc_service.config import ServerConfig
+    from grpc_service.keys import KeyRing
 
 log = logging.getLogger(__name__)
+
+STREAMS_PER_CONNECTION_MAX = 1000  # guess: more than a sequence each of the largest batches
+PENDING_CALLS_MAX = 20_000  # guess: that many such connections' worth, about 200 MB
 
 
 def server_options(config: ServerConfig) -> list[tuple[str, Any]]:
     """Channel arguments: sizes, and keepalive that finds half-dead clients and allows a client
     to ping every 10 s (grpc's default would punish it after two)."""
     return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
+        # twice what is taken, so that one too large is told so in full (`Reception`)
+        ("grpc.max_receive_message_length", min(2 * config.max_message_bytes, 2**31 - 1)),
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a lottery
         ("grpc.keepalive_time_ms", _ms(config.keepalive_time_s)),
         ("grpc.keepalive_timeout_ms", _ms(config.keepalive_timeout_s)),
@@ -46,6 +56,12 @@ def server_options(config: ServerConfig) -> list[tuple[str, Any]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
         ("grpc.http2.max_ping_strikes", 0),
+        # One connection's calls, those that it has reset and that nobody has looked at yet among
+        # them: with grpc's own limits (none, and 1,000 over all connections), a client that opened
+        # and reset 5,000 at once had other clients' calls end with CANCELLED (`test_fuzz.py`)
+        ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION_MAX),
+        ("grpc.server.max_pending_requests", PENDING_CALLS_MAX),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS_MAX),
     ]
 
 
@@ -108,8 +124,12 @@ class AsyncioSide:
         on_bound: Callable[[int], None],
         on_end: Callable[[BaseException | None], None],
         new_event_loop: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
+        keys: KeyRing | None = None,
     ) -> None:
         self._config = config
+        self._credentials = server_credentials(config)
+        self._tracing = open_tracing(os.environ)
+        self.reception = Reception(keys, config.max_message_bytes, self._tracing)
         self._bridge = bridge
         self._on_bound = on_bound
         self._on_end = on_end
@@ -185,7 +205,16 @@ class AsyncioSide:
 
     async def _serve(self) -> None:
         self._bridge.attach(asyncio.get_running_loop())
-        server = grpc.aio.server(options=server_options(self._config))
+        # first in and last out: a drain is watched to its end
+        async with serving_metrics(self._config, self._bridge, self.reception):
+            await self._serve_calls()
+        if self._tracing is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._tracing.flush)
+
+    async def _serve_calls(self) -> None:
+        server = grpc.aio.server(
+            options=server_options(self._config), interceptors=[self.reception]
+        )
         self._health = HealthServicer()
         apply_states(self._health, *self._states)
         add_servicers(server, self._bridge)
@@ -199,6 +228,8 @@ class AsyncioSide:
 
     def _bind(self, server: grpc.aio.Server) -> int:
         try:
+            if self._credentials is not None:
+                return server.add_secure_port(self._config.address, self._credentials)
             return server.add_insecure_port(self._config.address)
         except RuntimeError:
             raise _cannot_listen(self._config) from None

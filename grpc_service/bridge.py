@@ -27,6 +27,8 @@ import trio
 
 from engine.core.types import EndReason
 from engine.errors import EngineBug, Overloaded, ShuttingDown, TrioletError
+from engine.quota import NOWHERE, Origin
+from grpc_service.rpc import current
 from grpc_service.zombies import Zombies, address_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from engine.generation import Lifetime
     from engine.requests import GenerateRequest
     from engine.status import EngineStatistics
+    from engine.telemetry import EngineTelemetry
 
     Batch = list[tuple["BridgeCall", list[Any], bool, TrioletError | None]]
 
@@ -66,6 +69,7 @@ class BridgeCall:
         self._num_written = 0  # credited events, ever; set on the asyncio thread alone
         self.num_released = 0  # of those, credit given back; set on the Trio thread alone
         self.request = request
+        self.origin = NOWHERE
         self.posted_at = bridge.clock()
         self.generation: Lifetime[Any] | None = None  # the Trio side's, touched there alone
 
@@ -95,6 +99,8 @@ class BridgeCall:
         if not num_events:
             return
         self._num_written += num_events
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("results sent: %d", self._num_written)  # on the call's own task (R157)
         credit = self._credit  # the Trio thread's; a look at it may be a moment late
         if credit.starved or 2 * (self._num_written - self.num_released) >= credit.capacity:
             self._bridge.post(self.release_written)
@@ -198,6 +204,8 @@ class Bridge:
 
     def _open(self, request: AnyRequest, peer: str) -> BridgeCall:
         call = BridgeCall(self, request, address := address_of(peer))
+        if (rpc := current.get()) is not None:
+            rpc.call, call.origin = call, Origin(rpc.request_id, rpc.quota)
         try:
             self.zombies.check_room(address)
         except Overloaded as error:
@@ -228,6 +236,12 @@ class Bridge:
         statistics = await self.ask(lambda engine: engine.statistics())
         totals = replace(statistics.totals, zombies=self.zombies.count())
         return replace(statistics, totals=totals)
+
+    async def telemetry(self) -> EngineTelemetry:
+        """`Engine.telemetry`, the front's own zombies among it."""
+        telemetry = await self.ask(lambda engine: engine.telemetry())
+        totals = replace(telemetry.statistics.totals, zombies=self.zombies.count())
+        return replace(telemetry, statistics=replace(telemetry.statistics, totals=totals))
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
         """Run a function that does not wait on the Trio thread, between its tasks."""
@@ -313,7 +327,10 @@ class Bridge:
         age = max(0.0, self.clock() - call.posted_at)
         try:
             generation = self._engine.submit(
-                call.request, buffer=self._buffer, arrived_at=trio.current_time() - age
+                call.request,
+                buffer=self._buffer,
+                arrived_at=trio.current_time() - age,
+                origin=call.origin,
             )
         except Exception as error:
             bug = EngineBug(repr(error))

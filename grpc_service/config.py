@@ -12,6 +12,7 @@ from engine.errors import ConfigError
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 50051
+LOG_FORMATS = ("auto", "human", "json")
 UNIX_PATH_BYTES_MAX = 107  # sun_path of Linux holds 108 with its NUL
 
 
@@ -20,7 +21,12 @@ class ServerConfig:
     """Where clients reach the server. ``uds``, the path of a Unix socket, replaces host and
     port. ``port`` 0 takes any free one. ``insecure`` lets other machines in without TLS or key.
     A connection on which nothing came for ``keepalive_time_s`` is asked for a sign of life, and
-    closed when none comes within ``keepalive_timeout_s``."""
+    closed when none comes within ``keepalive_timeout_s``.
+
+    ``tls_cert`` and ``tls_key`` are PEM files; with ``client_ca`` clients need certificates too.
+    ``api_key_file`` is what `grpc_service.keys` reads; the ``key_max_…`` hold for keys that have no
+    limits of their own there. ``metrics_port`` None: no metrics are served; 0: on any free port.
+    """
 
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
@@ -29,6 +35,15 @@ class ServerConfig:
     max_message_bytes: int = 4 * 2**20
     keepalive_time_s: float = 30.0  # with the timeout, a half-dead client is found within 45 s
     keepalive_timeout_s: float = 15.0
+    tls_cert: str = ""
+    tls_key: str = ""
+    client_ca: str = ""
+    api_key_file: str = ""
+    key_max_requests: int | None = None
+    key_max_queued_tokens: int | None = None
+    metrics_port: int | None = None
+    metrics_host: str = DEFAULT_HOST
+    log_format: str = "auto"
 
     def __post_init__(self) -> None:
         if self.uds:
@@ -36,13 +51,21 @@ class ServerConfig:
                 raise ConfigError(f"--uds is longer than {UNIX_PATH_BYTES_MAX} bytes")
         elif not self.host:
             raise ConfigError("--host is empty; use 127.0.0.1 for this machine only")
-        elif not (self.insecure or is_loopback(self.host)):
+        elif not (self.is_guarded or self.insecure or is_loopback(self.host)):
             raise ConfigError(
-                f"--host {self.host} would serve other machines without encryption or a key; add "
-                "--insecure if everyone who can reach it may use it, or listen on 127.0.0.1"
+                f"--host {self.host} would serve other machines without encryption or a key; give "
+                "--tls-cert and --tls-key, or --api-key-file, or listen on 127.0.0.1; or add "
+                "--insecure if everyone who can reach it may use it"
             )
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port is {self.port}, outside [0, 65535]")
+        for flag, port in (("port", self.port), ("metrics-port", self.metrics_port or 0)):
+            if not 0 <= port <= 65535:
+                raise ConfigError(f"--{flag} is {port}, outside [0, 65535]")
+        self._check_security()
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(
+                f"--log-format is {self.log_format!r}; use {', '.join(LOG_FORMATS[:-1])} or "
+                f"{LOG_FORMATS[-1]}"
+            )
         if self.max_message_bytes < 1024:
             raise ConfigError("--max-message-bytes must be at least 1024")
         for flag, seconds in (
@@ -51,6 +74,25 @@ class ServerConfig:
         ):
             if not seconds >= 0.001:
                 raise ConfigError(f"--{flag} is {seconds:g} s, but must be at least 0.001")
+
+    def _check_security(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("--tls-cert and --tls-key go together")
+        if self.client_ca and not self.tls_cert:
+            raise ConfigError("--client-ca needs --tls-cert and --tls-key")
+        for flag, limit in (
+            ("key-max-requests", self.key_max_requests),
+            ("key-max-queued-tokens", self.key_max_queued_tokens),
+        ):
+            if limit is not None and not self.api_key_file:
+                raise ConfigError(f"--{flag} needs --api-key-file")
+            if limit is not None and limit < 1:
+                raise ConfigError(f"--{flag} is {limit}, but must be at least 1")
+
+    @property
+    def is_guarded(self) -> bool:
+        """Strangers cannot read along, or cannot call: TLS, or keys."""
+        return bool(self.tls_cert or self.api_key_file)
 
     @property
     def address(self) -> str:

@@ -31,6 +31,9 @@ from engine.watchdog import EXIT_HUNG, Watchdog
 from grpc_service.asyncio_side import AsyncioSide, check_free, new_event_loop
 from grpc_service.bridge import Bridge
 from grpc_service.cli.startup import awaited, show_loading, show_ready
+from grpc_service.cli.statistics import log_statistics
+from grpc_service.keys import open_keys, reload_keys
+from grpc_service.tls import server_credentials
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.pool import Entry, RunnerFactory
     from grpc_service.config import ServerConfig
+    from grpc_service.keys import KeyRing
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +75,9 @@ class _Ending:
     """
 
     watchdog: Watchdog
+    keys: KeyRing | None = None
     engine: Engine | None = None
+    num_zombies: Callable[[], int] = lambda: 0
     is_serving: bool = False
     first: trio.Event = field(default_factory=trio.Event)
     second: trio.Event = field(default_factory=trio.Event)
@@ -88,7 +94,9 @@ class _Ending:
         async for number in signals:
             if number == signal.SIGUSR1:
                 if self.engine is not None:
-                    log.info("statistics: %s", self.engine.statistics())
+                    log_statistics(self.engine.statistics(), self.num_zombies())
+            elif number == signal.SIGHUP:
+                reload_keys(self.keys)
             elif not self.first.is_set():
                 self.first.set()
             elif self.cut_by is None:
@@ -133,8 +141,12 @@ async def serve(
     Cancellation: running requests are cut at once; the threads are joined.
     """
     check_free(server_config)
-    ending = _Ending(Watchdog(engine_config.step_timeout_s, exit_process=exit_process))
-    with trio.open_signal_receiver(*SIGNALS) as signals:
+    server_credentials(server_config)  # what is wrong with its files is said before models load
+    keys = open_keys(server_config)
+    ending = _Ending(Watchdog(engine_config.step_timeout_s, exit_process=exit_process), keys)
+    # without keys to read again, a terminal that hangs up ends the server as it ends others
+    numbers = SIGNALS if keys is None else (*SIGNALS, signal.SIGHUP)
+    with trio.open_signal_receiver(*numbers) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ending.watch, signals)  # also while the engine ends
             await _serve(
@@ -172,7 +184,8 @@ async def _serve(
     ) as engine:
         ending.engine = engine
         bridge = Bridge(engine)
-        asyncio_side = _asyncio_side(server_config, bridge, front, new_event_loop)
+        ending.num_zombies = lambda: bridge.zombies.last_count
+        asyncio_side = _asyncio_side(server_config, bridge, front, new_event_loop, ending.keys)
         show.append(
             lambda: asyncio_side.show_states(engine.list_models(), is_draining=engine.is_draining)
         )
@@ -213,6 +226,7 @@ def _asyncio_side(
     bridge: Bridge,
     front: _Front,
     new_event_loop: Callable[[], AbstractEventLoop],
+    keys: KeyRing | None,
 ) -> AsyncioSide:
     token = trio.lowlevel.current_trio_token()
 
@@ -237,7 +251,7 @@ def _asyncio_side(
 
         tell(ended)
 
-    return AsyncioSide(config, bridge, on_bound, on_end, new_event_loop)
+    return AsyncioSide(config, bridge, on_bound, on_end, new_event_loop, keys)
 
 
 async def _wait_bound(front: _Front) -> None:
@@ -315,7 +329,7 @@ def serve_forever(
     new_event_loop: Callable[[], AbstractEventLoop] = new_event_loop,
 ) -> int:
     """`triolet serve`: run until told to end; the process's exit code."""
-    logs.configure(os.environ.get("TRIOLET_LOG", "INFO"))
+    logs.configure(os.environ.get("TRIOLET_LOG", "INFO"), server_config.log_format)
     if not __debug__:
         print("triolet: refuses to run with python -O: its checks are part of it", file=sys.stderr)
         return EXIT_FAILED

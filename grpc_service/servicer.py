@@ -15,17 +15,16 @@ import logging
 import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from engine.errors import EngineBug, InvalidRequest, NotAllowed, Unsupported
+from engine.errors import EngineBug, InvalidRequest, Unsupported
 from grpc_service import codec, encode_codec, operations, snapshots
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
-from grpc_service.config import is_loopback
 from grpc_service.status import ending_of
+from grpc_service.watching import watch_stats
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -132,6 +131,9 @@ class Control:
     ) -> control_pb2.GetStatsResponse:
         return snapshots.encode_statistics(await self._front.statistics())
 
+    async def WatchStats(self, request: control_pb2.WatchStatsRequest, context: Context) -> None:
+        await watch_stats(self._front, context)
+
     async def Pause(
         self, request: control_pb2.PauseRequest, context: Context
     ) -> control_pb2.PauseResponse:
@@ -175,10 +177,11 @@ class Control:
 
 
 def add_servicers(server: grpc.aio.Server, front: Front) -> None:
-    """Serve triolet.v1. Call it before the server starts."""
+    """Serve triolet.v1, to whoever calls: `grpc_service.reception` says who may. Call it before
+    the server starts."""
     _add(server, INFERENCE, Inference(front))
     _add(server, MODELS, Models(front))
-    _add(server, CONTROL, Control(front), is_local_only=True)
+    _add(server, CONTROL, Control(front))
 
 
 # ---- what every stream has in common ---------------------------------------------------------
@@ -224,20 +227,10 @@ async def _carry(
 # ---- what every RPC has in common ------------------------------------------------------------
 
 
-def _add(
-    server: grpc.aio.Server,
-    service: ServiceDescriptor,
-    servicer: object,
-    *,
-    is_local_only: bool = False,
-) -> None:
+def _add(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
     handlers = {
         method.name: _handler(
-            method,
-            _answering(
-                getattr(servicer, method.name, None) or _later(service, method),
-                is_local_only=is_local_only,
-            ),
+            method, _answering(getattr(servicer, method.name, None) or _later(service, method))
         )
         for method in service.methods
     }
@@ -288,7 +281,7 @@ def _later(service: ServiceDescriptor, method: MethodDescriptor) -> Behaviour:
     return refuse
 
 
-def _answering(behaviour: Behaviour, *, is_local_only: bool) -> Behaviour:
+def _answering(behaviour: Behaviour) -> Behaviour:
     """``behaviour`` with every way it can end made a way grpc.aio can."""
 
     async def answer(request: Message | InvalidRequest, context: Context) -> Any:
@@ -296,8 +289,6 @@ def _answering(behaviour: Behaviour, *, is_local_only: bool) -> Behaviour:
         try:
             if isinstance(request, InvalidRequest):
                 raise request
-            if is_local_only and not is_local(context.peer()):
-                raise NotAllowed("this RPC is served to clients on the server's machine only")
             return await behaviour(request, context)
         except grpc.aio.AbortError:
             raise  # the behaviour has ended the call itself
@@ -348,12 +339,3 @@ def clients_timeout(remaining_s: float | None) -> float | None:
     if remaining_s is None or remaining_s < 1:
         return remaining_s
     return remaining_s - 10.0 ** (math.floor(math.log10(remaining_s)) - 2)
-
-
-def is_local(peer: str) -> bool:
-    """Does ``peer``, as grpc writes it (``ipv4:127.0.0.1:5``, ``ipv6:%5B::1%5D:5``, ``unix:``),
-    come over loopback or a Unix socket?"""
-    kind, _, address = unquote(peer).partition(":")
-    if kind == "unix":
-        return True
-    return is_loopback(address.rpartition(":")[0])

@@ -69,6 +69,11 @@ class Zombies:
                 self._by_address[address] += 1
         return len(self._zombies)
 
+    @property
+    def last_count(self) -> int:
+        """As `count` found it last; for any thread."""
+        return len(self._zombies)
+
     def check_room(self, address: str) -> None:
         """Whether a new call from ``address`` may come.
 

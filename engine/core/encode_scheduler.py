@@ -432,6 +432,10 @@ class EncodeScheduler:
 
     # ---- views
 
+    def is_live(self, request_id: RequestId) -> bool:
+        """Is the request in the line, parked, or part of a step?"""
+        return request_id in self._requests
+
     def phase_of(self, request_id: RequestId) -> str | None:
         """Where a live request is: queued, encode or parked; None: it is not live."""
         live = self._requests.get(request_id)

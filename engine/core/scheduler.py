@@ -527,6 +527,10 @@ class Scheduler:
             live, now, pause=self._pause, tokens_per_s=self._tokens_per_s, steps=steps
         )
 
+    def is_live(self, request_id: RequestId) -> bool:
+        """Does the request hold anything: a place in the line, blocks, a step in flight?"""
+        return request_id in self._ledger.requests
+
     def statistics(self) -> SchedulerStatistics:
         """The counters as they stand; constant time but for the live requests."""
         ledger = self._ledger

@@ -15,6 +15,7 @@ import grpc
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
+from grpc_service.cli.security import open_channel
 from grpc_service.config import DEFAULT_PORT, is_loopback
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def run_client(args: argparse.Namespace, job: Callable[[grpc.Channel], None]) ->
     """Do ``job`` with a channel to ``args.server``; its failures become an exit code."""
     target = target_of(args.server)
     try:
-        with grpc.insecure_channel(target, options=_options(target)) as channel:
+        with open_channel(args, target, _options(target)) as channel:
             job(channel)
         sys.stdout.flush()
     except KeyboardInterrupt:

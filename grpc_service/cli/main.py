@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from engine.errors import ConfigError
 from grpc_service.cli.entry import hear_ctrl_c
 from grpc_service.cli.flags import add_serve_arguments, configs_of
+from grpc_service.cli.security import add_security_arguments
 from grpc_service.cli.values import COUNT, SECONDS
 from grpc_service.config import DEFAULT_HOST, DEFAULT_PORT
 
@@ -135,6 +136,7 @@ def _add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> Non
         help=f"longest wait for the answer (default: {'none' if timeout_s is None else timeout_s})",
     )
     parser.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
+    add_security_arguments(parser)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

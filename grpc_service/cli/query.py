@@ -21,10 +21,11 @@ from grpc_service._generated.triolet.v1 import (
     models_pb2_grpc,
 )
 from grpc_service.cli.client import run_client
+from grpc_service.cli.statistics import lines_of, paused_text, size_text
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from google.protobuf.message import Message
 
@@ -63,18 +64,10 @@ def models(args: argparse.Namespace) -> int:
         with suppress(grpc.RpcError):  # for who may not ask: the list alone
             control = control_pb2_grpc.ControlStub(channel)
             answer = control.GetStats(control_pb2.GetStatsRequest(), timeout=args.timeout)
-            pauses.update({entry.model: _paused(entry) for entry in answer.replicas})
+            pauses.update({entry.model: paused_text(entry) for entry in answer.replicas})
         return listed
 
     return _show(args, ask, lambda answer: print_models(answer.models, pauses))
-
-
-def _paused(entry: control_pb2.ReplicaStats) -> str:
-    """What is said of a pause behind a state; empty: there is none."""
-    if not entry.pause:
-        return ""
-    mode = control_pb2.PauseMode.Name(entry.pause).removeprefix("PAUSE_MODE_")
-    return f", paused ({mode.lower()})"
 
 
 def stats(args: argparse.Namespace) -> int:
@@ -213,7 +206,7 @@ def print_models(listed: Sequence[models_pb2.Model], pauses: Mapping[str, str]) 
             model.device or "–",
             model.dtype or "–",
             str(model.max_model_len or "–"),
-            _size(model.memory_bytes),
+            size_text(model.memory_bytes),
             str(len(model.replicas)),
         )
         for model in listed
@@ -226,44 +219,7 @@ def print_models(listed: Sequence[models_pb2.Model], pauses: Mapping[str, str]) 
 
 
 def print_stats(answer: control_pb2.GetStatsResponse) -> None:
-    for name, text in _totals(answer.totals):
-        print(f"{name:<10}{text}")
-    for entry in answer.replicas:
-        state = common_pb2.ReplicaState.Name(entry.state).removeprefix("REPLICA_STATE_")
-        state += _paused(entry)
-        print(
-            f"{entry.model}/{entry.replica} {state}: {entry.running} running, {entry.waiting} "
-            f"waiting, {entry.free_blocks} of {entry.total_blocks} blocks free"
-        )
-
-
-def _totals(totals: control_pb2.Totals) -> Iterator[tuple[str, str]]:
-    ends = totals.requests_total
-    yield "sequences", _named(totals, ("running", "waiting", "parked", "ending", "zombies"))
-    yield "requests", _named(ends, [field.name for field in ends.DESCRIPTOR.fields])
-    yield (
-        "tokens",
-        f"{totals.prompt_tokens_total} of prompts, {totals.completion_tokens_total} generated",
-    )
-    yield (
-        "blocks",
-        f"{totals.free_blocks} of {totals.total_blocks} free, {totals.cached_blocks} cached",
-    )
-    share = totals.prefix_hits / totals.prefix_queries if totals.prefix_queries else 0.0
-    yield (
-        "prefixes",
-        f"{totals.prefix_hits} of {totals.prefix_queries} tokens found ({share:.0%})",
-    )
-    rows = totals.step_rows_total / totals.step_count if totals.step_count else 0.0
-    yield (
-        "steps",
-        f"{totals.step_count}, of {rows:.1f} rows on average, {totals.preemptions} preemptions",
-    )
-    yield "memory", f"{_size(totals.memory_reserved)} of {_size(totals.memory_limit)} reserved"
-
-
-def _named(message: Message, names: Sequence[str]) -> str:
-    return ", ".join(f"{getattr(message, name)} {name}" for name in names)
+    print("\n".join(lines_of(answer)))
 
 
 OUTCOMES = {
@@ -290,14 +246,3 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _words(name: str) -> str:
     return name.lower().replace("_", "-")
-
-
-def _size(num_bytes: int) -> str:
-    if not num_bytes:
-        return "–"
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -75,11 +75,18 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
         else:
             lines.append(f"  {model.name}: {model.state.value}{_because(model.error)}")
     is_default = where == f"{DEFAULT_HOST}:{DEFAULT_PORT}"
+    needs = (" --tls-ca FILE" if config.tls_cert else "") + (
+        " --tls-cert FILE --tls-key FILE" if config.client_ca else ""
+    )
+    needs += " --api-key-file FILE" if config.api_key_file and not config.uds else ""
+    server = "" if is_default else f" --server {where}"
+    lines += ["Try:", f'  triolet generate "Once upon a time"{server}{needs}']
+    if not needs:
+        lines.append(
+            f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
+            "triolet.v1.Inference/Generate"
+        )
     lines += [
-        "Try:",
-        '  triolet generate "Once upon a time"' + ("" if is_default else f" --server {where}"),
-        f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
-        "triolet.v1.Inference/Generate",
         "Ctrl-C drains; twice cuts.",
     ]
     print("\n".join(lines), flush=True)

@@ -323,8 +323,13 @@ def test_a_request_of_5_mib_is_refused_and_the_connection_goes_on(channel):
         generate(channel, text="x" * 5 * 2**20).error,
         error_of(lambda: tokenize(channel, "x" * 5 * 2**20)),
     ):
-        assert error.code() is StatusCode.RESOURCE_EXHAUSTED
+        assert (error.code(), reason(error)) == (INVALID, "REQUEST_TOO_LARGE")
         assert "4194304" in error.details()
+
+
+def test_a_request_beyond_what_the_transport_takes_is_refused_too(channel):
+    error = generate(channel, text="x" * 9 * 2**20).error
+    assert error.code() is StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_a_request_just_below_4_mib_is_heard(channel):

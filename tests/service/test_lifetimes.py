@@ -552,7 +552,7 @@ def test_sigusr1_logs_statistics_and_sigterm_ends_an_idle_server_that_has_client
     with fake() as server, connect(server.address) as other:
         wait_serving(other)
         server.signal(signal.SIGUSR1)
-        wait_until(lambda: "statistics: EngineStatistics(" in server.log)
+        wait_until(lambda: "\n  sequences 0 running, 0 waiting" in server.log)
         assert generate(other, max_tokens=2).error is None
         start = time.monotonic()
         assert server.stop() == 0

@@ -238,7 +238,7 @@ def start(
         models=tuple(ModelConfig(**{"model": "fake", **model}) for model in models),
         **{"check_level": 2} | (engine or {}),
     )
-    server_config = ServerConfig(**{"port": 0} | (server or {}))
+    server_config = ServerConfig(**{"port": 0, "log_format": "human"} | (server or {}))
 
     def make_runner(model, config):
         if model.capability in KINDS:
@@ -265,7 +265,7 @@ def start(
         return serve_forever(
             engine_config, server_config, make_runner=make_runner, new_event_loop=new_loop
         )
-    logs.configure("INFO")
+    logs.configure(os.environ.get("TRIOLET_LOG", "INFO"), server_config.log_format)
 
     async def main():
         codes = []

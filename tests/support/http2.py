@@ -1,32 +1,94 @@
-"""As much of HTTP/2 as it takes to send pings that no gRPC library would send.
+"""As much of HTTP/2 as it takes to send what no gRPC library would send.
 
-Source: RFC 9113, sections 3.4, 4.1, 6.5 (SETTINGS), 6.7 (PING), 6.8 (GOAWAY).
+Source: RFC 9113, sections 3.4, 4.1, 6.1 (DATA) to 6.10 (CONTINUATION); RFC 7541, section 6.2.2
+(literal header fields without indexing).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS, PING, GOAWAY = 4, 6, 7
-ACK = 1
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+CONTINUATION = 9
+ACK = END_STREAM = 1
+END_HEADERS = 4
+INITIAL_WINDOW = 4
 LIMIT_S = 10.0
 
 
+def frame(kind, payload=b"", flags=0, stream=0):
+    """A frame's bytes."""
+    length = struct.pack(">I", len(payload))[1:]
+    return length + bytes((kind, flags)) + struct.pack(">I", stream) + payload
+
+
+def setting(identifier, value):
+    """The payload of SETTINGS with one of them."""
+    return struct.pack(">HI", identifier, value)
+
+
+def field(name, value):
+    """A header field, literally."""
+    parts = (name.encode(), value.encode())
+    assert all(len(part) < 127 for part in parts)
+    return b"\x00" + b"".join(bytes((len(part),)) + part for part in parts)
+
+
+def headers(path):
+    """The header block of a gRPC call."""
+    return b"".join(
+        itertools.starmap(
+            field,
+            [
+                (":method", "POST"),
+                (":scheme", "http"),
+                (":path", path),
+                (":authority", "localhost"),
+                ("te", "trailers"),
+                ("content-type", "application/grpc"),
+            ],
+        )
+    )
+
+
 class Connection:
-    """A connection without streams that answers nothing by itself but settings."""
+    """A connection that answers nothing by itself but settings, and those only if
+    ``answers_settings``."""
 
     def __init__(self, sock):
         self._socket = sock
+        self._streams = itertools.count(1, 2)
+        self.answers_settings = True
         sock.settimeout(LIMIT_S)
         sock.sendall(PREFACE)
         self.send(SETTINGS)
 
-    def send(self, kind, payload=b"", flags=0):
-        header = struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + bytes(4)
-        self._socket.sendall(header + payload)
+    def send(self, kind, payload=b"", flags=0, stream=0):
+        self._socket.sendall(frame(kind, payload, flags, stream))
+
+    def open(self, path, request=None):
+        """Begin a call, with its one request or without; the stream's number."""
+        stream = next(self._streams)
+        self.send(HEADERS, headers(path), END_HEADERS, stream)
+        if request is not None:
+            message = b"\x00" + struct.pack(">I", len(request)) + request
+            self.send(DATA, message, END_STREAM, stream)
+        return stream
+
+    def drain(self):
+        """Read what is there, without looking at it."""
+        self._socket.settimeout(0.005)
+        try:
+            while self._socket.recv(65536):
+                pass
+        except TimeoutError:
+            pass
+        finally:
+            self._socket.settimeout(LIMIT_S)
 
     def receive(self):
         """The next frame as (kind, flags, payload); None at the connection's end."""
@@ -35,7 +97,7 @@ class Connection:
             return None
         length, kind, flags = int.from_bytes(header[:3], "big"), header[3], header[4]
         payload = self._read(length)
-        if kind == SETTINGS and not flags & ACK:
+        if kind == SETTINGS and not flags & ACK and self.answers_settings:
             self.send(SETTINGS, flags=ACK)
         return kind, flags, payload
 
@@ -43,10 +105,10 @@ class Connection:
         """Ping, and read up to the answer. False: the server said goodbye instead."""
         payload = struct.pack(">Q", number)
         self.send(PING, payload)
-        while (frame := self.receive()) is not None:
-            if frame[0] == GOAWAY:
+        while (got := self.receive()) is not None:
+            if got[0] == GOAWAY:
                 return False
-            if frame == (PING, ACK, payload):
+            if got == (PING, ACK, payload):
                 return True
         return False
 

@@ -120,7 +120,7 @@ class Server:
 
     def sentences(self):
         """What it told a person on standard error: neither log nor progress."""
-        stamp = re.compile(r"\d{4}-\d\d-\d\d ")
+        stamp = re.compile(r"\d{4}-\d\d-\d\d |\{")  # for a person, or for a machine
         lines = self.log.splitlines()
         return [one for one in lines if not (stamp.match(one) or one.startswith("loading "))]
 

@@ -22,6 +22,15 @@ OTHER = {
     "uds": ("/run/t.sock", '"/run/t.sock"'),
     "insecure": (None, "true"),
     "max_message_bytes": ("1MiB", '"1MiB"'),
+    "tls_cert": ("/c.pem", '"/c.pem"'),
+    "tls_key": ("/k.pem", '"/k.pem"'),
+    "client_ca": ("/ca.pem", '"/ca.pem"'),
+    "api_key_file": ("/keys", '"/keys"'),
+    "key_max_requests": ("3", "3"),
+    "key_max_queued_tokens": ("300", "300"),
+    "metrics_port": ("9090", "9090"),
+    "metrics_host": ("::1", '"::1"'),
+    "log_format": ("json", '"json"'),
     "keepalive_time": ("60", "60"),
     "keepalive_timeout": ("2.5", "2.5"),
     "revision": ("v2", '"v2"'),
@@ -74,7 +83,7 @@ def test_without_arguments_everything_is_the_configs_own_default():
 def test_every_field_of_the_configs_has_a_flag():
     """Those that have none are reached otherwise, or have no surface yet."""
     without = {
-        EngineConfig: {"models", "in_process_buffer", "check_level"},
+        EngineConfig: {"models", "in_process_buffer", "telemetry", "check_level"},
         ServerConfig: set(),
         ModelConfig: {"model", "name", "aliases", "lazy", "threads", "capability"},
     }
@@ -83,11 +92,25 @@ def test_every_field_of_the_configs_has_a_flag():
         assert fields - others == {f.field for f in flags.FLAGS if f.target is target}
 
 
+# What a flag cannot be given without.
+BESIDE = {
+    "tls_cert": ("tls_key",),
+    "tls_key": ("tls_cert",),
+    "client_ca": ("tls_cert", "tls_key"),
+    "key_max_requests": ("api_key_file",),
+    "key_max_queued_tokens": ("api_key_file",),
+}
+
+
 @pytest.mark.parametrize("flag", flags.FLAGS, ids=lambda flag: flag.name)
 def test_every_flag_sets_its_field_alike_as_argument_and_in_the_file(flag, tmp_path):
     argument, toml = OTHER[flag.key]
     given = [f"--{flag.name}"] if argument is None else [f"--{flag.name}", argument]
-    by_argument, by_file = configs(*given), from_file(tmp_path, f"{flag.key} = {toml}")
+    others = BESIDE.get(flag.key, ())
+    for other in others:
+        given += [f"--{other.replace('_', '-')}", OTHER[other][0]]
+    lines = [f"{flag.key} = {toml}", *(f"{other} = {OTHER[other][1]}" for other in others)]
+    by_argument, by_file = configs(*given), from_file(tmp_path, "\n".join(lines))
     assert by_argument == by_file
     engine, server = by_argument
     target = {EngineConfig: engine, ServerConfig: server, ModelConfig: engine.models[0]}

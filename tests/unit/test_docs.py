@@ -29,7 +29,7 @@ SOURCES = [
     if path.suffix in (".py", ".sh", "") and path.is_file()
     if not {"_generated", "node_modules", "__pycache__"} & set(path.parts)
 ]
-TOP_LEVEL = {".ci", "docs", "engine", "grpc_service", "proto", "tests", "tools"}
+TOP_LEVEL = {".ci", "deploy", "docs", "engine", "grpc_service", "proto", "tests", "tools"}
 FILE_SUFFIXES = (".py", ".md", ".sh", ".toml", ".txt", ".proto", ".json")
 
 CITATION = re.compile(r"(?<![\w.`])(R[1-9]\d{0,2}|[DE][1-9]\d?)(?!\w)")

@@ -33,10 +33,12 @@ ENGINE_PUBLIC = {
     "engine.errors",
     "engine.logs",
     "engine.memory",
+    "engine.quota",
     "engine.requests",
     "engine.shift",
     "engine.status",
     "engine.sync",
+    "engine.telemetry",
     "engine.watchdog",
     *VOCABULARY,
 }
@@ -44,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.errors": set(),
     "engine.logs": set(),
     "engine.memory": set(),
+    "engine.quota": {"engine.errors"},
     "engine.status": set(),
     "engine.threads": set(),
     "engine.watchdog": set(),
@@ -51,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine.core": {"engine.errors", "engine.config"},
     "engine.requests": {"engine.errors", *VOCABULARY},
     "engine.metrics": {"engine.status", *VOCABULARY},
+    "engine.telemetry": {"engine.core", "engine.status"},
     "engine.encode_requests": {"engine.errors", "engine.requests", *VOCABULARY},
     "engine.model": {
         "engine.core",
@@ -59,7 +63,9 @@ ALLOWED: dict[str, set[str]] = {
         "engine.memory",
         "engine.status",  # what a model is for
     },
-    "engine.loop": {"engine.core", "engine.errors", "engine.config", "engine.watchdog"},
+    "engine.loop": {
+        *("engine.core", "engine.errors", "engine.config", "engine.telemetry", "engine.watchdog"),
+    },
     "engine.pool": {
         "engine.core",
         "engine.errors",
@@ -68,6 +74,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.loop",  # a replica is a loop with what serves it
         "engine.memory",
         "engine.status",
+        "engine.telemetry",
         "engine.watchdog",
     },
     "engine.constraints": {"engine.core", "engine.errors"},
@@ -79,6 +86,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.apart",
         "engine.core",
         "engine.errors",
+        "engine.logs",
         "engine.requests",
     },
     "engine.encoding": {
@@ -111,6 +119,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.prompts",
         "engine.logs",
         "engine.metrics",
+        "engine.quota",
         "engine.requests",
         "engine.status",
     },
@@ -120,9 +129,11 @@ ALLOWED: dict[str, set[str]] = {
         "engine.errors",
         "engine.generation",
         "engine.pool",
+        "engine.quota",
         "engine.requests",
         "engine.status",
         "engine.supervisor",
+        "engine.telemetry",
         "engine.threads",
         "engine.watchdog",
     },

@@ -1,0 +1,245 @@
+"""How long things took, counted while they happen: what statistics alone cannot tell.
+
+Rule 1: everything here runs on the Trio thread and takes no lock; a reader takes a frozen copy
+there. Rule 2: it is told once per step and per delivery, not per token, and costs a fraction of a
+microsecond per token (`python -m tools.bench metrics`). Rule 3: nothing is labelled by what a
+client chose: models, replicas, phases and ends are all there are.
+
+Exporting it is the front's business (`grpc_service.metrics`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.core.events import Finished, Refused, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from engine.core.events import OutputEvent, Submit
+    from engine.core.types import RequestId
+    from engine.status import EngineStatistics
+
+# Seconds. Tokens come every millisecond to every second, requests take milliseconds to minutes.
+TOKEN_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 10.0),
+)
+FIRST_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BOUNDS = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0),
+)
+SHORT_BOUNDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 10.0),
+)
+COUNT_BOUNDS = tuple(float(2**power) for power in range(18))
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A histogram as it stood: ``counts`` has one entry per bound, of values up to it and above
+    the one before, and one for all beyond."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class Histogram:
+    """Counts values by size."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """``times`` values of this size."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+
+    def snapshot(self) -> Distribution:
+        return Distribution(self._bounds, tuple(self._counts), self._total)
+
+
+class _Live:
+    """A request that a loop has: since when, and when each of its choices gave a token last."""
+
+    __slots__ = ("arrived_at", "last", "num_open", "others")
+
+    def __init__(self, arrived_at: float, num_choices: int) -> None:
+        self.arrived_at = arrived_at
+        self.num_open = num_choices
+        self.last: float | None = None  # choice 0's
+        self.others: dict[int, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetrySnapshot:
+    """One replica's distributions by name, those by phase too, and its requests by end."""
+
+    distributions: dict[str, Distribution]
+    cancel_to_free: dict[str, Distribution]
+    ends: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSnapshot:
+    """One replica's account. ``telemetry`` None: it is off."""
+
+    model: str
+    replica: int
+    plans_discarded: int
+    telemetry: TelemetrySnapshot | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTelemetry:
+    """The whole engine's: ``models`` by name, whether each serves, ``deadlines_missed`` by phase,
+    ``num_draining`` the requests that a drain still waits for, 0 while there is none."""
+
+    statistics: EngineStatistics
+    replicas: tuple[ReplicaSnapshot, ...]
+    models: dict[str, bool]
+    deadlines_missed: dict[str, int]
+    num_draining: int
+
+
+class ReplicaTelemetry:
+    """What one replica's loop tells of itself. Times are Trio's clock's."""
+
+    def __init__(self) -> None:
+        self._live: dict[RequestId, _Live] = {}
+        self._step_ended_at: float | None = None
+        self._cancelled: dict[RequestId, tuple[float, str]] = {}
+        self._cancel_to_free: dict[str, Histogram] = {}
+        self._ends: dict[str, int] = {}
+        self.first_token = Histogram(FIRST_BOUNDS)
+        self.inter_token = Histogram(TOKEN_BOUNDS)
+        self.request = Histogram(REQUEST_BOUNDS)
+        self.queue = Histogram(REQUEST_BOUNDS)
+        self.prefill = Histogram(REQUEST_BOUNDS)
+        self.decode = Histogram(REQUEST_BOUNDS)
+        self.parked = Histogram(REQUEST_BOUNDS)
+        self.prompt_tokens = Histogram(COUNT_BOUNDS)
+        self.generation_tokens = Histogram(COUNT_BOUNDS)
+        self.step = Histogram(TOKEN_BOUNDS)
+        self.step_gap = Histogram(SHORT_BOUNDS)
+        self.step_rows = Histogram(COUNT_BOUNDS)
+
+    # ---- steps
+
+    def step_begins(self, num_rows: int, now: float) -> None:
+        """A step starts. The gap is from the end of the one before, if there was work since."""
+        if self._step_ended_at is not None:
+            self.step_gap.observe(now - self._step_ended_at)
+        self.step_rows.observe(num_rows)
+
+    def step_ended(self, started_at: float, now: float) -> None:
+        self._step_ended_at = now
+        self.step.observe(now - started_at)
+
+    def idles(self) -> None:
+        """There is nothing to do: what follows is no gap."""
+        self._step_ended_at = None
+
+    # ---- requests
+
+    def submitted(self, event: Submit) -> None:
+        request = event.request
+        num_choices = getattr(request, "n", 1)  # an encoder's has none
+        self._live[request.request_id] = _Live(request.arrival, num_choices)
+
+    def delivered(self, events: Iterable[OutputEvent], now: float) -> None:
+        """Events have gone out to their requests. Many tokens follow one of the same step as many
+        others do: equal intervals are counted at once."""
+        live, last_step, num_alike = self._live, None, 0
+        observe = self.inter_token.observe
+        for event in events:
+            if event.__class__ is Tokens:
+                one = live.get(event.request_id)
+                if one is None:
+                    continue
+                if event.choice:
+                    before, one.others[event.choice] = one.others.get(event.choice), now
+                else:
+                    before, one.last = one.last, now
+                if before == last_step and before is not None:
+                    num_alike += 1
+                elif before is None:
+                    self.first_token.observe(now - one.arrived_at)
+                else:
+                    if num_alike and last_step is not None:
+                        observe(now - last_step, num_alike)
+                    last_step, num_alike = before, 1
+            elif event.__class__ is Finished:
+                self._finished(event, now)
+            elif event.__class__ is Refused:
+                live.pop(event.request_id, None)
+        if num_alike and last_step is not None:
+            observe(now - last_step, num_alike)
+
+    def _finished(self, event: Finished, now: float) -> None:
+        one = self._live.get(event.request_id)
+        if one is None:
+            return
+        timings, usage = event.timings, event.usage
+        self.generation_tokens.observe(usage.completion_tokens)
+        if timings.parked_s:
+            self.parked.observe(timings.parked_s)
+        one.num_open -= 1
+        if one.num_open:
+            return
+        del self._live[event.request_id]
+        self.prompt_tokens.observe(usage.prompt_tokens)
+        self.queue.observe(timings.queue_s)
+        self.prefill.observe(timings.prefill_s)
+        self.decode.observe(timings.decode_s)
+        self.request.observe(now - one.arrived_at)
+        reason = event.reason.value
+        self._ends[reason] = self._ends.get(reason, 0) + 1
+
+    # ---- cancels
+
+    def cancelled(self, request_id: RequestId, phase: str, now: float) -> None:
+        """A request ends early, its client has been told; what it holds is still to come back."""
+        self._cancelled[request_id] = (now, phase)
+
+    def look_at_cancelled(self, holds: Callable[[RequestId], bool], now: float) -> None:
+        """Between two steps: those that hold nothing any more have been freed."""
+        if not self._cancelled:
+            return
+        for request_id in [one for one in self._cancelled if not holds(one)]:
+            since, phase = self._cancelled.pop(request_id)
+            histogram = self._cancel_to_free.get(phase)
+            if histogram is None:
+                histogram = self._cancel_to_free[phase] = Histogram(SHORT_BOUNDS)
+            histogram.observe(now - since)
+
+    # ---- reading
+
+    NAMES: Sequence[str] = (
+        *("first_token", "inter_token", "request", "queue", "prefill", "decode", "parked"),
+        *("prompt_tokens", "generation_tokens", "step", "step_gap", "step_rows"),
+    )
+
+    def snapshot(self) -> TelemetrySnapshot:
+        return TelemetrySnapshot(
+            {name: getattr(self, name).snapshot() for name in self.NAMES},
+            {phase: one.snapshot() for phase, one in self._cancel_to_free.items()},
+            dict(self._ends),
+        )

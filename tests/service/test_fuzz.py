@@ -1,0 +1,345 @@
+"""Clients that send what no client should: any message on every RPC, any bytes, floods of frames.
+
+Rule: whatever comes, the server answers with a status that is neither INTERNAL nor UNKNOWN, or ends
+the connection; it logs no error, it keeps nothing, and other clients are served meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+
+import grpc
+import pytest
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
+from tests.support import http2
+from tests.support.core_driver import expected_tokens
+from tests.support.fuzz import messages
+from tests.support.server import fake
+from tests.support.wire import (
+    connect,
+    details,
+    generate,
+    stats,
+    wait_idle,
+    wait_serving,
+    wait_until,
+)
+
+METHODS = {
+    f"{service.full_name}/{method.name}": method
+    for file in (inference_pb2, models_pb2, control_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+}
+DRAIN = "triolet.v1.Control/Drain"
+FEW, MANY = 20, -(-20_000 // len(METHODS))  # the full run's are at least 20,000 in all
+CALL_S = 2.0
+READ_MAX = 20
+SOON_S = 20.0
+GROWTH_MAX = 48 * 2**20  # guess: what allocators keep; a leak of 5,000 streams is far more
+BAD = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+CLIENTS_OWN = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+
+
+@contextlib.contextmanager
+def small_server():
+    """Requests on it end soon, whatever they ask for."""
+    runner = {"max_model_len": 96, "num_blocks": 64}
+    with fake(runner=runner) as one:
+        wait_serving(one.channel)
+        yield one
+
+
+@pytest.fixture(scope="module")
+def server():
+    with small_server() as one:
+        yield one
+
+
+@contextlib.contextmanager
+def nothing_is_left(server):
+    """The block leaves no request, no file and no memory behind, and no other client alone."""
+    check_served(server)
+    wait_idle(server.channel)
+    files, memory = server.num_files(), server.memory_bytes()
+    yield
+    check_served(server)
+    wait_idle(server.channel, SOON_S)
+    wait_until(lambda: server.num_files() <= files + 3, SOON_S, "files given back")
+    assert server.memory_bytes() - memory < GROWTH_MAX
+
+
+def check_served(server):
+    """A client of its own gets what it asks for, soon."""
+    with connect(server.address) as channel:
+        heard = generate(channel, prompt_ids=[5], sampling={"ignore_eos": True}, max_tokens=9)
+        assert heard.error is None, heard.error
+        assert heard.ids() == expected_tokens([5], count=9)
+
+
+def call(channel, name, request, serializer=None):
+    """One call with any bytes; its status code. Of an endless answer some is read."""
+    error = _error_of(channel, name, request, serializer)
+    if error is None:
+        return grpc.StatusCode.OK
+    assert error.code() not in BAD, (name, error)
+    if error.code() not in CLIENTS_OWN:
+        assert "ErrorInfo" in details(error), (name, error)
+    return error.code()
+
+
+def _error_of(channel, name, request, serializer):
+    method = METHODS[name]
+    make = channel.unary_stream if method.server_streaming else channel.unary_unary
+    rpc = make(f"/{name}", request_serializer=serializer, response_deserializer=None)
+    try:
+        answer = rpc(request, timeout=CALL_S)
+        if method.server_streaming:
+            for number, _ in enumerate(answer):
+                if number >= READ_MAX or name.endswith("WatchStats"):
+                    answer.cancel()
+                    break
+    except grpc.RpcError as error:
+        return error
+    return None
+
+
+def fuzz_messages(server, name, num_examples):
+    """Send ``num_examples`` messages of the RPC's own type."""
+    descriptor = METHODS[name].input_type
+    num_sent = 0
+
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(messages(descriptor))
+    def send(message):
+        nonlocal num_sent
+        num_sent += 1
+        call(server.channel, name, message, GetMessageClass(descriptor).SerializeToString)
+        if name.endswith("/Pause"):
+            resume(server)
+
+    send()
+    # a message without fields has one value, and Hypothesis does not repeat it
+    for _ in range(num_examples - num_sent):
+        call(server.channel, name, b"")
+    assert max(num_sent, num_examples) >= num_examples
+    resume(server)
+
+
+def resume(server):
+    assert call(server.channel, "triolet.v1.Control/Resume", b"") is grpc.StatusCode.OK
+
+
+# ---- messages --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {DRAIN}))
+def test_any_message_gets_a_status_of_its_own(server, name):
+    with nothing_is_left(server):
+        fuzz_messages(server, name, FEW)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {DRAIN}))
+def test_many_messages_get_a_status_of_their_own(server, name):
+    with nothing_is_left(server):
+        fuzz_messages(server, name, MANY)
+
+
+@pytest.mark.parametrize(
+    "num_examples", [FEW, pytest.param(MANY, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
+)
+def test_any_drain_gets_a_status_and_the_server_still_ends_in_order(num_examples):
+    with small_server() as one:
+        fuzz_messages(one, DRAIN, num_examples)
+        assert generate(one.channel).error.code() is grpc.StatusCode.UNAVAILABLE
+        assert one.stop() == 0
+
+
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {DRAIN}))
+def test_any_bytes_get_a_status_of_their_own(server, name):
+    @settings(max_examples=FEW, deadline=None, database=None)
+    @given(st.binary(max_size=300))
+    def send(data):
+        call(server.channel, name, data)
+
+    with nothing_is_left(server):
+        send()
+        resume(server)
+
+
+# ---- bytes on the port -----------------------------------------------------------------------
+
+NOISE = st.lists(
+    st.one_of(
+        st.binary(max_size=200),
+        st.just(http2.PREFACE),
+        st.just(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
+        st.just(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40)),  # of TLS
+        st.builds(
+            http2.frame,
+            st.integers(0, 255),
+            st.binary(max_size=60),
+            st.integers(0, 255),
+            st.integers(0, 9),
+        ),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("num_examples", [60, pytest.param(3000, marks=pytest.mark.full)])
+def test_any_bytes_on_the_port_end_their_own_connection_only(server, num_examples):
+    host, _, port = server.address.rpartition(":")
+
+    @settings(max_examples=num_examples, deadline=None, database=None)
+    @given(NOISE, st.booleans())
+    def send(pieces, has_preface):
+        with (
+            contextlib.suppress(ConnectionError, TimeoutError),
+            socket.create_connection((host, int(port)), timeout=2) as sock,
+        ):
+            if has_preface:
+                sock.sendall(http2.PREFACE + http2.frame(http2.SETTINGS))
+            for piece in pieces:
+                sock.sendall(piece)
+            sock.settimeout(0.02)
+            sock.recv(4096)
+
+    with nothing_is_left(server):
+        send()
+
+
+# ---- floods ----------------------------------------------------------------------------------
+
+FLOOD = 5_000
+GENERATE = "/triolet.v1.Inference/Generate"
+REQUEST = inference_pb2.GenerateRequest(
+    token_ids={"ids": [1, 2, 3]}, sampling={"max_tokens": 80, "ignore_eos": True}
+).SerializeToString()
+
+
+def pings(connection):
+    for number in range(4 * FLOOD):
+        connection.send(http2.PING, number.to_bytes(8, "big"))
+
+
+def settings_frames(connection):
+    for number in range(4 * FLOOD):
+        connection.send(http2.SETTINGS, http2.setting(http2.INITIAL_WINDOW, 1000 + number % 7))
+
+
+def rapid_resets(connection):
+    for number in range(FLOOD):
+        stream = connection.open(GENERATE, REQUEST)
+        connection.send(http2.RST_STREAM, (8).to_bytes(4, "big"), stream=stream)
+        if not number % 100:
+            connection.drain()
+
+
+def tiny_windows(connection):
+    """A hundred streams that are read a byte at a time."""
+    connection.send(http2.SETTINGS, http2.setting(http2.INITIAL_WINDOW, 1))
+    streams = [connection.open(GENERATE, REQUEST) for _ in range(100)]
+    for _ in range(20):
+        for stream in streams:
+            connection.send(http2.WINDOW_UPDATE, (1).to_bytes(4, "big"), stream=stream)
+        connection.drain()
+
+
+def headers_that_never_end(connection):
+    connection.send(http2.HEADERS, http2.headers(GENERATE), stream=1)
+    for _ in range(FLOOD):
+        connection.send(http2.CONTINUATION, http2.field("x", "y" * 100), stream=1)
+
+
+def requests_that_never_come(connection):
+    for _ in range(500):
+        connection.open(GENERATE)
+    connection.drain()
+
+
+def empty_data(connection):
+    stream = connection.open(GENERATE)
+    for _ in range(4 * FLOOD):
+        connection.send(http2.DATA, stream=stream)
+
+
+def window_updates(connection):
+    for _ in range(4 * FLOOD):
+        connection.send(http2.WINDOW_UPDATE, (1).to_bytes(4, "big"))
+
+
+FLOODS = [pings, settings_frames, rapid_resets, tiny_windows, headers_that_never_end]
+FLOODS += [requests_that_never_come, empty_data, window_updates]
+
+
+@pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: flood.__name__)
+def test_a_flood_costs_others_nothing_but_time(flood):
+    with small_server() as server, nothing_is_left(server):
+        done = threading.Event()
+
+        def run():
+            # the server may close the connection, or read no more of it
+            with (
+                contextlib.suppress(ConnectionError, TimeoutError),
+                http2.connect(server.address) as connection,
+            ):
+                connection.answers_settings = False
+                flood(connection)
+            done.set()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        started = time.monotonic()
+        while not done.is_set() or time.monotonic() - started < 0.5:
+            check_served(server)
+            assert time.monotonic() - started < 60, "the flood never ends"
+        thread.join()
+
+
+def test_what_floods_leave_behind_does_not_add_up():
+    """The dearest of them, again and again on one server."""
+    with small_server() as server:
+        for _ in range(2):  # what is allocated once
+            reset(server)
+        memory = server.memory_bytes()
+        with nothing_is_left(server):
+            for _ in range(4):
+                reset(server)
+        assert server.memory_bytes() - memory < GROWTH_MAX / 2
+        assert stats(server.channel).running == 0
+
+
+def reset(server):
+    with (
+        contextlib.suppress(ConnectionError, TimeoutError),
+        http2.connect(server.address) as connection,
+    ):
+        rapid_resets(connection)
+
+
+def test_random_bytes_of_every_length_are_no_message(server):
+    """Beside Hypothesis' short ones: long ones, which take the parser longer."""
+    source = random.Random(7)
+    with nothing_is_left(server):
+        for size in (1_000, 10_000, 100_000, 1_000_000):
+            data = source.randbytes(size)
+            assert call(server.channel, GENERATE[1:], data) is grpc.StatusCode.INVALID_ARGUMENT
+            assert call(server.channel, GENERATE[1:], os.urandom(size)) is not grpc.StatusCode.OK

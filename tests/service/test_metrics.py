@@ -1,0 +1,365 @@
+"""Metrics: each one moved by what it means, read as Prometheus reads them, and told in the docs."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
+from grpc_service.metrics import METRICS, PREFIX
+from tests.support.server import ROOT, fake, fake_argv, process
+from tests.support.wire import (
+    SMALL_WINDOW,
+    Generation,
+    connect,
+    generate,
+    stats,
+    wait_idle,
+    wait_serving,
+    wait_until,
+)
+
+SOON_S = 15.0
+LONG = 2000
+WHERE = re.compile(r"metrics are served on (http://\S+)")
+NAMES = {metric.name for metric in METRICS}
+
+
+class Scrape:
+    """One answer to Prometheus: the samples of each family, by its name without prefix."""
+
+    def __init__(self, server):
+        url = WHERE.search(server.log)[1]
+        with urllib.request.urlopen(url, timeout=SOON_S) as answer:
+            self.text = answer.read().decode()
+        self.families = {
+            family.name.removeprefix(PREFIX): family
+            for family in text_string_to_metric_families(self.text)
+            if family.name.startswith(PREFIX)
+        }
+
+    def total(self, name, **labels):
+        """The sum of its samples; of a histogram, how often it was observed."""
+        family = self.families[name.removesuffix("_total")]
+        wanted = f"{PREFIX}{name}" + ("_count" if family.type == "histogram" else "")
+        return sum(
+            sample.value
+            for sample in family.samples
+            if sample.name == wanted and labels.items() <= sample.labels.items()
+        )
+
+
+@contextlib.contextmanager
+def metered(**settings):
+    """A server of fake models with metrics on any free port."""
+    settings["server"] = {"metrics_port": 0} | settings.get("server", {})
+    with fake(**settings) as server:
+        wait_until(lambda: WHERE.search(server.log), SOON_S)
+        wait_serving(server.channel)
+        yield server
+
+
+def control_of(server):
+    return control_pb2_grpc.ControlStub(server.channel)
+
+
+# ---- what moves what: each is given a server, and is left when the state may go ------------
+
+
+@contextlib.contextmanager
+def a_finished_request(server):
+    assert generate(server.channel, prompt_ids=range(1, 40), max_tokens=5).error is None
+    wait_idle(server.channel)
+    yield
+
+
+@contextlib.contextmanager
+def a_running_request(server):
+    with Generation(server.channel, prompt_ids=range(1, 40), max_tokens=LONG) as call:
+        call.read_deltas(2)
+        yield
+
+
+@contextlib.contextmanager
+def a_waiting_request(server):
+    control_of(server).Pause(control_pb2.PauseRequest(mode="PAUSE_MODE_KEEP"), timeout=SOON_S)
+    with Generation(server.channel, max_tokens=2):
+        wait_until(lambda: stats(server.channel).waiting == 1, SOON_S)
+        yield
+
+
+@contextlib.contextmanager
+def a_reader_that_stops(server):
+    with (
+        connect(server.address, *SMALL_WINDOW) as channel,
+        Generation(channel, prompt_ids=[42], max_tokens=LONG) as call,
+    ):
+        call.read_deltas(1)
+        wait_until(lambda: stats(server.channel).parked == 1, SOON_S, "parked")
+        yield
+
+
+@contextlib.contextmanager
+def a_reader_that_stops_and_goes_on(server):
+    with a_reader_that_stops_then_reads(server):
+        yield
+
+
+@contextlib.contextmanager
+def a_reader_that_stops_then_reads(server):
+    with (
+        connect(server.address, *SMALL_WINDOW) as channel,
+        Generation(channel, prompt_ids=[42], max_tokens=LONG) as call,
+    ):
+        call.read_deltas(1)
+        wait_until(lambda: stats(server.channel).parked == 1, SOON_S, "parked")
+        assert call.finish().error is None
+    wait_idle(server.channel)
+    yield
+
+
+@contextlib.contextmanager
+def a_reader_that_stalls(server):
+    with (
+        connect(server.address, *SMALL_WINDOW) as channel,
+        Generation(channel, prompt_ids=[42], max_tokens=LONG) as call,
+    ):
+        call.read_deltas(1)
+        wait_until(lambda: stats(server.channel).zombies == 1, SOON_S, "a zombie")
+        yield
+
+
+@contextlib.contextmanager
+def the_same_prompt_again(server):
+    for _ in range(2):
+        assert generate(server.channel, prompt_ids=range(1, 100), max_tokens=2).error is None
+    yield
+
+
+@contextlib.contextmanager
+def more_than_the_blocks_hold(server):
+    with contextlib.ExitStack() as stack:
+        calls = [
+            stack.enter_context(Generation(server.channel, prompt_ids=[n], max_tokens=100))
+            for n in (1, 2, 3)
+        ]
+        for call in calls:
+            assert call.finish().error is None
+    yield
+
+
+@contextlib.contextmanager
+def an_urgent_arrival(server):
+    def is_discarded():
+        assert generate(server.channel, max_tokens=2, priority=0).error is None
+        return Scrape(server).total("plan_discarded_total")
+
+    with Generation(server.channel, prompt_ids=[3], max_tokens=LONG, priority=9) as call:
+        call.read_deltas(2)
+        wait_until(is_discarded, SOON_S, "a plan discarded")
+        yield
+
+
+@contextlib.contextmanager
+def a_cancel(server):
+    with Generation(server.channel, prompt_ids=[3], max_tokens=LONG) as call:
+        call.read_deltas(2)
+    wait_idle(server.channel)
+    yield
+
+
+@contextlib.contextmanager
+def a_missed_deadline(server):
+    error = generate(server.channel, prompt_ids=[3], max_tokens=LONG, timeout=0.5).error
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    yield
+
+
+@contextlib.contextmanager
+def a_drain(server):
+    with Generation(server.channel, prompt_ids=[3], max_tokens=LONG) as call:
+        call.read_deltas(2)
+        drained = control_of(server).Drain.future(control_pb2.DrainRequest())
+        wait_until(lambda: Scrape(server).total("drain_remaining_requests"), SOON_S)
+        yield
+    drained.result(timeout=SOON_S)
+
+
+@contextlib.contextmanager
+def the_first_use_of_a_lazy_model(server):
+    assert generate(server.channel, max_tokens=2).error is None
+    yield
+
+
+SLOW = {"script": {"step_s": 0.02}, "runner": {"max_model_len": 4096}}
+STALLING = {"engine": {"stream_buffer": 16, "stall_timeout_s": 0.5}}
+# name of a cause: the metrics that it moves, the server it needs.
+CAUSES = {
+    a_finished_request: (
+        {
+            *("prefix_cache_queries_total", "prompt_tokens_total", "generation_tokens_total"),
+            *("steps_total", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+            *("e2e_request_latency_seconds", "request_queue_time_seconds"),
+            *("request_prefill_time_seconds", "request_decode_time_seconds"),
+            *("request_prompt_tokens", "request_generation_tokens", "step_seconds", "step_rows"),
+            *("step_gap_seconds", "request_success_total", "requests_total", "rpcs_total"),
+        },
+        {},
+    ),
+    a_running_request: ({"num_requests_running", "kv_cache_usage_perc", "kv_blocks_free"}, SLOW),
+    a_waiting_request: ({"num_requests_waiting"}, {}),
+    a_reader_that_stops: ({"num_requests_parked"}, {"engine": {"stream_buffer": 16}}),
+    a_reader_that_stops_and_goes_on: ({"parked_seconds"}, {"engine": {"stream_buffer": 16}}),
+    a_reader_that_stalls: ({"zombie_calls"}, STALLING),
+    the_same_prompt_again: ({"prefix_cache_hits_total"}, {}),
+    more_than_the_blocks_hold: (
+        {"num_preemptions_total"},
+        {"runner": {"num_blocks": 9, "max_model_len": 128}},
+    ),
+    an_urgent_arrival: ({"plan_discarded_total"}, SLOW),
+    a_cancel: ({"cancel_to_free_seconds"}, SLOW),
+    a_missed_deadline: ({"deadline_missed_total"}, SLOW),
+    a_drain: ({"drain_remaining_requests"}, SLOW),
+    the_first_use_of_a_lazy_model: (
+        {"model_ready", "kv_blocks", "memory_reserved_bytes"},
+        {"models": [{"name": "fake", "lazy": True}]},
+    ),
+}
+FIXED = {"memory_limit_bytes"}  # moved by the configuration alone
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
+def test_each_metric_is_moved_by_what_it_means(cause):
+    names, settings = CAUSES[cause]
+    with metered(**settings) as server:
+        before = Scrape(server)
+        with cause(server):
+            after = Scrape(server)
+            assert {name for name in names if before.total(name) == after.total(name)} == set()
+
+
+def test_every_metric_has_a_cause():
+    caused = set().union(*(names for names, _ in CAUSES.values()))
+    assert caused | FIXED == NAMES
+
+
+def test_the_memory_limit_is_the_configurations():
+    with metered(engine={"memory_limit": 123_456_789}) as server:
+        assert Scrape(server).total("memory_limit_bytes") == 123_456_789
+
+
+def test_the_figures_are_right():
+    """Two requests of known shape: every count and every label."""
+    with metered(script={"step_s": 0.01}, runner={"max_model_len": 4096}) as server:
+        assert generate(server.channel, prompt_ids=range(1, 11), max_tokens=5).error is None
+        assert generate(server.channel, prompt_ids=[7] * 20, max_tokens=3, n=2).error is None
+        with Generation(server.channel, prompt_ids=[3], max_tokens=LONG) as call:
+            call.read_deltas(2)
+        wait_idle(server.channel)
+        found = Scrape(server)
+    of_fake = {"model_name": "fake", "replica": "0"}
+    assert found.total("prompt_tokens_total", **of_fake) == 10 + 20 + 1
+    assert found.total("time_to_first_token_seconds", **of_fake) == 1 + 2 + 1
+    assert found.total("request_success_total", finished_reason="length", **of_fake) == 2
+    assert found.total("request_success_total", finished_reason="cancelled") == 1
+    assert found.total("requests_total", end="finished") == 2
+    assert found.total("requests_total", end="cancelled") == 1
+    assert found.total("e2e_request_latency_seconds") == 3
+    assert found.total("request_generation_tokens") == 4  # one for each choice
+    tokens = found.total("generation_tokens_total")
+    assert found.total("inter_token_latency_seconds") == tokens - 4
+    assert found.total("cancel_to_free_seconds", phase="decode") == 1
+    assert found.total("rpcs_total", method="triolet.v1.Inference/Generate", code="OK") == 2
+    assert found.total("rpcs_total", method="triolet.v1.Inference/Generate", code="CANCELLED") == 1
+    gaps = found.families["inter_token_latency_seconds"].samples
+    [total] = [one.value for one in gaps if one.name.endswith("_sum")]
+    assert 0.009 * (tokens - 4) < total < 0.5 * (tokens - 4)
+
+
+def test_buckets_grow_and_end_with_the_count():
+    with metered() as server:
+        assert generate(server.channel, max_tokens=20).error is None
+        found = Scrape(server)
+    for name, family in found.families.items():
+        if family.type != "histogram" or not found.total(name):
+            continue
+        counts = [one.value for one in family.samples if one.name.endswith("_bucket")]
+        assert counts == sorted(counts), name
+        assert counts[-1] == found.total(name), name
+
+
+def test_no_label_is_a_clients_to_choose():
+    with metered() as server:
+        secret = "made-up-by-a-client"
+        assert generate(server.channel, model=secret).error is not None
+        assert generate(server.channel, request_id=secret, max_tokens=2).error is None
+        unknown = server.channel.unary_unary(f"/triolet.v1.Inference/{secret}")
+        with pytest.raises(grpc.RpcError):
+            unknown(b"", timeout=SOON_S)
+        assert secret not in Scrape(server).text
+
+
+def test_every_metric_is_explained_in_one_line():
+    page = (ROOT / "docs" / "operations.md").read_text()
+    rows = dict(re.findall(r"^\| `triolet:(\w+)` \| \w+ \| (.+) \|$", page, re.MULTILINE))
+    assert set(rows) == NAMES
+    assert all(rows.values())
+
+
+def test_two_servers_cannot_have_one_port():
+    with metered() as server:
+        port = WHERE.search(server.log)[1].split(":")[-1].split("/")[0]
+        argv = fake_argv(server={"metrics_port": int(port)}, is_command=True)
+        with process(argv) as second:
+            assert second.wait() == 1
+            assert "choose another --metrics-port" in "".join(second.sentences())
+
+
+# ---- the same snapshot elsewhere -------------------------------------------------------------
+
+
+def test_watch_stats_tells_at_once_and_again():
+    with fake() as server:
+        wait_serving(server.channel)
+        watch = control_of(server).WatchStats(control_pb2.WatchStatsRequest(), timeout=SOON_S)
+        assert next(watch).totals.requests_total.finished == 0
+        assert generate(server.channel, max_tokens=2).error is None
+        started = time.monotonic()
+        assert next(watch).totals.requests_total.finished == 1
+        assert time.monotonic() - started < 5
+        watch.cancel()
+        assert server.stop() == 0
+
+
+def test_a_watcher_that_does_not_read_delays_nobody():
+    with fake() as server, connect(server.address, *SMALL_WINDOW) as other:
+        wait_serving(server.channel)
+        watch = control_pb2_grpc.ControlStub(other).WatchStats(control_pb2.WatchStatsRequest())
+        next(watch)
+        time.sleep(1.5)
+        assert generate(server.channel, max_tokens=2).error is None
+        started = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - started < 5
+
+
+def test_usr1_logs_the_figures_for_a_person():
+    with fake() as server:
+        wait_serving(server.channel)
+        assert generate(server.channel, max_tokens=2).error is None
+        server.signal(signal.SIGUSR1)
+        wait_until(lambda: "fake/0 READY: 0 running" in server.log, SOON_S)
+        assert "requests  1 finished, 0 cancelled" in server.log
+
+
+def test_nothing_of_prometheus_is_loaded_without_a_port():
+    source = (Path(ROOT) / "grpc_service" / "metrics.py").read_text()
+    assert not re.search(r"^(from|import) prometheus", source, re.MULTILINE)

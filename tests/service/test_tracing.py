@@ -1,0 +1,137 @@
+"""Spans: the caller's trace goes on, phases are its parts, and nothing is loaded unasked."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from grpc_service._generated.triolet.v1 import inference_pb2_grpc
+from grpc_service.tracing import Tracing, open_tracing
+from tests.support.server import ROOT, fake
+from tests.support.wire import generate_request, wait_serving
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+SECRET = "zanzibar-mackerel"
+
+
+@pytest.fixture
+def exporter():
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracing(exporter):
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return Tracing(provider)
+
+
+def fields(**others):
+    method = "triolet.v1.Inference/Generate"
+    return {"method": method, "code": "OK", "elapsed_s": 1.0, "peer": "unix:"} | others
+
+
+def test_a_call_goes_on_with_its_callers_trace(tracing, exporter):
+    tracing.record(fields(model="m"), [("traceparent", TRACEPARENT), ("x-bin", b"\xff")], "r1")
+    [span] = exporter.get_finished_spans()
+    assert f"{span.context.trace_id:032x}" == TRACE
+    assert f"{span.parent.span_id:016x}" == PARENT
+    assert (span.attributes["triolet.request_id"], span.attributes["triolet.model"]) == ("r1", "m")
+    assert span.end_time - span.start_time == 1_000_000_000
+    assert span.status.status_code is StatusCode.UNSET
+
+
+@pytest.mark.parametrize("header", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+def test_a_call_without_a_trace_begins_one(tracing, exporter, header):
+    tracing.record(fields(), [("traceparent", header)], "r1")
+    [span] = exporter.get_finished_spans()
+    assert span.parent is None
+
+
+def test_phases_follow_each_other_within_the_call(tracing, exporter):
+    phases = {"load_s": 0.1, "queue_s": 0.2, "prefill_s": 0.3, "decode_s": 0.4, "parked_s": 0.0}
+    tracing.record(fields(**phases), [], "r1")
+    *parts, call = exporter.get_finished_spans()
+    assert [part.name for part in parts] == ["load", "queue", "prefill", "decode"]
+    assert parts[0].start_time == call.start_time
+    for one, other in itertools.pairwise(parts):
+        assert one.end_time == other.start_time
+    assert parts[-1].end_time <= call.end_time
+    assert all(part.parent.span_id == call.context.span_id for part in parts)
+
+
+def test_phases_never_outlast_the_call(tracing, exporter):
+    tracing.record(fields(wait_s=5.0, decode_s=5.0), [], "r1")
+    *parts, call = exporter.get_finished_spans()
+    assert all(part.end_time <= call.end_time for part in parts)
+
+
+@pytest.mark.parametrize(("code", "is_fault"), [("INTERNAL", True), ("NOT_FOUND", False)])
+def test_only_the_servers_faults_are_errors(tracing, exporter, code, is_fault):
+    tracing.record(fields(code=code), [], "r1")
+    [span] = exporter.get_finished_spans()
+    assert (span.status.status_code is StatusCode.ERROR) == is_fault
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"},
+        {"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_TRACES_EXPORTER": "jaeger"},
+    ],
+)
+def test_what_is_not_configured_is_not_there(environ):
+    assert open_tracing(environ) is None
+
+
+def test_a_missing_package_is_told_and_the_server_goes_on(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    assert open_tracing({"OTEL_TRACES_EXPORTER": "console"}) is None
+    assert "triolet[tracing]" in caplog.text
+
+
+def test_nothing_is_imported_unless_it_is_configured():
+    code = (
+        "import sys, grpc_service.server\n"
+        "from grpc_service.tracing import open_tracing\n"
+        "open_tracing({})\n"
+        "sys.exit(any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_a_server_tells_its_spans(monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    with fake(script={"step_s": 0.01}) as server:
+        wait_serving(server.channel)
+        stub = inference_pb2_grpc.InferenceStub(server.channel)
+        request = generate_request(text=SECRET, max_tokens=5, request_id="r1")
+        list(stub.Generate(request, timeout=10, metadata=[("traceparent", TRACEPARENT)]))
+        assert server.stop() == 0
+        spans = spans_in(server.out.partition("\n")[2])
+    names = {span["name"] for span in spans if span["context"]["trace_id"] == f"0x{TRACE}"}
+    assert {"triolet.v1.Inference/Generate", "prefill", "decode"} <= names
+    assert not any("grpc.health" in span["name"] for span in spans)
+    assert SECRET not in server.out
+
+
+def spans_in(text):
+    """The JSON objects that stand one after the other."""
+    decoder, found, text = json.JSONDecoder(), [], text.strip()
+    while text:
+        one, end = decoder.raw_decode(text)
+        found.append(one)
+        text = text[end:].strip()
+    return found

@@ -1,0 +1,264 @@
+"""Who may call what: peers as grpc writes them, keys as a file holds them."""
+
+from __future__ import annotations
+
+import hmac
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import ConfigError, NotAllowed, Overloaded, Unauthenticated
+from engine.quota import Quota
+from grpc_service import access, keys
+from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
+from grpc_service.config import ServerConfig
+from grpc_service.keys import KeyRing, Limits
+
+KEY, OTHER_KEY = "alice-has-this-key", "bob-has-another-key"
+GENERATE = "triolet.v1.Inference/Generate"
+HEALTH = "grpc.health.v1.Health/Check"
+LOCAL = ["ipv4:127.0.0.1:5000", "ipv4:127.1.2.3:5000", "ipv6:%5B::1%5D:5000", "ipv6:[::1]:5000"]
+LOCAL.append("ipv6:%5B::ffff:127.0.0.1%5D:5000")
+UNIX = ["unix:", "unix:/run/triolet.sock"]
+REMOTE = ["ipv4:10.0.0.1:5000", "ipv6:%5B2001:db8::1%5D:5000", "ipv6:%5B::ffff:10.0.0.1%5D:1"]
+REMOTE += ["", "x"]
+READING = {"triolet.v1.Models/ListModels", "triolet.v1.Models/GetModel"}
+
+
+def methods():
+    """Every RPC of triolet.v1."""
+    return [
+        f"{service.full_name}/{method.name}"
+        for file in (inference_pb2, models_pb2, control_pb2)
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ]
+
+
+OPERATING = [m for m in methods() if "Inference/" not in m and m not in READING]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"# the holders\nalice {KEY}\nbob {OTHER_KEY} max_requests=2  # a guest\n\n")
+    return path
+
+
+@pytest.fixture
+def ring(file):
+    return KeyRing(str(file))
+
+
+def showing(key, scheme="Bearer"):
+    return [("user-agent", "x"), ("authorization", f"{scheme} {key}")]
+
+
+# ---- peers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("peer", LOCAL + UNIX)
+def test_loopback_and_unix_sockets_are_local(peer):
+    assert access.is_local(peer)
+
+
+@pytest.mark.parametrize("peer", REMOTE)
+def test_everything_else_is_not(peer):
+    assert not access.is_local(peer)
+
+
+def test_there_are_rpcs_of_every_kind():
+    assert len(OPERATING) >= 10
+    assert {"triolet.v1.Models/LoadModel", "triolet.v1.Control/Drain"} <= set(OPERATING)
+
+
+@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("peer", [LOCAL[0], UNIX[1], REMOTE[0]])
+def test_without_a_key_file_only_operating_is_for_this_machine(method, peer):
+    if method in OPERATING and peer == REMOTE[0]:
+        with pytest.raises(NotAllowed):
+            access.admit(method, peer, showing(KEY), None)
+    else:
+        assert access.admit(method, peer, [], None) is None
+
+
+@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("peer", LOCAL[:1] + REMOTE)
+def test_with_a_key_file_every_tcp_client_needs_a_key(ring, method, peer):
+    is_remote = peer in REMOTE
+    with pytest.raises(NotAllowed if is_remote and method in OPERATING else Unauthenticated):
+        access.admit(method, peer, [("user-agent", "x")], ring)
+    assert access.admit(method, peer, showing(KEY), ring).name == "alice"
+    assert access.admit(method, peer, showing(OTHER_KEY, "bearer"), ring).name == "bob"
+
+
+@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("peer", UNIX)
+def test_a_unix_socket_needs_none(ring, method, peer):
+    assert access.admit(method, peer, [], ring) is None
+    assert access.admit(method, peer, showing(KEY), ring).name == "alice"
+
+
+@pytest.mark.parametrize("peer", [LOCAL[0], UNIX[0], REMOTE[0]])
+@pytest.mark.parametrize(
+    "value",
+    [
+        f"Bearer {KEY[:-1]}",
+        f"Bearer {KEY}x",
+        f"Bearer {KEY.upper()}",
+        f"Basic {KEY}",
+        KEY,
+        "Bearer ",
+        "Bearer",
+        "",
+        "Bearer " + 100_000 * "x",
+        "Bearer ключ",
+        f"Bearer {KEY}".encode() + b"\xff",
+    ],
+)
+def test_a_wrong_key_is_refused_wherever_it_is_shown(ring, peer, value):
+    for method in (GENERATE, "triolet.v1.Control/GetStats"):
+        with pytest.raises(Unauthenticated) as caught:
+            access.admit(method, peer, [("authorization", value)], ring)
+        assert KEY not in str(caught.value)
+
+
+def test_health_and_reflection_are_for_probes_too(ring):
+    assert access.admit(HEALTH, REMOTE[0], [], ring) is None
+    assert access.admit(HEALTH, REMOTE[0], showing("wrong"), ring) is None
+
+
+# ---- keys ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shown", [KEY, OTHER_KEY, "nobody-has-this-key"])
+def test_every_key_is_compared_with_every_one_there_is(ring, monkeypatch, shown):
+    compared = []
+    monkeypatch.setattr(keys, "hmac", _Comparer(compared))
+    ring.find(shown.encode())
+    assert len(compared) == 2
+    assert len({len(part) for pair in compared for part in pair}) == 1  # digests: of one length
+
+
+class _Comparer:
+    """hmac with a note of what it compares."""
+
+    def __init__(self, compared):
+        self._compared = compared
+
+    def compare_digest(self, one, other):
+        self._compared.append((one, other))
+        return hmac.compare_digest(one, other)
+
+
+@given(st.binary(max_size=40))
+def test_no_other_bytes_are_a_key(tmp_path_factory, shown):
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"alice {KEY}\n")
+    assert (KeyRing(str(path)).find(shown) is None) == (shown != KEY.encode())
+
+
+def test_no_key_is_kept(ring):
+    assert KEY not in repr(vars(ring))
+
+
+def test_a_file_that_is_read_again_has_the_new_keys_and_the_old_counts(ring, file):
+    alice = ring.find(KEY.encode())
+    alice.enter()
+    file.write_text(f"alice new-key-of-alice-1 max_requests=1\nalice {KEY} max_requests=1\n")
+    assert ring.reload() == 2
+    assert ring.find(b"new-key-of-alice-1") is ring.find(KEY.encode()) is alice
+    assert ring.find(OTHER_KEY.encode()) is None
+    with pytest.raises(Overloaded):
+        alice.enter()
+
+
+BAD_FILES = {
+    "alice": "line 1: must have a name and a key",
+    "alice short": "line 1: the key must have at least 16 characters",
+    f"\n\nal/ice {KEY}": "line 3: the name must be",
+    f"alice {KEY}é": "line 1: the key must",
+    f"alice {KEY} max_requests=0": "line 1: after the key come",
+    f"alice {KEY} max_request=1": "line 1: after the key come",
+    f"alice {KEY} max_requests=²": "line 1: after the key come",
+    f"alice {KEY}\nbob {KEY}": "holds a key twice",
+    "# nobody": "holds no key",
+    "\udcff": "it is not UTF-8",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_wrong_file_changes_nothing_and_is_told_without_its_keys(ring, file, text):
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError) as caught:
+        ring.reload()
+    assert BAD_FILES[text] in str(caught.value)
+    assert KEY not in str(caught.value)
+    assert ring.find(KEY.encode()).name == "alice"
+
+
+def test_a_missing_file_is_told(file):
+    file.unlink()
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        KeyRing(str(file))
+
+
+def test_lines_have_the_servers_limits_unless_they_say_otherwise(file):
+    ring = KeyRing(str(file), Limits(max_requests=5, max_queued_tokens=100))
+    alice, bob = ring.find(KEY.encode()), ring.find(OTHER_KEY.encode())
+    assert (alice.max_requests, alice.max_queued_tokens) == (5, 100)
+    assert (bob.max_requests, bob.max_queued_tokens) == (2, 100)
+
+
+# ---- quotas ----------------------------------------------------------------------------------
+
+
+def test_a_quota_counts_requests_and_tokens_apart():
+    quota = Quota("alice", max_requests=2, max_queued_tokens=10)
+    quota.enter()
+    quota.enter()
+    with pytest.raises(Overloaded):
+        quota.enter()
+    quota.leave()
+    quota.enter()
+    quota.queue(50)  # alone: else it could never be asked
+    with pytest.raises(Overloaded):
+        quota.queue(1)
+    quota.unqueue(50)
+    quota.queue(9)
+    with pytest.raises(Overloaded):
+        quota.queue(2)
+    quota.queue(1)
+
+
+# ---- the configuration -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
+def test_other_machines_need_tls_a_key_or_a_word(host):
+    with pytest.raises(ConfigError) as caught:
+        ServerConfig(host=host)
+    for flag in ("--tls-cert", "--tls-key", "--api-key-file", "--insecure"):
+        assert flag in str(caught.value)
+    ServerConfig(host=host, tls_cert="c", tls_key="k")
+    ServerConfig(host=host, api_key_file="f")
+    ServerConfig(host=host, insecure=True)
+    ServerConfig(uds="/run/socket", host=host)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"tls_cert": "c"}, "--tls-cert and --tls-key go together"),
+        ({"tls_key": "k"}, "--tls-cert and --tls-key go together"),
+        ({"client_ca": "c"}, "--client-ca needs --tls-cert"),
+        ({"key_max_requests": 1}, "--key-max-requests needs --api-key-file"),
+        ({"key_max_queued_tokens": 0, "api_key_file": "f"}, "must be at least 1"),
+        ({"metrics_port": 65536}, "--metrics-port is 65536"),
+        ({"log_format": "xml"}, "use auto, human or json"),
+    ],
+)
+def test_what_does_not_go_together_is_told(fields, told):
+    with pytest.raises(ConfigError, match=told):
+        ServerConfig(**fields)

@@ -1,0 +1,199 @@
+"""What stands in deploy/: it parses, and every flag, metric, port and alert in it exists."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpc_service.cli.main import build_parser
+from grpc_service.metrics import METRICS, PREFIX
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+def documents():
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+
+
+@pytest.fixture
+def pod():
+    [deployment] = [one for one in documents() if one["kind"] == "Deployment"]
+    return deployment["spec"]["template"]["spec"]
+
+
+@pytest.fixture
+def container(pod):
+    [one] = pod["containers"]
+    return one
+
+
+def seconds_of(args, name, default):
+    found = [arg.partition("=")[2] for arg in args if arg.startswith(f"--{name}=")]
+    return float(found[0]) if found else default
+
+
+# ---- Kubernetes ------------------------------------------------------------------------------
+
+
+def test_the_command_lines_are_ones_that_the_program_takes(container):
+    build_parser().parse_args(container["args"])
+    hook = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert hook[0] == "triolet"
+    assert hook[1] == "drain"
+    build_parser().parse_args(hook[1:])
+
+
+def test_the_service_and_the_probes_find_the_ports(container):
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    args = build_parser().parse_args(container["args"])
+    assert ports == {"grpc": 50051, "metrics": args.metrics_port}
+    [service] = [one for one in documents() if one["kind"] == "Service"]
+    assert {port["targetPort"] for port in service["spec"]["ports"]} == set(ports)
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == ports["grpc"]
+
+
+def test_nothing_kills_the_pod_while_it_drains(pod, container):
+    hook = seconds_of(container["lifecycle"]["preStop"]["exec"]["command"], "cut-after", 30.0)
+    drain = seconds_of(container["args"], "drain-timeout", 30.0)
+    assert pod["terminationGracePeriodSeconds"] > hook + drain
+
+
+def test_it_runs_without_rights_and_within_limits(pod, container):
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["runAsUser"] != 0
+    assert not container["securityContext"]["allowPrivilegeEscalation"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert {"cpu", "memory"} <= set(container["resources"]["limits"])
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+def test_selectors_select_the_pods():
+    labels = {"app": "triolet"}
+    for one in documents():
+        spec = one["spec"]
+        match one["kind"]:
+            case "Service":
+                assert spec["selector"] == labels
+            case "PodDisruptionBudget":
+                assert spec["selector"]["matchLabels"] == labels
+            case "Deployment":
+                assert spec["selector"]["matchLabels"] == labels
+                assert spec["template"]["metadata"]["labels"] == labels
+
+
+# ---- the image and the unit ------------------------------------------------------------------
+
+
+def instructions():
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.strip() for line in text.splitlines()]
+    return [tuple(line.split(None, 1)) for line in lines if line and not line.startswith("#")]
+
+
+def test_the_image_copies_what_there_is_and_does_not_run_as_root():
+    sources = [
+        source
+        for name, rest in instructions()
+        if name == "COPY" and "--from" not in rest
+        for source in shlex.split(rest)[:-1]
+    ]
+    assert {"engine", "grpc_service", "pyproject.toml", "constraints.txt"} <= set(sources)
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+    users = [rest for name, rest in instructions() if name == "USER"]
+    assert users
+    assert not {"root", "0"} & set(users[-1].split(":"))
+    entry, command = (
+        json.loads(rest) for name, rest in instructions() if name in ("ENTRYPOINT", "CMD")
+    )
+    assert entry == ["triolet"]
+    build_parser().parse_args(command)
+
+
+def test_the_image_takes_torchs_build_as_an_argument():
+    assert ("ARG", "TORCH_INDEX=https://download.pytorch.org/whl/cpu") in instructions()
+
+
+def test_the_unit_drains_reloads_and_runs_without_rights():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str
+    unit.read_string((DEPLOY / "triolet.service").read_text())
+    service = unit["Service"]
+    program, *args = shlex.split(service["ExecStart"])
+    assert program.endswith("/bin/triolet")
+    build_parser().parse_args(args)
+    assert service["KillSignal"] == "SIGTERM"
+    assert service["ExecReload"].endswith("-HUP $MAINPID")
+    assert service["SuccessExitStatus"] == "75"
+    assert int(service["TimeoutStopSec"]) > 30 + 60  # --drain-timeout and --step-timeout
+    assert service["DynamicUser"] == service["NoNewPrivileges"] == "yes"
+
+
+# ---- the dashboard and the alerts ------------------------------------------------------------
+
+
+def names_in(expression):
+    """The metrics that an expression names, without prefix and suffix."""
+    found = re.findall(rf"{PREFIX}(\w+)", expression)
+    return {
+        next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name) for name in found
+    }
+
+
+KNOWN = {metric.name for metric in METRICS}
+HISTOGRAMS = {metric.name for metric in METRICS if metric.kind == "histogram"}
+
+
+def check(expression):
+    assert names_in(expression) <= KNOWN, expression
+    for name in re.findall(rf"{PREFIX}(\w+)_bucket", expression):
+        assert name in HISTOGRAMS, expression
+    assert expression.count("(") == expression.count(")")
+    for label in re.findall(r"[{,](\w+)=~?\"", expression):
+        assert label in {"instance", "end", "code"}, expression
+
+
+def test_the_dashboard_shows_metrics_that_there_are_and_panels_apart():
+    board = json.loads((DEPLOY / "grafana.json").read_text())
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    for expression in expressions:
+        check(expression)
+    shown = set().union(*map(names_in, expressions))
+    new = {"cancel_to_free_seconds", "deadline_missed_total", "parked_seconds", "zombie_calls"}
+    new |= {"step_gap_seconds", "plan_discarded_total", "drain_remaining_requests"}
+    assert new <= shown
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    places = [
+        (at["x"] + x, at["y"] + y)
+        for at in (panel["gridPos"] for panel in board["panels"])
+        for x in range(at["w"])
+        for y in range(at["h"])
+    ]
+    assert len(set(places)) == len(places)
+
+
+def test_each_alert_asks_for_metrics_that_there_are_and_is_explained():
+    rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
+    for rule in rules:
+        check(rule["expr"])
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert rule["annotations"]["summary"]
+    page = (ROOT / "docs" / "operations.md").read_text()
+    explained = re.findall(r"^\| `(Triolet\w+)` \| .+ \| .+ \|$", page, re.MULTILINE)
+    assert explained == [rule["alert"] for rule in rules]
+
+
+def test_the_check_finds_a_metric_that_is_not_there():
+    with pytest.raises(AssertionError):
+        check('rate(triolet:request_total{end="failed"}[5m])')

@@ -1,0 +1,82 @@
+"""What the telemetry costs: the server with it and without it, in turn, and its own calls alone.
+
+The first rows are `front`'s figure (the server's CPU per message, everything included) with the
+telemetry on and off, one after the other and again; the difference is of pairs. With one stream a
+step gives one message, so that its difference is what a step costs, its message included. The last
+rows call the telemetry by itself, as a loop with 128 rows does, which a busy machine cannot blur.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine.core.events import Submit, Tokens
+from engine.core.types import Request, RequestId, Sampling, Stops
+from engine.telemetry import ReplicaTelemetry
+from tools.bench.frame import Row, repeat, repeat_in_turn, row_of
+from tools.bench.front import TICK_S, measure
+from tools.bench.wire import ENDLESS, peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MESSAGE_BAR_US = 3.0
+STEP_BAR_US = 50.0
+ROWS = 128
+STEPS = 2000
+
+
+def compare(streams: int, name: str, bar: float) -> list[Row]:
+    """The server with ``streams`` streams, telemetry on and off."""
+    runner = {
+        "step_s": TICK_S[streams],
+        "num_blocks": 512 + streams * 256,
+        "max_model_len": ENDLESS + 200,
+    }
+    engine = {"max_num_seqs": streams, "max_num_batched_tokens": max(2048, 2 * streams)}
+    sizes: list[float] = []
+    with (
+        peer("triolet", runner=runner, engine=engine) as on,
+        peer("triolet", runner=runner, engine=engine | {"telemetry": False}) as off,
+    ):
+        with_it, without = repeat_in_turn(
+            [partial(measure, server, streams, sizes) for server in (on, off)]
+        )
+    added = [one - other for one, other in zip(with_it, without, strict=True)]
+    return [
+        row_of(f"CPU per message, {streams} streams, with", with_it, "µs"),
+        row_of(f"CPU per message, {streams} streams, without", without, "µs"),
+        row_of(f"added per {name}", added, "µs", bar=bar),
+    ]
+
+
+def alone(num_rows: int) -> float:
+    """µs of the telemetry's own calls for a step that gives ``num_rows`` choices a token each."""
+    telemetry = ReplicaTelemetry()
+    for number in range(num_rows):
+        name = RequestId(str(number))
+        request = Request(name, (1,), Sampling(), Stops(max_tokens=1), arrival=0.0)
+        telemetry.submitted(Submit(request, credit=None))  # type: ignore[arg-type]  # unused
+    events = [Tokens(RequestId(str(number)), 0, (1,), "x") for number in range(num_rows)]
+    holds: Callable[[RequestId], bool] = lambda _: True  # noqa: E731
+    started = time.perf_counter()
+    for step in range(STEPS):
+        now = step * 0.02
+        telemetry.look_at_cancelled(holds, now)
+        telemetry.step_begins(num_rows, now)
+        telemetry.delivered(events, now)
+        telemetry.step_ended(now, now + 0.019)
+    return 1e6 * (time.perf_counter() - started) / STEPS
+
+
+def run() -> list[Row]:
+    step, full = repeat(partial(alone, 1)), repeat(partial(alone, ROWS))
+    per_row = [(many - one) / (ROWS - 1) for one, many in zip(step, full, strict=True)]
+    return [
+        row_of("a step of 1 row, by itself", step, "µs", bar=STEP_BAR_US),
+        row_of("a further row, by itself", per_row, "µs", bar=MESSAGE_BAR_US),
+        *compare(1, "step of one message", STEP_BAR_US),
+        *compare(ROWS, f"message, {ROWS} a step", MESSAGE_BAR_US),
+    ]
