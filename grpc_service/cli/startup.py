@@ -16,7 +16,7 @@ from engine.status import Capability, ModelState
 from grpc_service.config import DEFAULT_HOST, DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from engine.api import Engine
     from engine.pool import Entry
@@ -74,15 +74,25 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
             )
         else:
             lines.append(f"  {model.name}: {model.state.value}{_because(model.error)}")
-    is_default = where == f"{DEFAULT_HOST}:{DEFAULT_PORT}"
-    lines += [
-        "Try:",
-        '  triolet generate "Once upon a time"' + ("" if is_default else f" --server {where}"),
-        f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
-        "triolet.v1.Inference/Generate",
-        "Ctrl-C drains; twice cuts.",
-    ]
+    lines += ["Try:", *_first_requests(engine, where), "Ctrl-C drains; twice cuts."]
     print("\n".join(lines), flush=True)
+
+
+def _first_requests(engine: Engine, where: str) -> Iterator[str]:
+    """A command for each kind of model that is served."""
+    server = "" if where == f"{DEFAULT_HOST}:{DEFAULT_PORT}" else f" --server {where}"
+    kinds = {model.capability for model in engine.list_models()}
+    if Capability.TEXT_TO_TEXT in kinds:
+        yield f'  triolet generate "Once upon a time"{server}'
+    if Capability.TEXT_EMBEDDING in kinds:
+        yield f'  triolet embed "The dog sleeps." "A hound naps." "The ship left."{server}'
+    if Capability.RERANK in kinds:
+        yield f'  triolet rerank "Where is the dog?" "The dog sleeps." "The ship left."{server}'
+    if Capability.TEXT_TO_TEXT in kinds:
+        yield (
+            f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
+            "triolet.v1.Inference/Generate"
+        )
 
 
 def _because(error: str) -> str:
