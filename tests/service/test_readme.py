@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import DEMO_MODELS
 from tests.support import toolchains
 from tests.support.server import real
 from tests.support.wire import SERVING, health, wait_until
@@ -56,7 +57,6 @@ grpcurl() {
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LANGUAGES = {"sh", "python", "js", "ruby"}
-DEMOS = ("demo-stories", "demo-embed", "demo-rerank")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def test_every_block_of_code_runs_or_says_why_not():
 def server():
     """`triolet serve` as the README has it, once all three models are ready."""
     with real(model=None) as one:
-        for name in DEMOS:
+        for name in DEMO_MODELS:
             wait_until(lambda name=name: health(one.channel, f"model/{name}") == SERVING, 90)
         yield one
 
