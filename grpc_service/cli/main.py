@@ -246,7 +246,7 @@ def _add_texts(parser: argparse.ArgumentParser, name: str, metavar: str, what: s
         help=f"{what}; none, or -: the lines of standard input",
     )
     parser.add_argument("--file", metavar="FILE", help=f"a file with a {metavar.lower()} per line")
-    parser.add_argument("--model", default="", help="name of the model (default: the first of the kind)")
+    parser.add_argument("--model", default="", help="name of the model (default: the first such)")
     parser.add_argument(
         "--no-truncate",
         dest="truncate",
