@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 if TYPE_CHECKING:
     from engine.status import Capability
 
-DEMO_MODELS = ("demo-stories",)
+DEMO_MODELS = ("demo-stories", "demo-embed", "demo-rerank")
 IN_PROCESS_BUFFER = 4096  # R7: the source design's token channel
 STREAM_BUFFER = 256  # R7: a gRPC stream's messages in flight
 

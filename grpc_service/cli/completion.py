@@ -9,7 +9,7 @@ import shtab
 if TYPE_CHECKING:
     import argparse
 
-FILES = {"--config", "--uds"}
+FILES = {"--config", "--uds", "--file"}
 DIRECTORIES = {"serve --model"}
 
 

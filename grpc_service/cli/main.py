@@ -93,6 +93,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_serve_arguments(add("serve", _serve, "start a server"))
     _add_generate(add("generate", _generate, "continue a prompt"))
     _add_chat(add("chat", _chat, "talk with a model, line by line"))
+    _add_embed(add("embed", _embed, "turn texts into vectors, and say how alike they are"))
+    _add_rerank(add("rerank", _rerank, "sort documents by how well they answer a query"))
     _add_tokenize(
         add("tokenize", _query("tokenize"), "split a text into tokens, or join ids to text")
     )
@@ -191,6 +193,69 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
             metavar="TEXT",
             help=f"{what}; may be repeated, {most} times at most",
         )
+
+
+def _add_embed(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Turn texts into vectors. Shows how alike the texts are: the cosines of all, or of many "
+        "texts each one's nearest; --json has all numbers, a line per text in the texts' order."
+    )
+    _add_texts(parser, "texts", "TEXT", "what to embed")
+    parser.add_argument(
+        "--dimensions",
+        type=_number("count"),
+        metavar="N",
+        help="cut the vectors to N numbers, for models trained to allow it",
+    )
+    parser.add_argument(
+        "--prompt-name",
+        default="",
+        metavar="NAME",
+        help="which of the model's named prompts goes before each text, such as query",
+    )
+    parser.add_argument(
+        "--normalize",
+        action=argparse.BooleanOptionalAction,
+        help="scale the vectors to length 1, or do not (default: as the model is configured)",
+    )
+    _add_client(parser, timeout_s=None)
+
+
+def _add_rerank(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Sort documents by how well they answer a query, best first, each with its score and "
+        "its place among those given."
+    )
+    parser.add_argument("query", help="what is looked for")
+    _add_texts(parser, "documents", "DOCUMENT", "where it is looked for")
+    parser.add_argument(
+        "--top-n", type=_number("count"), metavar="N", help="only the N best (default: all)"
+    )
+    parser.add_argument(
+        "--raw-scores",
+        action="store_true",
+        help="scores as the model puts them out, without its activation (mostly a sigmoid)",
+    )
+    _add_client(parser, timeout_s=None)
+
+
+def _add_texts(parser: argparse.ArgumentParser, name: str, metavar: str, what: str) -> None:
+    """Many texts, and what is done with those that are too long."""
+    parser.add_argument(
+        name,
+        nargs="*",
+        metavar=metavar,
+        help=f"{what}; none, or -: the lines of standard input",
+    )
+    parser.add_argument("--file", metavar="FILE", help=f"a file with a {metavar.lower()} per line")
+    parser.add_argument("--model", default="", help="name of the model (default: the first such)")
+    parser.add_argument(
+        "--no-truncate",
+        dest="truncate",
+        action="store_false",
+        default=None,
+        help="refuse what is longer than the model takes (default: cut its end off)",
+    )
 
 
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
@@ -302,6 +367,20 @@ def _chat(args: argparse.Namespace) -> int:
 
     hear_ctrl_c()
     return chat.run(args)
+
+
+def _embed(args: argparse.Namespace) -> int:
+    from grpc_service.cli import embed
+
+    hear_ctrl_c()
+    return embed.run(args)
+
+
+def _rerank(args: argparse.Namespace) -> int:
+    from grpc_service.cli import rerank
+
+    hear_ctrl_c()
+    return rerank.run(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

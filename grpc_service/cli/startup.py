@@ -16,7 +16,7 @@ from engine.status import Capability, ModelState
 from grpc_service.config import DEFAULT_HOST, DEFAULT_PORT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from engine.api import Engine
     from engine.pool import Entry
@@ -74,22 +74,34 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
             )
         else:
             lines.append(f"  {model.name}: {model.state.value}{_because(model.error)}")
-    is_default = where == f"{DEFAULT_HOST}:{DEFAULT_PORT}"
-    needs = (" --tls-ca FILE" if config.tls_cert else "") + (
-        " --tls-cert FILE --tls-key FILE" if config.client_ca else ""
-    )
-    needs += " --api-key-file FILE" if config.api_key_file and not config.uds else ""
-    server = "" if is_default else f" --server {where}"
-    lines += ["Try:", f'  triolet generate "Once upon a time"{server}{needs}']
-    if not needs:
-        lines.append(
+    lines += ["Try:", *_first_requests(engine, where, config), "Ctrl-C drains; twice cuts."]
+    print("\n".join(lines), flush=True)
+
+
+def _first_requests(engine: Engine, where: str, config: ServerConfig) -> Iterator[str]:
+    """A command for each kind of model that is served."""
+    needs = _needs(config)
+    server = "" if where == f"{DEFAULT_HOST}:{DEFAULT_PORT}" else f" --server {where}"
+    kinds = {model.capability for model in engine.list_models()}
+    if Capability.TEXT_TO_TEXT in kinds:
+        yield f'  triolet generate "Once upon a time"{server}{needs}'
+    if Capability.TEXT_EMBEDDING in kinds:
+        yield f'  triolet embed "The dog sleeps." "A hound naps." "The ship left."{server}{needs}'
+    if Capability.RERANK in kinds:
+        texts = '"Where is the dog?" "The dog sleeps." "The ship left."'
+        yield f"  triolet rerank {texts}{server}{needs}"
+    if Capability.TEXT_TO_TEXT in kinds and not needs:
+        yield (
             f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
             "triolet.v1.Inference/Generate"
         )
-    lines += [
-        "Ctrl-C drains; twice cuts.",
-    ]
-    print("\n".join(lines), flush=True)
+
+
+def _needs(config: ServerConfig) -> str:
+    """What a client of this server must show, as flags."""
+    needs = " --tls-ca FILE" if config.tls_cert else ""
+    needs += " --tls-cert FILE --tls-key FILE" if config.client_ca else ""
+    return needs + (" --api-key-file FILE" if config.api_key_file and not config.uds else "")
 
 
 def _because(error: str) -> str:

@@ -1,10 +1,12 @@
-"""The README's snippets run as they stand, against a server of the shipped model.
+"""The snippets of the README and of docs/ run as they stand, against a server of shipped models.
 
 A fenced block is executed when the comment above it says so:
-``<!-- runs, prints: TEXT -->``, ``<!-- runs with TOOL, prints: TEXT -->``. Any other block of shell
-or Python must say why not: ``<!-- not run: REASON -->``.
-Two things differ from what a reader types: the address is the test server's, and `grpcurl`, where
-it is not installed, is `buf curl`, which takes the same request from the same reflection service.
+``<!-- runs, prints: TEXT -->``, ``<!-- runs with TOOL, prints: TEXT -->``. Any other block in a
+language that could run here must say why not: ``<!-- not run: REASON -->``.
+Three things differ from what a reader types: the address is the test server's; the directory is not
+the repository's root but one that shows what of it the snippets use, so that what they write is
+gone afterwards; and `grpcurl`, where it is not installed, is `buf curl`, which takes the same
+request from the same reflection service.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop import conftest as interop
+from engine.config import DEMO_MODELS
+from tests.support import toolchains
 from tests.support.server import real
+from tests.support.wire import SERVING, health, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:50051"
@@ -51,10 +55,15 @@ grpcurl() {
 """
 
 
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+LANGUAGES = {"sh", "python", "js", "ruby"}
+
+
 @dataclass(frozen=True)
 class Snippet:
-    """One block of the page; ``mark`` is what the comment above it says."""
+    """One block of a page; ``mark`` is what the comment above it says."""
 
+    page: str
     line: int
     mark: str
     language: str
@@ -65,9 +74,11 @@ class Snippet:
         return RUNS.fullmatch(self.mark)
 
 
-def snippets(page: str) -> list[Snippet]:
+def snippets(path: Path) -> list[Snippet]:
+    page = path.read_text()
     return [
         Snippet(
+            path.name,
             page.count("\n", 0, found.start("text")) + 1,
             found["mark"] or "",
             found["language"],
@@ -77,57 +88,95 @@ def snippets(page: str) -> list[Snippet]:
     ]
 
 
-README = snippets((ROOT / "README.md").read_text())
+SNIPPETS = [snippet for path in PAGES for snippet in snippets(path)]
 RUNNING = [
     pytest.param(
         snippet,
-        id=f"line {snippet.line}",
+        id=f"{snippet.page} line {snippet.line}",
         marks=[pytest.mark.interop] if snippet.runs["tool"] else [],
     )
-    for snippet in README
+    for snippet in SNIPPETS
     if snippet.runs
 ]
 
 
 def test_every_block_of_code_runs_or_says_why_not():
     silent = [
-        snippet.line
-        for snippet in README
-        if snippet.language in ("sh", "python")
-        and not (snippet.runs or NOT_RUN.fullmatch(snippet.mark))
+        f"{snippet.page} line {snippet.line}"
+        for snippet in SNIPPETS
+        if snippet.language in LANGUAGES and not (snippet.runs or NOT_RUN.fullmatch(snippet.mark))
     ]
-    assert silent == [], f"README.md, lines {silent}: mark the blocks as this file says"
-    assert {snippet.language for snippet in README if snippet.runs} == {"sh", "python"}
+    assert silent == [], "mark these blocks as this file says"
+    in_readme = [one for one in SNIPPETS if one.page == "README.md" and one.runs]
+    assert {snippet.language for snippet in in_readme} == LANGUAGES
+    assert {snippet.language for snippet in SNIPPETS if snippet.runs} == LANGUAGES
 
 
 @pytest.fixture(scope="module")
 def server():
-    with real(model="demo-stories") as one:
+    """`triolet serve` as the README has it, once all three models are ready."""
+    with real(model=None) as one:
+        for name in DEMO_MODELS:
+            wait_until(lambda name=name: health(one.channel, f"model/{name}") == SERVING, 90)
         yield one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the snippets run."""
+    folder = tmp_path_factory.mktemp("snippets")
+    (folder / "proto").symlink_to(ROOT / "proto")
+    (folder / "node_modules").symlink_to(toolchains.NODE_MODULES)
+    return folder
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("snippet", RUNNING)
-def test_a_snippet_runs(server, snippet):
+def test_a_snippet_runs(server, folder, snippet):
     text = snippet.text.replace(ADDRESS, server.address)
-    env = os.environ | {"ADDRESS": server.address, "PYTHON": sys.executable}
-    if snippet.language == "python":
-        command = [sys.executable, "-W", "error", "-c", text]
-    else:
-        command = ["bash", "-c", f"{PRELUDE}{_tool(snippet.runs['tool'], env)}{text}"]
+    env = os.environ | {
+        "ADDRESS": server.address,
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "no_grpc_proxy": "127.0.0.1",
+    }
     done = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S
+        _command(snippet, text, env, folder),
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
-    assert snippet.runs["prints"] in done.stdout
+    assert snippet.runs["prints"] in done.stdout, done.stdout + done.stderr
+
+
+def _command(snippet: Snippet, text: str, env: dict[str, str], folder: Path) -> list[str]:
+    """What runs the text, with its tools installed where they are missing."""
+    if snippet.language == "python":
+        return [sys.executable, "-W", "error", "-c", text]
+    if snippet.language == "js":
+        toolchains.need_npm()
+        return ["node", "-e", text]
+    if snippet.language == "ruby":
+        stubs = folder / "ruby_stubs"
+        if not stubs.exists():
+            stubs.mkdir()
+            toolchains.make_ruby_stubs(stubs)
+        return ["ruby", "-I", str(stubs), "-e", text]
+    return ["bash", "-c", f"{PRELUDE}{_tool(snippet.runs['tool'], env)}{text}"]
 
 
 def _tool(name: str | None, env: dict[str, str]) -> str:
     """What must be defined for ``name`` to be a command."""
+    if name == "protoc":
+        toolchains.need_ruby()  # which brings protoc and its plugins
+        return ""
     if name is None or shutil.which(name):
         return ""
     assert name == "grpcurl", f"nothing stands in for {name}"
-    if not interop.is_installed():
-        interop.install()
-    env["BUF"] = str(interop.BUF)
+    toolchains.need_npm()
+    env["BUF"] = str(toolchains.BUF)
     return GRPCURL_BY_BUF

@@ -43,6 +43,31 @@ def test_a_text_model_and_two_encoders_side_by_side(tmp_path):
         assert "stories" in order[0]
 
 
+def test_without_a_model_the_shipped_three_are_served_the_story_teller_first():
+    with real(model=None) as server:
+        # "ready" was told before the encoders were imported
+        assert "demo-stories: LlamaForCausalLM" in server.out
+        assert "demo-embed: loading" in server.out
+        assert "demo-rerank: loading" in server.out
+        for command in ("generate", "embed", "rerank", "grpcurl"):
+            assert sum(line.startswith((f"  triolet {command} ", f"  {command} "))
+                       for line in server.out.splitlines()) == 1  # fmt: skip
+        # and who asks an encoder meanwhile waits for it
+        heard = embed(server.channel, TEXTS)
+        assert heard.error is None
+        assert heard.messages[0].model == "demo-embed"
+        assert rerank(server.channel, "which river?", TEXTS, top_n=1).error is None
+        assert generate(server.channel, max_tokens=3).error is None
+        listed = {model.name: model.demo for model in list_models(server.channel)}
+        assert listed == {"demo-stories": True, "demo-embed": True, "demo-rerank": True}
+
+
+def test_a_server_that_is_told_to_end_while_its_encoders_load_ends():
+    with real(model=None) as server:
+        assert "demo-embed: loading" in server.out
+        assert server.stop() == 0
+
+
 def test_a_server_of_encoders_alone_is_ready_when_they_are(tmp_path):
     embedder = make_embedder(tmp_path / "embedder")
     with real(model=embedder) as server:

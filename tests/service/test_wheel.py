@@ -10,8 +10,9 @@ import zipfile
 
 import pytest
 
+from engine.config import DEMO_MODELS
 from tests.support.server import MODEL_START_LIMIT_S, READY, ROOT, process
-from tests.support.wire import connect, generate, health, list_models
+from tests.support.wire import SERVING, connect, generate, health, list_models, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -56,7 +57,7 @@ def test_the_wheel_holds_the_packages_and_the_demo_and_nothing_of_the_workshop(w
     assert not [name for name in names if "__pycache__" in name or "/test" in name]
 
 
-def test_the_wheel_serves_the_demo_model_from_an_empty_directory(installed, tmp_path):
+def test_the_wheel_serves_the_demo_models_from_an_empty_directory(installed, tmp_path):
     env = {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
     where = "import engine, grpc_service; print(engine.__file__, grpc_service.__file__)"
     found = run([sys.executable, "-c", where], cwd=tmp_path, env=os.environ | env)
@@ -69,9 +70,10 @@ def test_the_wheel_serves_the_demo_model_from_an_empty_directory(installed, tmp_
             assert heard.error is None
             assert len(heard.ids()) > 1
             assert " " in heard.text()
-            [model] = list_models(channel)
-            assert (model.name, model.demo) == ("demo-stories", True)
-            assert health(channel, "model/demo-stories")
+            for name in DEMO_MODELS:
+                wait_until(lambda name=name: health(channel, f"model/{name}") == SERVING, 90)
+            listed = {model.name: model.demo for model in list_models(channel)}
+            assert listed == dict.fromkeys(DEMO_MODELS, True)
         command = [sys.executable, "-m", "grpc_service", "generate", "--server", address]
         text = run([*command, "--max-tokens", "5", "Once"], cwd=tmp_path, env=os.environ | env)
         assert text.strip()

@@ -183,10 +183,12 @@ def serve_argv(*args):
 
 @contextlib.contextmanager
 def real(*args, model=DEMO, uds=None, **options):
-    """`triolet serve` with a real model, ready, with an open channel: on any free port, or on a
-    Unix socket. Of the latter `heard` is what health said from the bind until it was ready."""
+    """`triolet serve` with a real model (None: those it serves by itself), ready, with an open
+    channel: on any free port, or on a Unix socket. Of the latter `heard` is what health said from
+    the bind until it was ready."""
     where = ["--port", "0"] if uds is None else ["--uds", uds]
-    with process(serve_argv("--model", model, *where, *args), **options) as server:
+    models = [] if model is None else ["--model", model]
+    with process(serve_argv(*models, *where, *args), **options) as server:
         if uds is not None:
             server.address = f"unix:{uds}"
             server.heard = listen_until_ready(server)

@@ -131,7 +131,9 @@ def test_models_and_names_pair_in_order():
         ModelConfig("org/a", name="x", dtype="float32"),
         ModelConfig("b", name="b", dtype="float32"),
     )
-    assert configs("--served-model-name", "x")[0].models == (ModelConfig(DEMO_MODELS[0], name="x"),)
+    first, *others = configs("--served-model-name", "x")[0].models
+    assert first == ModelConfig(DEMO_MODELS[0], name="x")
+    assert others == [ModelConfig(name) for name in DEMO_MODELS[1:]]
 
 
 def test_more_names_than_models_are_refused():

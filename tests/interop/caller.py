@@ -1,0 +1,76 @@
+"""Runs a client written in another language, and tells what it heard.
+
+A client is a program, `tests/interop/clients/client.*`. It takes the server's address as its
+argument and calls from standard input: a JSON list of ``{method, request, deadline_s,
+cancel_after}``, which it makes one after the other on one channel. A request and a message are in
+proto's JSON with the fields' own names; ``cancel_after`` is a number of messages. On standard
+output it tells, per call, ``{messages, code, text, details}``: of an error, its code's number, its
+text, and its google.rpc details by name.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from os import PathLike
+
+LIMIT_S = 50.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a client heard of one call. A field that has its default is missing in a message."""
+
+    messages: list[dict[str, Any]]
+    code: int = 0
+    text: str = ""
+    details: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Which event each of Generate's messages is."""
+        return [next(k for k in ("started", "delta", "finished") if k in m) for m in self.messages]
+
+    @property
+    def story(self) -> str:
+        """The text of Generate's Deltas."""
+        return "".join(m["delta"].get("text", "") for m in self.messages if "delta" in m)
+
+    def by_index(self) -> list[dict[str, Any]]:
+        """Embed's or Rerank's messages in the order of their inputs; each came once."""
+        found = {message.get("index", 0): message for message in self.messages}
+        assert sorted(found) == list(range(len(self.messages)))
+        return [found[index] for index in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A client program."""
+
+    argv: Sequence[str | PathLike[str]]
+    env: Mapping[str, str] | None = None
+
+    def calls(self, address: str, *calls: dict[str, Any]) -> list[Told]:
+        """Make the calls, in one process and on one channel."""
+        done = subprocess.run(
+            [*map(str, self.argv), address],
+            input=json.dumps(calls),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=self.env,
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+        told = [Told(**one) for one in json.loads(done.stdout)]
+        assert len(told) == len(calls)
+        return told
+
+    def call(self, address: str, method: str, request: dict[str, Any], **options: Any) -> Told:
+        """Make one call."""
+        [told] = self.calls(address, {"method": method, "request": request, **options})
+        return told

@@ -1,0 +1,68 @@
+"""A tool that is missing and cannot be installed fails its tests with a sentence to act on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support import toolchains
+
+
+@pytest.fixture
+def bare_machine(monkeypatch):
+    """Nothing is installed, and the user is not root."""
+    monkeypatch.setattr(toolchains.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchains.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(toolchains, "missing_npm_packages", lambda: ["@grpc/grpc-js"])
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_without_node_the_sentence_says_so():
+    with pytest.raises(pytest.fail.Exception, match=r"need Node\.js with npm.*not interop"):
+        toolchains.need_npm()
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_without_ruby_the_sentence_has_the_command():
+    with pytest.raises(pytest.fail.Exception) as failed:
+        toolchains.need_ruby()
+    said = str(failed.value)
+    assert "need ruby, protoc, grpc_ruby_plugin" in said
+    packages = " ".join(toolchains.DEBIAN_PACKAGES)
+    assert f"`sudo apt-get install --no-install-recommends {packages}`" in said
+
+
+def test_who_is_not_root_is_told_even_where_apt_get_is_there(monkeypatch):
+    monkeypatch.setattr(
+        toolchains.shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None
+    )
+    monkeypatch.setattr(toolchains.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(toolchains, "_run", lambda *_: pytest.fail("it was run all the same"))
+    with pytest.raises(pytest.fail.Exception, match="sudo apt-get install"):
+        toolchains.need_ruby()
+
+
+def test_an_install_that_fails_shows_what_was_said(monkeypatch):
+    ran = []
+
+    def run(command, cwd=None):
+        ran.append(command[-1])
+        return 100, "E: Unable to locate package ruby-grpc"
+
+    monkeypatch.setattr(toolchains.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(toolchains, "missing_for_ruby", lambda: ["Ruby's grpc"])
+    monkeypatch.setattr(toolchains.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(toolchains, "_run", run)
+    with pytest.raises(pytest.fail.Exception) as failed:
+        toolchains.need_ruby()
+    assert ran == ["libprotobuf-dev", "update", "libprotobuf-dev"]
+    assert "status 100; missing then: Ruby's grpc" in str(failed.value)
+    assert "Unable to locate package" in str(failed.value)
+
+
+def test_what_package_json_pins_is_what_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(toolchains, "NODE_MODULES", tmp_path)
+    assert "@grpc/grpc-js" in toolchains.missing_npm_packages()
+    folder = tmp_path / "@grpc/grpc-js"
+    folder.mkdir(parents=True)
+    (folder / "package.json").write_text('{"version": "0.0.1"}')
+    assert "@grpc/grpc-js" in toolchains.missing_npm_packages()

@@ -1,0 +1,411 @@
+"""`triolet embed` and `rerank` against a scripted front: what they send, print and refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from engine.core.events import Finished
+from engine.core.types import EndReason, Timings, Usage
+from engine.encode_requests import Embedding, EmbedRequest, Score
+from engine.errors import FieldViolation, InvalidRequest, Overloaded
+from engine.requests import Started
+from grpc_service.cli import embed
+from grpc_service.cli import texts as cli_texts
+from grpc_service.cli.main import main
+from tests.service.fake_front import FakeCall, FakeFront, run
+from tests.service.test_cli_client import SILENT, process_of, triolet
+
+STARTED = Started("r1", "emb", 4)
+FINISHED = Finished("r1", 0, EndReason.STOP, Usage(4, 0, 0), Timings())
+
+
+def angle_of(text):
+    return math.radians(float(text) if text.replace(".", "").isdigit() else len(text))
+
+
+class Encoder(FakeFront):
+    """Vectors of 2 numbers, twice as long as 1, at the angle in degrees that a text is (else its
+    length); scores by the same number. The last first, as lengths have it."""
+
+    def __init__(self, error_in=None):
+        super().__init__()
+        self.error_in = error_in
+
+    def encode(self, request, peer=""):
+        batches = [[STARTED]]
+        if isinstance(request, EmbedRequest):
+            for index, text in reversed(list(enumerate(request.inputs))):
+                at = angle_of(text)
+                values = array("f", [2 * math.cos(at), 2 * math.sin(at)])
+                batches.append([Embedding(index, values, len(text) + 2)])
+        else:
+            for index, text in reversed(list(enumerate(request.documents))):
+                batches.append([Score(index, math.degrees(angle_of(text)) / 100)])
+        is_broken = len(self.calls) == self.error_in
+        error = InvalidRequest([FieldViolation("inputs[1].text", "has no tokens")])
+        call = FakeCall(
+            request, [*batches, [FINISHED]], error=error if is_broken else None, credited=(object,)
+        )
+        self.calls.append(call)
+        return call
+
+
+@pytest.fixture
+def ask(capsys):
+    """Runs a command; returns its exit code, standard output and standard error."""
+
+    def call(front, *argv):
+        code = triolet(front, *argv)
+        shown = capsys.readouterr()
+        return code, shown.out, shown.err
+
+    return call
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    """Gives the command a standard input."""
+
+    def give(text, *, is_terminal=False):
+        stream = io.StringIO(text)
+        stream.isatty = lambda: is_terminal
+        monkeypatch.setattr("sys.stdin", stream)
+
+    return give
+
+
+# ---- embed -----------------------------------------------------------------------------------
+
+
+def test_embed_shows_the_vectors_and_how_alike_they_are(ask):
+    code, out, err = ask(Encoder(), "embed", "0", "60", "90")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "INDEX  TOKENS  LENGTH  FIRST NUMBERS  TEXT",
+        "0      3       2.000   +2.000 +0.000  0",
+        "1      4       2.000   +1.000 +1.732  60",
+        "2      4       2.000   +0.000 +2.000  90",
+        "",
+        "cosine similarity",
+        "   0      1      2",
+        "0  1.000  0.500  0.000",
+        "1  0.500  1.000  0.866",
+        "2  0.000  0.866  1.000",
+        "",
+        "3 vectors of 2 numbers by emb",
+    ]
+
+
+def test_embed_of_many_texts_names_each_ones_nearest(ask):
+    angles = [str(angle) for angle in (0, 3, 90, 92, 180, 185, 270, 271, 40, 47, 140)]
+    _, out, _ = ask(Encoder(), "embed", *angles)
+    head, *rows = out.splitlines()[:12]
+    assert head.split() == ["INDEX", "TOKENS", "LENGTH", "FIRST", "NUMBERS", "NEAREST", "TEXT"]
+    nearest = [row.split()[5] for row in rows]
+    assert nearest == ["1", "0", "3", "2", "5", "4", "7", "6", "9", "8", "4"]
+    assert rows[0].split()[6] == f"({math.cos(math.radians(3)):.3f})"
+    assert "cosine similarity" not in out
+    assert out.endswith("\n11 vectors of 2 numbers by emb\n")
+
+
+def test_the_nearest_is_the_one_that_all_with_all_gives(ask, stdin):
+    angles = [f"{number * 137.5 % 360:.4f}" for number in range(120)]
+    stdin("\n".join(angles))
+    _, out, _ = ask(Encoder(), "embed")
+    at = np.radians(np.array(angles, dtype=float))
+    alike = np.cos(at[:, None] - at[None, :])
+    np.fill_diagonal(alike, -2)
+    nearest = [int(row.split()[5]) for row in out.splitlines()[1:121]]
+    np.testing.assert_allclose(alike[np.arange(120), nearest], alike.max(axis=1), atol=1e-6)
+
+
+def test_of_too_many_texts_to_compare_there_are_only_numbers(ask, stdin):
+    stdin("\n".join(map(str, range(embed.NEAREST_MAX + 1))))
+    _, out, _ = ask(Encoder(), "embed")
+    assert "NEAREST" not in out
+    assert out.splitlines()[-2:] == [
+        "301 vectors of 2 numbers by emb",
+        "Of more than 300 texts no similarities are shown; --json has the numbers.",
+    ]
+
+
+def test_a_vector_of_nothing_is_like_nothing(ask, monkeypatch):
+    monkeypatch.setattr("tests.service.test_cli_encode.angle_of", lambda text: 0.0)
+    monkeypatch.setattr(math, "cos", lambda at: 0.0)
+    code, out, err = ask(Encoder(), "embed", "a", "b")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-3:-1] == ["1  0.000  0.000", ""]
+
+
+def test_embed_sends_what_it_is_told(ask):
+    front = Encoder()
+    given = "--dimensions 2 --prompt-name query --no-normalize --no-truncate --model emb"
+    assert ask(front, "embed", "a", "b", *given.split(), "--timeout", "20")[0] == 0
+    request = front.last.request
+    assert (request.inputs, request.dimensions, request.prompt_name) == (("a", "b"), 2, "query")
+    assert (request.normalize, request.truncate, request.model) == (False, False, "emb")
+    assert 15 < request.timeout_s < 21
+    ask(front, "embed", "a", "--normalize")
+    assert (front.last.request.normalize, front.last.request.truncate) == (True, None)
+    ask(front, "embed", "a")
+    assert front.last.request == EmbedRequest(inputs=("a",))
+
+
+def test_embed_json_is_a_line_per_text_in_their_order(ask):
+    _, out, _ = ask(Encoder(), "embed", "0", "90", "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [(one["index"], one["tokens"], one["model"]) for one in lines] == [
+        (0, 3, "emb"),
+        (1, 4, "emb"),
+    ]
+    assert lines[0]["values"] == [2.0, 0.0]
+
+
+# ---- where texts come from -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [[], ["-"], ["--file", "-"]])
+def test_lines_of_standard_input_are_texts_and_none_is_left_out(ask, stdin, argv):
+    front = Encoder()
+    stdin("one\n\n two \u2028 \x0c\n")
+    assert ask(front, "embed", *argv)[0] == 0
+    assert front.last.request.inputs == ("one", "", " two \u2028 \x0c")
+
+
+def test_lines_of_a_file_are_texts(ask, tmp_path):
+    path = tmp_path / "texts"
+    path.write_bytes("one\r\nzwei Flüsse".encode())
+    front = Encoder()
+    assert ask(front, "rerank", "which?", "--file", str(path))[0] == 0
+    assert (front.last.request.query, front.last.request.documents) == (
+        "which?",
+        ("one", "zwei Flüsse"),
+    )
+
+
+@pytest.mark.parametrize("command", [["embed"], ["rerank", "q"]])
+def test_no_texts_are_one_clear_sentence(ask, stdin, tmp_path, command):
+    what = {"embed": "texts", "rerank": "documents"}[command[0]]
+    stdin("", is_terminal=True)
+    said = f"triolet: there are no {what}; give some, or --file FILE (- for standard input)\n"
+    assert ask(Encoder(), *command) == (2, "", said)
+    stdin("")
+    said = f"triolet: there are no {what} in standard input\n"
+    assert ask(Encoder(), *command) == (2, "", said)
+    empty = tmp_path / "empty"
+    empty.touch()
+    said = f"triolet: there are no {what} in {empty}\n"
+    assert ask(Encoder(), *command, "--file", str(empty)) == (2, "", said)
+    said = f"triolet: give {what} as arguments or by --file, not both\n"
+    assert ask(Encoder(), *command, "a", "--file", str(empty)) == (2, "", said)
+
+
+def test_a_file_that_cannot_be_read_is_named(ask, tmp_path):
+    missing, latin = tmp_path / "missing", tmp_path / "latin"
+    latin.write_bytes(b"Fl\xfcsse\n")
+    said = f"triolet: --file {missing} cannot be read: No such file or directory\n"
+    assert ask(Encoder(), "embed", "--file", str(missing)) == (2, "", said)
+    said = f"triolet: --file {latin} is not UTF-8\n"
+    assert ask(Encoder(), "embed", "--file", str(latin)) == (2, "", said)
+
+
+# ---- more than a call takes ------------------------------------------------------------------
+
+
+def test_more_texts_than_a_call_takes_go_in_several_and_are_numbered_through(ask, stdin):
+    front = Encoder()
+    texts = [str(number) for number in range(2 * cli_texts.MAX_INPUTS + 3)]
+    stdin("\n".join(texts) + "\n")
+    code, out, _ = ask(front, "embed", "--json")
+    assert code == 0
+    assert [len(call.request.inputs) for call in front.calls] == [2048, 2048, 3]
+    assert [text for call in front.calls for text in call.request.inputs] == texts
+    assert [json.loads(line)["index"] for line in out.splitlines()] == list(range(len(texts)))
+    assert all(json.loads(line)["model"] == "emb" for line in out.splitlines())
+
+
+def test_texts_that_are_long_together_go_in_several_calls(ask, stdin):
+    front = Encoder()
+    long = "ü" * (cli_texts.BYTES_MAX // 5)
+    stdin("\n".join([long] * 5))
+    assert ask(front, "rerank", "q", "--json")[0] == 0
+    assert [len(call.request.documents) for call in front.calls] == [2, 2, 1]
+
+
+def test_an_error_of_a_later_call_says_which_texts_it_counts(ask, monkeypatch):
+    monkeypatch.setattr(cli_texts, "MAX_INPUTS", 2)
+    front = Encoder(error_in=1)
+    code, _, err = ask(front, "embed", "a", "b", "c", "d", "e", "--json")
+    assert code == 1
+    assert len(front.calls) == 2
+    assert err.splitlines() == [
+        "triolet: in texts 2 to 3, whose own numbers begin at 0:",
+        "triolet: inputs[1].text: has no tokens",
+    ]
+
+
+def test_one_timeout_holds_for_all_calls(ask, monkeypatch):
+    monkeypatch.setattr(cli_texts, "MAX_INPUTS", 1)
+    clock = itertools.count(100, 5)
+    monkeypatch.setattr(cli_texts, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    front = Encoder()
+    ask(front, "embed", "a", "b", "c", "--timeout", "20")
+    assert [call.request.timeout_s for call in front.calls] == pytest.approx([15, 10, 5], abs=1)
+
+
+# ---- rerank ----------------------------------------------------------------------------------
+
+
+def test_rerank_shows_the_best_first(ask):
+    code, out, err = ask(Encoder(), "rerank", "q", "30", "90", "5\n0")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "SCORE   INDEX  DOCUMENT",
+        "0.9000  1      90",
+        "0.3000  0      30",
+        "0.0300  2      5 0",
+    ]
+
+
+def test_rerank_sends_what_it_is_told(ask):
+    front = Encoder()
+    given = ("--top-n", "1", "--raw-scores", "--no-truncate", "--model", "rank")
+    _, out, _ = ask(front, "rerank", "q", "30", "90", *given)
+    request = front.last.request
+    assert (request.top_n, request.raw_scores, request.truncate) == (1, True, False)
+    assert request.model == "rank"
+    assert out.splitlines()[1:] == ["0.9000  1      90"]
+    ask(front, "rerank", "q", "30")
+    assert (front.last.request.top_n, front.last.request.raw_scores) == (None, None)
+
+
+def test_rerank_json_is_a_line_per_document_best_first(ask):
+    _, out, _ = ask(Encoder(), "rerank", "q", "30", "90", "60", "--json", "--top-n", "2")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [one["index"] for one in lines] == [1, 2]
+    assert lines[0]["score"] == pytest.approx(0.9)
+
+
+def test_rerank_sorts_what_several_calls_scored(ask, monkeypatch):
+    monkeypatch.setattr(cli_texts, "MAX_INPUTS", 2)
+    front = Encoder()
+    _, out, _ = ask(front, "rerank", "q", "30", "20", "90", "10", "60", "--json", "--top-n", "3")
+    assert len(front.calls) == 3
+    assert [json.loads(line)["index"] for line in out.splitlines()] == [2, 4, 0]
+
+
+# ---- failures, pipes and terminals -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["embed", "x"], ["rerank", "q", "x"]])
+def test_failures_are_one_line(command, ask, capsys):
+    assert main([*command, "--server", SILENT]) == 1
+    said = f"triolet: no server answers at {SILENT}; `triolet serve` starts one\n"
+    assert capsys.readouterr() == ("", said)
+    front = FakeFront(error=Overloaded("full", retry_after_s=2))
+    assert ask(front, *command) == (1, "", "triolet: full; try again in 2 s\n")
+
+
+@pytest.mark.parametrize("command", ["embed", "rerank"])
+def test_help_says_where_texts_come_from(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the lines of standard input" in out
+    assert "--file FILE" in out
+
+
+async def on_a_terminal(address, *argv, is_piped=False):
+    """What a command writes to a terminal of 60 columns, and to a pipe if its standard output
+    ``is_piped``; the exit code first."""
+    master, slave = pty.openpty()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "grpc_service", *argv, "--server", address),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if is_piped else slave,
+            stderr=slave,
+            env=os.environ | {"COLUMNS": "60", "TERM": "xterm"},
+        )
+    finally:
+        os.close(slave)
+    shown = asyncio.create_task(asyncio.to_thread(_read_terminal, master))
+    out = await process.stdout.read() if is_piped else b""
+    return await process.wait(), await shown, out.decode()
+
+
+def _read_terminal(master):
+    """All that was written, until nobody has the other side open any more."""
+    parts = []
+    with open(master, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
+        while part := terminal.read(4096):
+            parts.append(part)
+    return b"".join(parts).decode()
+
+
+def test_on_a_terminal_a_text_has_one_line():
+    async def command(channel):
+        return await on_a_terminal(channel.address, "rerank", "q", "a\nb " * 100)
+
+    code, shown, _ = run(Encoder(), command)
+    assert code == 0
+    [line] = shown.splitlines()[1:]
+    assert line.startswith("4.0000  0      a b a b")
+    assert line.endswith("…")
+    assert len(line) == 60
+
+
+def test_many_texts_have_a_bar_that_leaves_the_output_alone(tmp_path):
+    texts = tmp_path / "texts"
+    texts.write_text("\n".join(map(str, range(300))))
+
+    async def command(channel):
+        argv = ("embed", "--file", str(texts), "--json")
+        return await on_a_terminal(channel.address, *argv, is_piped=True)
+
+    code, shown, out = run(Encoder(), command)
+    assert code == 0
+    assert "embedding" in shown
+    assert "/300" in shown
+    assert [json.loads(line)["index"] for line in out.splitlines()] == list(range(300))
+
+
+def test_where_lines_go_to_the_terminal_there_is_no_bar(tmp_path):
+    texts = tmp_path / "texts"
+    texts.write_text("\n".join(map(str, range(120))))
+
+    async def command(channel):
+        return await on_a_terminal(channel.address, "embed", "--file", str(texts), "--json")
+
+    code, shown, _ = run(Encoder(), command)
+    assert code == 0
+    assert [json.loads(line)["index"] for line in shown.splitlines()] == list(range(120))
+
+
+def test_ctrl_c_ends_the_command_and_the_call():
+    front = FakeFront([STARTED], [Embedding(0, array("f", [1.0]), 3)], hangs=True)
+
+    async def command(channel):
+        process = await process_of(channel.address, "embed", "a", "b", "--json")
+        assert json.loads(await process.stdout.readline())["index"] == 0
+        process.send_signal(signal.SIGINT)
+        out, err = await process.communicate()
+        await front.last.left.wait()
+        return process.returncode, out, err
+
+    assert run(front, command) == (130, b"", b"")

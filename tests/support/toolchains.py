@@ -1,0 +1,146 @@
+"""Other languages' tools, installed where they are missing: npm's packages beside the interop
+tests, Ruby with gRPC from Debian's packages.
+
+Rule 1: what cannot be installed fails the test with a sentence that says what is missing; a test
+that is skipped proves nothing. Rule 2: npm's packages stay in tests/interop; Debian's belong to the
+machine, and are installed only by root, who may.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INTEROP = ROOT / "tests" / "interop"
+NODE_MODULES = INTEROP / "node_modules"
+BUF = NODE_MODULES / ".bin" / "buf"
+INSTALL_TIMEOUT_S = 240  # guess: minutes on a slow line; below pytest's own timeout of 300 s
+LEAVE_OUT = 'or leave these tests out with -m "not interop"'
+
+# Ruby, its gRPC, and what makes Ruby code of protos, which grpcio-tools cannot.
+DEBIAN_PACKAGES = (
+    "ruby",
+    "ruby-grpc",
+    "ruby-google-protobuf",
+    "protobuf-compiler",
+    "protobuf-compiler-grpc",
+    "libprotobuf-dev",
+)
+RUBY_PLUGIN = "grpc_ruby_plugin"
+RUBY_NEEDS = ("grpc", "google/protobuf", "google/rpc/error_details_pb")
+PROTOS = ("triolet/v1/common.proto", "triolet/v1/inference.proto")
+
+
+# ---- npm -------------------------------------------------------------------------------------
+
+
+def need_npm() -> None:
+    """Have npm install what package.json pins, unless it is there in exactly those versions."""
+    missing = missing_npm_packages()
+    if missing:
+        _install_from_npm(missing)
+
+
+def missing_npm_packages() -> list[str]:
+    """The packages that are not there in the version that package.json pins."""
+    pinned = json.loads((INTEROP / "package.json").read_text())["devDependencies"]
+    return [name for name, version in pinned.items() if _npm_version(name) != version]
+
+
+def _npm_version(package: str) -> str | None:
+    manifest = NODE_MODULES / package / "package.json"
+    return json.loads(manifest.read_text())["version"] if manifest.exists() else None
+
+
+def _install_from_npm(wanted: list[str]) -> None:
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.fail(
+            "the interop tests need Node.js with npm, which is not on PATH; install it, "
+            + LEAVE_OUT,
+            pytrace=False,
+        )
+    code, said = _run([npm, "install", "--no-audit", "--no-fund"], INTEROP)
+    missing = missing_npm_packages()
+    if code or missing:
+        pytest.fail(
+            f"npm install in tests/interop, for {', '.join(wanted)}, ended with status {code}; "
+            f"missing then: {', '.join(missing) or 'nothing'}\n{said}",
+            pytrace=False,
+        )
+
+
+# ---- Debian ----------------------------------------------------------------------------------
+
+
+def need_ruby() -> None:
+    """Have apt-get install Ruby with gRPC and the protoc that writes Ruby, unless all is there."""
+    if not missing_for_ruby():
+        return
+    apt = shutil.which("apt-get")
+    if apt is None or os.geteuid() != 0:
+        pytest.fail(
+            f"the Ruby tests need {', '.join(missing_for_ruby())}; on Debian, `sudo apt-get "
+            f"install --no-install-recommends {' '.join(DEBIAN_PACKAGES)}` brings them, "
+            + LEAVE_OUT,
+            pytrace=False,
+        )
+    lock = ("-o", "DPkg::Lock::Timeout=120")  # somebody else may be installing
+    install = [apt, *lock, "install", "-y", "--no-install-recommends", *DEBIAN_PACKAGES]
+    code, said = _run(install)
+    if code:  # most likely, the lists of packages are missing or old
+        _run([apt, *lock, "update"])
+        code, said = _run(install)
+    if code or missing_for_ruby():
+        pytest.fail(
+            f"apt-get install {' '.join(DEBIAN_PACKAGES)} ended with status {code}; missing then: "
+            f"{', '.join(missing_for_ruby()) or 'nothing'}\n{said}",
+            pytrace=False,
+        )
+
+
+def missing_for_ruby() -> list[str]:
+    """What of Ruby, its libraries and protoc is not there."""
+    missing = [name for name in ("ruby", "protoc", RUBY_PLUGIN) if shutil.which(name) is None]
+    if "ruby" not in missing:
+        missing += [
+            f"Ruby's {name}"
+            for name in RUBY_NEEDS
+            if subprocess.run(["ruby", "-e", f"require '{name}'"], capture_output=True).returncode
+        ]
+    return missing
+
+
+def make_ruby_stubs(out: Path) -> Path:
+    """Ruby's messages and stubs of our protos, in ``out``, by the command of docs/clients.md."""
+    need_ruby()
+    command = [
+        *("protoc", "-I", "proto", f"--ruby_out={out}", f"--grpc_out={out}"),
+        f"--plugin=protoc-gen-grpc={shutil.which(RUBY_PLUGIN)}",
+        *PROTOS,
+    ]
+    code, said = _run(command, ROOT)
+    assert code == 0, said
+    return out
+
+
+def _run(command: list[str], cwd: Path | None = None) -> tuple[int, str]:
+    """The exit status, and all that was said."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_TIMEOUT_S,
+            env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
+        )
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"{' '.join(command)} did not end in {INSTALL_TIMEOUT_S} s", pytrace=False)
+    return done.returncode, done.stdout + done.stderr
