@@ -395,7 +395,17 @@ def _call_of(text: str, name: str, call_id: str) -> ToolCall | None:
     own_id, _ = fields.get("id", ("", ""))
     if not (isinstance(named, str) and named and isinstance(arguments, dict)):
         return None
-    return ToolCall(named, written, own_id if isinstance(own_id, str) else "")
+    call = ToolCall(named, written, own_id if isinstance(own_id, str) else "")
+    return call if _is_unicode(call) else None
+
+
+def _is_unicode(call: ToolCall) -> bool:
+    """JSON's escapes can write half a surrogate pair, which no message can carry."""
+    try:
+        "".join(call).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _fields_of(text: str) -> dict[str, tuple[Any, str]]:

@@ -91,7 +91,8 @@ class Constraints:
             entry.holders -= 1
             if not (entry.holders or entry.has_begun):
                 entry.scope.cancel(reason="nobody waits for it any more")
-                self._entries.pop(constraint, None)
+                if self._entries.get(constraint) is entry:
+                    del self._entries[constraint]
 
     @property
     def num_bytes(self) -> int:
@@ -136,8 +137,9 @@ class Constraints:
             is_lasting = isinstance(entry.error, InvalidRequest | Unsupported | None)
             if not is_lasting and self._entries.get(constraint) is entry:
                 del self._entries[constraint]
-            if entry.num_bytes is not None and constraint not in self._entries:
-                self._compiler.forget(constraint)  # its waiters left as it began
+            if constraint not in self._entries:
+                # its waiters left as it began, or as one before it did that had been left too
+                self._compiler.forget(constraint)
             entry.done.set()
 
     def _make_room(self) -> None:

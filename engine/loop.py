@@ -223,6 +223,8 @@ class EngineLoop:
         """One step, or one wait for something to do. False: closed, and nothing is live."""
         self._drain_commands()
         now = trio.current_time()
+        if (due := self.scheduler.next_wakeup(now)) is not None and due <= now:
+            self._apply(Tick())  # however busy: steps may follow one another for hours
         plan, events = self.scheduler.plan(now)
         self._outbox += events
         if self.telemetry is not None:
@@ -299,9 +301,7 @@ class EngineLoop:
         wakeup = self.scheduler.next_wakeup(now)
         with trio.move_on_at(math.inf if wakeup is None else wakeup) as scope:
             await self._wake.wait()
-        if scope.cancelled_caught:
-            self._apply(Tick())
-        else:
+        if not scope.cancelled_caught:
             self._wake = trio.Event()
 
     # ---- delivery

@@ -711,8 +711,14 @@ class Chat(_Handle[handles.Chat]):
         """Ask for an answer; it begins at once. Errors as `engine.handles.Chat.ask`."""
         buffer, handle = self._engine.config.in_process_buffer, self._handle
         stream: Stream[StreamEvent] = Stream(self._portal, buffer, self)
-        answer = self._portal.ask(lambda engine: handle.ask(text, timeout_s=timeout_s))
-        stream._follow(lambda: answer)
+        portal, reader = self._portal, stream._reader
+        portal.wait_as(reader)
+        try:
+            # followed where it is asked: what came between the two would reach nobody
+            portal.ask(lambda engine: reader.follow(handle.ask(text, timeout_s=timeout_s)))
+        except BaseException:
+            portal.forget(reader)
+            raise
         return stream
 
     def reset(self, *, system: str | None = None) -> None:

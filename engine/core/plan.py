@@ -347,7 +347,8 @@ class Runner(Protocol):
         ...
 
     def forget(self, constraint: Constraint) -> None:
-        """No sequence will be admitted with it any more, unless it is compiled again."""
+        """No sequence will be admitted with it any more, unless it is compiled again. Nothing for
+        one that is not compiled."""
         ...
 
     def close(self) -> None:

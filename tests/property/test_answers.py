@@ -80,6 +80,20 @@ def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
     assert all(letter in letters for letter in said)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"name": "\\ud83d", "arguments": {}',
+        '"name": "f", "arguments": {}, "id": "\\udc00"',
+        '"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"',
+    ],
+)
+def test_a_call_with_half_a_character_in_it_is_text(fields):
+    """JSON can write half a surrogate pair, and no message can carry one."""
+    text = f"<tool_call>{{{fields}}}"
+    assert parse(AnswerFormat(ToolFormat.HERMES), text) == (text, "", [])
+
+
 @given(form=formats, text=texts)
 def test_what_is_plain_text_comes_at_once(form, text):
     """Only what may become a marker, a call or whitespace beside one is held back."""

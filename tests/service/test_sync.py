@@ -32,7 +32,7 @@ from engine.errors import (
     StepFailed,
 )
 from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import GenerateRequest, OutputOptions, SamplingParams
+from engine.requests import GenerateRequest, OutputOptions, SamplingParams, Started
 from tests.support.core_driver import expected_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -442,6 +442,25 @@ def test_a_conversation(eng):
     with pytest.raises(ShuttingDown, match="chat is closed"):
         chat.ask("three")
     assert len(ids_of(eng.generate(request(sampling=SHORT)))) == 5
+
+
+def test_a_thread_that_is_slow_to_read_an_answer_misses_nothing_of_it(eng, monkeypatch):
+    """R7: the answer begins with the question, however long its asker is off the processor."""
+    ask = eng._portal.ask
+
+    def ask_and_dawdle(question):
+        result = ask(question)
+        time.sleep(50 * STEP_S)
+        return result
+
+    with eng.chat(sampling=SHORT) as chat:
+        monkeypatch.setattr(eng._portal, "ask", ask_and_dawdle)
+        events = list(chat.ask("one"))
+        assert isinstance(events[0], Started)
+        assert len(ids_of(events)) == 5
+        assert chat.messages[-1]["content"] == "".join(
+            [event.text for event in events if isinstance(event, Tokens)]
+        )
 
 
 def test_stopping_from_another_thread_ends_the_iteration(eng):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import trio
 
@@ -220,7 +222,7 @@ class SlowCompiler:
         return len(constraint.source)
 
     def forget(self, constraint):
-        self.kept.remove(constraint)
+        self.kept.discard(constraint)
 
 
 def bounded(body, monkeypatch, *, entries=3, num_bytes=1000, waiting=9):
@@ -300,3 +302,76 @@ def test_too_many_that_wait_are_refused_for_now(monkeypatch):
         assert len(compiler.kept) == 3
 
     bounded(body, monkeypatch, entries=99, waiting=3)
+
+
+# ---- threads that begin late, or not at all ---------------------------------------------------
+
+
+class OddThreads(VirtualThreads):
+    """Starts a job ``late_s`` after its turn has come; ``refusals`` are not started at all."""
+
+    def __init__(self, late_s=0.0, refusals=0):
+        super().__init__()
+        self._late_s = late_s
+        self._refusals = refusals
+
+    async def run(self, job, limiter):
+        if self._refusals:
+            self._refusals -= 1
+            await trio.lowlevel.checkpoint()
+            raise RuntimeError("can't start new thread")
+        async with limiter:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(self._late_s)
+            return job()
+
+
+def with_threads(body, threads, seed):
+    compiler = SlowCompiler()
+
+    async def main():
+        held = Constraints(compiler, threads)
+        async with trio.open_nursery() as nursery:
+            await body(held, nursery, compiler)
+        assert compiler.kept == set(held._entries)
+
+    run_deterministically(main, seed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_waited_for_a_compilation_that_never_began_leaves_the_next_one_alone(seed):
+    async def body(held, nursery, compiler):
+        async def ask(after):
+            for _ in range(after):
+                await trio.lowlevel.checkpoint()
+            with suppress(EngineBug):
+                async with held.held(form("a"), nursery):
+                    assert form("a") in compiler.kept
+                    await trio.sleep(1)
+                    assert form("a") in compiler.kept
+
+        for after in (0, 3):  # the second comes as the first hears of it
+            nursery.start_soon(ask, after)
+
+    with_threads(body, OddThreads(refusals=1), seed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_kept_of_what_was_compiled_for_those_who_had_left(seed):
+    """Its thread was about to begin when the first waiter left, and the second one's never did."""
+
+    async def body(held, nursery, compiler):
+        async def ask(name, until):
+            with trio.move_on_at(start + until):
+                await use(held, nursery, name)
+
+        start = trio.current_time()
+        nursery.start_soon(ask, "b", 9.0)  # with "a", all the compilers there are
+        nursery.start_soon(ask, "a", 0.5)
+        await trio.sleep(0.6)
+        for name in "cd":
+            nursery.start_soon(ask, name, 9.0)
+        await trio.sleep(0.1)
+        nursery.start_soon(ask, "a", 1.5)
+
+    with_threads(body, OddThreads(late_s=1.0), seed)

@@ -7,9 +7,12 @@ import trio
 
 from engine.api import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import RequestCancelled
+from engine.errors import ReaderStalled, RequestCancelled
+from engine.encode_requests import EmbedRequest
 from engine.model.fake import FakeRunner, FakeScript
+from engine.model.fake_encoder import FakeEncoder
 from engine.requests import GenerateRequest, SamplingParams
+from engine.status import Capability
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.01
@@ -44,3 +47,35 @@ def test_who_reads_on_after_the_block_hears_that_it_was_left(seed, lived_s):
 
     run_deterministically(main, seed)
     assert len(heard) == (1 if lived_s == 30 * STEP_S else 2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("encodes", [False, True], ids=["text", "encoder"])
+def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(seed, encodes):
+    """Steps that follow one another leave the loop no moment in which it waits."""
+    threads = VirtualThreads()
+    script = FakeScript(step_s=STEP_S, sleep=threads.note_sleep)
+    capability = Capability.TEXT_EMBEDDING if encodes else Capability.TEXT_TO_TEXT
+    model = ModelConfig("fake", capability=capability)
+    config = EngineConfig(models=(model,), check_level=2, stall_timeout_s=1.0, max_num_seqs=4)
+    runner = FakeEncoder(script=script) if encodes else FakeRunner(script=script)
+
+    def request(count):
+        if encodes:
+            return EmbedRequest(inputs=((1, 2),) * count)
+        return GenerateRequest(token_ids=(1, 2), sampling=SamplingParams(max_tokens=count))
+
+    async def main():
+        async with open_engine(
+            config, make_runner=lambda *_: runner, threads=threads
+        ) as engine:
+            await engine.wait_ready()
+            stalled = engine.submit(request(500), buffer=2)
+            with trio.move_on_after(2.0):
+                while True:  # somebody else always has something to compute
+                    busy = engine.submit(request(20), buffer=500)
+                    await trio.sleep(5 * STEP_S)
+            assert not busy.is_closed or busy.error is None
+            assert isinstance(stalled.error, ReaderStalled)
+
+    run_deterministically(main, seed)
