@@ -134,10 +134,11 @@ def fuzz_messages(server, name, num_examples):
 
     send()
     # a message without fields has one value, and Hypothesis does not repeat it
-    for _ in range(num_examples - num_sent):
+    while num_sent < num_examples:
+        num_sent += 1
         call(server.channel, name, b"")
-    assert max(num_sent, num_examples) >= num_examples
-    resume(server)
+    if name != DRAIN:  # after it there is nothing to resume
+        resume(server)
 
 
 def resume(server):

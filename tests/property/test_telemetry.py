@@ -1,0 +1,131 @@
+"""Telemetry against the plainest account of the same deliveries, and what it may keep."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.core.credit import Credit
+from engine.core.events import Finished, Refused, Submit, Tokens
+from engine.core.types import (
+    EndReason,
+    Request,
+    RequestId,
+    Sampling,
+    Stops,
+    Timings,
+    Usage,
+)
+from engine.errors import Overloaded
+from engine.telemetry import Histogram, ReplicaTelemetry
+
+BOUNDS = (0.5, 1.0, 5.0)
+NUM_REQUESTS, NUM_CHOICES = 4, 3
+# Which choices of which requests get a token in each step, and how long after the one before.
+STEPS = st.lists(
+    st.tuples(
+        st.sets(st.tuples(st.integers(0, NUM_REQUESTS - 1), st.integers(0, NUM_CHOICES - 1))),
+        st.sampled_from([0.001, 0.004, 0.02, 0.3, 7.0, 90.0]),
+    ),
+    max_size=30,
+)
+
+
+def submit(number):
+    name = RequestId(f"r{number}")
+    request = Request(name, (1, 2), Sampling(), Stops(max_tokens=9), arrival=0.0, n=NUM_CHOICES)
+    return Submit(request, Credit(9))
+
+
+def finish(number, choice, reason=EndReason.LENGTH, parked_s=0.0):
+    timings = Timings(queue_s=1.0, prefill_s=2.0, decode_s=3.0, parked_s=parked_s)
+    return Finished(RequestId(f"r{number}"), choice, reason, Usage(2, 0, 5), timings)
+
+
+def started():
+    telemetry = ReplicaTelemetry()
+    for number in range(NUM_REQUESTS):
+        telemetry.submitted(submit(number))
+    return telemetry
+
+
+@given(STEPS)
+def test_intervals_are_those_of_each_choice_by_itself(steps):
+    telemetry, now, last = started(), 0.0, {}
+    firsts, gaps = (
+        Histogram(telemetry.first_token._bounds),
+        Histogram(telemetry.inter_token._bounds),
+    )
+    for chosen, seconds in steps:
+        now += seconds
+        events = [Tokens(RequestId(f"r{one}"), choice, (1,), "x") for one, choice in chosen]
+        telemetry.delivered(events, now)
+        for who in chosen:
+            if who in last:
+                gaps.observe(now - last[who])
+            else:
+                firsts.observe(now)
+            last[who] = now
+    for mine, plain in ((telemetry.first_token, firsts), (telemetry.inter_token, gaps)):
+        found, wanted = mine.snapshot(), plain.snapshot()
+        assert found.counts == wanted.counts
+        assert found.total == pytest.approx(wanted.total)
+
+
+@given(st.lists(st.floats(0, 10), max_size=40))
+def test_a_histogram_counts_every_value_once_at_its_bound(values):
+    histogram = Histogram(BOUNDS)
+    for value in values:
+        histogram.observe(value)
+    found = histogram.snapshot()
+    for index, bound in enumerate(BOUNDS):
+        assert sum(found.counts[: index + 1]) == sum(value <= bound for value in values)
+    assert found.count == len(values)
+    assert found.total == pytest.approx(sum(values))
+
+
+@given(st.permutations([(one, c) for one in range(NUM_REQUESTS) for c in range(NUM_CHOICES)]))
+def test_a_request_is_counted_at_its_last_choice_and_then_forgotten(order):
+    telemetry = started()
+    ended = dict.fromkeys(range(NUM_REQUESTS), 0)
+    for number, choice in order:
+        telemetry.delivered([finish(number, choice)], 10.0)
+        ended[number] += 1
+        done = sum(count == NUM_CHOICES for count in ended.values())
+        assert telemetry.request.snapshot().count == done
+        assert telemetry.snapshot().ends.get("length", 0) == done
+    assert telemetry.generation_tokens.snapshot().count == len(order)
+    assert not telemetry._live
+
+
+def test_a_refused_request_is_forgotten():
+    telemetry = started()
+    refused = [Refused(RequestId(f"r{n}"), Overloaded("full")) for n in range(NUM_REQUESTS)]
+    telemetry.delivered(refused, 1.0)
+    assert not telemetry._live
+    telemetry.delivered([Tokens(RequestId("r0"), 0, (1,), "x")], 2.0)  # late: it is nobody's
+    assert telemetry.first_token.snapshot().count == 0
+
+
+def test_what_is_cancelled_is_timed_until_it_holds_nothing():
+    telemetry = started()
+    telemetry.cancelled(RequestId("r1"), "decode", 5.0)
+    telemetry.look_at_cancelled(lambda _: True, 6.0)
+    assert telemetry.snapshot().cancel_to_free == {}
+    telemetry.look_at_cancelled(lambda _: False, 6.5)
+    telemetry.look_at_cancelled(lambda _: False, 9.0)
+    found = telemetry.snapshot().cancel_to_free["decode"]
+    assert (found.count, found.total) == (1, 1.5)
+
+
+def test_an_idle_time_is_no_gap_between_steps():
+    telemetry = ReplicaTelemetry()
+    telemetry.step_begins(1, 1.0)
+    telemetry.step_ended(1.0, 2.0)
+    telemetry.step_begins(1, 2.25)
+    telemetry.step_ended(2.25, 3.0)
+    telemetry.idles()
+    telemetry.step_begins(1, 100.0)
+    assert telemetry.step_gap.snapshot().total == 0.25
+    assert telemetry.step.snapshot().total == 1.75
