@@ -11,6 +11,8 @@ from tools.simulator.oracle import MAX_MODEL_LEN, prompt_of
 if TYPE_CHECKING:
     import random
 
+    from engine.encode_requests import AnyRequest
+
 MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
 Families = tuple[tuple[int, ...], ...]
 
@@ -29,7 +31,7 @@ class Client:
     """
 
     arrival_s: float
-    request: GenerateRequest
+    request: AnyRequest
     buffer: int
     delay_s: float = 0.0
     leave_after: int | None = None
