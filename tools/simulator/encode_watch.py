@@ -55,6 +55,7 @@ class EncodeWatch:
     live: dict[str, _Live] = field(default_factory=dict)
     step: list[tuple[_Live, int, EncodeRow]] = field(default_factory=list)
     suspects: set[tuple[str, int]] = field(default_factory=set)  # each to be run alone
+    has_failed: bool = False  # the last step that was planned, and had several rows
     room: int | None = None  # tokens of the step after one that ran out of memory
     owners: dict[int, tuple[_Live, int]] = field(default_factory=dict)  # by an input's identity
 
@@ -123,7 +124,16 @@ class EncodeWatch:
             live.has_begun = True
         if len(places) == 1 and places[0] in self.suspects:
             self.suspects.discard(places[0])
+            self.has_failed = False
             return ""
+        if self.has_failed and any(
+            (live.request.request_id, index) in self.suspects
+            for live in before
+            if free[live]
+            for index in live.left | {at for one, at, _ in self.step if one is live}
+        ):
+            return "after a failure, no row of it is run alone"
+        self.has_failed = self.has_failed and self.pause is PauseMode.KEEP
         aging_s = self.scheduler.config.aging_s
 
         def key(live: _Live) -> tuple[float, float]:
@@ -211,6 +221,7 @@ class EncodeWatch:
             longest = max(len(row.input.token_ids) for _, _, row in step)
             self.room = len(step) * longest // 2
         else:
+            self.has_failed = True
             self.suspects |= {(live.request.request_id, index) for live, index, _ in step}
         return []
 
