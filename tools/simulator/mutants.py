@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NUM_REQUESTS = 60
-NUM_WORLDS = 200
+NUM_WORLDS = 100
 
 
 @dataclass(frozen=True)

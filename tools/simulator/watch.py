@@ -22,6 +22,7 @@ from engine.core.events import (
     Finished,
     Pause,
     PauseMode,
+    Preempted,
     Refused,
     Resume,
     StepFailed,
@@ -204,9 +205,16 @@ class CoreWatch:
                 self._pauses[scheduler] = None
         return apply(*args)
 
-    def _plan(self, plan: Callable[[float], _Planned], scheduler: Scheduler, now: float) -> object:
+    def _plan(
+        self, make: Callable[[float], _Planned], scheduler: Scheduler, now: float
+    ) -> _Planned:
         self._cause, self._planner = "plan", scheduler
-        return plan(now)
+        plan, events = make(now)
+        rows = () if plan is None else plan.rows
+        lost = {event.sequence for event in events if isinstance(event, Preempted)}
+        if back := lost & {row.sequence for row in rows}:
+            self._tell(f"{back} gave way, and took their places back at once", "plan")
+        return plan, events
 
     def _prepare(self, prepare: Callable[[float], None], scheduler: Scheduler, now: float) -> None:
         self._cause = "plan"  # planning ahead is planning
