@@ -212,8 +212,9 @@ class CoreWatch:
         plan, events = make(now)
         rows = () if plan is None else plan.rows
         lost = {event.sequence for event in events if isinstance(event, Preempted)}
-        if back := lost & {row.sequence for row in rows}:
-            self._tell(f"{back} gave way, and took their places back at once", "plan")
+        began = {row.sequence for row in rows if row.blocks is not None and not row.blocks.keep}
+        if lost & began == began != set():  # with others, there was more room than it seemed
+            self._tell(f"{began} gave way for nobody, and took their places back", "plan")
         return plan, events
 
     def _prepare(self, prepare: Callable[[float], None], scheduler: Scheduler, now: float) -> None:
