@@ -328,9 +328,8 @@ class Planner:
         while (first := self._first_in_line()) is not None and not self._has_slots_for(first):
             if any(other.state is State.RUNNING for other in first.live.sequences):
                 return  # that one needs the slots, or parks them both
-            self._reserve_slots(first, self._slots_to_start(first))
-            if first.state is State.WAITING:
-                return
+            first.credit.mark_starved()
+            self._ledger.park(first.live, self._now)  # no row of it is in flight: no plan is
         for victim in self._victims_for_first():
             self._preempt(victim)
 

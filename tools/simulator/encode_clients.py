@@ -18,18 +18,30 @@ EMBEDDER, RERANKER = "embedder", "reranker"
 
 
 def ask_encoder(
-    rng: random.Random, client: Client, index: int, active: frozenset[str], *, is_named: bool
+    rng: random.Random,
+    client: Client,
+    index: int,
+    active: frozenset[str],
+    step_s: float,
+    *,
+    is_named: bool,
 ) -> Client:
-    """``client``, asking an encoder: all else about it stays. ``is_named``: nobody can know before
-    they are loaded which models are encoders."""
+    """``client``, asking an encoder: all else about it stays, but its patience is that of one who
+    waits for a few steps. ``is_named``: nobody can know before they are loaded which models are
+    encoders."""
     request = _draw_embed(rng) if rng.random() < 0.6 else _draw_rerank(rng)
     name = EMBEDDER if isinstance(request, EmbedRequest) else RERANKER
+    timeout_s, cancel_at_s = client.request.timeout_s, client.cancel_at_s
+    if timeout_s is not None and rng.random() < 0.7:
+        timeout_s /= 10
+    if cancel_at_s is not None and rng.random() < 0.7:
+        client = replace(client, cancel_at_s=cancel_at_s / 12)
     request = replace(
         request,
         model=name if is_named or rng.random() < 0.5 else "",
         request_id=f"e{index}",
         priority=rng.choice([None, 0, 0, -1, 2]),
-        timeout_s=client.request.timeout_s,
+        timeout_s=timeout_s,
     )
     client = replace(client, request=request, may_end=frozenset(), must_fail=False)
     if "bad_requests" in active and rng.random() < 0.2:

@@ -300,18 +300,25 @@ MUTANTS = (
         "pass",
     ),
     Mutant(
-        "a cancel during an encoder's step loses the rows behind it",
+        "the row of a request that has ended takes those behind it along",
         encode_scheduler.EncodeScheduler,
         "_commit",
         "            continue",
         "            break",
     ),
     Mutant(
-        "a cancelled request's row of an encoder's step keeps its slot",
+        "the row of an encode request that has ended keeps its slot",
         encode_scheduler.EncodeScheduler,
         "_commit",
         "            live.credit.cancel()",
         "            live.is_ended or live.credit.cancel()",
+    ),
+    Mutant(
+        "a cancelled encode request stays in the line",
+        encode_scheduler.EncodeScheduler,
+        "_end",
+        "self._leave_line(live)",
+        "pass",
     ),
     Mutant(
         "others wait for an encode request whose reader has no room",

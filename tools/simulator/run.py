@@ -20,13 +20,13 @@ from engine.core.encode_types import EncodePlan, EncoderKind
 from engine.core.events import PauseMode
 from engine.core.plan import StepPlan
 from engine.core.types import EndReason
-from engine.errors import EngineBug, RequestNotFound, SpawnFailed
+from engine.errors import EngineBug, InvalidRequest, RequestNotFound, SpawnFailed
 from engine.model.fake import FakeRunner, FakeScript
 from engine.model.fake_encoder import FakeEncoder
-from engine.requests import GenerateRequest
+from engine.requests import Chat, GenerateRequest
 from engine.status import AbortOutcome
 from engine.supervisor import ABORT_MEMORY_S
-from tools.simulator.clients import FRAGILE, SLEEPY
+from tools.simulator.clients import BAD_FORM, FRAGILE, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 from tools.simulator.encode_clients import EMBEDDER, RERANKER
 from tools.simulator.encode_oracle import MAX_INPUT_LEN
@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig, ModelConfig
     from engine.core.encode_types import EncodeResult
     from engine.core.plan import StepResult
+    from engine.core.types import Constraint
     from engine.generation import Lifetime
     from engine.pool import AnyRunner
+    from grpc_service.bridge import Bridge
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
 LOAD_ERRORS = {
@@ -119,11 +121,14 @@ class Simulation:
             eos_at=is_end if world.has_ends else None,
             sleep=self._threads.note_sleep,
             plan_fault=self._draw_fault,
-            encode_fault=self._draw_fault,
-            sample_fault=self._draw_row_fault,
+            sample_fault=partial(self._draw_row_fault, world.row_fault_share / 10),
+            compile=self._compile,
         )
         if model.name in (EMBEDDER, RERANKER):
             kind = EncoderKind.EMBEDDING if model.name == EMBEDDER else EncoderKind.RERANK
+            # an encode request has few rows and few steps: more of them fail
+            script.encode_fault = partial(self._draw_fault, times=3.0)
+            script.sample_fault = partial(self._draw_row_fault, world.row_fault_share)
             encoder = BreakingEncoder(kind, max_model_len=MAX_INPUT_LEN, script=script)
             encoder.broken_at = world.broken_at_step
             return encoder
@@ -138,18 +143,24 @@ class Simulation:
 
     # ---- faults, drawn as they come up
 
-    def _draw_fault(self, plan: StepPlan | EncodePlan) -> BaseException | None:
+    def _draw_fault(self, plan: StepPlan | EncodePlan, times: float = 1.0) -> BaseException | None:
+        """What a step raises; ``times`` as often as the world has it, but for half of them."""
         world, rng = self.world, self._rng
         if rng.random() < world.hiccup_share:
             self._threads.note_sleep(50 * world.step_s)
-        if rng.random() < world.oom_share:
+        if rng.random() < min(0.5, times * world.oom_share):
             return MemoryError("drawn")
-        if rng.random() < world.step_fault_share:
+        if rng.random() < times * world.step_fault_share:
             return RuntimeError("drawn")
         return None
 
-    def _draw_row_fault(self) -> str | None:
-        return "sample" if self._rng.random() < self.world.row_fault_share / 10 else None
+    def _draw_row_fault(self, share: float) -> str | None:
+        return "sample" if self._rng.random() < share else None
+
+    def _compile(self, constraint: Constraint) -> None:
+        self._threads.note_sleep(3 * self.world.step_s)
+        if constraint.source == BAD_FORM:
+            raise InvalidRequest.of(constraint.field, "drawn")
 
     # ---- the world
 
@@ -247,12 +258,30 @@ class Simulation:
         a model."""
         bridge = wire.bridge
         if self.world.drain_at_s is None and self.world.broken_at_step is None:
-            spans, _ = await bridge.call(lambda engine: engine.tokenize("", text="<3><4>" * 1000))
-            if [span.token_id for span in spans] != [3, 4] * 1000:
-                raise Violation("wrong tokens of a text")
+            await self._look_at_tokens(bridge)
         statistics = (await bridge.statistics()).totals
         if statistics.free_blocks > statistics.total_blocks:
             raise Violation(f"more blocks free than there are: {statistics}")
+
+    async def _look_at_tokens(self, bridge: Bridge) -> None:
+        ids = [3, 4] * 3000
+        text = "".join(f"<{token}>" for token in ids)
+        chat = Chat(({"role": "user", "content": text},))
+        spans, _ = await bridge.call(lambda engine: engine.tokenize("", text=text))
+        of_chat, _ = await bridge.call(lambda engine: engine.tokenize("", chat=chat))
+        if (
+            not [span.token_id for span in spans]
+            == [span.token_id for span in of_chat][-6000:]
+            == ids
+        ):
+            raise Violation("wrong tokens of a text or a chat")
+        if await bridge.call(lambda engine: engine.detokenize("", ids)) != text:
+            raise Violation("a wrong text of tokens")
+        try:
+            await bridge.call(lambda engine: engine.detokenize("", [5, 1000]))
+        except InvalidRequest:
+            return
+        raise Violation("a text of a token that there is not")
 
     # ---- clients
 

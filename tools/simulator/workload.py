@@ -97,7 +97,7 @@ def draw_world(
     )
     is_named = any(one.name == EMBEDDER and one.capability is None for one in config.models)
     clients = clients[:num_requests] + tuple(
-        ask_encoder(rng, client, index, active, is_named=is_named)
+        ask_encoder(rng, client, index, active, step_s, is_named=is_named)
         for index, client in enumerate(clients[num_requests:])
     )
     return World(
@@ -146,7 +146,8 @@ def _draw_config(
         stream_buffer=rng.choice([2, 5, 256]),
         prefix_cache=rng.random() < 0.7,
         prepared_plans=seed % 4 != 0,
-        check_level=2,
+        max_queued_tokens=rng.choice([300, 1_000_000]) if "bursts" in active else 1_000_000,
+        check_level=rng.choice([1, 2, 2, 2, 2, 2]),
     )
 
 
