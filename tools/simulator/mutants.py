@@ -207,7 +207,7 @@ MUTANTS = (
     Mutant(
         "a cancel does not reach the core",
         supervisor.Supervisor,
-        "_generate",
+        "_run",
         "replica.loop.post(Cancel(request.request_id, reason))",
         "pass",
         seed=4,
