@@ -324,20 +324,42 @@ class Planner:
 
     def _make_room_for_first(self) -> None:
         """Make the first in line able to start. Done before the pass, since what is in a plan
-        cannot be preempted."""
+        cannot be preempted. One whose stream is full is parked instead, and the next is first."""
+        while (first := self._first_in_line()) is not None and not self._has_slots_for(first):
+            if any(other.state is State.RUNNING for other in first.live.sequences):
+                return  # that one needs the slots, or parks them both
+            first.credit.mark_starved()
+            self._ledger.park(first.live, self._now)  # no row of it is in flight: no plan is
         for victim in self._victims_for_first():
             self._preempt(victim)
 
+    def _first_in_line(self) -> Sequence | None:
+        return next(filter(self._may_go_on, self._ledger.sort_waiting(self._now)), None)
+
+    def _slots_to_start(self, seq: Sequence) -> int:
+        """Messages its first row would make; a prompt that takes several rows begins without."""
+        limit = min(self.chunk_limit, self._config.max_num_batched_tokens)
+        if seq.num_tokens - len(self._match(seq)) * self._size > limit:
+            return 0
+        return 1 + (len(seq.live.attached) if seq.choice == 0 else 0)
+
+    def _has_slots_for(self, seq: Sequence) -> bool:
+        """Its stream has room for its start, beside what its request's running choices say."""
+        slots = self._slots_to_start(seq)
+        running = sum(other.state is State.RUNNING for other in seq.live.sequences)
+        return slots == 0 or seq.credit.free - running >= slots
+
     def _victims_for_first(self) -> list[Sequence]:
-        """Whom to preempt so that the first in line can start; empty if it can already, or if
-        what comes after it does not suffice.
+        """Whom to preempt so that the first in line can start; empty if it can already, if what
+        comes after it does not suffice, or if it would not start for all that: nobody gives way to
+        one whose reader or whose deadline keeps it.
 
         A running sequence gives way only if it comes after the first in the admission order
         too: aging may have put it before, and it would take its place back at once.
         """
         ledger = self._ledger
-        first = next(filter(self._may_go_on, ledger.sort_waiting(self._now)), None)
-        if first is None:
+        first = self._first_in_line()
+        if first is None or first.is_late(self._now) or not self._has_slots_for(first):
             return []
         lacking = self._shortfall(first, self._match(first))
         seats_over = ledger.num_seats + ledger.seats_of(first) - self._config.max_num_seqs

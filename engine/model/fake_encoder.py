@@ -158,6 +158,9 @@ class FakeEncoder:
         fault = self.script.row_faults.get(row.sequence)
         if fault is not None:
             return RowFailure(row.sequence, fault[1], "scripted")
+        phase = self.script.sample_fault() if self.script.sample_fault is not None else None
+        if phase is not None:
+            return RowFailure(row.sequence, phase, "drawn")
         return EncodeRowResult(row.sequence, self._values(row.input.token_ids, row.options))
 
     def _values(self, token_ids: Sequence[int], options: EncodeOptions) -> array[float]:

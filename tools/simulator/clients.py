@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from engine.core.types import Constraint
 from engine.requests import Chat, GenerateRequest, OutputOptions, PromptOptions, SamplingParams
 from tools.simulator.oracle import MAX_MODEL_LEN, prompt_of
 
 if TYPE_CHECKING:
     import random
 
+    from engine.encode_requests import AnyRequest
+
 MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
 Families = tuple[tuple[int, ...], ...]
 
+FORMS, BAD_FORM = ("one", "two", "three"), "bad"
 TOOLS = ({"type": "function", "function": {"name": "f"}},)  # so that calls are looked for
 
 
@@ -29,7 +33,7 @@ class Client:
     """
 
     arrival_s: float
-    request: GenerateRequest
+    request: AnyRequest
     buffer: int
     delay_s: float = 0.0
     leave_after: int | None = None
@@ -112,7 +116,7 @@ def _make_odd(rng: random.Random, client: Client) -> Client:
     """One of the ways a good request can differ from token ids and a number of tokens."""
     request, sampling = client.request, client.request.sampling
     ids = request.token_ids or ()
-    match rng.randrange(11):
+    match rng.randrange(12):
         case 0:
             request = replace(request, token_ids=None, text="".join(f"<{i}>" for i in ids))
         case 1:  # long enough for a thread of its own
@@ -150,6 +154,8 @@ def _make_odd(rng: random.Random, client: Client) -> Client:
         case 10:
             least = rng.choice([0, 3])
             request = replace(request, output=OutputOptions(logprobs=least, prompt_logprobs=least))
+        case 11:
+            request = replace(request, constraint=Constraint("regex", rng.choice(FORMS)))
     request = replace(request, sampling=sampling)
     if len(prompt_of(request)) >= MAX_MODEL_LEN:
         return client
@@ -169,7 +175,7 @@ def _edit(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
 
 def _spoil_sampling(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
     """What no model with the fake one's vocabulary can do."""
-    match rng.randrange(6):
+    match rng.randrange(8):
         case 0:
             return replace(sampling, logit_bias=((5, 1.5), (1000, 1.0)))
         case 1:
@@ -180,6 +186,10 @@ def _spoil_sampling(rng: random.Random, sampling: SamplingParams) -> SamplingPar
             return replace(sampling, banned_token_ids=tuple(range(1000)))
         case 4:
             return replace(sampling, bad_words=("a", "\ud800"))
+        case 5:
+            return replace(sampling, allowed_token_ids=(3, 1000))
+        case 6:
+            return replace(sampling, banned_token_ids=(-1,))
         case _:
             return replace(sampling, stop_token_ids=(1000,))
 
@@ -188,7 +198,7 @@ def _spoil(rng: random.Random, client: Client, index: int) -> Client:
     """One of the ways a request can be refused."""
     request, prompt = client.request, client.request.prompt
     reason = "INVALID_REQUEST"
-    match rng.randrange(11):
+    match rng.randrange(13):
         case 0:  # the name of an earlier one, which may have ended by now
             name = f"r{rng.randint(max(0, index - 20), index)}"
             return replace(
@@ -229,6 +239,11 @@ def _spoil(rng: random.Random, client: Client, index: int) -> Client:
         case 9 | 10:
             sampling = replace(request.sampling, min_tokens=None)
             request = replace(request, sampling=_spoil_sampling(rng, sampling))
+        case 11:
+            request = replace(request, constraint=Constraint("regex", BAD_FORM))
+        case 12:
+            chat = Chat(({"role": "user", "content": "\ud800"},))
+            request = replace(request, token_ids=None, text=None, chat=chat)
     return replace(client, request=request, may_end=frozenset({reason}), must_fail=True)
 
 

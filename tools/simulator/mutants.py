@@ -16,8 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine import loop, pool, supervisor
-from engine.core import blocks, credit, ledger, planner, scheduler
+from engine import encode_inputs, encoding, loop, pool, supervisor
+from engine.core import (
+    blocks,
+    credit,
+    encode_line,
+    encode_scheduler,
+    ledger,
+    planner,
+    scheduler,
+)
 from grpc_service import bridge
 from tools.simulator.run import simulate
 
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NUM_REQUESTS = 60
-NUM_WORLDS = 200
+NUM_WORLDS = 100
 
 
 @dataclass(frozen=True)
@@ -199,7 +207,7 @@ MUTANTS = (
     Mutant(
         "a cancel does not reach the core",
         supervisor.Supervisor,
-        "_generate",
+        "_run",
         "replica.loop.post(Cancel(request.request_id, reason))",
         "pass",
         seed=4,
@@ -262,6 +270,132 @@ MUTANTS = (
         "self._aborts_to_come.add(request_id)",
         "pass",
         seed=8,
+    ),
+    Mutant(
+        "an input of a failed step is lost",
+        encode_line.LiveEncode,
+        "put_back",
+        "self.left.appendleft(index)",
+        "pass",
+    ),
+    Mutant(
+        "an input is encoded twice",
+        encode_line.LiveEncode,
+        "take",
+        "self.left.popleft()",
+        "pass",
+    ),
+    Mutant(
+        "results go to the inputs in the order of their steps",
+        encode_scheduler.EncodeScheduler,
+        "_commit",
+        "Encoded(live.request.request_id, index,",
+        "Encoded(live.request.request_id, live.num_done - 1,",
+    ),
+    Mutant(
+        "a failed step of an encoder keeps its slots",
+        encode_scheduler.EncodeScheduler,
+        "_step_failed",
+        "live.credit.cancel()",
+        "pass",
+    ),
+    Mutant(
+        "the row of a request that has ended takes those behind it along",
+        encode_scheduler.EncodeScheduler,
+        "_commit",
+        "            continue",
+        "            break",
+    ),
+    Mutant(
+        "the row of an encode request that has ended keeps its slot",
+        encode_scheduler.EncodeScheduler,
+        "_commit",
+        "            live.credit.cancel()",
+        "            live.is_ended or live.credit.cancel()",
+    ),
+    Mutant(
+        "a cancelled encode request stays in the line",
+        encode_scheduler.EncodeScheduler,
+        "_end",
+        "self._leave_line(live)",
+        "pass",
+    ),
+    Mutant(
+        "others wait for an encode request whose reader has no room",
+        encode_scheduler.EncodeScheduler,
+        "_choose",
+        "        else:\n            if live.left:\n                break",
+        "        if live.left:\n            break",
+    ),
+    Mutant(
+        "an input longer than a step never goes first",
+        encode_scheduler.EncodeScheduler,
+        "_fits",
+        "return True",
+        "return longest <= self._budget",
+    ),
+    Mutant(
+        "an encoder's step takes more than its budget",
+        encode_scheduler.EncodeScheduler,
+        "_fits",
+        "count * longest <= self._budget",
+        "(count - 1) * longest <= self._budget",
+    ),
+    Mutant(
+        "an encoder's line knows no aging",
+        encode_line.Line,
+        "in_order",
+        "live.request.priority - floor(waited / self._aging_s)",
+        "live.request.priority",
+    ),
+    Mutant(
+        "an encoder that ran out of memory is asked for as much again",
+        encode_scheduler.EncodeScheduler,
+        "_step_failed",
+        "self._budget = max(1, min(self._budget, step.plan.num_tokens) // 2)",
+        "pass",
+    ),
+    Mutant(
+        "the rows of an encoder's failed step are not run alone",
+        encode_scheduler.EncodeScheduler,
+        "_step_failed",
+        "self._suspects.extend(live_rows)",
+        "pass",
+    ),
+    Mutant(
+        "an encode request that has not begun begins in a pause",
+        encode_scheduler.EncodeScheduler,
+        "_may_go_on",
+        "self._pause is None or live.started_at is not None",
+        "True",
+    ),
+    Mutant(
+        "nobody looks at an encoder's stall timeout",
+        encode_scheduler.EncodeScheduler,
+        "next_wakeup",
+        "return None if first is None else max(now, first + self.config.stall_timeout_s)",
+        "return None",
+    ),
+    Mutant(
+        "scores that are kept for the end keep their slots",
+        encoding.Encoding,
+        "on_encoded",
+        "self.release(1)",
+        "pass",
+    ),
+    Mutant(
+        "the best scores come in the order of their steps",
+        encoding.Encoding,
+        "on_finished",
+        "sorted(self._scores, key=lambda one: (-one.score, one.index))",
+        "self._scores",
+    ),
+    Mutant(
+        "texts beside ids get each other's tokens",
+        encode_inputs.EncodeInputs,
+        "_tokenize_inputs",
+        "tokenizer.encode_texts(texts, asked.prompt_name)",
+        "tokenizer.encode_texts(texts[::-1], asked.prompt_name)",
     ),
 )
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from engine.core import journal
-from engine.core.events import Finished, Tokens
+from engine.core.events import Finished
+from engine.encode_requests import EmbedRequest, Score
 from engine.errors import TrioletError
-from engine.requests import Started
+from engine.requests import GenerateRequest, Started
+from tools.simulator.encode_oracle import expected_results, inputs_of
 from tools.simulator.watch import Violation
 
 if TYPE_CHECKING:
-    from engine.generation import Generation
+    from engine.encode_requests import EncodeEvent
+    from engine.generation import Lifetime
     from engine.requests import StreamEvent
     from grpc_service.bridge import BridgeCall
     from tools.simulator.clients import Client
@@ -28,40 +31,17 @@ class Reader:
 
     client: Client
     prompt_tokens: int | None = None
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    text: dict[int, str] = field(default_factory=dict)
-    finished: dict[int, Finished] = field(default_factory=dict)
     has_left: bool = False
     error: TrioletError | None = None
 
     @property
     def num_seen(self) -> int:
-        """Events so far."""
-        tokens = sum(map(len, self.tokens.values()))
-        return (self.prompt_tokens is not None) + tokens + len(self.finished)
+        """Events so far, tokens one by one."""
+        raise NotImplementedError
 
-    def see(self, event: StreamEvent) -> None:
+    def see(self, event: Any) -> None:
         """Note an event, which must be one that can come now."""
-        name = self.client.request.request_id
-        if isinstance(event, Started):
-            if self.prompt_tokens is not None or self.tokens:
-                raise Violation(f"{name}: started twice")
-            self.prompt_tokens = event.prompt_tokens
-            asked = self.client.request.output.prompt_logprobs
-            if len(event.prompt_logprobs) != (0 if asked is None else event.prompt_tokens):
-                raise Violation(f"{name}: {len(event.prompt_logprobs)} tokens of the prompt scored")
-            return
-        if self.prompt_tokens is None or event.choice in self.finished:
-            raise Violation(f"{name}: {journal.line(event)} out of place")
-        if isinstance(event, Finished):
-            self.finished[event.choice] = event
-        else:
-            if self.client.request.output.logprobs is not None:
-                scored = [entry.token_id for entry in event.logprobs]
-                if scored != list(event.token_ids):
-                    raise Violation(f"{name}: {scored} scored of {event.token_ids}")
-            self.tokens.setdefault(event.choice, []).extend(event.token_ids)
-            self.text[event.choice] = self.text.get(event.choice, "") + event.text
+        raise NotImplementedError
 
     @property
     def leaves_now(self) -> bool:
@@ -76,7 +56,121 @@ class Reader:
         return limit is not None and self.num_seen >= limit
 
 
-async def read(generation: Generation, reader: Reader) -> None:
+@dataclass
+class TextReader(Reader):
+    """A Generate's, by choice."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    finished: dict[int, Finished] = field(default_factory=dict)
+
+    @property
+    def num_seen(self) -> int:
+        tokens = sum(map(len, self.tokens.values()))
+        return (self.prompt_tokens is not None) + tokens + len(self.finished)
+
+    def see(self, event: StreamEvent) -> None:
+        request = self.client.request
+        assert isinstance(request, GenerateRequest)
+        name = request.request_id
+        if isinstance(event, Started):
+            if self.prompt_tokens is not None or self.tokens:
+                raise Violation(f"{name}: started twice")
+            self.prompt_tokens = event.prompt_tokens
+            asked = request.output.prompt_logprobs
+            if len(event.prompt_logprobs) != (0 if asked is None else event.prompt_tokens):
+                raise Violation(f"{name}: {len(event.prompt_logprobs)} tokens of the prompt scored")
+            return
+        if self.prompt_tokens is None or event.choice in self.finished:
+            raise Violation(f"{name}: {journal.line(event)} out of place")
+        if isinstance(event, Finished):
+            self.finished[event.choice] = event
+        else:
+            if request.output.logprobs is not None:
+                scored = [entry.token_id for entry in event.logprobs]
+                if scored != list(event.token_ids):
+                    raise Violation(f"{name}: {scored} scored of {event.token_ids}")
+            self.tokens.setdefault(event.choice, []).extend(event.token_ids)
+            self.text[event.choice] = self.text.get(event.choice, "") + event.text
+
+
+@dataclass
+class EncodeReader(Reader):
+    """An Embed's or a Rerank's. Each result is held against the oracle as it comes."""
+
+    results: dict[int, list[float]] = field(default_factory=dict)
+    finished: Finished | None = None
+
+    def __post_init__(self) -> None:
+        request = self.client.request
+        assert not isinstance(request, GenerateRequest)
+        self._request = request
+        self._inputs: list[tuple[int, ...]] = []
+        self._expected: list[list[float]] = []
+
+    @property
+    def num_seen(self) -> int:
+        return (self.prompt_tokens is not None) + len(self.results) + (self.finished is not None)
+
+    def see(self, event: EncodeEvent) -> None:
+        name = self._request.request_id
+        if isinstance(event, Started):
+            if self.prompt_tokens is not None:
+                raise Violation(f"{name}: started twice")
+            self._inputs = inputs_of(self._request)
+            self._expected = expected_results(self._request)
+            self.prompt_tokens = event.prompt_tokens
+            if event.prompt_tokens != sum(map(len, self._inputs)):
+                raise Violation(f"{name}: started with {event.prompt_tokens} tokens")
+            return
+        if self.prompt_tokens is None or self.finished is not None:
+            raise Violation(f"{name}: {event} out of place")
+        if isinstance(event, Finished):
+            self.finished = event
+            return
+        index = event.index
+        if index in self.results:
+            raise Violation(f"{name}: a second result for input {index}")
+        self.results[index] = self._values_of(event)
+        if not 0 <= index < len(self._expected) or self.results[index] != self._expected[index]:
+            raise Violation(f"{name}: a wrong result for input {index}")
+
+    def _values_of(self, event: EncodeEvent) -> list[float]:
+        """The numbers of a result of the kind that was asked for."""
+        name = self._request.request_id
+        if isinstance(event, Score):
+            if isinstance(self._request, EmbedRequest):
+                raise Violation(f"{name}: a score for an Embed")
+            return [event.score]
+        assert not isinstance(event, Started | Finished)
+        if not isinstance(self._request, EmbedRequest):
+            raise Violation(f"{name}: a vector for a Rerank")
+        if event.tokens != len(self._inputs[event.index]):
+            raise Violation(f"{name}: {event.tokens} tokens of input {event.index}")
+        return list(event.values)
+
+    def check_whole(self) -> None:
+        """Everything has come, each result once; of the best alone, best first."""
+        name, top_n = self._request.request_id, getattr(self._request, "top_n", None)
+        if self.finished is None or self.finished.usage.prompt_tokens != self.prompt_tokens:
+            raise Violation(f"{name}: succeeded, and ended by {self.finished}")
+        places = range(len(self._expected))
+        if top_n is None:
+            if set(self.results) != set(places):
+                raise Violation(f"{name}: {len(self.results)} of {len(places)} results")
+            return
+        best = sorted(places, key=lambda index: (-self._expected[index][0], index))[:top_n]
+        if list(self.results) != best:
+            raise Violation(f"{name}: {list(self.results)} are not the best, {best}")
+
+
+def reader_of(client: Client) -> TextReader | EncodeReader:
+    """A reader of what a client asks for."""
+    is_text = isinstance(client.request, GenerateRequest)
+    return TextReader(client) if is_text else EncodeReader(client)
+
+
+async def read(generation: Lifetime[Any], reader: Reader) -> None:
     """Read as a Trio program does, event by event, to the end or as long as the client stays."""
     while not reader.leaves_now:
         if reader.stalls_now:
@@ -108,7 +202,7 @@ async def serve(wire: Wire, call: BridgeCall, reader: Reader) -> None:
                 reader.see(event)
                 if client.delay_s:
                     await wire.wait(partial(trio.sleep, client.delay_s))
-            call.written(sum(isinstance(event, Tokens) for event in events))
+            call.written(sum(isinstance(event, call.credited) for event in events))
         reader.has_left = reader.leaves_now
     except TrioletError as error:
         reader.error = error

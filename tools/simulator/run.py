@@ -11,22 +11,27 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from engine.api import open_engine
+from engine.core.encode_types import EncodePlan, EncoderKind
 from engine.core.events import PauseMode
 from engine.core.plan import StepPlan
 from engine.core.types import EndReason
-from engine.errors import EngineBug, RequestNotFound, SpawnFailed
+from engine.errors import EngineBug, InvalidRequest, RequestNotFound, SpawnFailed
 from engine.model.fake import FakeRunner, FakeScript
+from engine.model.fake_encoder import FakeEncoder
+from engine.requests import Chat, GenerateRequest
 from engine.status import AbortOutcome
 from engine.supervisor import ABORT_MEMORY_S
-from tools.simulator.clients import FRAGILE, SLEEPY
+from tools.simulator.clients import BAD_FORM, FRAGILE, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tools.simulator.encode_clients import EMBEDDER, RERANKER
+from tools.simulator.encode_oracle import MAX_INPUT_LEN
 from tools.simulator.oracle import echo_of, expected_output, is_end, prompt_of
-from tools.simulator.readers import Reader, read, serve
+from tools.simulator.readers import EncodeReader, Reader, TextReader, read, reader_of, serve
 from tools.simulator.watch import CoreWatch, Outcome, Violation
 from tools.simulator.wire import Wire, open_wire
 from tools.simulator.workload import Client, World, draw_world
@@ -36,8 +41,12 @@ if TYPE_CHECKING:
 
     from engine.api import Engine
     from engine.config import EngineConfig, ModelConfig
+    from engine.core.encode_types import EncodeResult
     from engine.core.plan import StepResult
-    from engine.generation import Generation
+    from engine.core.types import Constraint
+    from engine.generation import Lifetime
+    from engine.pool import AnyRunner
+    from grpc_service.bridge import Bridge
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
 LOAD_ERRORS = {
@@ -60,6 +69,18 @@ class BreakingRunner(FakeRunner):
         return replace(result, plan_id=result.plan_id + 1)  # type: ignore[operator]
 
 
+class BreakingEncoder(FakeEncoder):
+    """An encoder that from step ``broken_at`` on gives one row's result to another."""
+
+    broken_at: int | None = None
+
+    def execute(self, plan: EncodePlan) -> EncodeResult:
+        result = super().execute(plan)
+        if self.broken_at is None or self.steps <= self.broken_at:
+            return result
+        return replace(result, rows=result.rows[1:] + result.rows[:1])
+
+
 class Simulation:
     """One world's run."""
 
@@ -69,7 +90,7 @@ class Simulation:
         self._threads = VirtualThreads()
         self._rng = random.Random(world.seed ^ 0x5EED)
         self._watch = CoreWatch(world.config, len(world.clients), self.outcome)
-        self._generations: list[Generation] = []
+        self._generations: list[Lifetime[Any]] = []
         self._engine: Engine | None = None
         self._aborted_at: dict[str, float] = {}
         self._names = Counter(client.request.request_id for client in world.clients)
@@ -80,7 +101,7 @@ class Simulation:
         Raises:
             Violation, or whatever the engine let out.
         """
-        with self._watch.watch_transitions():
+        with self._watch.watch_schedulers():
             try:
                 run_deterministically(self._main, self.world.seed)
             finally:
@@ -88,43 +109,58 @@ class Simulation:
                     raise self._watch.violation
         return self.outcome
 
-    def _make_runner(self, model: ModelConfig, config: EngineConfig) -> FakeRunner:
+    def _make_runner(self, model: ModelConfig, config: EngineConfig) -> AnyRunner:
         world = self.world
-        is_fragile, is_sleepy = model.name == FRAGILE, model.name == SLEEPY
+        script = FakeScript(
+            step_s=world.step_s,
+            token_s=world.token_s,
+            load_s=SLEEPY_LOAD_S if model.name == SLEEPY else 0.5,
+            encode_s=5 * world.step_s,
+            chat_template="<think></think><tool_call></tool_call>",  # chats are told apart
+            load_error=LOAD_ERRORS[world.load_error] if model.name == FRAGILE else None,
+            eos_at=is_end if world.has_ends else None,
+            sleep=self._threads.note_sleep,
+            plan_fault=self._draw_fault,
+            sample_fault=partial(self._draw_row_fault, world.row_fault_share / 10),
+            compile=self._compile,
+        )
+        if model.name in (EMBEDDER, RERANKER):
+            kind = EncoderKind.EMBEDDING if model.name == EMBEDDER else EncoderKind.RERANK
+            # an encode request has few rows and few steps: more of them fail
+            script.encode_fault = partial(self._draw_fault, times=3.0)
+            script.sample_fault = partial(self._draw_row_fault, world.row_fault_share)
+            encoder = BreakingEncoder(kind, max_model_len=MAX_INPUT_LEN, script=script)
+            encoder.broken_at = world.broken_at_step
+            return encoder
         runner = BreakingRunner(
             num_blocks=world.num_blocks,
             block_size=world.block_size,
             max_model_len=world.config.max_model_len or 0,
-            script=FakeScript(
-                step_s=world.step_s,
-                token_s=world.token_s,
-                load_s=SLEEPY_LOAD_S if is_sleepy else 0.5,
-                encode_s=5 * world.step_s,
-                chat_template="<think></think><tool_call></tool_call>",  # chats are told apart
-                load_error=LOAD_ERRORS[world.load_error] if is_fragile else None,
-                eos_at=is_end if world.has_ends else None,
-                sleep=self._threads.note_sleep,
-                plan_fault=self._draw_fault,
-                sample_fault=self._draw_row_fault,
-            ),
+            script=script,
         )
         runner.broken_at = world.broken_at_step
         return runner
 
     # ---- faults, drawn as they come up
 
-    def _draw_fault(self, plan: StepPlan) -> BaseException | None:
+    def _draw_fault(self, plan: StepPlan | EncodePlan, times: float = 1.0) -> BaseException | None:
+        """What a step raises; ``times`` as often as the world has it, but for half of them."""
         world, rng = self.world, self._rng
         if rng.random() < world.hiccup_share:
             self._threads.note_sleep(50 * world.step_s)
-        if rng.random() < world.oom_share:
+        if rng.random() < min(0.5, times * world.oom_share):
             return MemoryError("drawn")
-        if rng.random() < world.step_fault_share:
+        if rng.random() < times * world.step_fault_share:
             return RuntimeError("drawn")
         return None
 
-    def _draw_row_fault(self) -> str | None:
-        return "sample" if self._rng.random() < self.world.row_fault_share / 10 else None
+    def _draw_row_fault(self, share: float) -> str | None:
+        return "sample" if self._rng.random() < share else None
+
+    def _compile(self, constraint: Constraint) -> None:
+        self._threads.note_sleep(3 * self.world.step_s)
+        if constraint.source == BAD_FORM:
+            raise InvalidRequest.of(constraint.field, "drawn")
 
     # ---- the world
 
@@ -172,7 +208,9 @@ class Simulation:
         """Watch what goes into and out of a core; and have one request explained at each plan, in
         turn: which draws nothing and wakes nobody."""
         self._watch.note(event)  # type: ignore[arg-type]
-        if not isinstance(event, StepPlan) or self._engine is None or not self._generations:
+        if self._engine is None or not self._generations:
+            return
+        if not isinstance(event, StepPlan | EncodePlan):
             return
         generation = self._generations[event.plan_id % len(self._generations)]
         try:
@@ -220,18 +258,36 @@ class Simulation:
         a model."""
         bridge = wire.bridge
         if self.world.drain_at_s is None and self.world.broken_at_step is None:
-            spans, _ = await bridge.call(lambda engine: engine.tokenize("", text="<3><4>" * 1000))
-            if [span.token_id for span in spans] != [3, 4] * 1000:
-                raise Violation("wrong tokens of a text")
+            await self._look_at_tokens(bridge)
         statistics = (await bridge.statistics()).totals
         if statistics.free_blocks > statistics.total_blocks:
             raise Violation(f"more blocks free than there are: {statistics}")
+
+    async def _look_at_tokens(self, bridge: Bridge) -> None:
+        ids = [3, 4] * 3000
+        text = "".join(f"<{token}>" for token in ids)
+        chat = Chat(({"role": "user", "content": text},))
+        spans, _ = await bridge.call(lambda engine: engine.tokenize("", text=text))
+        of_chat, _ = await bridge.call(lambda engine: engine.tokenize("", chat=chat))
+        if (
+            not [span.token_id for span in spans]
+            == [span.token_id for span in of_chat][-6000:]
+            == ids
+        ):
+            raise Violation("wrong tokens of a text or a chat")
+        if await bridge.call(lambda engine: engine.detokenize("", ids)) != text:
+            raise Violation("a wrong text of tokens")
+        try:
+            await bridge.call(lambda engine: engine.detokenize("", [5, 1000]))
+        except InvalidRequest:
+            return
+        raise Violation("a text of a token that there is not")
 
     # ---- clients
 
     async def _client(self, engine: Engine, wire: Wire, client: Client) -> None:
         await trio.sleep_until(client.arrival_s)
-        reader = Reader(client)
+        reader = reader_of(client)
         with trio.move_on_after(PATIENCE_S) as scope:
             if client.over_wire:
                 generation = await self._call(engine, wire, reader)
@@ -247,13 +303,15 @@ class Simulation:
             raise Violation(f"{client.request.request_id} starves")
         self._check_reader(generation, reader)
 
-    async def _call(self, engine: Engine, wire: Wire, reader: Reader) -> Generation:
+    async def _call(self, engine: Engine, wire: Wire, reader: Reader) -> Lifetime[Any]:
         """One RPC: a handler on asyncio's side, which its client may cancel."""
         client, calls = reader.client, []
         arrived = trio.Event()
 
         async def handler() -> None:
-            call = wire.bridge.generate(client.request)
+            request = client.request
+            is_text = isinstance(request, GenerateRequest)
+            call = wire.bridge.generate(request) if is_text else wire.bridge.encode(request)
             calls.append(call)
             wire.bridge.post(arrived.set)
             await serve(wire, call, reader)
@@ -278,13 +336,13 @@ class Simulation:
             raise Violation(f"{generation}: {generation.error!r} came over as {reader.error!r}")
         return generation
 
-    async def _wait_for_end(self, generation: Generation, client: Client, start: float) -> None:
+    async def _wait_for_end(self, generation: Lifetime[Any], client: Client, start: float) -> None:
         await generation.wait_closed()
         timeout = client.request.timeout_s
         if timeout is not None and trio.current_time() > start + timeout:
             raise Violation(f"{generation} ended after its deadline")
 
-    async def _cancel(self, engine: Engine, generation: Generation, client: Client) -> None:
+    async def _cancel(self, engine: Engine, generation: Lifetime[Any], client: Client) -> None:
         if client.cancel_at_s is None:
             return
         await trio.sleep(client.cancel_at_s)
@@ -304,7 +362,7 @@ class Simulation:
                 raise Violation(f"{generation}: a cancel waited for the engine")
 
     async def _cancel_call(
-        self, wire: Wire, task: asyncio.Task[None], generation: Generation, client: Client
+        self, wire: Wire, task: asyncio.Task[None], generation: Lifetime[Any], client: Client
     ) -> None:
         """The client goes: grpc cancels the handler."""
         await trio.sleep(client.cancel_at_s or 0.0)
@@ -324,7 +382,7 @@ class Simulation:
 
     # ---- watchers
 
-    def _check_reader(self, generation: Generation, reader: Reader) -> None:
+    def _check_reader(self, generation: Lifetime[Any], reader: Reader) -> None:
         request, error = reader.client.request, generation.error
         if not generation.is_closed:
             raise Violation(f"{request.request_id}: its reader ended, it did not")
@@ -341,12 +399,17 @@ class Simulation:
             raise Violation(f"{request.request_id}: ended by {error!r}, allowed: {allowed}")
         if isinstance(error, EngineBug) and self.world.broken_at_step is None:
             raise Violation(f"{request.request_id}: {error!r}")
-        if reader.prompt_tokens is not None:
-            self._check_output(reader, is_whole=not reason and not reader.has_left)
+        is_whole = not reason and not reader.has_left
+        if isinstance(reader, TextReader) and reader.prompt_tokens is not None:
+            self._check_output(reader, is_whole=is_whole)
+        elif isinstance(reader, EncodeReader) and is_whole:
+            reader.check_whole()
 
-    def _check_output(self, reader: Reader, *, is_whole: bool) -> None:
+    def _check_output(self, reader: TextReader, *, is_whole: bool) -> None:
         """Each choice got the start of what it must get, or all of it."""
-        request, echo = reader.client.request, echo_of(reader.client.request)
+        request = reader.client.request
+        assert isinstance(request, GenerateRequest)
+        echo = echo_of(request)
         name = request.request_id
         if reader.prompt_tokens != len(prompt_of(request)):
             raise Violation(f"{name}: started with {reader.prompt_tokens} tokens")
@@ -395,6 +458,8 @@ class Simulation:
         return client.may_end | {reason for reason, may in causes.items() if may}
 
     def _may_not_fit(self, client: Client) -> bool:
+        if not isinstance(client.request, GenerateRequest):
+            return False
         n = client.request.n or 1
         can_run = min(self.world.config.max_num_seqs, client.buffer)
         return n > can_run or (n > 1 and "memory_pressure" in self.world.faults)

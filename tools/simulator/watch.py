@@ -9,16 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from engine.core import journal
+from engine.core.encode_scheduler import EncodeScheduler
+from engine.core.encode_types import Encoded
 from engine.core.events import (
     Admitted,
     Finished,
     Pause,
     PauseMode,
+    Preempted,
     Refused,
     Resume,
     StepFailed,
@@ -28,13 +32,19 @@ from engine.core.events import (
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
+from engine.core.types import Request
+from tools.simulator.encode_watch import EncodeWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from engine.config import EngineConfig
-    from engine.core.events import OutputEvent
+    from engine.core.encode_types import EncodePlan
+    from engine.core.events import InputEvent, OutputEvent
     from engine.core.lifecycle import Event
+
+    _Planned = tuple[StepPlan | None, list[OutputEvent]]
+    _EncodePlanned = tuple[EncodePlan | None, list[OutputEvent]]
 
 EVENTS_PER_REQUEST = 500  # the worst of 1000 drawn worlds needs 60; beyond it something spins
 
@@ -59,7 +69,6 @@ class _Choices:
     """What the core said of a request that lives: its choices' ends, in order."""
 
     n: int
-    deadline: float | None
     ended: set[int] = field(default_factory=set)
 
 
@@ -75,9 +84,10 @@ class CoreWatch:
         self._cause = "start"
         self._submitted: dict[str, Submit] = {}
         self._live: dict[str, _Choices] = {}
-        self._pause: PauseMode | None = None
         # events do not say whose they are, and models may hear of a pause at different times
-        self._judges_pauses = len(config.models) == 1
+        self._pauses: dict[Scheduler, PauseMode | None] = {}
+        self._planner: Scheduler | None = None
+        self._encoders: dict[EncodeScheduler, EncodeWatch] = {}
 
     def note(self, event: object) -> None:
         """Write an event down and judge it.
@@ -92,6 +102,9 @@ class CoreWatch:
             named = ("cancel", "failed", "pause")
             self._cause = words[-1] if words[0] in named else words[0]
         reason = "it spins" if len(self.outcome.journal) > self._limit else self._judge(event)
+        self._tell(reason, text)
+
+    def _tell(self, reason: str, text: str) -> None:
         if reason:
             self.violation = self.violation or Violation(f"{text.strip()}: {reason}")
             raise self.violation
@@ -104,18 +117,17 @@ class CoreWatch:
                 self._submitted[request.request_id] = event
             case StepFailed(failure) if "drawn" not in failure.detail:
                 return failure.detail
-            case Pause(mode):
-                self._pause = mode
-            case Resume():
-                self._pause = None
             case Admitted(request_id):
                 if request_id in self._live:
                     return "admitted twice"
                 request = self._submitted[request_id].request
-                self._live[request_id] = _Choices(request.n, request.deadline)
+                n = request.n if isinstance(request, Request) else 1
+                self._live[request_id] = _Choices(n)
             case Refused(request_id, error):
                 if request_id in self._live and error.reason != "DUPLICATE_REQUEST":
                     return "refused after it was admitted"
+            case Encoded(request_id) if request_id not in self._live:
+                return "it has ended, or was never admitted"
             case Tokens() | Finished():
                 return self._judge_choice(event)
         return ""
@@ -148,41 +160,97 @@ class CoreWatch:
             return f"{plan.num_tokens} tokens of at most {config.max_num_batched_tokens}"
         if set(named) & set(plan.released):
             return "a sequence is released and computed"
-        if not self._judges_pauses:
-            return ""
-        if self._pause is PauseMode.KEEP:
+        pause = self._pauses.get(self._planner) if self._planner is not None else None
+        if pause is PauseMode.KEEP:
             return "a step while the engine is paused"
-        if plan.admitted and self._pause is not None:
+        if plan.admitted and pause is not None:
             return "a start while the engine is paused"
         return ""
 
-    # ---- the table of transitions
+    # ---- the schedulers' verbs
 
     @contextmanager
-    def watch_transitions(self) -> Iterator[None]:
-        """Count every change of a sequence's state by what caused it, for the time of a run."""
-        advance, plan, prepare = Sequence.advance, Scheduler.plan, Scheduler.prepare
-
-        def counted(seq: Sequence, event: Event) -> None:
-            before = seq.state
-            advance(seq, event)
-            self.outcome.transitions[f"{before.name} {event.name} by {self._cause}"] += 1
-
-        def planning(scheduler: Scheduler, now: float) -> tuple[StepPlan | None, list[OutputEvent]]:
-            self._cause = "plan"
-            return plan(scheduler, now)
-
-        def preparing(scheduler: Scheduler, now: float) -> None:
-            self._cause = "plan"  # planning ahead is planning
-            prepare(scheduler, now)
-
-        Sequence.advance = counted  # type: ignore[method-assign]
-        Scheduler.plan, Scheduler.prepare = planning, preparing  # type: ignore[method-assign]
+    def watch_schedulers(self) -> Iterator[None]:
+        """For the time of a run, count every change of a sequence's state by what caused it, hear
+        which text model plans and which is paused, and keep the encoders' books."""
+        verbs = (
+            (Sequence, "advance", self._advance),
+            (Scheduler, "apply", self._apply),
+            (Scheduler, "plan", self._plan),
+            (Scheduler, "prepare", self._prepare),
+            (EncodeScheduler, "apply", self._apply_to_encoder),
+            (EncodeScheduler, "plan", self._plan_encoder),
+        )
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in verbs]
+        for (owner, name, watched), (_, _, original) in zip(verbs, originals, strict=True):
+            setattr(owner, name, _in_place_of(original, watched))
         try:
             yield
         finally:
-            Sequence.advance = advance  # type: ignore[method-assign]
-            Scheduler.plan, Scheduler.prepare = plan, prepare  # type: ignore[method-assign]
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    def _advance(self, advance: Callable[[Event], None], seq: Sequence, event: Event) -> None:
+        before = seq.state
+        advance(event)
+        self.outcome.transitions[f"{before.name} {event.name} by {self._cause}"] += 1
+
+    def _apply(
+        self, apply: Callable[..., list[OutputEvent]], scheduler: Scheduler, *args: Any
+    ) -> list[OutputEvent]:
+        match args[0]:
+            case Pause(mode):
+                self._pauses[scheduler] = mode
+            case Resume():
+                self._pauses[scheduler] = None
+        return apply(*args)
+
+    def _plan(
+        self, make: Callable[[float], _Planned], scheduler: Scheduler, now: float
+    ) -> _Planned:
+        self._cause, self._planner = "plan", scheduler
+        plan, events = make(now)
+        rows = () if plan is None else plan.rows
+        lost = {event.sequence for event in events if isinstance(event, Preempted)}
+        began = {row.sequence for row in rows if row.blocks is not None and not row.blocks.keep}
+        if lost & began == began != set():  # with others, there was more room than it seemed
+            self._tell(f"{began} gave way for nobody, and took their places back", "plan")
+        return plan, events
+
+    def _prepare(self, prepare: Callable[[float], None], scheduler: Scheduler, now: float) -> None:
+        self._cause = "plan"  # planning ahead is planning
+        prepare(now)
+
+    def _apply_to_encoder(
+        self,
+        apply: Callable[[InputEvent, float], list[OutputEvent]],
+        scheduler: EncodeScheduler,
+        event: InputEvent,
+        now: float,
+    ) -> list[OutputEvent]:
+        events = apply(event, now)
+        self._tell(self._books_of(scheduler).applied(event, events), journal.line(event))
+        return events
+
+    def _plan_encoder(
+        self, plan: Callable[[float], _EncodePlanned], scheduler: EncodeScheduler, now: float
+    ) -> _EncodePlanned:
+        planned = plan(now)
+        text = "no plan" if planned[0] is None else journal.line(planned[0])
+        self._tell(self._books_of(scheduler).planned(planned[0], now), text)
+        return planned
+
+    def _books_of(self, scheduler: EncodeScheduler) -> EncodeWatch:
+        return self._encoders.setdefault(scheduler, EncodeWatch(scheduler))
+
+
+def _in_place_of(original: Any, watched: Any) -> Any:
+    """A method that has ``watched`` call the ``original`` one."""
+
+    def method(self: object, *args: Any) -> Any:
+        return watched(partial(original, self), self, *args)
+
+    return method
 
 
 __all__ = ["CoreWatch", "Outcome", "Violation"]

@@ -7,7 +7,9 @@ import random
 from dataclasses import dataclass
 
 from engine.config import EngineConfig, ModelConfig
+from engine.status import Capability
 from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_client
+from tools.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder
 from tools.simulator.oracle import MAX_MODEL_LEN
 
 FAULTS = (
@@ -31,10 +33,12 @@ FAULTS = (
     "model_trouble",
     "engine_cancelled",
     "broken_runner",
+    "encoders",
 )
-SHARES = {  # of worlds that have the fault; these end a world early, or take much from it
+SHARES = {  # of worlds that have it; these end a world early, or take much from it
     "drain": 0.3,
     "model_trouble": 0.3,
+    "encoders": 0.4,
     "engine_cancelled": 0.1,
     "broken_runner": 0.1,
 }
@@ -71,7 +75,8 @@ class World:
 def draw_world(
     seed: int, *, num_requests: int = 200, faults: frozenset[str] | None = None
 ) -> World:
-    """A world of ``num_requests`` requests. ``faults`` None: a drawn part of `FAULTS`."""
+    """A world of ``num_requests`` requests; where there are encoders, of three tenths more, for
+    them. ``faults`` None: a drawn part of `FAULTS`."""
     rng = random.Random(seed)
     drawn = frozenset(name for name in FAULTS if rng.random() < SHARES.get(name, 0.5))
     active = drawn if faults is None else faults
@@ -85,6 +90,16 @@ def draw_world(
         tuple(rng.randint(1, 900) for _ in range(rng.randint(1, 90))) for _ in range(4)
     )
     config = _draw_config(rng, seed, active, block_size)
+    num_encodes = 3 * num_requests // 10 if "encoders" in active else 0
+    clients = tuple(
+        draw_client(rng, index, active, duration, families, step_s, config.stream_buffer)
+        for index in range(num_requests + num_encodes)
+    )
+    is_named = any(one.name == EMBEDDER and one.capability is None for one in config.models)
+    clients = clients[:num_requests] + tuple(
+        ask_encoder(rng, client, index, active, step_s, is_named=is_named)
+        for index, client in enumerate(clients[num_requests:])
+    )
     return World(
         seed=seed,
         faults=active,
@@ -93,10 +108,7 @@ def draw_world(
         block_size=block_size,
         step_s=step_s,
         token_s=step_s / 50,
-        clients=tuple(
-            draw_client(rng, index, active, duration, families, step_s, config.stream_buffer)
-            for index in range(num_requests)
-        ),
+        clients=clients,
         has_ends=rng.random() < 0.4,
         load_error=rng.choice(LOAD_ERRORS),
         row_fault_share=0.05 if "row_failures" in active else 0.0,
@@ -121,6 +133,8 @@ def _draw_config(
     models = [ModelConfig(MODEL, lazy=rng.random() < 0.2)]
     if "model_trouble" in active:
         models += [ModelConfig(FRAGILE, lazy=rng.random() < 0.5), ModelConfig(SLEEPY, lazy=True)]
+    if "encoders" in active:
+        models += _draw_encoders(rng)
     return EngineConfig(
         models=tuple(models),
         block_size=block_size,
@@ -132,8 +146,19 @@ def _draw_config(
         stream_buffer=rng.choice([2, 5, 256]),
         prefix_cache=rng.random() < 0.7,
         prepared_plans=seed % 4 != 0,
-        check_level=2,
+        max_queued_tokens=rng.choice([300, 1_000_000]) if "bursts" in active else 1_000_000,
+        check_level=rng.choice([1, 2, 2, 2, 2, 2]),
     )
+
+
+def _draw_encoders(rng: random.Random) -> list[ModelConfig]:
+    """One of each kind; of some, only their files would tell which."""
+    is_told, is_lazy = rng.random() < 0.7, rng.random() < 0.3
+    kinds = ((EMBEDDER, Capability.TEXT_EMBEDDING), (RERANKER, Capability.RERANK))
+    return [
+        ModelConfig(name, lazy=is_lazy, capability=kind if is_told else None)
+        for name, kind in kinds
+    ]
 
 
 def _draw_operations(

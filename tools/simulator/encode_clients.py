@@ -1,0 +1,167 @@
+"""What a simulated world asks of its encoders; how their readers behave is `clients`' to draw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.encode_requests import MAX_INPUTS, EmbedRequest, RerankRequest
+from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client
+from tools.simulator.encode_oracle import MAX_INPUT_LEN
+
+if TYPE_CHECKING:
+    import random
+
+    from engine.encode_requests import EncodeRequests
+
+EMBEDDER, RERANKER = "embedder", "reranker"
+
+
+def ask_encoder(
+    rng: random.Random,
+    client: Client,
+    index: int,
+    active: frozenset[str],
+    step_s: float,
+    *,
+    is_named: bool,
+) -> Client:
+    """``client``, asking an encoder: all else about it stays, but its patience is that of one who
+    waits for a few steps. ``is_named``: nobody can know before they are loaded which models are
+    encoders."""
+    request = _draw_embed(rng) if rng.random() < 0.6 else _draw_rerank(rng)
+    name = EMBEDDER if isinstance(request, EmbedRequest) else RERANKER
+    timeout_s, cancel_at_s = client.request.timeout_s, client.cancel_at_s
+    if timeout_s is not None and rng.random() < 0.7:
+        timeout_s /= 10
+    if cancel_at_s is not None and rng.random() < 0.7:
+        client = replace(client, cancel_at_s=cancel_at_s / 12)
+    request = replace(
+        request,
+        model=name if is_named or rng.random() < 0.5 else "",
+        request_id=f"e{index}",
+        priority=rng.choice([None, 0, 0, -1, 2]),
+        timeout_s=timeout_s,
+    )
+    client = replace(client, request=request, may_end=frozenset(), must_fail=False)
+    if "bad_requests" in active and rng.random() < 0.2:
+        client = _spoil(rng, client, request, index)
+    elif "model_trouble" in active and rng.random() < 0.1:
+        client = _ask_elsewhere(rng, client, request)
+    return client
+
+
+def _draw_count(rng: random.Random) -> int:
+    """Most ask for a few; some for more than one step takes, or one thread's hop is worth."""
+    return rng.choice([1, 2, rng.randint(1, 8), rng.randint(1, 8), rng.randint(10, 90)])
+
+
+def _draw_ids(rng: random.Random) -> tuple[int, ...]:
+    longest = rng.choice([3, MAX_INPUT_LEN, 2 * MAX_INPUT_LEN])
+    return tuple(rng.randint(1, 899) for _ in range(rng.randint(1, longest)))
+
+
+def _draw_text(rng: random.Random) -> str:
+    return "".join(f"<{token}>" for token in _draw_ids(rng))
+
+
+def _draw_embed(rng: random.Random) -> EmbedRequest:
+    count = _draw_count(rng)
+    takes_ids = rng.choice([0.0, 0.5, 1.0])
+    return EmbedRequest(
+        inputs=tuple(
+            _draw_ids(rng) if rng.random() < takes_ids else _draw_text(rng) for _ in range(count)
+        ),
+        dimensions=rng.choice([None, None, 1, 5, 8]),
+        normalize=rng.choice([None, False, True]),
+        prompt_name=rng.choice(["", "", "query"]),
+        truncate=rng.choice([None, True]),
+    )
+
+
+def _draw_rerank(rng: random.Random) -> RerankRequest:
+    count = _draw_count(rng)
+    return RerankRequest(
+        query=_draw_text(rng)[:100],
+        documents=tuple(rng.choice([_draw_text(rng), ""]) for _ in range(count)),
+        raw_scores=rng.choice([None, False, True]),
+        top_n=rng.choice([None, None, 1, rng.randint(1, count + 2)]),
+    )
+
+
+def _spoil(rng: random.Random, client: Client, request: EncodeRequests, index: int) -> Client:
+    """One of the ways a request can be refused, or the name of an earlier one."""
+    if rng.random() < 0.1:
+        name = f"e{rng.randint(max(0, index - 20), index)}"
+        named = replace(request, request_id=name)
+        return replace(client, request=named, may_end=frozenset({"DUPLICATE_REQUEST"}))
+    is_embed = isinstance(request, EmbedRequest)
+    bad = _spoil_embed(rng, request) if is_embed else _spoil_rerank(rng, request)
+    is_long = bad.truncate is False
+    reason = "REQUEST_TOO_LARGE" if is_long else "INVALID_REQUEST"
+    return replace(client, request=bad, may_end=frozenset({reason}), must_fail=True)
+
+
+def _spoil_embed(rng: random.Random, request: EmbedRequest) -> EmbedRequest:
+    inputs = request.inputs
+    match rng.randrange(13):
+        case 0:
+            return replace(request, inputs=())
+        case 1:
+            return replace(request, inputs=("a",) * (MAX_INPUTS + 1))
+        case 2:
+            return replace(request, inputs=(*inputs, ()))
+        case 3:
+            return replace(request, inputs=(*inputs, ""), prompt_name="")
+        case 4:
+            return replace(request, inputs=(*inputs, (1, 1000)))
+        case 5:
+            return replace(request, inputs=(*inputs, (-1,)))
+        case 6:
+            return replace(request, inputs=(*inputs, "\ud800"))
+        case 7:
+            return replace(request, dimensions=rng.choice([0, 9]))
+        case 8:
+            return replace(request, prompt_name="nobody's")
+        case 9:
+            return replace(request, prompt_name="x" * 200)
+        case 10:
+            return replace(request, priority=2**31)
+        case 11:
+            return replace(request, timeout_s=float("nan"))
+        case _:
+            return replace(request, inputs=(*inputs, (5,) * (MAX_INPUT_LEN + 1)), truncate=False)
+
+
+def _spoil_rerank(rng: random.Random, request: RerankRequest) -> RerankRequest:
+    documents = request.documents
+    match rng.randrange(6):
+        case 0:
+            return replace(request, documents=())
+        case 1:
+            return replace(request, query="")
+        case 2:
+            return replace(request, query="\ud800")
+        case 3:
+            return replace(request, documents=(*documents, "\ud800"))
+        case 4:
+            return replace(request, top_n=0)
+        case _:
+            long = "<5>" * MAX_INPUT_LEN
+            return replace(request, documents=(*documents, long), truncate=False)
+
+
+def _ask_elsewhere(rng: random.Random, client: Client, request: EncodeRequests) -> Client:
+    """Ask a model that does not load, loads for long, is for something else, or does not exist."""
+    other = RERANKER if isinstance(request, EmbedRequest) else EMBEDDER
+    model, reasons = rng.choice(
+        [
+            (FRAGILE, {"SPAWN_FAILED"}),
+            (SLEEPY, {"SPAWN_TIMEOUT", "INVALID_REQUEST"}),
+            (MODEL, {"INVALID_REQUEST"}),
+            (other, {"INVALID_REQUEST"}),
+            ("nobody", {"MODEL_NOT_FOUND"}),
+        ]
+    )
+    asked = replace(request, model=model)
+    return replace(client, request=asked, may_end=frozenset(reasons), must_fail=True)

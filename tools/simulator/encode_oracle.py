@@ -1,0 +1,46 @@
+"""What an encode request must get, from the request alone: no schedule, no engine.
+
+Rule: as in `tools.simulator.oracle`: written from the fake encoder's definition
+(`engine.model.fake_encoder`), sharing only its primitive functions.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from engine.encode_requests import EmbedRequest
+from engine.model.fake import FakeTokenizer
+from engine.model.fake_encoder import PROMPTS, SEPARATOR, score_of, vector_of
+
+if TYPE_CHECKING:
+    from engine.encode_requests import EncodeRequests
+
+MAX_INPUT_LEN = 48  # of the drawn worlds' encoders: short enough that some inputs are cut
+
+
+def inputs_of(request: EncodeRequests) -> list[tuple[int, ...]]:
+    """The token ids that a valid request's inputs are computed from, in their order."""
+    encode = FakeTokenizer().encode
+    if isinstance(request, EmbedRequest):
+        prompt = encode(PROMPTS.get(request.prompt_name, ""))
+        whole = [prompt + encode(one) if isinstance(one, str) else one for one in request.inputs]
+    else:
+        head = (*encode(request.query), SEPARATOR)
+        whole = [head + encode(document) for document in request.documents]
+    return [ids[:MAX_INPUT_LEN] for ids in whole]
+
+
+def expected_results(request: EncodeRequests) -> list[list[float]]:
+    """Each input's numbers, as float32 has them."""
+    found = []
+    for ids in inputs_of(request):
+        if isinstance(request, EmbedRequest):
+            values = vector_of(ids)[: request.dimensions]
+            if request.normalize:
+                length = sum(value * value for value in values) ** 0.5
+                values = [value / length for value in values]
+        else:
+            values = [score_of(ids, raw=bool(request.raw_scores))]
+        found.append(list(array("f", values)))
+    return found
