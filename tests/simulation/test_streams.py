@@ -7,8 +7,8 @@ import trio
 
 from engine.api import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import ReaderStalled, RequestCancelled
 from engine.encode_requests import EmbedRequest
+from engine.errors import ReaderStalled, RequestCancelled
 from engine.model.fake import FakeRunner, FakeScript
 from engine.model.fake_encoder import FakeEncoder
 from engine.requests import GenerateRequest, SamplingParams
