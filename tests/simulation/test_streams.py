@@ -66,9 +66,7 @@ def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(seed, encodes):
         return GenerateRequest(token_ids=(1, 2), sampling=SamplingParams(max_tokens=count))
 
     async def main():
-        async with open_engine(
-            config, make_runner=lambda *_: runner, threads=threads
-        ) as engine:
+        async with open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine:
             await engine.wait_ready()
             stalled = engine.submit(request(500), buffer=2)
             with trio.move_on_after(2.0):
