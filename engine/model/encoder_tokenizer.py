@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Texts handed over at once. The library splits them among its threads, without Python's lock.
 TEXTS_AT_ONCE = 64  # guess: a millisecond or two
+# A query is cut behind so many times the tokens that a pair may have: how a text is split depends
+# on what follows, but not so far.
+QUERY_SHARE = 2
 
 
 class InputTokenizer:
@@ -62,7 +65,29 @@ class InputTokenizer:
     def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
         _check_unicode([query], "query")
         _check_unicode(documents)
-        return self._encode([(query, document) for document in documents], 0)
+        if len(query) <= QUERY_SHARE * self._max_tokens:
+            return self._encode([(query, document) for document in documents], 0)
+        return self._encode_long(query, documents)
+
+    def _encode_long(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
+        """As with the whole query, of which each pair gets no more tokens than can tell in it: else
+        each document would have all of it split again, and a MiB takes seconds and 100 MB. The
+        longer text of a pair is the longer one still: a character has at most four tokens. Its
+        ``full_tokens`` may be off by the tokens of the character that the cut is at.
+        """
+        whole = self._whole.encode_batch([query], add_special_tokens=False)[0]
+        pairs, cut_off = [], []
+        for document in documents:
+            kept = max(QUERY_SHARE * self._max_tokens, 4 * len(document) + 1)
+            is_cut = kept < len(whole)
+            end = whole.token_to_chars(kept)[0] if is_cut else len(query)
+            pairs.append((query[:end], document))
+            cut_off.append(len(whole) - kept if is_cut else 0)
+        found = self._encode(pairs, 0)
+        return [
+            TokenizedInput(one.input, one.full_tokens + more)
+            for one, more in zip(found, cut_off, strict=True)
+        ]
 
     def _encode(
         self, inputs: Sequence[str | tuple[str, str]], prompt_tokens: int

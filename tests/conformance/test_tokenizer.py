@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +20,7 @@ from engine.core.plan import Tokenizer  # noqa: E402
 from engine.core.types import Stops  # noqa: E402
 from engine.errors import InvalidRequest, RequestTooLarge, SpawnFailed  # noqa: E402
 from engine.model.detokenizer import TextState  # noqa: E402
+from engine.model.encoder_tokenizer import InputTokenizer  # noqa: E402
 from engine.model.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
 from tests.support import toy_tokenizers  # noqa: E402
 
@@ -432,3 +434,42 @@ def test_a_marker_that_is_a_special_token_is_found_and_can_be_shown():
     assert said() == "ab"
     assert said(shown=shown) == "a[TOOL_CALLS]b"
     assert said(skip_special=False) == "a[TOOL_CALLS]b<|im_end|>"
+
+
+# ---- pairs of an encoder
+
+
+def pairs_of(backend, max_tokens):
+    return InputTokenizer(backend, max_tokens=max_tokens, prompts={}, special_ids=frozenset())
+
+
+@pytest.mark.parametrize("make", [toy_tokenizers.byte_level, toy_tokenizers.qwen_like])
+@pytest.mark.parametrize("max_tokens", [7, 8])
+def test_a_long_query_is_cut_as_if_each_pair_had_all_of_it(make, max_tokens):
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_str(make().to_str())
+    documents = ["", "a", "the dog", "é🌶 " * 3, "the dog and " * 6, "fish " * 300, "🌶" * 40]
+    pairs = pairs_of(backend, max_tokens)
+    for query in ["dog", "the old dog " * 4, "the old dog " * 40, "🌶é" * 60, "a" * 200]:
+        found = pairs.encode_pairs(query, documents)
+        backend.no_truncation()
+        whole = [len(backend.encode(query, document).ids) for document in documents]
+        backend.enable_truncation(max_tokens, strategy="longest_first")
+        cut = [tuple(backend.encode(query, document).ids) for document in documents]
+        assert [one.input.token_ids for one in found] == cut
+        for one, full in zip(found, whole, strict=True):
+            assert abs(one.full_tokens - full) < 4  # a query may be cut inside of a character
+            assert (one.full_tokens > max_tokens) == (full > max_tokens)
+
+
+def test_a_long_query_costs_each_document_little():
+    pairs = pairs_of(toy_tokenizers.byte_level(), 32)
+
+    def seconds(count):
+        start = time.process_time()
+        pairs.encode_pairs("! " * 100_000, ["a"] * count)
+        return time.process_time() - start
+
+    seconds(1)
+    assert seconds(200) < 20 * seconds(1)
