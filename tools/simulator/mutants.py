@@ -208,7 +208,7 @@ MUTANTS = (
         "a cancel does not reach the core",
         supervisor.Supervisor,
         "_run",
-        "replica.loop.post(Cancel(request.request_id, reason))",
+        "replica.loop.cancel(request.request_id, reason, generation.phase, since)",
         "pass",
         seed=4,
     ),
