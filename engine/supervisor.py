@@ -213,7 +213,11 @@ class Supervisor:
             explained = generation.replica.loop.explain(generation.core_id)
             if explained is not None:
                 return explained
-        waiting_for = {"load": "model load", "tokenize": "its tokens, which are being made"}
+        waiting_for = {
+            "load": "model load",
+            "tokenize": "its tokens, which are being made",
+            "compile": "its constraint, which is being compiled",
+        }
         return Explanation("WAITING", waiting_for.get(generation.phase, "its end"))
 
     # ---- one request's task

@@ -9,6 +9,7 @@ import trio
 from engine.api import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.events import Finished, PauseMode, Tokens
+from engine.core.types import Constraint
 from engine.errors import RequestNotFound
 from engine.model.fake import FakeRunner, FakeScript
 from engine.requests import Chat, GenerateRequest, SamplingParams
@@ -65,6 +66,17 @@ def test_a_request_whose_tokens_are_being_made_says_so():
         assert engine.explain("a").waiting_for.startswith("its tokens")
 
     script = FakeScript()
+    run(body, script=script)
+
+
+def test_a_request_whose_constraint_is_compiled_says_so():
+    async def body(engine):
+        ask(engine, "a", constraint=Constraint("regex", "a"))
+        await trio.sleep(1)
+        said = engine.explain("a")
+        assert (said.state, said.waiting_for.split(",")[0]) == ("WAITING", "its constraint")
+
+    script = FakeScript(compile=lambda constraint: script.sleep(3.0))
     run(body, script=script)
 
 
