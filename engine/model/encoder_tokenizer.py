@@ -80,7 +80,8 @@ class InputTokenizer:
         for document in documents:
             kept = max(QUERY_SHARE * self._max_tokens, 4 * len(document) + 1)
             is_cut = kept < len(whole)
-            end = whole.token_to_chars(kept)[0] if is_cut else len(query)
+            chars = whole.token_to_chars(kept) if is_cut else None
+            end = len(query) if chars is None else chars[0]
             pairs.append((query[:end], document))
             cut_off.append(len(whole) - kept if is_cut else 0)
         found = self._encode(pairs, 0)
