@@ -23,6 +23,7 @@ from engine.core.types import EndReason
 from engine.errors import EngineBug, InvalidRequest, RequestNotFound, SpawnFailed
 from engine.model.fake import FakeRunner, FakeScript
 from engine.model.fake_encoder import FakeEncoder
+from engine.quota import Origin, Quota
 from engine.requests import Chat, GenerateRequest
 from engine.status import AbortOutcome
 from engine.supervisor import ABORT_MEMORY_S
@@ -92,6 +93,7 @@ class Simulation:
         self._watch = CoreWatch(world.config, len(world.clients), self.outcome)
         self._generations: list[Lifetime[Any]] = []
         self._engine: Engine | None = None
+        self._quota = Quota("clients in process", max_queued_tokens=world.quota_tokens)
         self._aborted_at: dict[str, float] = {}
         self._names = Counter(client.request.request_id for client in world.clients)
 
@@ -292,7 +294,9 @@ class Simulation:
             if client.over_wire:
                 generation = await self._call(engine, wire, reader)
             else:
-                generation = engine.submit(client.request, buffer=client.buffer)
+                generation = engine.submit(
+                    client.request, buffer=client.buffer, origin=Origin(quota=self._quota)
+                )
                 self._generations.append(generation)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._wait_for_end, generation, client, client.arrival_s)
@@ -475,6 +479,8 @@ class Simulation:
         for generation in self._generations:
             if generation.credit.reserved and self.world.broken_at_step is None:
                 raise Violation(f"{generation} has slots promised to no step")
+        if self._quota.queued_tokens:
+            raise Violation(f"{self._quota.queued_tokens} tokens of the quota are held at rest")
         ended = totals.requests_total
         counted = sum(getattr(ended, name) for name in ended.__slots__)
         if counted != len(self.world.clients):

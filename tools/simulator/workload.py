@@ -70,6 +70,7 @@ class World:
     latency_s: float = 0.0  # of the front's thread
     cancelled_at_s: float | None = None
     broken_at_step: int | None = None
+    quota_tokens: int | None = None  # that the clients in process may have waiting
 
 
 def draw_world(
@@ -123,6 +124,7 @@ def draw_world(
         latency_s=min(rng.choice([0.0, 0.0, 0.3, 3.0]) * step_s, config.stall_timeout_s / 4),
         cancelled_at_s=rng.uniform(0, duration) if "engine_cancelled" in active else None,
         broken_at_step=rng.randint(0, num_requests) if "broken_runner" in active else None,
+        quota_tokens=rng.choice([None, 500]) if "bursts" in active else None,
     )
 
 
