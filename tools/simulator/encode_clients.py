@@ -36,6 +36,8 @@ def ask_encoder(
         timeout_s /= 10
     if cancel_at_s is not None and rng.random() < 0.7:
         client = replace(client, cancel_at_s=cancel_at_s / 12)
+    if "stalled_readers" in active and rng.random() < 0.15:
+        client = replace(client, stall_after=rng.randint(0, 3))
     request = replace(
         request,
         model=name if is_named or rng.random() < 0.5 else "",

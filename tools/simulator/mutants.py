@@ -63,7 +63,7 @@ MUTANTS = (
         "choose_victim",
         "running[-1].rank > rank",
         "running[-1].rank < rank",
-        seed=19,
+        seed=10,
     ),
     Mutant("a command wakes nobody", loop.EngineLoop, "post", "self._wake.set()", "pass"),
     Mutant(
@@ -79,7 +79,7 @@ MUTANTS = (
         "_take_result",
         "        if has_slot:\n            seq.credit.cancel()\n        self._late += 1",
         "        self._late += 1",
-        seed=11,
+        seed=5,
     ),
     Mutant(
         "a message takes no slot",
@@ -94,7 +94,7 @@ MUTANTS = (
         "_take_result",
         "if seq.state is not State.RUNNING:",
         "if seq.state is State.FINISHED:",
-        seed=11,
+        seed=5,
     ),
     Mutant(
         "a prefix is published before its step is over",
@@ -102,7 +102,7 @@ MUTANTS = (
         "_add_row",
         "_run_ahead(seq, end,",
         "self._ledger.publish_computed(seq, start, end); _run_ahead(seq, end,",
-        seed=0,
+        seed=2,
     ),
     Mutant(
         "what a failed step started stays started",
@@ -110,7 +110,7 @@ MUTANTS = (
         "_settle",
         "elif is_started:",
         "elif is_started and is_fork:",
-        seed=0,
+        seed=2,
     ),
     Mutant(
         "a preempted sequence comes back with its old block table",
@@ -118,7 +118,6 @@ MUTANTS = (
         "_start",
         "BlockDelta(0, tuple(seq.blocks))",
         "row.blocks",
-        seed=0,
     ),
     Mutant(
         "a fork's partial block is not copied",
@@ -133,7 +132,6 @@ MUTANTS = (
         "unpark",
         "> self.config.max_num_seqs",
         "> 10**9",
-        seed=9,
     ),
     Mutant(
         "a row run alone takes a seat there is not",
@@ -141,7 +139,6 @@ MUTANTS = (
         "_has_seats_for",
         "seats <= self._config.max_num_seqs",
         "True",
-        seed=5,
     ),
     Mutant(
         "aging is not compared, and two preempt each other for ever",
@@ -149,7 +146,6 @@ MUTANTS = (
         "_victims_for_first",
         "if seq.rank > first.rank and ledger.waiting_key_of(seq, self._now) > key",
         "if seq.rank > first.rank",
-        seed=141,
     ),
     Mutant(
         "nobody looks at the stall timeout",
@@ -172,6 +168,7 @@ MUTANTS = (
         "release",
         "return was_starved and count > 0",
         "return False",
+        seed=5,
     ),
     Mutant(
         "a prepared plan keeps the rows that ended",
@@ -179,7 +176,7 @@ MUTANTS = (
         "reconcile",
         "if seq.state is State.ENDING",
         "if seq.state is State.FINISHED",
-        seed=3,
+        seed=5,
     ),
     Mutant(
         "a step runs while the engine is paused",
@@ -187,7 +184,6 @@ MUTANTS = (
         "_pause_with",
         "self._pause = mode",
         "self._pause = mode if mode is not PauseMode.KEEP else None",
-        seed=4,
     ),
     Mutant(
         "events are delivered in the wrong order",
@@ -202,7 +198,7 @@ MUTANTS = (
         "drain",
         "generation.cancel(EndReason.SHUTDOWN)",
         "pass",
-        seed=15,
+        seed=8,
     ),
     Mutant(
         "a cancel does not reach the core",
@@ -210,7 +206,7 @@ MUTANTS = (
         "_run",
         "replica.loop.cancel(request.request_id, reason, generation.phase, since)",
         "pass",
-        seed=4,
+        seed=1,
     ),
     Mutant(
         "a failed load wakes nobody",
@@ -248,6 +244,7 @@ MUTANTS = (
         "cancel",
         "self._bridge.post(self._close_reader)",
         "pass",
+        seed=2,
     ),
     Mutant(
         "the front's second command finds nobody awake",
@@ -305,6 +302,7 @@ MUTANTS = (
         "_commit",
         "            continue",
         "            break",
+        seed=11,
     ),
     Mutant(
         "the row of an encode request that has ended keeps its slot",
@@ -312,6 +310,7 @@ MUTANTS = (
         "_commit",
         "            live.credit.cancel()",
         "            live.is_ended or live.credit.cancel()",
+        seed=11,
     ),
     Mutant(
         "a cancelled encode request stays in the line",
@@ -326,6 +325,7 @@ MUTANTS = (
         "_choose",
         "        else:\n            if live.left:\n                break",
         "        if live.left:\n            break",
+        seed=8,
     ),
     Mutant(
         "an input longer than a step never goes first",
@@ -340,6 +340,7 @@ MUTANTS = (
         "_fits",
         "count * longest <= self._budget",
         "(count - 1) * longest <= self._budget",
+        seed=2,
     ),
     Mutant(
         "an encoder's line knows no aging",
@@ -354,6 +355,7 @@ MUTANTS = (
         "_step_failed",
         "self._budget = max(1, min(self._budget, step.plan.num_tokens) // 2)",
         "pass",
+        seed=18,
     ),
     Mutant(
         "the rows of an encoder's failed step are not run alone",
@@ -361,6 +363,7 @@ MUTANTS = (
         "_step_failed",
         "self._suspects.extend(live_rows)",
         "pass",
+        seed=8,
     ),
     Mutant(
         "an encode request that has not begun begins in a pause",
@@ -368,6 +371,7 @@ MUTANTS = (
         "_may_go_on",
         "self._pause is None or live.started_at is not None",
         "True",
+        seed=4,
     ),
     Mutant(
         "nobody looks at an encoder's stall timeout",
@@ -375,6 +379,7 @@ MUTANTS = (
         "next_wakeup",
         "return None if first is None else max(now, first + self.config.stall_timeout_s)",
         "return None",
+        seed=26,
     ),
     Mutant(
         "scores that are kept for the end keep their slots",
@@ -382,6 +387,7 @@ MUTANTS = (
         "on_encoded",
         "self.release(1)",
         "pass",
+        seed=18,
     ),
     Mutant(
         "the best scores come in the order of their steps",
