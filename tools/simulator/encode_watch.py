@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from engine.core.encode_types import Encoded, EncodeRequest, EncodeResult, EncodeRow
 from engine.core.events import (
+    Admitted,
     Cancel,
     Finished,
     Pause,
@@ -154,6 +155,9 @@ class EncodeWatch:
 
     def applied(self, event: InputEvent, events: list[OutputEvent]) -> str:
         """Judge what an input caused."""
+        answers = [one for one in events if isinstance(one, Admitted | Refused)]
+        if len(answers) != isinstance(event, Submit):
+            return f"{len(answers)} answers to it"
         results, must_end = self._expect(event)
         for output in events:
             match output:
