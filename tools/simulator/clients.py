@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
 Families = tuple[tuple[int, ...], ...]
 
-FORMS, BAD_FORM = ("one", "two", "three"), "bad"
+FORMS, BAD_FORM = tuple(f"form {number}" for number in range(12)), "bad"
 TOOLS = ({"type": "function", "function": {"name": "f"}},)  # so that calls are looked for
 
 

@@ -160,7 +160,7 @@ class Simulation:
         return "sample" if self._rng.random() < share else None
 
     def _compile(self, constraint: Constraint) -> None:
-        self._threads.note_sleep(3 * self.world.step_s)
+        self._threads.note_sleep(20 * self.world.step_s)
         if constraint.source == BAD_FORM:
             raise InvalidRequest.of(constraint.field, "drawn")
 
@@ -400,6 +400,10 @@ class Simulation:
             raise Violation(f"{request.request_id}: ended by {error!r}, allowed: {allowed}")
         if isinstance(error, EngineBug) and self.world.broken_at_step is None:
             raise Violation(f"{request.request_id}: {error!r}")
+        if reason != generation.account(0.0).get("reason", ""):
+            raise Violation(f"{generation}: {error!r} is told as {generation.account(0.0)}")
+        if any(v < 0 for v in generation.account(0.0).values() if isinstance(v, float)):
+            raise Violation(f"{generation}: negative seconds: {generation.account(0.0)}")
         is_whole = not reason and not reader.has_left
         if isinstance(reader, TextReader) and reader.prompt_tokens is not None:
             self._check_output(reader, is_whole=is_whole)
