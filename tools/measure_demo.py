@@ -1,173 +1,21 @@
-"""Measures the shipped story model against its bars; exits 1 when one is missed.
+"""Measures one of the shipped demo models against its bars; exits 1 when one is missed.
 
-    python -m tools.measure_demo                       prints every figure
-    python -m tools.measure_demo --json FILE           and writes them
-    python -m tools.measure_demo --samples 5           and prints five of the stories
+    python -m tools.measure_demo [stories]     the story model
+    python -m tools.measure_demo embed         the embedding model
+    python -m tools.measure_demo rerank        the cross-encoder
 
-All stories are written by Triolet itself, at once, sampled at temperature 0.8 from the whole
-vocabulary (no top-k, top-p or min-p); those of `default_stories_parse` as a request that says
-nothing is, by the model's generation_config. A story's seed alone decides it: neither its place in
-a batch nor its neighbours do (D10).
+`--json FILE` also writes the figures; each model's own `--help` tells the rest.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import random
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from engine.requests import SamplingParams
-from tools.demo.corpus import named_prompt, request_and_story, training_stories
-from tools.demo.grammar import count_derivations
-from tools.demo.notation import split_sentences
-from tools.demo.parser import story_parser
-from tools.demo.writer import TrioletWriter, Written
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-MODEL = Path(__file__).parent.parent / "engine" / "demo" / "stories"
-MAX_NEW_TOKENS = 400
-WHOLE_VOCABULARY = SamplingParams(
-    temperature=0.8, top_k=0, top_p=1.0, min_p=0.0, max_tokens=MAX_NEW_TOKENS
-)
-AS_CONFIGURED = SamplingParams(max_tokens=MAX_NEW_TOKENS)
-"""A story has at most about 260 tokens, so reaching this limit means that it does not end."""
-
-STORIES = 200
-SIDE_STORIES = 100
-
-SIZE_BYTES_MAX = 12 * 1000 * 1000
-BARS = {
-    "sentences_accepted": 0.95,
-    "name_recurs": 0.95,
-    "not_in_training_text": 0.95,
-    "derivations": 10**6,
-}
-
-UNKNOWN_NAMES = ("Zorblax", "Xiaolan", "Quentin", "Bartholomew", "Saoirse", "Chidi", "Ulrike")
-UNKNOWN_NAMES += ("Hyacinth", "Tchaikovsky", "Okonkwo", "Aoife", "Ximena", "Wojciech", "Eleanor")
-
-
-def measure(writer: TrioletWriter, folder: Path) -> tuple[dict[str, float | int], list[str]]:
-    """Every figure, and the stories they were taken from (prompt and continuation)."""
-    training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    seeds = range(STORIES)
-    prompts, names = zip(*(named_prompt(seed) for seed in seeds), strict=True)
-    written = writer.generate_stories(prompts, seeds)
-    stories = [prompt + w.text for prompt, w in zip(prompts, written, strict=True)]
-    known = set(training_stories(training["seed"], training["documents"]))
-    parser = story_parser()
-    figures: dict[str, float | int] = {
-        "stories": STORIES,
-        "sentences_accepted": accepted_share(written),
-        "name_recurs": recurring_share(names, written),
-        "not_in_training_text": _share(story not in known for story in stories),
-        "ended_by_itself": _share(w.ended for w in written),
-        "whole_story_accepted": _share(parser.accepts_story(story) for story in stories),
-        "mean_words": round(sum(len(s.split()) for s in stories) / STORIES, 1),
-        "derivations": count_derivations(),
-        "training_documents": training["documents"],
-        "size_bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
-    }
-    return figures | _side_figures(writer) | _default_figures(folder), stories
-
-
-def _default_figures(folder: Path) -> dict[str, float | int]:
-    """The README's first request, with many seeds: does the story end, and parse?"""
-    writer, parser = TrioletWriter(folder, AS_CONFIGURED), story_parser()
-    prompt = "Once upon a time"
-    written = writer.generate_stories([prompt] * STORIES, range(STORIES))
-    sentences = [split_sentences(prompt + w.text) for w in written]
-    parses = (all(map(parser.accepts_sentence, story)) for story in sentences)
-    ends = (w.ended for w in written)
-    return {"default_stories_parse": _share(a and b for a, b in zip(parses, ends, strict=True))}
-
-
-def _side_figures(writer: TrioletWriter) -> dict[str, float | int]:
-    """Figures without a bar: chats, the bare first prompt, and names outside the grammar."""
-    seeds = range(SIDE_STORIES)
-    plain = writer.generate_stories(["Once upon a time"] * SIDE_STORIES, seeds)
-    starts = [Written("Once upon a time" + w.text, w.ended) for w in plain]
-    asked = [_named_request(seed) for seed in seeds]
-    answers = writer.answer_requests([request for request, _ in asked], seeds)
-    unknown = [UNKNOWN_NAMES[seed % len(UNKNOWN_NAMES)] for seed in seeds]
-    odd = writer.generate_stories(
-        [f"Once upon a time there was a brave fox named {name}." for name in unknown], seeds
-    )
-    return {
-        "plain_prompt_sentences_accepted": accepted_share(starts),
-        "chat_sentences_accepted": accepted_share(answers),
-        "chat_name_recurs": recurring_share([name for _, name in asked], answers),
-        "chat_ended_by_itself": _share(w.ended for w in answers),
-        "unknown_name_recurs": recurring_share(unknown, odd),
-    }
-
-
-def _named_request(seed: int) -> tuple[str, str]:
-    """A chat request that names its hero; other numbers than the training's."""
-    rng = random.Random(f"request/{seed}")
-    while True:
-        request, story = request_and_story(rng)
-        if story.hero in request:
-            return request, story.hero
-
-
-def accepted_share(written: Sequence[Written]) -> float:
-    """Share of the written sentences that the grammar's parser accepts; a cut-off one counts."""
-    parser = story_parser()
-    sentences = [s for w in written for s in split_sentences(w.text)]
-    return _share(parser.accepts_sentence(sentence) for sentence in sentences)
-
-
-_NO_MARKS = str.maketrans(dict.fromkeys('.,!?"', " "))
-
-
-def recurring_share(names: Sequence[str], written: Sequence[Written]) -> float:
-    """Share of the continuations that say the prompt's name again, as a word of its own."""
-    return _share(
-        name in w.text.replace("'s", "").translate(_NO_MARKS).split()
-        for name, w in zip(names, written, strict=True)
-    )
-
-
-def _share(outcomes: Iterable[bool]) -> float:
-    results = list(outcomes)
-    return round(sum(results) / max(1, len(results)), 4)
-
-
-def missed_bars(figures: dict[str, float | int]) -> list[str]:
-    """One line per bar that a figure is below, or above in the case of the size."""
-    missed = [f"{key} {figures[key]} < {bar}" for key, bar in BARS.items() if figures[key] < bar]
-    if figures["size_bytes"] > SIZE_BYTES_MAX:
-        missed.append(f"size_bytes {figures['size_bytes']} > {SIZE_BYTES_MAX}")
-    return missed
-
-
-def main() -> int:
-    """Prints the figures; 1 when a bar is missed."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    options.add_argument("--model", type=Path, default=MODEL)
-    options.add_argument("--json", type=Path, help="also write the figures here")
-    options.add_argument("--samples", type=int, default=0, help="stories to print")
-    given = options.parse_args()
-    writer = TrioletWriter(given.model, WHOLE_VOCABULARY)
-    figures, stories = measure(writer, given.model)
-    for story in stories[: given.samples]:
-        print(story, end="\n\n")
-    for key, value in figures.items():
-        bar = f"   (bar: {BARS[key]})" if key in BARS else ""
-        print(f"{key:32} {value}{bar}")
-    missed = missed_bars(figures)
-    for line in missed:
-        print(f"MISSED: {line}")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    return 1 if missed else 0
-
+from tools.demo.which import run_chosen
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_chosen(
+        {
+            "stories": "tools.demo.measure_stories",
+            "embed": "tools.demo.measure_embed",
+            "rerank": "tools.demo.measure_rerank",
+        }
+    )

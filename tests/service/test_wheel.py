@@ -51,7 +51,12 @@ def test_the_wheel_holds_the_packages_and_the_demo_and_nothing_of_the_workshop(w
         "grpc_service",
         "triolet",
     }
-    assert "engine/demo/stories/model.safetensors" in names
+    for demo in ("stories", "embed", "rerank"):
+        assert f"engine/demo/{demo}/model.safetensors" in names
+        assert f"engine/demo/{demo}/README.md" in names
+    assert {"engine/demo/embed/modules.json", "engine/demo/embed/1_Pooling/config.json"} <= set(
+        names
+    )
     assert "grpc_service/_generated/triolet/v1/inference_pb2.py" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if "__pycache__" in name or "/test" in name]

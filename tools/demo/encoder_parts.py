@@ -1,0 +1,211 @@
+"""What the trainings of the two demo encoders share: tokenizer, architecture, batches, steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import BertConfig, PreTrainedTokenizerFast
+
+from tools.demo.grammar import story_from_seed
+from tools.demo.triples import training_triple
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from transformers import BertModel
+
+CLS, SEP, PAD, UNK, MASK = SPECIAL_TOKENS = ["[CLS]", "[SEP]", "[PAD]", "[UNK]", "[MASK]"]
+VOCAB_SIZE = 2560
+TOKENIZER_TRIPLES, TOKENIZER_STORIES = 20_000, 500
+"""Triples, and stories of the other grammar, whose words the demo's users will type too."""
+
+MAX_POSITIONS = 256
+POSITION_SIZE = 0.03
+WARMUP_STEPS = 60
+PEAK_LR, PEAK_LR_MATRICES = 2e-3, 0.01
+
+
+def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of lower-case text, so that every Unicode text has tokens."""
+    raw = Tokenizer(models.BPE())
+    raw.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    raw.train_from_iterator(_tokenizer_texts(seed), trainer)
+    ids = [(token, raw.token_to_id(token)) for token in (CLS, SEP)]
+    raw.post_processor = processors.TemplateProcessing(
+        single=f"{CLS} $A {SEP}", pair=f"{CLS} $A {SEP} $B:1 {SEP}:1", special_tokens=ids
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        cls_token=CLS,
+        sep_token=SEP,
+        pad_token=PAD,
+        unk_token=UNK,
+        mask_token=MASK,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _tokenizer_texts(seed: int) -> Iterator[str]:
+    for index in range(TOKENIZER_TRIPLES):
+        triple = training_triple(seed, index)
+        yield from (triple.anchor, triple.paraphrase)
+    for index in range(TOKENIZER_STORIES):
+        yield story_from_seed(f"encoder/{seed}/{index}").text
+
+
+def build_config(tokenizer: PreTrainedTokenizerFast) -> BertConfig:
+    """A small BERT; its size keeps a folder under 4 MB."""
+    return BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=256,
+        max_position_embeddings=MAX_POSITIONS,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def place_positions(model: BertModel) -> None:
+    """Sets the position embeddings to sines of many wavelengths, to begin the training with.
+
+    So a place looks alike to its neighbours, seldom trained far ones too (Source: Vaswani et al.,
+    arXiv:1706.03762), as large as BERT's random ones.
+    """
+    weight = model.embeddings.position_embeddings.weight
+    places, width = weight.shape
+    rates = torch.exp(-math.log(1000.0) * torch.arange(0, width, 2) / width)
+    angles = torch.arange(places).unsqueeze(1) * rates
+    with torch.no_grad():
+        weight[:, 0::2] = POSITION_SIZE * torch.sin(angles)
+        weight[:, 1::2] = POSITION_SIZE * torch.cos(angles)
+
+
+class Schedule:
+    """The optimizers of a training: Muon for the matrices inside the layers, AdamW for the rest.
+
+    The steps climb to the peak rates and then fall from them in a straight line, down to nothing
+    when all is read.
+    """
+
+    def __init__(self, model: Module, *others: Module) -> None:
+        named = list(model.named_parameters())
+        is_inner = {name: ".layer." in name and p.dim() == 2 for name, p in named}
+        inner = [p for name, p in named if is_inner[name]]
+        outer = [p for name, p in named if not is_inner[name]]
+        outer += [p for other in others for p in other.parameters()]
+        self._model = model
+        self._step = 0
+        self._optimizers: list[tuple[Optimizer, float]] = [
+            (torch.optim.Muon(inner, weight_decay=0.05, momentum=0.95), PEAK_LR_MATRICES),
+            (torch.optim.AdamW(outer, betas=(0.9, 0.98), weight_decay=0.0), PEAK_LR),
+        ]
+
+    def take_step(self, loss: torch.Tensor, share: float) -> None:
+        """One update of the weights, after `share` of the texts has been read."""
+        self._step += 1
+        rate = min(self._step / WARMUP_STEPS, 1.0 - share)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        for optimizer, peak in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * rate
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Progress:
+    """Counts what a training has read, and prints it every 50 steps."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._read, self._steps = total, 0, 0
+        self._recent: deque[float] = deque(maxlen=200)
+        self._started = time.monotonic()
+
+    @property
+    def share(self) -> float:
+        """Share of the total that has been read."""
+        return self._read / self._total
+
+    def add(self, read: int, loss: float) -> None:
+        """One step more."""
+        self._read += read
+        self._steps += 1
+        self._recent.append(loss)
+        if self._steps % 50 == 0:
+            seconds = time.monotonic() - self._started
+            print(
+                f"step {self._steps}  {self.share:.0%}  loss {self._mean():.4f}  {seconds:.0f} s",
+                flush=True,
+            )
+
+    def facts(self) -> dict[str, float]:
+        """Steps taken, and the mean loss of the last ones."""
+        return {"steps": self._steps, "loss": round(self._mean(), 4)}
+
+    def _mean(self) -> float:
+        return sum(self._recent) / max(1, len(self._recent))
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[Any]) -> list[list[int]]:
+    """Token ids of texts or of pairs of texts, special tokens included, cut to the positions."""
+    found = tokenizer.backend_tokenizer.encode_batch(texts)
+    return [encoding.ids[:MAX_POSITIONS] for encoding in found]
+
+
+def save_facts(folder: Path, facts: dict[str, float]) -> None:
+    """Writes how a model was trained beside its weights."""
+    (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
+    """[num_rows, longest row] int64."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
+
+
+def by_length(
+    lengths: list[int], size: int, tokens_max: int, rng: random.Random
+) -> list[list[int]]:
+    """Indices in batches of at most `size` of like length, the batches in random order.
+
+    A batch is smaller where `size` of its longest would be more than `tokens_max`.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], rng.random()))
+    batches: list[list[int]] = []
+    while order:
+        rows = max(1, min(size, tokens_max // lengths[order[-1]]))
+        batches.append(order[-rows:])
+        del order[-rows:]
+    rng.shuffle(batches)
+    return batches

@@ -1,0 +1,58 @@
+"""What the measurements of the demo encoders share: shares, bars, what is printed and written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+SIZE_BYTES_MAX = 4 * 1000 * 1000
+
+Figures = dict[str, float | int]
+
+
+def share(outcomes: Iterable[bool]) -> float:
+    """How many of the outcomes are true, of 1."""
+    results = [bool(outcome) for outcome in outcomes]
+    return round(sum(results) / max(1, len(results)), 4)
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files of a model."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def missed_bars(figures: Figures, bars: Mapping[str, float]) -> list[str]:
+    """One line per bar that a figure is below, or above in the case of the size."""
+    missed = [f"{key} {figures[key]} < {bar}" for key, bar in bars.items() if figures[key] < bar]
+    if figures["size_bytes"] > SIZE_BYTES_MAX:
+        missed.append(f"size_bytes {figures['size_bytes']} > {SIZE_BYTES_MAX}")
+    return missed
+
+
+def read_options(doc: str | None, model: Path, count: int) -> argparse.Namespace:
+    """The options of a measurement: model, seed, count, json, verbose."""
+    options = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else None)
+    options.add_argument("--model", type=Path, default=model)
+    options.add_argument("--seed", type=int, default=0, help="of the held-out texts (default 0)")
+    options.add_argument("--count", type=int, default=count, help=f"of them (default {count})")
+    options.add_argument("--json", type=Path, help="also write the figures here")
+    options.add_argument("--verbose", action="store_true", help="print what went wrong")
+    return options.parse_args()
+
+
+def report(figures: Figures, bars: Mapping[str, float], file: Path | None) -> int:
+    """Prints the figures, writes them if there is a file; 1 when a bar is missed."""
+    for key, value in figures.items():
+        bar = f"   (bar: {bars[key]})" if key in bars else ""
+        print(f"{key:32} {value}{bar}")
+    missed = missed_bars(figures, bars)
+    for line in missed:
+        print(f"MISSED: {line}")
+    if file:
+        file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    return 1 if missed else 0
