@@ -10,6 +10,10 @@ import pytest
 import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
+from engine.config import EngineConfig, ModelConfig
+from engine.core.encode_types import EncodeOptions, EncodePlan, EncodeRow
+from engine.core.types import PlanId, SequenceId
+from engine.model.factory import make_runner
 from engine.model.resolve import resolve
 from tools.demo import measure_embed, measure_rerank
 from tools.demo.figures import SIZE_BYTES_MAX, missed_bars, size_of
@@ -95,6 +99,33 @@ def test_neighbours_in_a_batch_do_not_change_an_embedding(embedder):
     together = embedder.encode(texts)
     alone = np.stack([embedder.encode(text) for text in texts])
     assert np.abs(together - alone).max() < 1e-5
+
+
+def engine_values(name, inputs_of):
+    """What the engine's own runner computes of the inputs that its tokenizer makes."""
+    model = ModelConfig(name)
+    runner = make_runner(model, EngineConfig(models=(model,)))
+    assert runner.load(lambda progress: None).is_demo
+    inputs = [one.input for one in inputs_of(runner.encoder_tokenizer)]
+    order = sorted(range(len(inputs)), key=lambda i: len(inputs[i].token_ids))
+    rows = tuple(EncodeRow(SequenceId(i), inputs[i], EncodeOptions()) for i in order)
+    made = {
+        row.sequence: np.array(row.values)
+        for row in runner.execute(EncodePlan(PlanId(1), rows)).rows
+    }
+    runner.close()
+    return np.stack([made[i] for i in range(len(inputs))])
+
+
+def test_the_engine_finds_both_by_id_and_computes_what_the_library_does(embedder, reranker):
+    texts = [held_out_triple(2, index).anchor for index in range(20)]
+    vectors = engine_values("demo-embed", lambda tokenizer: tokenizer.encode_texts(texts, ""))
+    assert np.abs(vectors - embedder.encode(texts)).max() < 1e-5
+    search = held_out_search(2, 0)
+    documents = list(search.documents)
+    scores = engine_values("demo-rerank", lambda t: t.encode_pairs(search.query, documents))
+    expected = reranker.predict([(search.query, document) for document in documents])
+    assert np.abs(scores[:, 0] - expected).max() < 1e-5
 
 
 def test_a_missed_bar_is_told():
