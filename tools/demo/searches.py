@@ -35,8 +35,8 @@ that differs in little; about the same one as the right one; about anything."""
 HELD_OUT_WRONG = (HARD,) * 4 + (SAME,) * 2 + (ANY,) * 3
 FIRST_WRONG = (SWAP, HARD, SAME, ANY)
 TRAINING_WRONG = (SWAP, HARD, HARD)
-"""And one more, of either other kind (guess: the easy ones are learnt from few). Where no two can be
-in each other's places, the document is a hard one."""
+"""And one more, of either other kind (guess: the easy ones are learnt from few). Where no two can
+be in each other's places, the document is a hard one."""
 
 HELD_OUT_DOCUMENTS = 1 + len(HELD_OUT_WRONG)
 TRAINING_DOCUMENTS = 2 + len(TRAINING_WRONG)
