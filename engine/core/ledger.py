@@ -170,6 +170,7 @@ class Ledger:
         """The keys of the sequence's full blocks within its first ``num_tokens`` tokens."""
         size = self.config.block_size
         if len(seq.keys) < num_tokens // size:
+            assert num_tokens <= seq.num_known, f"{seq}: a block's key needs all of its tokens"
             extend_keys(seq.keys, seq.live.root, seq.tokens(0, num_tokens), size, num_tokens)
         return seq.keys
 

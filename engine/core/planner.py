@@ -474,7 +474,7 @@ class Planner:
         key, end = self._next_key(seq, matched), (len(matched) + 1) * self._size
         ledger, chunk = self._ledger, min(self.chunk_limit, self._config.max_num_batched_tokens)
         return key is not None and any(
-            other.num_computed < end <= min(other.num_tokens, other.num_computed + chunk)
+            other.num_computed < end <= min(other.num_known, other.num_computed + chunk)
             and ledger.uses_cache(other.live.request)
             and ledger.extend_keys(other, end)[end // self._size - 1] == key
             for other in ledger.running

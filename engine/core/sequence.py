@@ -92,6 +92,11 @@ class Sequence:
         )
 
     @property
+    def num_known(self) -> int:
+        """Tokens whose ids are known: those that a step in flight samples are not."""
+        return self.num_tokens - self.num_pending
+
+    @property
     def is_scoring(self) -> bool:
         """Its prompt's log-probabilities are still to be computed, so its prompt is too, whatever
         of it is cached."""
