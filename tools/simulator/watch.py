@@ -213,7 +213,10 @@ class CoreWatch:
         rows = () if plan is None else plan.rows
         lost = {event.sequence for event in events if isinstance(event, Preempted)}
         began = {row.sequence for row in rows if row.blocks is not None and not row.blocks.keep}
-        if lost & began == began != set():  # with others, there was more room than it seemed
+        grew = {row.sequence for row in rows if row.blocks is not None and row.blocks.keep}
+        # with others, there was more room than it seemed; one that grew may have taken a block of
+        # those lost, of which the rest is enough for the one that had them
+        if lost & began == began != set() and not grew:
             self._tell(f"{began} gave way for nobody, and took their places back", "plan")
         return plan, events
 
