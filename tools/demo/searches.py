@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tools.demo.meaning_notation import lexicon
-from tools.demo.meanings import differing, draw_meaning, swapped
+from tools.demo.meanings import differing, draw_meaning
 from tools.demo.triples import draw_question, joined
 from tools.demo.wording import draw_form, draw_wording, like, say
 
@@ -28,15 +28,14 @@ QUERY_SHARES = {"question": 5, "statement": 3, "keywords": 2}
 SENTENCES_MAX = 3
 """Of a document: the one that matters, and others around it (guesses)."""
 
-SWAP, HARD, SAME, ANY = "swap", "hard", "same", "any"
-"""Wrong documents: as the right one, but for one sentence with two in each other's places, or one
-that differs in little; about the same one as the right one; about anything."""
+HARD, SAME, ANY = "hard", "same", "any"
+"""Wrong documents: as the right one, but for one sentence that differs in little; about the same
+one as the right one; about anything."""
 
 HELD_OUT_WRONG = (HARD,) * 4 + (SAME,) * 2 + (ANY,) * 3
-FIRST_WRONG = (SWAP, HARD, SAME, ANY)
-TRAINING_WRONG = (SWAP, HARD, HARD)
-"""And one more, of either other kind (guess: the easy ones are learnt from few). Where no two can
-be in each other's places, the document is a hard one."""
+FIRST_WRONG = (HARD, HARD, SAME, ANY)
+TRAINING_WRONG = (HARD,) * 3
+"""And one more, of either other kind (guess: the easy ones are learnt from few)."""
 
 HELD_OUT_DOCUMENTS = 1 + len(HELD_OUT_WRONG)
 TRAINING_DOCUMENTS = 2 + len(TRAINING_WRONG)
@@ -54,31 +53,16 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What a document must say: a statement of `meaning`'s frame with these roles.
-
-    Keywords say neither frame nor roles: anything said of these concepts fulfils them.
-    """
+    """What a document must say: a statement of `meaning`'s frame with these roles."""
 
     meaning: Meaning
     roles: Roles
-    is_keywords: bool = False
 
     def is_met_by(self, meaning: Meaning) -> bool:
-        if self.is_keywords:
-            return {c for _, c in self.roles} <= {c for _, c in meaning.core}
         return meaning.says(self.meaning.frame, self.roles)
-
-    def may_stand_beside(self, meaning: Meaning) -> bool:
-        """Whether it is of another kind, and not by the way about the weather that is asked for."""
-        about_both = {"weather"} & dict(self.meaning.core).keys() & dict(meaning.core).keys()
-        is_kin = lexicon().frames[meaning.frame].kin == self.kin
-        return not is_kin and not about_both and not self.is_met_by(meaning)
 
     def compare(self, meaning: Meaning) -> dict[str, bool]:
         """Whether the frame and each wanted role are as wished; of a mirror in the better order."""
-        if self.is_keywords:
-            said_of = {c for _, c in meaning.core}
-            return {role: concept in said_of for role, concept in self.roles}
         found = {"frame": meaning.frame == self.meaning.frame}
         orders = [dict(meaning.core)]
         if lexicon().frames[meaning.frame].is_mirror:
@@ -100,9 +84,9 @@ def training_search(seed: int, index: int) -> Search:
 
 
 def first_search(seed: int, index: int) -> Search:
-    """A search for the training's first phase: one sentence to a document, two people in it."""
+    """A search for the training's first phase: documents of one sentence."""
     rng = random.Random(f"first search/{seed}/{index}")
-    return _search(rng, FIRST_WRONG, held_out=False, is_lesson=True)
+    return _search(rng, FIRST_WRONG, held_out=False, sentences=1)
 
 
 def held_out_search(seed: int, index: int) -> Search:
@@ -110,53 +94,43 @@ def held_out_search(seed: int, index: int) -> Search:
     return _search(random.Random(f"held out search/{seed}/{index}"), HELD_OUT_WRONG, held_out=True)
 
 
-def _search(rng: Random, wrong: tuple[str, ...], held_out: bool, is_lesson: bool = False) -> Search:
-    sentences = 1 if is_lesson else SENTENCES_MAX
+def _search(
+    rng: Random, wrong: tuple[str, ...], held_out: bool, sentences: int = SENTENCES_MAX
+) -> Search:
     while True:
         meaning = draw_meaning(rng, held_out)
-        if is_lesson and swapped(rng, meaning) is None:
-            continue
-        query, wish = _draw_query(rng, meaning)
+        query, roles = _draw_query(rng, meaning)
+        wish = _Wish(meaning, roles)
         wording = draw_wording(rng, meaning)
         around = _others(rng, wish, rng.randrange(sentences))
         texts = [_document(rng, say(meaning, wording), around)]
         fulfilled = [wish.compare(meaning)]
         for kind in wrong:
-            if kind in (HARD, SWAP) and wish.roles:  # a wish without roles is met by all of a kind
-                other = _almost(rng, wish, kind, held_out)
+            if kind == HARD and roles:  # what wishes nothing is met by all of its kind
+                other, _ = differing(rng, meaning, roles, held_out)
                 kept = around if rng.random() < 0.5 else _others(rng, wish, len(around))
                 text = say(other, like(rng, wording, meaning, other))
                 texts.append(_document(rng, text, kept))
                 fulfilled.append(wish.compare(other))
             else:
                 texts.append(joined(_others(rng, wish, rng.randint(1, sentences), kind)))
-                fulfilled.append({} if wish.is_keywords else {"frame": False})
+                fulfilled.append({"frame": False})
         if len(set(texts)) == len(texts):
             return Search(query, tuple(texts), tuple(fulfilled))
 
 
-def _almost(rng: Random, wish: _Wish, kind: str, held_out: bool) -> Meaning:
-    """What differs in little from the wished, and does not fulfil it."""
-    other = swapped(rng, wish.meaning) if kind == SWAP else None
-    while other is None or wish.is_met_by(other[0]) or (other[0].is_held_out and not held_out):
-        other = differing(rng, wish.meaning, wish.roles, held_out)
-    return other[0]
-
-
-def _draw_query(rng: Random, meaning: Meaning) -> tuple[str, _Wish]:
+def _draw_query(rng: Random, meaning: Meaning) -> tuple[str, Roles]:
     [kind] = rng.choices(list(QUERY_SHARES), list(QUERY_SHARES.values()))
     if kind == "question":
-        text, roles = draw_question(rng, meaning)
-        return text, _Wish(meaning, roles)
+        return draw_question(rng, meaning)
     if kind == "statement":
-        wording = draw_wording(rng, meaning, drop_share=1.0)
-        return say(meaning, wording), _Wish(meaning, meaning.core)
-    chosen = list(meaning.core)
-    if len(chosen) > 2 and rng.random() < 0.3:
-        chosen = rng.sample(chosen, 2)
-    rng.shuffle(chosen)
-    words = [draw_form(rng, concept).text for _, concept in chosen]
-    return " ".join(words), _Wish(meaning, tuple(chosen), is_keywords=True)
+        return say(meaning, draw_wording(rng, meaning, drop_share=1.0)), meaning.core
+    roles = list(meaning.core)
+    if len(roles) > 2 and rng.random() < 0.3:
+        roles = rng.sample(roles, 2)
+    rng.shuffle(roles)
+    words = [draw_form(rng, concept).text for _, concept in roles]
+    return " ".join(words), tuple(roles)
 
 
 def _others(rng: Random, wish: _Wish, count: int, kind: str = "") -> list[str]:
@@ -166,7 +140,7 @@ def _others(rng: Random, wish: _Wish, count: int, kind: str = "") -> list[str]:
     while len(texts) < count:
         same = kind == SAME or (not kind and rng.random() < 0.6)
         meaning = draw_meaning(rng, agent=agent if same else None, not_kin=wish.kin)
-        if wish.may_stand_beside(meaning):
+        if lexicon().frames[meaning.frame].kin != wish.kin and not wish.is_met_by(meaning):
             texts.append(say(meaning, draw_wording(rng, meaning)))
     return texts
 

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 OUT = Path(__file__).parents[2] / "engine" / "demo" / "rerank"
 
-SEARCHES = 61_440
+SEARCHES = 28_672
 FIRST = 16_384
-"""So many of them are lessons: documents of one sentence, and who does it to whom (guess)."""
+"""So many of them have documents of one sentence, to learn to compare with (guess)."""
 
 CHUNK = 4096
 """Searches written, and sorted by length, at a time."""
