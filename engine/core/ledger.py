@@ -274,6 +274,8 @@ class Ledger:
         assert seq.num_computed <= seq.num_tokens, seq
         assert seq.num_tokens == seq.num_prompt + len(seq.output) + seq.num_pending, seq
         assert seq.num_pending <= seq.in_step <= 2, seq
+        known = seq.num_tokens - seq.num_pending
+        assert len(seq.keys) * self.config.block_size <= known, f"{seq}: keys of unknown tokens"
 
 
 def _rank(seq: Sequence) -> tuple[int, float, int]:

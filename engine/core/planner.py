@@ -8,6 +8,9 @@ request that has blocks to run but no slot for its message is parked, and no oth
 The step's token budget: every running decode has its one token first (max_num_batched_tokens
 is greater than max_num_seqs), the rest goes to prompt chunks in rank order, so neither starves
 the other (D4).
+
+It has more lines than other files, since the pass, the line and those that give way to it all
+change the one step that is being planned.
 """
 
 from __future__ import annotations
@@ -336,23 +339,21 @@ class Planner:
     def _first_in_line(self) -> Sequence | None:
         return next(filter(self._may_go_on, self._ledger.sort_waiting(self._now)), None)
 
-    def _slots_to_start(self, seq: Sequence) -> int:
-        """Messages its first row would make; a prompt that takes several rows begins without."""
-        limit = min(self.chunk_limit, self._config.max_num_batched_tokens)
-        if seq.num_tokens - len(self._match(seq)) * self._size > limit:
-            return 0
-        return 1 + (len(seq.live.attached) if seq.choice == 0 else 0)
-
     def _has_slots_for(self, seq: Sequence) -> bool:
-        """Its stream has room for its start, beside what its request's running choices say."""
-        slots = self._slots_to_start(seq)
-        running = sum(other.state is State.RUNNING for other in seq.live.sequences)
-        return slots == 0 or seq.credit.free - running >= slots
+        """Its stream has room for its start, beside what its request's running choices say: they
+        would park it with themselves."""
+        free = seq.credit.free
+        free -= sum(other.state is State.RUNNING for other in seq.live.sequences)
+        if free >= 1 + (len(seq.live.attached) if seq.choice == 0 else 0):
+            return True
+        # a prompt that takes several rows begins without a message
+        limit = min(self.chunk_limit, self._config.max_num_batched_tokens)
+        return free >= 0 and seq.num_tokens - len(self._match(seq)) * self._size > limit
 
     def _victims_for_first(self) -> list[Sequence]:
         """Whom to preempt so that the first in line can start; empty if it can already, if what
         comes after it does not suffice, or if it would not start for all that: nobody gives way to
-        one whose reader or whose deadline keeps it.
+        one that its reader or its deadline keeps, or that waits for a prefix.
 
         A running sequence gives way only if it comes after the first in the admission order
         too: aging may have put it before, and it would take its place back at once.
@@ -361,9 +362,10 @@ class Planner:
         first = self._first_in_line()
         if first is None or first.is_late(self._now) or not self._has_slots_for(first):
             return []
-        lacking = self._shortfall(first, self._match(first))
+        matched = self._match(first)
+        lacking = self._shortfall(first, matched)
         seats_over = ledger.num_seats + ledger.seats_of(first) - self._config.max_num_seqs
-        if lacking <= 0 and seats_over <= 0:
+        if (lacking <= 0 and seats_over <= 0) or self._will_be_pending(first, matched):
             return []
         key = ledger.waiting_key_of(first, self._now)
         later = [
@@ -457,15 +459,33 @@ class Planner:
 
     def _is_next_block_pending(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bool:
         """The first block it lacks is being computed by a row of this plan (D5)."""
-        if (
-            not self._pending_keys
-            or not self._ledger.uses_cache(seq.live.request)
-            or seq.is_scoring
-        ):
-            return False
+        return bool(self._pending_keys) and self._next_key(seq, matched) in self._pending_keys
+
+    def _next_key(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bytes | None:
+        """The key of the first block it lacks, if that is a full one and may be shared."""
+        if not self._ledger.uses_cache(seq.live.request) or seq.is_scoring:
+            return None
         usable = seq.num_tokens - 1
         keys = self._ledger.extend_keys(seq, usable)[: usable // self._size]
-        return len(matched) < len(keys) and keys[len(matched)] in self._pending_keys
+        return keys[len(matched)] if len(matched) < len(keys) else None
+
+    def _will_be_pending(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bool:
+        """A running prompt is about to compute the first block it lacks."""
+        key, end = self._next_key(seq, matched), (len(matched) + 1) * self._size
+        if key is None:
+            return False
+        ledger, chunk = self._ledger, min(self.chunk_limit, self._config.max_num_batched_tokens)
+        for other in ledger.running:
+            # what is pending is not known yet, and has no key
+            known = min(other.num_tokens - other.num_pending, other.num_computed + chunk)
+            if (
+                other.num_computed < end <= known
+                and other.num_computed + 1 < known
+                and ledger.uses_cache(other.live.request)
+                and ledger.extend_keys(other, end)[end // self._size - 1] == key
+            ):
+                return True
+        return False
 
     def lacks(self, seq: Sequence) -> int:
         """Blocks that a waiting sequence lacks to start; 0: none."""
