@@ -470,15 +470,22 @@ class Planner:
         return keys[len(matched)] if len(matched) < len(keys) else None
 
     def _will_be_pending(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bool:
-        """A running one is about to compute the first block it lacks."""
+        """A running prompt is about to compute the first block it lacks."""
         key, end = self._next_key(seq, matched), (len(matched) + 1) * self._size
+        if key is None:
+            return False
         ledger, chunk = self._ledger, min(self.chunk_limit, self._config.max_num_batched_tokens)
-        return key is not None and any(
-            other.num_computed < end <= min(other.num_known, other.num_computed + chunk)
-            and ledger.uses_cache(other.live.request)
-            and ledger.extend_keys(other, end)[end // self._size - 1] == key
-            for other in ledger.running
-        )
+        for other in ledger.running:
+            # what is pending is not known yet, and has no key
+            known = min(other.num_known, other.num_computed + chunk)
+            if (
+                other.num_computed < end <= known
+                and other.num_computed + 1 < known
+                and ledger.uses_cache(other.live.request)
+                and ledger.extend_keys(other, end)[end // self._size - 1] == key
+            ):
+                return True
+        return False
 
     def lacks(self, seq: Sequence) -> int:
         """Blocks that a waiting sequence lacks to start; 0: none."""
