@@ -23,7 +23,7 @@ from tools.demo.triples import held_out_triple
 pytestmark = pytest.mark.model
 
 EMBED, RERANK = resolve("demo-embed"), resolve("demo-rerank")
-TRIPLES, SEARCHES = 200, 100
+TRIPLES, SEARCHES = 600, 100
 STRANGE = (
     "",
     " ",
