@@ -130,18 +130,27 @@ def test_json_is_one_event_per_line(chat):
 # ---- on a terminal
 
 
+# In the new process, and not between fork and exec: other threads of this one hold locks then.
+# A background shell's children ignore Ctrl-C.
+ON_ITS_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "grpc_service", *sys.argv[1:]])
+"""
+
+
 class Terminal:
     """A chat on a terminal of its own."""
 
     def __init__(self, address):
         self._fd, theirs = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "grpc_service", "chat", "--server", address],
+            [sys.executable, "-c", ON_ITS_TERMINAL, "chat", "--server", address],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
-            preexec_fn=lambda: _control_terminal(0),
             env=os.environ | {"TERM": "dumb", "PYTHONUNBUFFERED": "1"},
         )
         os.close(theirs)
@@ -166,13 +175,6 @@ class Terminal:
         self.process.kill()
         self.process.wait()
         os.close(self._fd)
-
-
-def _control_terminal(fd):
-    import fcntl
-    import termios
-
-    fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
 
 
 def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():

@@ -270,7 +270,15 @@ def test_a_request_goes_on_when_its_key_is_taken_away(keys):
             assert call.finish().error is None
 
 
-def test_without_keys_a_hangup_ends_the_server_as_it_ends_others():
+@pytest.fixture
+def hangups():
+    """What is started hears of hang-ups, also where this was started to ignore them."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_without_keys_a_hangup_ends_the_server_as_it_ends_others(hangups):
     with fake() as server:
         server.signal(signal.SIGHUP)
         assert server.wait() == -signal.SIGHUP
