@@ -168,6 +168,23 @@ class Terminal:
     def type(self, text):
         os.write(self._fd, text.encode())
 
+    async def press(self, key, shown):
+        """Press ``key`` once a second until ``shown``, as a person would.
+
+        Python's line editor looks for a signal only when one interrupts its wait: a Ctrl-C between
+        the prompt and that wait shows with the next key.
+        """
+        presses = asyncio.create_task(self._press_on(key))
+        try:
+            return await self.expect(shown)
+        finally:
+            presses.cancel()
+
+    async def _press_on(self, key):
+        while True:
+            self.type(key)
+            await asyncio.sleep(1)
+
     async def end(self):
         return await asyncio.to_thread(self.process.wait, LIMIT_S)
 
@@ -189,8 +206,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():
             terminal.type("\x03")
             await terminal.expect("(stopped)")
             await terminal.expect("> ")
-            terminal.type("\x03")  # with nothing to end
-            await terminal.expect("Ctrl-D leaves.")
+            await terminal.press("\x03", "Ctrl-D leaves.")  # with nothing to end
             await terminal.expect("> ")
             terminal.type("two\n")
             await terminal.expect("Once")

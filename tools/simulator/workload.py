@@ -124,7 +124,7 @@ def draw_world(
         latency_s=min(rng.choice([0.0, 0.0, 0.3, 3.0]) * step_s, config.stall_timeout_s / 4),
         cancelled_at_s=rng.uniform(0, duration) if "engine_cancelled" in active else None,
         broken_at_step=rng.randint(0, num_requests) if "broken_runner" in active else None,
-        quota_tokens=rng.choice([None, 500]) if "bursts" in active else None,
+        quota_tokens=rng.choice([None, 2000]) if "bursts" in active else None,
     )
 
 
@@ -148,7 +148,7 @@ def _draw_config(
         stream_buffer=rng.choice([2, 5, 256]),
         prefix_cache=rng.random() < 0.7,
         prepared_plans=seed % 4 != 0,
-        max_queued_tokens=rng.choice([300, 1_000_000]) if "bursts" in active else 1_000_000,
+        max_queued_tokens=rng.choice([2000, 1_000_000]) if "bursts" in active else 1_000_000,
         check_level=rng.choice([1, 2, 2, 2, 2, 2]),
     )
 
