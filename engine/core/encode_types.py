@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Sequence
 
-    from engine.core.plan import LoadProgress, Tokenizer
+    from engine.core.plan import LoadProgress, MemoryEstimate, Tokenizer
     from engine.core.types import PlanId, RequestId, SequenceId
 
 
@@ -155,6 +155,14 @@ class EncoderTokenizer(Protocol):
 
 class EncodeRunner(Protocol):
     """Owns one encoder; as `engine.core.plan.Runner`, with plans of inputs."""
+
+    def estimate(self) -> MemoryEstimate:
+        """What `load` will need, from the encoder's metadata; reads no weights, keeps nothing.
+
+        Raises:
+            SpawnFailed: as `load`, as far as its metadata tell.
+        """
+        ...
 
     def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
         """Load the encoder and warm it up.

@@ -264,6 +264,16 @@ class LoadProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """What a runner will need once it is loaded: weights, KV pool and workspace, in bytes of
+    ``device``. ``limit`` is how many bytes may be used of it by all; None: as of the CPU."""
+
+    num_bytes: int
+    device: str = "cpu"
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenSpan:
     """A token and the half-open range of characters of the input it came from."""
 
@@ -313,6 +323,14 @@ class Runner(Protocol):
     Methods are called one at a time, each from any thread: thread-local state (inference mode,
     thread count, device) is set inside every call.
     """
+
+    def estimate(self) -> MemoryEstimate:
+        """What `load` will need, from the model's metadata; reads no weights, keeps nothing.
+
+        Raises:
+            SpawnFailed: as `load`, as far as its metadata tell.
+        """
+        ...
 
     def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
         """Load weights, allocate the KV pool, warm up.
