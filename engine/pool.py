@@ -401,7 +401,11 @@ class Pool:
 
         def prepare() -> _Spawn:
             runner = self._make_runner(worker, self._config)
-            return _Spawn(worker, runner, runner.estimate())
+            try:
+                return _Spawn(worker, runner, runner.estimate())
+            except BaseException:
+                runner.close()
+                raise
 
         return await self._threads.run(_as_failure(prepare), self._limiter_of(entry))
 

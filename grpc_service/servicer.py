@@ -101,7 +101,7 @@ class Inference:
 
 
 class Models:
-    """What is loaded."""
+    """What is loaded, and loading it."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -118,6 +118,23 @@ class Models:
         name = codec.decode_get_model(request)
         status = await self._front.ask(lambda engine: engine.get_model(name))
         return models_pb2.GetModelResponse(model=snapshots.encode_model(status))
+
+    async def LoadModel(self, request: models_pb2.LoadModelRequest, context: Context) -> None:
+        """Leaving it ends only the watching: a load is the server's (R115)."""
+        name, replicas = operations.decode_load(request)
+        watch = await self._front.ask(lambda engine: engine.watch_load(name, replicas))
+        while (status := await self._front.call(lambda engine: watch.next())) is not None:
+            try:
+                await context.write(operations.encode_load(status))
+            except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+                raise Disconnected from error
+
+    async def UnloadModel(
+        self, request: models_pb2.UnloadModelRequest, context: Context
+    ) -> models_pb2.UnloadModelResponse:
+        name, drain_s = operations.decode_unload(request)
+        await self._front.call(lambda engine: engine.unload_model(name, drain_s))
+        return models_pb2.UnloadModelResponse()
 
 
 class Control:

@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_tokenize(
         add("tokenize", _query("tokenize"), "split a text into tokens, or join ids to text")
     )
-    _add_client(add("models", _query("models"), "list the server's models"), timeout_s=30)
+    _add_models(add("models", _models, "list the server's models, load and unload them"))
     _add_client(add("stats", _query("stats"), "show what the server is doing"), timeout_s=30)
     _add_operating(add)
     _add_doctor(add("doctor", _doctor, "say whether this machine can serve, and what with"))
@@ -270,6 +270,28 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     _add_client(parser, timeout_s=30)
 
 
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    actions = ("list", "load", "unload")
+    parser.add_argument(
+        "action", nargs="?", choices=actions, default="list", help="(default: list)"
+    )
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="the model")
+    parser.add_argument(
+        "--replicas",
+        type=_number("count"),
+        metavar="N",
+        help="for load: how many the model should have, as far as there is memory (default: as "
+        "configured)",
+    )
+    parser.add_argument(
+        "--drain",
+        type=_number("real"),
+        metavar="SECONDS",
+        help="for unload: how long its requests may run on (default: the server's --drain-timeout)",
+    )
+    _add_client(parser, timeout_s=None)
+
+
 def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> None:
     pause = add("pause", _query("pause"), "stop computing, for a model or for all")
     pause.add_argument(
@@ -353,6 +375,13 @@ def _query(name: str) -> Run:
         return command(args)
 
     return run
+
+
+def _models(args: argparse.Namespace) -> int:
+    from grpc_service.cli import models
+
+    hear_ctrl_c()
+    return models.run(args)
 
 
 def _generate(args: argparse.Namespace) -> int:
