@@ -11,7 +11,7 @@ them. Rule 2: at most one load of a model is under way (R102); many may wait for
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -82,6 +82,14 @@ class Entry:
         if self.replicas:
             return ModelState.DRAINING
         return ModelState.UNLOADED if self.cause is None else ModelState.FAILED
+
+    def note_progress(self, progress: LoadProgress) -> None:
+        """A stage of its load, on the loading thread. One that knows no totals leaves those of
+        the stage before."""
+        before = self.progress
+        if before is not None and before.bytes_total and not progress.bytes_total:
+            progress = replace(before, phase=progress.phase)
+        self.progress = progress
 
     def pick(self) -> Replica | None:
         """The ready replica with the fewest requests, in turn among equals; None: there is

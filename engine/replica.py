@@ -164,7 +164,7 @@ class ReplicaMaker:
             info,
             runner.tokenizer,
             loop,
-            worker.threads or int(isinstance(info, EncoderInfo)),
+            info.threads or worker.threads or int(isinstance(info, EncoderInfo)),
             reservation,
             self.on_idle,
             encoder_tokenizer=tokenizer,

@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from engine.errors import EngineBug, InvalidRequest, Unsupported
+from engine.errors import EngineBug, InvalidRequest
 from grpc_service import codec, encode_codec, operations, snapshots
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
 from grpc_service.status import ending_of
@@ -246,9 +246,7 @@ async def _carry(
 
 def _add(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
     handlers = {
-        method.name: _handler(
-            method, _answering(getattr(servicer, method.name, None) or _later(service, method))
-        )
+        method.name: _handler(method, _answering(getattr(servicer, method.name)))
         for method in service.methods
     }
     server.add_generic_rpc_handlers(
@@ -286,16 +284,6 @@ def _deserializer(cls: type[Message]) -> Callable[[bytes], Message | InvalidRequ
             return InvalidRequest([], message=f"the bytes sent are not a valid {name}")
 
     return deserialize
-
-
-def _later(service: ServiceDescriptor, method: MethodDescriptor) -> Behaviour:
-    """The behaviour of a method that comes later."""
-    name = f"{service.full_name}/{method.name}"
-
-    async def refuse(request: Message, context: Context) -> None:
-        raise Unsupported(f"{name} is not supported yet", field=name)
-
-    return refuse
 
 
 def _answering(behaviour: Behaviour) -> Behaviour:

@@ -135,6 +135,7 @@ class EncoderInfo:
     dimensions: int = 0  # of its vectors; 0 for a cross-encoder
     prompt_names: tuple[str, ...] = ()
     is_demo: bool = False
+    threads: int = 0  # CPU threads that a step uses
 
 
 class EncoderTokenizer(Protocol):

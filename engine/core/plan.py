@@ -250,6 +250,7 @@ class ModelInfo:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     is_demo: bool = False
     has_chat_template: bool = False
+    threads: int = 0  # CPU threads that a step uses
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,9 @@ class EncoderRunner:
             raise
 
     def close(self) -> None:
+        for module in [] if self._model is None else self._model.modules():
+            for tensor in (*module.parameters(False), *module.buffers(False)):
+                tensor.data = tensor.new_empty(0)  # the library's modules are in cycles
         self._model = self._tokenizer = self._input_tokenizer = None
         self._modules = []
         if self._device.type == "cuda":
@@ -170,6 +173,7 @@ class EncoderRunner:
             dimensions=0 if is_rerank else int(model.get_embedding_dimension()),
             prompt_names=() if is_rerank else tuple(model.prompts),
             is_demo=source.is_demo,
+            threads=spec.threads,
         )
         progress(LoadProgress("warm-up"))
         self._warm_up()

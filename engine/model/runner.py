@@ -224,6 +224,7 @@ class TorchRunner:
             defaults=defaults,
             is_demo=source.is_demo,
             has_chat_template=has_chat_template(source.directory),
+            threads=spec.threads,
         )
 
     def _thread_state(self) -> AbstractContextManager[None]:

@@ -271,25 +271,43 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    actions = ("list", "load", "unload")
-    parser.add_argument(
-        "action", nargs="?", choices=actions, default="list", help="(default: list)"
-    )
-    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="the model")
-    parser.add_argument(
+    _add_client(parser, timeout_s=None)
+    parser.set_defaults(action="list")
+    actions = parser.add_subparsers(metavar="ACTION")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        action.set_defaults(action=name)
+        return action
+
+    listing = add("list", "list the server's models (as no action does)")
+    load = add("load", "load a model, or more replicas of it")
+    load.add_argument("name", metavar="NAME")
+    load.add_argument(
         "--replicas",
         type=_number("count"),
         metavar="N",
-        help="for load: how many the model should have, as far as there is memory (default: as "
-        "configured)",
+        help="how many it should have, as far as there is memory (default: as configured)",
     )
-    parser.add_argument(
+    unload = add("unload", "take a model out of memory; the next request for it loads it again")
+    unload.add_argument("name", metavar="NAME")
+    unload.add_argument(
         "--drain",
         type=_number("real"),
         metavar="SECONDS",
-        help="for unload: how long its requests may run on (default: the server's --drain-timeout)",
+        help="how long its requests may run on (default: the server's --drain-timeout)",
     )
-    _add_client(parser, timeout_s=None)
+    for action in (listing, load, unload):
+        _add_client(action, timeout_s=None)
+        _leave_defaults_to_parent(action)
+
+
+def _leave_defaults_to_parent(parser: argparse.ArgumentParser) -> None:
+    """What is not given behind the action is as it was given before it."""
+    for action in parser._actions:
+        if action.option_strings and action.default is not argparse.SUPPRESS:
+            action.help = (action.help or "") % {"default": action.default}
+            action.default = argparse.SUPPRESS
 
 
 def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> None:

@@ -27,17 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 LIST_TIMEOUT_S = 30.0
-EXIT_USAGE = 2
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
-    if args.action != "list" and not args.name:
-        print(f"triolet models {args.action}: which model?", file=sys.stderr)
-        return EXIT_USAGE
-    if args.action == "list" and args.name:
-        print("triolet models list: takes no name", file=sys.stderr)
-        return EXIT_USAGE
     actions: dict[str, Callable[[argparse.Namespace, models_pb2_grpc.ModelsStub], None]] = {
         "load": _load,
         "unload": _unload,
@@ -66,7 +59,8 @@ def _list(args: argparse.Namespace, channel: grpc.Channel) -> None:
 
 def _load(args: argparse.Namespace, stub: models_pb2_grpc.ModelsStub) -> None:
     """With a bar on a terminal, with --json a line for each stage."""
-    request = models_pb2.LoadModelRequest(model=args.name, replicas=args.replicas)
+    replicas = getattr(args, "replicas", None)
+    request = models_pb2.LoadModelRequest(model=args.name, replicas=replicas)
     call = stub.LoadModel(request, timeout=args.timeout)
     try:
         with _bar(args) as show:
@@ -83,8 +77,8 @@ def _load(args: argparse.Namespace, stub: models_pb2_grpc.ModelsStub) -> None:
 
 def _unload(args: argparse.Namespace, stub: models_pb2_grpc.ModelsStub) -> None:
     request = models_pb2.UnloadModelRequest(model=args.name)
-    if args.drain is not None:
-        request.drain.FromMicroseconds(int(args.drain * 1e6))
+    if (drain_s := getattr(args, "drain", None)) is not None:
+        request.drain.FromMicroseconds(int(drain_s * 1e6))
     answer = stub.UnloadModel(request, timeout=args.timeout)
     if args.json:
         print_json(answer)
