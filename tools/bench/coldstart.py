@@ -1,4 +1,4 @@
-"""Many waiters on one cold model of two replicas: loads, memory, and who waits longer than the load.
+"""Many waiters on one cold model of two replicas: its loads, its memory, and their extra wait.
 
 The model is a fake of 2 GB whose load sleeps in its thread (R130, R132). Each waiter's extra wait
 is from the instant its load returned, in the loading thread, to its first look at a replica; beside
