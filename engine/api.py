@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.core.events import Pause, PauseMode, ResetPrefixCache, Resume
 from engine.core.types import EndReason
 from engine.errors import InvalidRequest, RequestCancelled, RequestTooLarge, ShuttingDown
-from engine.pool import REPLICA_ID, Pool
+from engine.pool import Pool
 from engine.quota import NOWHERE, Origin
 from engine.status import Capability, Counts, EngineStatistics, ModelState, ReplicaCounts
 from engine.supervisor import Supervisor
@@ -44,9 +44,12 @@ if TYPE_CHECKING:
         RerankRequest,
     )
     from engine.encoding import Encoding
+    from engine.entry import Entry
     from engine.generation import Generation, Lifetime
+    from engine.load_watch import LoadWatch
     from engine.loop import Deliveries
-    from engine.pool import AnyRunner, Entry, FindCapability, OnEvent, Replica, RunnerFactory
+    from engine.pool import FindCapability, RunnerFactory
+    from engine.replica import AnyRunner, OnEvent, Replica
     from engine.requests import Chat, GenerateRequest, StreamEvent
     from engine.status import AbortOutcome, ModelStatus
 
@@ -239,30 +242,30 @@ class Engine:
         replicas = tuple(
             ReplicaCounts(
                 entry.config.name,
-                REPLICA_ID,
-                entry.state,
-                _replica_counts(entry.replica),
+                replica.replica_id,
+                replica.state,
+                _replica_counts(replica),
                 "" if entry.pause is None else entry.pause.mode.value,
             )
             for entry in self._pool.entries.values()
-            if entry.replica is not None
+            for replica in entry.replicas
         )
         totals = _sum([replica.counts for replica in replicas])
         totals["requests_total"] = self._supervisor.metrics.requests_total
-        totals["memory_reserved"] = sum(status.memory_bytes for status in self.list_models())
-        totals["memory_limit"] = self._pool.memory_limit
+        totals["memory_reserved"] = self._pool.memory.total_reserved
+        totals["memory_limit"] = self._pool.memory.total_limit
         return EngineStatistics(Counts(**totals), replicas)
 
     def telemetry(self) -> EngineTelemetry:
         """`statistics`, and how long things took; never waits for a step."""
-        replicas = [entry.replica for entry in self._pool.entries.values() if entry.replica]
+        replicas = [one for entry in self._pool.entries.values() for one in entry.replicas]
         early = self._supervisor.metrics.early_ends
         return EngineTelemetry(
             self.statistics(),
             tuple(
                 ReplicaSnapshot(
                     replica.model,
-                    REPLICA_ID,
+                    replica.replica_id,
                     getattr(replica.loop.scheduler.statistics(), "plans_discarded", 0),
                     replica.loop.telemetry.snapshot() if replica.loop.telemetry else None,
                 )
@@ -287,6 +290,37 @@ class Engine:
         return self._pool.deliveries
 
     # ---- operating
+
+    def watch_load(self, name: str, replicas: int | None = None) -> LoadWatch:
+        """Load a model, or more replicas of it, and tell how far that is (`Pool.watch_load`).
+        Never waits.
+
+        Raises:
+            ModelNotFound: no such model. ShuttingDown, NoWorkers: it cannot be loaded now.
+        """
+        return self._pool.watch_load(name, replicas)
+
+    async def load_model(self, name: str, replicas: int | None = None) -> ModelStatus:
+        """Load a model, or more replicas of it, as far as there is room, and wait for that.
+
+        Raises:
+            SpawnFailed, MemoryExhausted: it failed. And as `watch_load`.
+        Cancellation: the load goes on.
+        """
+        watch = self.watch_load(name, replicas)
+        while await watch.next() is not None:
+            pass
+        return self.get_model(name)
+
+    async def unload_model(self, name: str, drain_s: float | None = None) -> None:
+        """Take a model out of memory (`Pool.unload`); ``drain_s`` None: the drain timeout.
+
+        Raises:
+            ModelNotFound: no such model. ShuttingDown: everything is being unloaded.
+        Cancellation: the unload goes on.
+        """
+        limit = self.config.drain_timeout_s if drain_s is None else drain_s
+        await self._pool.unload(name, limit)
 
     def pause(self, mode: PauseMode, model: str = "") -> None:
         """Pause a model's scheduler, or every one's (D19). Pausing again changes the mode.
@@ -341,8 +375,8 @@ class Engine:
         """Wait until no request is live and every scheduler has let go of its last step."""
         await self._supervisor.wait_idle()
         for entry in self._pool.entries.values():
-            if entry.replica is not None:
-                await entry.replica.loop.wait_idle()
+            for replica in list(entry.replicas):
+                await replica.loop.wait_idle()
 
     async def drain_in_background(self, timeout_s: float | None = None) -> None:
         """As `drain`, for a caller that may leave: cancelling ends only its waiting."""
@@ -363,7 +397,7 @@ def _replica_counts(replica: Replica) -> Counts:
     stats = replica.loop.scheduler.statistics()
     names = {field.name for field in fields(Counts)}
     known = {name: value for name, value in asdict(stats).items() if name in names}
-    return Counts(**known, memory_reserved=replica.info.memory_bytes)
+    return Counts(**known, memory_reserved=replica.reservation.num_bytes)
 
 
 def _sum(counts: Sequence[Counts]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Rule 2: defaults of what an operator can set stand here, and each is told by `se
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
@@ -33,11 +33,38 @@ def _require_room_for_prompts(max_num_batched_tokens: int, max_num_seqs: int) ->
         )
 
 
+RUNNERS = ("thread", "process")
+REPLICAS_MAX = 64  # guess: far more than one machine's devices and cores have use for
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        *most, last = allowed
+        raise ConfigError(f"--{flag} is {value!r}; use {', '.join(most)} or {last}")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """``count`` replicas of a model that are alike. What is empty or 0 is the model's own."""
+
+    device: str = ""
+    count: int = 1
+    threads: int = 0
+    runner: str = ""
+
+    def __post_init__(self) -> None:
+        _at_least("count", self.count, 1)
+        _at_least("threads", self.threads, 0)
+        _one_of("runner", self.runner or RUNNERS[0], RUNNERS)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One model to serve. ``name`` is what clients ask for (default: the last part of
     ``model``); ``lazy`` loads at the first request. ``threads`` 0: text models share the cores
-    evenly, encoders have one. ``capability`` None: found from the model's files."""
+    evenly, encoders have one. ``capability`` None: found from the model's files. ``runner``: a
+    worker is a thread of this process, or a process of its own. ``workers`` are its replicas
+    where it has more than one, or they differ."""
 
     model: str
     name: str = ""
@@ -48,15 +75,37 @@ class ModelConfig:
     dtype: str = "auto"
     threads: int = 0
     capability: Capability | None = None
+    runner: str = RUNNERS[0]
+    workers: tuple[WorkerConfig, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("--model is empty")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ConfigError(f"--dtype is {self.dtype!r}; use auto, float32, bfloat16 or float16")
+        _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _one_of("runner", self.runner, RUNNERS)
         _at_least("threads", self.threads, 0)
+        if self.num_replicas > REPLICAS_MAX:
+            raise ConfigError(f"{self.model} has {self.num_replicas} workers, of {REPLICAS_MAX}")
         if not self.name:
             object.__setattr__(self, "name", self.model.rstrip("/").rsplit("/", 1)[-1])
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas are wanted of it."""
+        return sum(worker.count for worker in self.workers) or 1
+
+    def replica(self, index: int) -> ModelConfig:
+        """What the replica of this number is to be, as a model of one worker. Beyond those
+        configured: as the last of them."""
+        alike = [worker for worker in self.workers for _ in range(worker.count)]
+        worker = alike[min(index, len(alike) - 1)] if alike else WorkerConfig()
+        return replace(
+            self,
+            device=worker.device or self.device,
+            threads=worker.threads or self.threads,
+            runner=worker.runner or self.runner,
+            workers=(),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +186,7 @@ class EngineConfig:
     spawn_timeout_s: float = 30.0
     step_timeout_s: float = 60.0  # guess: far above any step that a client would wait for
     default_deadline_s: float | None = None
+    idle_ttl_s: float | None = None  # None: a model is evicted for want of room only
     stream_buffer: int = STREAM_BUFFER
     in_process_buffer: int = IN_PROCESS_BUFFER
     prefix_cache: bool = True
@@ -167,6 +217,7 @@ class EngineConfig:
             ("spawn-timeout", self.spawn_timeout_s),
             ("step-timeout", self.step_timeout_s),
             ("default-deadline", self.default_deadline_s),
+            ("idle-ttl", self.idle_ttl_s),
         ):
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"--{flag} is {seconds:g} s, but must be more than 0")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.core.encode_types import EncoderTokenizer
     from engine.encode_requests import RerankRequest
     from engine.encoding import Encoding
-    from engine.pool import Replica
+    from engine.replica import Replica
 
 INPUT_CHARS = 64  # guess: what an input costs beside its text, in characters
 

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from engine.answers import AnswerFormat
     from engine.core.encode_types import Encoded
     from engine.core.types import Timings, TokenLogprob
-    from engine.pool import Replica
     from engine.quota import Quota
+    from engine.replica import Replica
     from engine.requests import GenerateRequest
 
 EventT = TypeVar("EventT")

@@ -34,7 +34,7 @@ from engine.core.events import (
 )
 from engine.core.plan import FailureKind, StepFailure
 from engine.core.types import Explanation
-from engine.errors import EngineBug, Overloaded, ShuttingDown
+from engine.errors import EngineBug, Overloaded, ShuttingDown, WorkerLost
 from engine.watchdog import StepWatch
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ class EngineLoop:
 
     ``check_level`` is ENGINE_CHECK: at 1 the books are checked whenever the loop goes idle, at
     2 after every commit. ``on_event`` sees everything that goes into and out of the core. ``watch``
-    is told when steps begin and end, ``telemetry`` what took how long.
+    is told when steps begin and end, ``telemetry`` what took how long. ``on_death`` is called when
+    the loop ends by an error, before any request hears of it (R141).
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class EngineLoop:
         watch: StepWatch | None = None,
         deliveries: Deliveries | None = None,
         telemetry: ReplicaTelemetry | None = None,
+        on_death: Callable[[], None] = lambda: None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
@@ -121,7 +123,8 @@ class EngineLoop:
         self._went_idle = trio.Event()
         self._is_closing = False
         self._has_ended = False
-        self._bug: EngineBug | None = None
+        self._on_death = on_death
+        self._cause: TrioletError | None = None  # of its death
 
     # ---- commands: synchronous, in order, applied between steps
 
@@ -130,10 +133,11 @@ class EngineLoop:
 
         Raises:
             Overloaded: as many submits wait for the step's end as the queue may hold.
-            EngineBug, ShuttingDown: the loop has ended, by a bug or in order.
+            EngineBug, WorkerLost, ShuttingDown: the loop has ended: by a bug, with its worker, or
+                in order.
         """
         if self._has_ended:
-            raise self._bug or ShuttingDown("the model was closed", retry_after_s=5.0)
+            raise self._cause or ShuttingDown("the model was closed", retry_after_s=5.0)
         if self._num_submits >= self.scheduler.config.max_queued_requests:
             raise Overloaded("the queue holds its requests", retry_after_s=1.0)
         self._num_submits += 1
@@ -202,20 +206,25 @@ class EngineLoop:
         """Serve until closed.
 
         Raises:
-            EngineBug: the bug it is; every live request's sink has heard of it by `on_lost`, and
-                nothing more is served.
+            EngineBug, WorkerLost: the bug it is, or how its worker ended; every live request's
+                sink has heard of it by `on_lost`, and nothing more is served.
         Cancellation: a step in flight is waited for; its result is dropped.
         """
         try:
             while await self._turn():
                 pass
         except Exception as error:
+            self._cause = error if isinstance(error, WorkerLost) else EngineBug(repr(error))
+            self._has_ended = True
+            self._on_death()
             self._deliver()
-            self._bug = EngineBug(repr(error))
             for sink in list(self._sinks.values()):
-                sink.on_lost(self._bug)
-            raise self._bug from error
+                sink.on_lost(self._cause)
+            if self._cause is error:
+                raise
+            raise self._cause from error
         finally:
+            self._watch.close()
             self._has_ended = True
             self._went_idle.set()
 
@@ -285,6 +294,8 @@ class EngineLoop:
         """In the worker's thread: whatever the model raises becomes a value (R51, R140)."""
         try:
             return StepDone(self._runner.execute(plan))  # type: ignore[arg-type]  # its own kind
+        except WorkerLost:
+            raise
         except MemoryError as error:
             return StepFailed(StepFailure(plan.plan_id, FailureKind.OUT_OF_MEMORY, repr(error)))
         except BaseException as error:

@@ -1,57 +1,63 @@
-"""The models: loading them once for all who wait, and leasing their replicas.
+"""The models: loading them once for all who wait, leasing their replicas, making room.
 
 Rule 1: `ensure` is the only way to a load, and nothing is awaited between its look at the state
 and its change (R101, R102). Rule 2: a load belongs to the pool: whoever asked first may leave
-(R115). Rule 3: a model is READY when its runner has loaded and warmed up, not before (R112).
+(R115). Rule 3: what a load will need is reserved before it begins, and given back by whoever
+ends what was reserved for, once (R119); the room for it is the governor's to make.
 
-States of a model: UNLOADED → LOADING → READY, or FAILED with its cause; FAILED stays so until
-the server is restarted (retry with backoff comes with the issue "The model pool").
+Everything here belongs to the Trio thread; what a worker's thread made is seen there after its job
+has ended, which is all the memory ordering that is needed (R138).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import trio
 
-from engine.config import EncoderConfig, SchedulerConfig
-from engine.constraints import Constraints
-from engine.core.encode_scheduler import EncodeScheduler
 from engine.core.encode_types import EncoderInfo, EncoderKind
 from engine.core.events import Pause, Resume
-from engine.core.plan import ModelInfo
-from engine.core.scheduler import Scheduler
+from engine.core.plan import LoadProgress
+from engine.entry import Entry, Load
 from engine.errors import (
     EngineBug,
     InvalidRequest,
+    MemoryExhausted,
     ModelNotFound,
+    NoWorkers,
     ShuttingDown,
     SpawnFailed,
     SpawnTimeout,
     TrioletError,
+    WorkerLost,
 )
-from engine.loop import Deliveries, EngineLoop
-from engine.memory import default_limit
-from engine.status import Capability, ModelState, ModelStatus, ReplicaStatus
-from engine.telemetry import ReplicaTelemetry
+from engine.governor import Governor
+from engine.load_watch import LoadWatch
+from engine.loop import Deliveries
+from engine.memory import MemoryBooks, default_limit, sweep_heap
+from engine.replica import AnyRunner, Replica, ReplicaMaker
+from engine.status import Capability, ModelState, ModelStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from engine.config import EngineConfig, ModelConfig
-    from engine.core.encode_types import EncodePlan, EncoderTokenizer, EncodeRunner
-    from engine.core.events import InputEvent, OutputEvent
-    from engine.core.plan import LoadProgress, Runner, StepPlan, Tokenizer
+    from engine.core.events import InputEvent
+    from engine.core.plan import MemoryEstimate, ModelInfo
+    from engine.memory import Reservation
+    from engine.replica import OnEvent
     from engine.threads import Threads
     from engine.watchdog import Watchdog
 
-    AnyRunner = Runner | EncodeRunner
-    OnEvent = Callable[[InputEvent | OutputEvent | StepPlan | EncodePlan], None]
     FindCapability = Callable[[ModelConfig], Capability | None]
+    Task = Callable[[], Awaitable[None]]
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -68,68 +74,22 @@ DOES = {
     Capability.VISION: "reads images",
     Capability.TEXT_TO_IMAGE: "makes images",
 }
-REPLICA_ID = 0  # one static replica per model; more come with the issue "Replicas"
+LOADS_AT_ONCE = 16  # guess: threads that loads may hold; a load's own work is mostly reading
 
 
 class RunnerFactory(Protocol):
-    """Makes the runner of a model, unloaded; the simulator's makes fakes."""
+    """Makes the runner of a model's worker, unloaded; the simulator's makes fakes."""
 
     def __call__(self, model: ModelConfig, config: EngineConfig) -> AnyRunner: ...
 
 
-@dataclass(eq=False)
-class Replica:
-    """One worker of a model with everything that serves it."""
+@dataclass(frozen=True, slots=True)
+class _Spawn:
+    """A replica to be: its runner, not loaded yet, and what that will need."""
 
-    model: str
-    info: ModelInfo | EncoderInfo
-    tokenizer: Tokenizer
-    loop: EngineLoop
-    threads: int
-    encoder_tokenizer: EncoderTokenizer | None = None  # an encoder's
-    constraints: Constraints | None = None  # a text model's
-    processed: int = 0
-    failed: int = 0
-    cancelled: int = 0
-
-    @property
-    def text_info(self) -> ModelInfo:
-        """What there is to know of a text model."""
-        assert isinstance(self.info, ModelInfo)
-        return self.info
-
-    def status(self, state: ModelState) -> ReplicaStatus:
-        return ReplicaStatus(
-            replica_id=REPLICA_ID,
-            state=state,
-            device=self.info.device,
-            threads=self.threads,
-            processed=self.processed,
-            failed=self.failed,
-            cancelled=self.cancelled,
-            busy_s=self.loop.busy_s,
-        )
-
-
-@dataclass(eq=False)
-class Entry:
-    """A configured model and where its load stands. ``settled`` is set when LOADING ends.
-    ``capability`` is None as long as only its files, which are not here yet, can tell."""
-
-    config: ModelConfig
-    capability: Capability | None = None
-    state: ModelState = ModelState.UNLOADED
-    settled: trio.Event = field(default_factory=trio.Event)
-    replica: Replica | None = None
-    cause: BaseException | None = None
-    leases: int = 0
-    last_used: float = 0.0
-    progress: LoadProgress | None = None
-    pause: Pause | None = None
-
-    @property
-    def is_encoder(self) -> bool:
-        return self.capability in (Capability.TEXT_EMBEDDING, Capability.RERANK)
+    worker: ModelConfig
+    runner: AnyRunner
+    estimate: MemoryEstimate
 
 
 class Pool:
@@ -145,22 +105,26 @@ class Pool:
         watchdog: Watchdog | None = None,
         find_capability: FindCapability = lambda model: None,
     ) -> None:
-        self._on_event = on_event
-        self._watchdog = watchdog
         self._config = config
         self._make_runner = make_runner
         self._threads = threads
         self._on_change = on_change
-        self._load_limiter = trio.CapacityLimiter(max(1, len(config.models)))
+        self._load_limiter = trio.CapacityLimiter(LOADS_AT_ONCE)
         self._encoder_limiter = trio.CapacityLimiter(1)  # transformers' own loading is not for two
-        self._to_load, self._loads = trio.open_memory_channel[Entry](len(config.models))
+        self._close_limiter = trio.CapacityLimiter(LOADS_AT_ONCE)
+        self._to_start, self._started = trio.open_memory_channel["Task"](math.inf)
+        self._nursery: trio.Nursery | None = None
         self._is_closing = False
         self.deliveries = Deliveries()
-        self.memory_limit = config.memory_limit or default_limit()
         self.entries = {
             model.name: Entry(model, model.capability or find_capability(model))
             for model in config.models
         }
+        self.memory = MemoryBooks(config.memory_limit or default_limit())
+        self.governor = Governor(self.memory, tuple(self.entries.values()), on_change)
+        self._maker = ReplicaMaker(
+            config, threads, self.deliveries, on_event, watchdog, on_change, self.governor.tell_idle
+        )
         self._names = {
             alias: model.name for model in config.models for alias in (model.name, *model.aliases)
         }
@@ -170,37 +134,64 @@ class Pool:
     async def run(self) -> None:
         """Load what is to be preloaded, then what is asked for, and run every loop."""
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             for entry in self.entries.values():  # some may be loading: asked for before this runs
                 is_wanted = not entry.config.lazy and not self._is_closing
                 if is_wanted and entry.state is ModelState.UNLOADED:
-                    self._begin_load(entry)
-            async for entry in self._loads:
-                nursery.start_soon(self._serve, entry)
+                    self.ensure(entry.config.name, is_preload=True)
+            if self._config.idle_ttl_s is not None:
+                nursery.start_soon(self.governor.evict_idle, self._config.idle_ttl_s)
+            async for task in self._started:
+                nursery.start_soon(task)
+            self.governor.close()
 
     def close(self) -> None:
         """Refuse new leases and end every idle loop; `run` returns when all have ended."""
         if self._is_closing:
             return
         self._is_closing = True
-        self._to_load.close()
+        self._to_start.close()
         for entry in self.entries.values():
-            if entry.replica is not None:
-                entry.replica.loop.close()
+            for replica in entry.replicas:
+                replica.loop.close()
 
     # ---- ensure: the choke point
 
-    def ensure(self, name: str, capability: Capability | None = None) -> Entry:
-        """The entry of a model, its load begun if it was not. Never waits.
+    def ensure(
+        self,
+        name: str,
+        capability: Capability | None = None,
+        *,
+        replicas: int | None = None,
+        is_preload: bool = False,
+    ) -> Entry:
+        """The entry of a model; if nothing serves it, its load has begun. Never waits.
+
+        ``replicas``: the operator wants so many, and now, however often it has failed.
+        ``is_preload``: the start's own load, which takes no other model's room.
 
         Raises:
             ModelNotFound, InvalidRequest: as `entry`. ShuttingDown: the pool takes no more
-                requests.
+                requests. NoWorkers: the operator is unloading it. SpawnFailed: its last load
+                failed, and the next try comes later.
         """
         if self._is_closing:
             raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
         entry = self.entry(name, capability)
-        if entry.state is ModelState.UNLOADED:
-            self._begin_load(entry)
+        if entry.num_unloads:
+            raise NoWorkers(f"{entry.config.name} is being unloaded", retry_after_s=5.0)
+        if entry.load is not None:
+            return entry
+        missing = (replicas or 1) - len(entry.ready)
+        if missing <= 0:
+            return entry
+        if replicas is not None:
+            entry.breaker.reset()
+        wait_s = entry.breaker.wait_s(trio.current_time())
+        if wait_s:
+            raise self.failure(entry, entry.cause, f"it is tried again in {wait_s:.0f} s or later")
+        wanted = missing if entry.ready else max(replicas or 0, entry.config.num_replicas)
+        self._begin_load(entry, Load(wanted, is_preload, may_evict=not (is_preload or entry.ready)))
         return entry
 
     def entry(self, name: str, capability: Capability | None = None) -> Entry:
@@ -234,21 +225,26 @@ class Pool:
                 f"{DOES[capability]}",
             )
 
-    def _begin_load(self, entry: Entry) -> None:
+    def _begin_load(self, entry: Entry, load: Load) -> None:
         log.debug("Acquired spawn lock for %s", entry.config.name)  # the state is the lock (R137)
-        self._set_state(entry, ModelState.LOADING)
-        self._to_load.send_nowait(entry)
+        entry.load = load
+        entry.progress = LoadProgress("reserve")
+        self._start(lambda: self._run_load(entry, load))
+        self._on_change()
+
+    def _start(self, task: Task) -> None:
+        """Run a task of the pool's own; after `close`, in what is left of its nursery."""
+        if not self._is_closing:
+            self._to_start.send_nowait(task)
+        elif self._nursery is not None:
+            self._nursery.start_soon(task)
 
     def notify(self) -> None:
         """Have `on_change` look at everything again."""
         self._on_change()
 
-    def _set_state(self, entry: Entry, state: ModelState) -> None:
-        entry.state = state
-        self._on_change()
-
     def post(self, event: InputEvent, name: str = "") -> None:
-        """Hand an event to a model's scheduler, or to every one's. A pause holds for models
+        """Hand an event to a model's schedulers, or to every one's. A pause holds for replicas
         that are still to be loaded too.
 
         Raises:
@@ -258,195 +254,334 @@ class Pool:
         for entry in entries:
             if isinstance(event, Pause | Resume):
                 entry.pause = event if isinstance(event, Pause) else None
-            if entry.replica is not None:
-                entry.replica.loop.post(event)
+            for replica in entry.replicas:
+                replica.loop.post(event)
 
     # ---- leases
 
     @asynccontextmanager
     async def lease(
-        self, name: str, capability: Capability | None = None
+        self,
+        name: str,
+        capability: Capability | None = None,
+        cut: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[Replica]:
-        """Hold a model's replica for a request; a cold model is loaded, once for all.
+        """Hold a model's replica for a request; a cold model is loaded, once for all. ``cut`` is
+        called if the holder must leave: its model is being unloaded.
 
         Raises:
-            ModelNotFound, InvalidRequest, ShuttingDown: as `ensure`.
-            SpawnFailed: the load failed; each waiter gets its own, chained to the cause.
+            ModelNotFound, InvalidRequest, ShuttingDown, NoWorkers: as `ensure`.
+            SpawnFailed, MemoryExhausted: the load failed, or found no room; each waiter gets its
+                own, chained to the cause.
             SpawnTimeout: the load took longer than the waiters' limit, and goes on.
         Cancellation: while waiting, the load goes on; inside the block, the lease ends.
         """
-        entry = self.ensure(name, capability)
-        if entry.state is ModelState.LOADING:
-            log.debug("Spawn lock busy for %s", entry.config.name)
-            await self._wait_settled(entry)
-        if entry.replica is None:
-            raise self._failure(entry)
-        self._require(entry, capability)  # only its files may have told
-        entry.leases += 1
-        entry.last_used = time.time()
-        try:
-            yield entry.replica
-        finally:
-            entry.leases -= 1
+        replica = await self._acquire(name, capability)
+        with replica.leased(cut):
+            yield replica
 
-    async def _wait_settled(self, entry: Entry) -> None:
-        limit = self._config.spawn_timeout_s
-        with trio.move_on_after(limit) as scope:
-            await entry.settled.wait()
+    async def _acquire(self, name: str, capability: Capability | None) -> Replica:
+        """A ready replica: without a wait if there is one (R134). Its lease is to be taken
+        without one, too."""
+        deadline = trio.current_time() + self._config.spawn_timeout_s
+        while True:
+            entry = self.ensure(name, capability)
+            replica = entry.pick()
+            if replica is not None:
+                self._require(entry, capability)  # only its files may have told
+                entry.last_used = time.time()
+                return replica
+            assert entry.load is not None
+            await self._wait_settled(entry, entry.load, deadline)
+
+    async def _wait_settled(self, entry: Entry, load: Load, deadline: float) -> None:
+        log.debug("Spawn lock busy for %s", entry.config.name)
+        entry.num_waiting += 1
+        try:
+            with trio.move_on_at(deadline) as scope:
+                await load.settled.wait()
+        finally:
+            entry.num_waiting -= 1
         if scope.cancelled_caught:
             raise SpawnTimeout(
-                f"{entry.config.name} is still loading after {limit:g} s; its load goes on",
+                f"{entry.config.name} is still loading after {self._config.spawn_timeout_s:g} s; "
+                "its load goes on",
                 retry_after_s=5.0,
             )
+        if load.cause is not None:
+            raise self.failure(entry, load.cause)
 
-    def _failure(self, entry: Entry) -> TrioletError:
-        cause = entry.cause
+    def failure(self, entry: Entry, cause: BaseException | None, more: str = "") -> TrioletError:
+        """What one request is told of a load that failed: an error of its own (R110)."""
         if isinstance(cause, EngineBug):
             return EngineBug(cause.log_detail)
-        text = str(cause).removeprefix(SpawnFailed.prefix)
+        kind = type(cause) if isinstance(cause, MemoryExhausted | ShuttingDown) else SpawnFailed
+        text = str(cause).removeprefix(kind.prefix)
         if not isinstance(cause, TrioletError):
             text = "its loading failed; the reason was logged"
-        failure = SpawnFailed(f"{entry.config.name}: {text}")
+        if kind is SpawnFailed:
+            text = f"{entry.config.name}: {text}" + (f"; {more}" if more else "")
+        failure = kind(text, retry_after_s=getattr(cause, "retry_after_s", None))
         failure.__cause__ = cause
         return failure
 
-    # ---- loading and serving one model
+    # ---- loading
 
-    async def _serve(self, entry: Entry) -> None:
-        """Load a model and run its loop; whatever goes wrong is the entry's, not the pool's."""
+    async def _run_load(self, entry: Entry, load: Load) -> None:
+        """One load, whatever comes of it: what goes wrong is the entry's, not the pool's."""
         try:
-            if entry.is_encoder:
-                await self._wait_for_texts()
-                if self._is_closing:
-                    self._set_state(entry, ModelState.UNLOADED)
-                    return
-            # in the thread: making one may import torch, which takes seconds
-            runner = await self._threads.run(
-                lambda: self._make_runner(entry.config, self._config), self._limiter_of(entry)
-            )
-            try:
-                await self._load(entry, runner)
-                await self._run_loop(entry)
-            finally:
-                runner.close()
+            await self._spawn_all(entry, load)
         except Exception as error:
-            if not isinstance(error, SpawnFailed):
-                log.exception("model %s failed", entry.config.name)
-            if not entry.settled.is_set():
-                log.debug("Released spawn lock for %s", entry.config.name)
-            entry.cause = error
-            entry.replica = None
-            self._set_state(entry, ModelState.FAILED)
+            self._note_failure(entry, error, load)
         finally:
+            entry.load = None
             entry.settled.set()
+            load.settled.set()
+            load.done.set()
+            log.debug("Released spawn lock for %s", entry.config.name)
+            self._on_change()
 
-    def _limiter_of(self, entry: Entry) -> trio.CapacityLimiter:
-        return self._encoder_limiter if entry.is_encoder else self._load_limiter
+    def _note_failure(self, entry: Entry, error: Exception, load: Load | None = None) -> None:
+        """A load or the last replica failed. One that found no room may be tried again at
+        once."""
+        if not isinstance(error, TrioletError):
+            log.error("model %s failed", entry.config.name, exc_info=error)
+        if load is not None:
+            load.cause = error
+        if entry.ready or isinstance(error, ShuttingDown):
+            return
+        entry.cause = error
+        if not isinstance(error, MemoryExhausted):
+            entry.breaker.failed(trio.current_time())
+
+    async def _spawn_all(self, entry: Entry, load: Load) -> None:
+        if entry.is_encoder and load.is_preload:
+            await self._wait_for_texts()
+        spawns = await self._prepare_all(entry, load)
+        granted: list[Reservation | None] = [None] * len(spawns)
+        try:
+            granted = await self.governor.reserve(entry, load, [one.estimate for one in spawns])
+        finally:
+            await self._close_all(
+                [one for one, held in zip(spawns, granted, strict=True) if held is None]
+            )
+        load.granted = len(granted) - granted.count(None)
+        failures: list[Exception] = []
+        async with trio.open_nursery() as nursery:
+            for spawn, held in zip(spawns, granted, strict=True):
+                if held is not None:
+                    nursery.start_soon(self._spawn, entry, load, spawn, held, failures)
+        if failures and not entry.ready:
+            raise failures[0]
 
     async def _wait_for_texts(self) -> None:
         """Encoders load behind the preloaded text models: importing what they need takes seconds
         (D14)."""
         for other in self.entries.values():
             is_first = not other.is_encoder and not other.config.lazy
-            if is_first and other.state is ModelState.LOADING:
+            if is_first and other.load is not None:
                 await other.settled.wait()
 
-    async def _load(self, entry: Entry, runner: AnyRunner) -> None:
-        def load() -> ModelInfo | EncoderInfo:
-            try:
-                return runner.load(lambda progress: setattr(entry, "progress", progress))
-            except Exception:
-                raise
-            except BaseException as error:  # SystemExit of a library (R140)
-                raise SpawnFailed(f"its loading raised {type(error).__name__}") from error
+    async def _prepare_all(self, entry: Entry, load: Load) -> list[_Spawn]:
+        """A runner for each wanted replica, and what it will need."""
+        spawns: list[_Spawn] = []
+        try:
+            for index in range(load.wanted):
+                worker = entry.config.replica(len(entry.replicas) + index)
+                spawns.append(await self._prepare(entry, worker))
+        except BaseException:
+            await self._close_all(spawns)
+            raise
+        return spawns
 
-        info = await self._threads.run(load, self._limiter_of(entry))
-        name = entry.config.name
-        tokenizer: EncoderTokenizer | None = None
-        constraints: Constraints | None = None
-        scheduler: Scheduler | EncodeScheduler
-        if isinstance(info, EncoderInfo):
-            entry.capability = CAPABILITY_OF_KIND[info.kind]
-            scheduler = EncodeScheduler(self._encoder_config(info))
-            tokenizer = runner.encoder_tokenizer  # type: ignore[union-attr]  # its info says so
-        else:
-            entry.capability = Capability.TEXT_TO_TEXT
-            scheduler = Scheduler(self._scheduler_config(info, name))
-            constraints = Constraints(runner, self._threads)  # type: ignore[arg-type]  # as above
-        loop = EngineLoop(
-            name,
-            scheduler,
-            runner,
-            self._threads,
-            check_level=self._config.check_level,
-            on_event=self._on_event,
-            watch=self._watchdog.watch(name, self._on_change) if self._watchdog else None,
-            deliveries=self.deliveries,
-            telemetry=ReplicaTelemetry() if self._config.telemetry else None,
-        )
-        threads = entry.config.threads or int(entry.is_encoder)
-        entry.replica = Replica(name, info, runner.tokenizer, loop, threads, tokenizer, constraints)
-        if entry.pause is not None:
-            loop.post(entry.pause)
+    async def _prepare(self, entry: Entry, worker: ModelConfig) -> _Spawn:
+        """In a thread: making a runner may import torch, which takes seconds, and fetch files."""
         if self._is_closing:
-            loop.close()
-        log.info("model %s is ready: %s on %s", entry.config.name, info.architecture, info.device)
-        self._set_state(entry, ModelState.READY)
-        entry.settled.set()
-        log.debug("Workers ready for %s", entry.config.name)
-        log.debug("Released spawn lock for %s", entry.config.name)
+            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
 
-    async def _run_loop(self, entry: Entry) -> None:
-        assert entry.replica is not None
-        await entry.replica.loop.run()
+        def prepare() -> _Spawn:
+            runner = self._make_runner(worker, self._config)
+            try:
+                return _Spawn(worker, runner, runner.estimate())
+            except BaseException:
+                runner.close()
+                raise
 
-    def _scheduler_config(self, info: ModelInfo, name: str) -> SchedulerConfig:
-        config = self._config
-        return SchedulerConfig(
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            max_model_len=info.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_queued_requests=config.max_queued_requests,
-            max_queued_tokens=config.max_queued_tokens,
-            stall_timeout_s=config.stall_timeout_s,
-            prefix_cache=config.prefix_cache,
-            prepared_plans=config.prepared_plans,
-            cache_namespace=name,
+        return await self._threads.run(_as_failure(prepare), self._limiter_of(entry))
+
+    def _limiter_of(self, entry: Entry) -> trio.CapacityLimiter:
+        return self._encoder_limiter if entry.is_encoder else self._load_limiter
+
+    async def _spawn(
+        self,
+        entry: Entry,
+        load: Load,
+        spawn: _Spawn,
+        reservation: Reservation,
+        failures: list[Exception],
+    ) -> None:
+        """Load one replica; it serves from then on, or has given everything back."""
+        runner = spawn.runner
+
+        def load_it() -> ModelInfo | EncoderInfo:
+            return runner.load(entry.note_progress)
+
+        replica: Replica | None = None
+        try:
+            info = await self._threads.run(_as_failure(load_it), self._limiter_of(entry))
+            replica = self._register(entry, spawn, info, reservation)
+        except Exception as error:
+            failures.append(error)
+        finally:
+            if replica is None:
+                await self._close_runner(runner)
+                reservation.release()
+                self.governor.tell_freed()
+        if replica is not None:
+            load.settled.set()
+            entry.settled.set()
+            log.debug("Workers ready for %s", entry.config.name)
+            self._on_change()
+
+    def _register(
+        self,
+        entry: Entry,
+        spawn: _Spawn,
+        info: ModelInfo | EncoderInfo,
+        reservation: Reservation,
+    ) -> Replica:
+        """Make a replica of a runner that has loaded, and route requests to it."""
+        reservation.measured(info.memory_bytes)
+        if entry.capability is None:
+            entry.capability = (
+                CAPABILITY_OF_KIND[info.kind]
+                if isinstance(info, EncoderInfo)
+                else Capability.TEXT_TO_TEXT
+            )
+        replica = self._maker.make(
+            spawn.worker,
+            entry.free_id(),
+            spawn.runner,
+            info,
+            reservation,
+            on_death=lambda: setattr(replica, "is_retired", True),
         )
+        if entry.pause is not None:
+            replica.loop.post(entry.pause)
+        if self._is_closing:
+            replica.loop.close()
+        entry.replicas.append(replica)
+        entry.cause = None
+        entry.was_loaded = True
+        entry.breaker.succeeded()
+        self._start(lambda: self._serve(entry, replica, spawn.runner))
+        log.info("model %s is ready: %s on %s", replica.model, info.architecture, info.device)
+        return replica
 
-    def _encoder_config(self, info: EncoderInfo) -> EncoderConfig:
-        config = self._config
-        return EncoderConfig(
-            max_model_len=info.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_queued_requests=config.max_queued_requests,
-            max_queued_tokens=config.max_queued_tokens,
-            stall_timeout_s=config.stall_timeout_s,
-        )
+    async def _serve(self, entry: Entry, replica: Replica, runner: AnyRunner) -> None:
+        """Run a replica's loop to its end, and give back what it had."""
+        try:
+            await replica.loop.run()
+        except (EngineBug, WorkerLost) as error:
+            log.error("a worker of %s has ended", entry.config.name, exc_info=error)
+            self._note_failure(entry, error)
+            self._on_change()
+        finally:
+            await self._close_runner(runner, sweeps=not self._is_closing)
+            replica.reservation.release()
+            entry.replicas.remove(replica)
+            self.governor.tell_freed()
+            self._on_change()
+
+    async def _close_runner(self, runner: AnyRunner, *, sweeps: bool = False) -> None:
+        """In a thread, as it may take a while; and sweep the heap after it, if that is wanted.
+
+        Cancellation: it is closed all the same.
+        """
+
+        def close() -> None:
+            runner.close()
+            if sweeps:
+                sweep_heap()
+
+        try:
+            with trio.CancelScope(shield=True):
+                await self._threads.run(_as_failure(close), self._close_limiter)
+        except Exception as error:
+            log.error("a worker did not close", exc_info=error)
+
+    async def _close_all(self, spawns: Sequence[_Spawn]) -> None:
+        for spawn in spawns:
+            await self._close_runner(spawn.runner)
+
+    # ---- ends
+
+    def watch_load(self, name: str, replicas: int | None = None) -> LoadWatch:
+        """Have a model loaded as the operator wants it: with ``replicas`` replicas (None: as
+        configured), as far as they fit; fewer than it has change nothing. Never waits.
+
+        Raises:
+            as `ensure`.
+        """
+        count = replicas or self.entry(name).config.num_replicas
+        return LoadWatch(self, self.ensure(name, replicas=count), count)
+
+    async def unload(self, name: str, drain_s: float) -> None:
+        """Route nothing to a model any more, let what runs end for ``drain_s`` seconds, cut the
+        rest, and wait until its memory is free. A load under way is waited for first.
+
+        Raises:
+            ModelNotFound: no such model. ShuttingDown: everything is being unloaded.
+        Cancellation: ends only the waiting; the unload goes on.
+        """
+        entry = self.entry(name)
+        if self._is_closing:
+            raise ShuttingDown("the server is ending, and unloads everything", retry_after_s=5.0)
+        done = trio.Event()
+        entry.num_unloads += 1
+        self._start(lambda: self._unload(entry, drain_s, done))
+        self._on_change()
+        await done.wait()
+
+    async def _unload(self, entry: Entry, drain_s: float, done: trio.Event) -> None:
+        try:
+            if entry.load is not None:
+                await entry.load.done.wait()
+            for replica in list(entry.replicas):
+                replica.retire()
+            with trio.move_on_after(drain_s):
+                await self._wait_gone(entry)
+            for replica in list(entry.replicas):
+                replica.cut()
+            await self._wait_gone(entry)
+            entry.cause = None
+            entry.breaker.reset()
+        finally:
+            entry.num_unloads -= 1
+            done.set()
+            self._on_change()
+
+    async def _wait_gone(self, entry: Entry) -> None:
+        while entry.replicas:
+            await self.governor.wait_freed()
 
     # ---- views
 
     def status(self, entry: Entry) -> ModelStatus:
         """What ListModels says of a model."""
-        info = entry.replica.info if entry.replica is not None else None
-        return ModelStatus(
-            name=entry.config.name,
-            state=entry.state,
-            capability=entry.capability or Capability.TEXT_TO_TEXT,
-            aliases=entry.config.aliases,
-            error="" if entry.cause is None else str(self._failure(entry)),
-            memory_bytes=info.memory_bytes if info else 0,
-            replicas=(entry.replica.status(entry.state),) if entry.replica else (),
-            leases=entry.leases,
-            last_used=entry.last_used,
-            dtype=info.dtype if info else "",
-            device=info.device if info else "",
-            architecture=info.architecture if info else "",
-            max_model_len=info.max_model_len if info else 0,
-            is_demo=info.is_demo if info else False,
-            is_lazy=entry.config.lazy,
-            is_hung=entry.replica.loop.is_hung if entry.replica else False,
-        )
+        has_failed = entry.state is ModelState.FAILED
+        return entry.status(str(self.failure(entry, entry.cause)) if has_failed else "")
+
+
+def _as_failure(job: Callable[[], T]) -> Callable[[], T]:
+    """``job``, with what would end the process made a failure: SystemExit of a library (R140)."""
+
+    def run() -> T:
+        try:
+            return job()
+        except Exception:
+            raise
+        except BaseException as error:
+            raise SpawnFailed(f"its loading raised {type(error).__name__}") from error
+
+    return run

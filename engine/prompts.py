@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.core.plan import ModelInfo, Tokenizer, TokenSpan
     from engine.core.types import Sampling, Stops
     from engine.generation import Generation
-    from engine.pool import Replica
+    from engine.replica import Replica
     from engine.requests import Chat, GenerateRequest, PromptOptions, SamplingParams
     from engine.threads import Threads
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, overload
 
 import trio
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.core.encode_types import EncodeRequest
     from engine.encode_requests import AnyRequest, EncodeRequests
-    from engine.pool import Pool, Replica
+    from engine.pool import Pool
+    from engine.replica import Replica
     from engine.threads import Threads
 
 log = logging.getLogger(__name__)
@@ -76,7 +78,7 @@ class Supervisor:
         self._background_drain: trio.Event | None = None
         # the queue's bound knows only what waits in it, not what loads, tokenises or is parked
         each = config.max_queued_requests + config.max_num_seqs
-        self._max_live = each * max(1, len(config.models))
+        self._max_live = each * sum(model.num_replicas for model in config.models)
         self._recently_ended = _RecentIds()
         self._aborts_to_come = _RecentIds()
         self._idle = trio.Event()
@@ -241,7 +243,9 @@ class Supervisor:
 
     async def _generate(self, generation: Live) -> None:
         generation.phase = "load"
-        async with self._pool.lease(generation.request.model, _needed_by(generation)) as replica:
+        model, needed = generation.request.model, _needed_by(generation)
+        cut = partial(generation.cancel, EndReason.ABORTED)
+        async with self._pool.lease(model, needed, cut) as replica:
             generation.model = replica.model
             generation.load_s = trio.current_time() - generation.started_at
             generation.phase = "tokenize"

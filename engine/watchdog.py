@@ -80,6 +80,11 @@ class StepWatch:
             log.warning("step %d of %s has ended, after %.1f s", self.step, self.name, took)
             self._on_change()
 
+    def close(self) -> None:
+        """There will be no more steps."""
+        if self._watchdog is not None:
+            self._watchdog.forget(self)
+
     def note_hung(self, started_at: float) -> None:
         """The step that began then was reported; without effect if it is over by now."""
         if self.started_at == started_at:
@@ -122,6 +127,10 @@ class Watchdog:
         watch = StepWatch(name, self, on_change)
         self._watches = (*self._watches, watch)
         return watch
+
+    def forget(self, watch: StepWatch) -> None:
+        """Look after a loop no more: it has ended."""
+        self._watches = tuple(one for one in self._watches if one is not watch)
 
     def stop(self) -> None:
         """Look no more. Does not wait for the thread."""

@@ -15,10 +15,17 @@ if TYPE_CHECKING:
     from engine.core.plan import TokenSpan
     from engine.core.types import Explanation
     from engine.encode_requests import EncodeRequests
+    from engine.load_watch import LoadStatus
     from engine.requests import Chat, GenerateRequest
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
 
 T = TypeVar("T")
+
+
+class LoadWatch(Protocol):
+    """A load that is watched (`engine.load_watch`)."""
+
+    async def next(self) -> LoadStatus | None: ...
 
 
 class Engine(Protocol):
@@ -46,6 +53,10 @@ class Engine(Protocol):
     def list_models(self) -> Sequence[ModelStatus]: ...
 
     def get_model(self, name: str) -> ModelStatus: ...
+
+    def watch_load(self, name: str, replicas: int | None = None) -> LoadWatch: ...
+
+    async def unload_model(self, name: str, drain_s: float | None = None) -> None: ...
 
     def pause(self, mode: PauseMode, model: str = "") -> None: ...
 

@@ -1,20 +1,24 @@
-"""Control's operating messages to the engine's values and back. Pure, as `grpc_service.codec`."""
+"""The operating messages of Control and Models to the engine's values and back. Pure, as
+`grpc_service.codec`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from engine.config import REPLICAS_MAX
 from engine.core.events import PauseMode
 from engine.errors import InvalidRequest
 from engine.requests import MAX_REQUEST_ID_CHARS
 from engine.status import AbortOutcome
-from grpc_service._generated.triolet.v1 import control_pb2
+from grpc_service._generated.triolet.v1 import control_pb2, models_pb2
 from grpc_service.codec import encode_duration
+from grpc_service.snapshots import MODEL_STATES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.core.types import Explanation
+    from engine.load_watch import LoadStatus
 
 ABORTS_MAX = 10_000  # as many as are remembered before their requests arrive
 
@@ -84,9 +88,51 @@ def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
 
 def decode_drain(message: control_pb2.DrainRequest) -> float | None:
     """Seconds, None for the server's own. Raises InvalidRequest for a negative time."""
-    if not message.HasField("timeout"):
+    return _seconds(message, "timeout")
+
+
+def decode_load(message: models_pb2.LoadModelRequest) -> tuple[str, int | None]:
+    """The model, and how many replicas it is to have (None: as configured). Raises InvalidRequest
+    for no model, and for none or too many replicas."""
+    name = _model(message)
+    if not message.HasField("replicas"):
+        return name, None
+    if not 0 < message.replicas <= REPLICAS_MAX:
+        raise InvalidRequest.of("replicas", f"is {message.replicas}, of 1 to {REPLICAS_MAX}")
+    return name, message.replicas
+
+
+def decode_unload(message: models_pb2.UnloadModelRequest) -> tuple[str, float | None]:
+    """The model, and how long its requests may run on (None: the server's own time). Raises
+    InvalidRequest for no model and for a negative time."""
+    return _model(message), _seconds(message, "drain")
+
+
+def encode_load(status: LoadStatus) -> models_pb2.LoadModelResponse:
+    """A stage of a load."""
+    progress = status.progress
+    return models_pb2.LoadModelResponse(
+        phase=progress.phase,
+        bytes_done=progress.bytes_done,
+        bytes_total=progress.bytes_total,
+        tensors_done=progress.tensors_done,
+        tensors_total=progress.tensors_total,
+        state=MODEL_STATES[status.state],
+    )
+
+
+def _model(message: models_pb2.LoadModelRequest | models_pb2.UnloadModelRequest) -> str:
+    if not message.model:
+        raise InvalidRequest.of("model", "is empty")
+    return message.model
+
+
+def _seconds(message: Any, field: str) -> float | None:
+    """A field's time in seconds; None: it is not set."""
+    if not message.HasField(field):
         return None
-    seconds = message.timeout.seconds + message.timeout.nanos / 1e9
+    duration = getattr(message, field)
+    seconds: float = duration.seconds + duration.nanos / 1e9
     if seconds < 0:
-        raise InvalidRequest.of("timeout", f"is {seconds:g} s, but must not be negative")
+        raise InvalidRequest.of(field, f"is {seconds:g} s, but must not be negative")
     return seconds

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
     from engine.api import Engine
     from engine.config import EngineConfig
-    from engine.pool import Entry, RunnerFactory
+    from engine.entry import Entry
+    from engine.pool import RunnerFactory
     from grpc_service.config import ServerConfig
     from grpc_service.keys import KeyRing
 

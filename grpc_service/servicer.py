@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from engine.errors import EngineBug, InvalidRequest, Unsupported
+from engine.errors import EngineBug, InvalidRequest
 from grpc_service import codec, encode_codec, operations, snapshots
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
 from grpc_service.status import ending_of
@@ -101,7 +101,7 @@ class Inference:
 
 
 class Models:
-    """What is loaded."""
+    """What is loaded, and loading it."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -118,6 +118,23 @@ class Models:
         name = codec.decode_get_model(request)
         status = await self._front.ask(lambda engine: engine.get_model(name))
         return models_pb2.GetModelResponse(model=snapshots.encode_model(status))
+
+    async def LoadModel(self, request: models_pb2.LoadModelRequest, context: Context) -> None:
+        """Leaving it ends only the watching: a load is the server's (R115)."""
+        name, replicas = operations.decode_load(request)
+        watch = await self._front.ask(lambda engine: engine.watch_load(name, replicas))
+        while (status := await self._front.call(lambda engine: watch.next())) is not None:
+            try:
+                await context.write(operations.encode_load(status))
+            except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+                raise Disconnected from error
+
+    async def UnloadModel(
+        self, request: models_pb2.UnloadModelRequest, context: Context
+    ) -> models_pb2.UnloadModelResponse:
+        name, drain_s = operations.decode_unload(request)
+        await self._front.call(lambda engine: engine.unload_model(name, drain_s))
+        return models_pb2.UnloadModelResponse()
 
 
 class Control:
@@ -229,9 +246,7 @@ async def _carry(
 
 def _add(server: grpc.aio.Server, service: ServiceDescriptor, servicer: object) -> None:
     handlers = {
-        method.name: _handler(
-            method, _answering(getattr(servicer, method.name, None) or _later(service, method))
-        )
+        method.name: _handler(method, _answering(getattr(servicer, method.name)))
         for method in service.methods
     }
     server.add_generic_rpc_handlers(
@@ -269,16 +284,6 @@ def _deserializer(cls: type[Message]) -> Callable[[bytes], Message | InvalidRequ
             return InvalidRequest([], message=f"the bytes sent are not a valid {name}")
 
     return deserialize
-
-
-def _later(service: ServiceDescriptor, method: MethodDescriptor) -> Behaviour:
-    """The behaviour of a method that comes later."""
-    name = f"{service.full_name}/{method.name}"
-
-    async def refuse(request: Message, context: Context) -> None:
-        raise Unsupported(f"{name} is not supported yet", field=name)
-
-    return refuse
 
 
 def _answering(behaviour: Behaviour) -> Behaviour:

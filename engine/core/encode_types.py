@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Sequence
 
-    from engine.core.plan import LoadProgress, Tokenizer
+    from engine.core.plan import LoadProgress, MemoryEstimate, Tokenizer
     from engine.core.types import PlanId, RequestId, SequenceId
 
 
@@ -135,6 +135,7 @@ class EncoderInfo:
     dimensions: int = 0  # of its vectors; 0 for a cross-encoder
     prompt_names: tuple[str, ...] = ()
     is_demo: bool = False
+    threads: int = 0  # CPU threads that a step uses
 
 
 class EncoderTokenizer(Protocol):
@@ -155,6 +156,14 @@ class EncoderTokenizer(Protocol):
 
 class EncodeRunner(Protocol):
     """Owns one encoder; as `engine.core.plan.Runner`, with plans of inputs."""
+
+    def estimate(self) -> MemoryEstimate:
+        """What `load` will need, from the encoder's metadata; reads no weights, keeps nothing.
+
+        Raises:
+            SpawnFailed: as `load`, as far as its metadata tell.
+        """
+        ...
 
     def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
         """Load the encoder and warm it up.

@@ -250,6 +250,7 @@ class ModelInfo:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     is_demo: bool = False
     has_chat_template: bool = False
+    threads: int = 0  # CPU threads that a step uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +262,16 @@ class LoadProgress:
     bytes_total: int = 0
     tensors_done: int = 0
     tensors_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """What a runner will need once it is loaded: weights, KV pool and workspace, in bytes of
+    ``device``. ``limit`` is how many bytes may be used of it by all; None: as of the CPU."""
+
+    num_bytes: int
+    device: str = "cpu"
+    limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +324,14 @@ class Runner(Protocol):
     Methods are called one at a time, each from any thread: thread-local state (inference mode,
     thread count, device) is set inside every call.
     """
+
+    def estimate(self) -> MemoryEstimate:
+        """What `load` will need, from the model's metadata; reads no weights, keeps nothing.
+
+        Raises:
+            SpawnFailed: as `load`, as far as its metadata tell.
+        """
+        ...
 
     def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
         """Load weights, allocate the KV pool, warm up.

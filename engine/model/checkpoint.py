@@ -79,6 +79,11 @@ class Checkpoint:
         return self._files[self.tensors[name].file].get_tensor(name)
 
     @property
+    def num_values(self) -> int:
+        """Numbers in all of its tensors."""
+        return sum(prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
     def main_dtype(self) -> str:
         """The dtype that most of the bytes are stored in."""
         sizes: dict[str, int] = {}

@@ -13,6 +13,7 @@ makes the checkpoint's dtype torch's default for every thread, and text models r
 from __future__ import annotations
 
 from array import array
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,9 @@ from engine.model.checkpoint import Checkpoint
 from engine.model.encoder_files import check, check_all_loaded
 from engine.model.encoder_tokenizer import InputTokenizer
 from engine.model.failures import is_out_of_memory, spawn_failed
-from engine.model.loader import pick_device, pick_dtype
+from engine.model.loader import estimate_on, pick_device, pick_dtype
 from engine.model.refusal import Refusal
-from engine.model.resolve import resolve, short_name
+from engine.model.resolve import read_json, resolve, short_name
 from engine.model.thread_state import thread_state
 from engine.model.tokenizer import HfTokenizer
 from engine.status import Capability
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from engine.core.plan import RunnerSpec
+    from engine.core.plan import MemoryEstimate, RunnerSpec
 
 # Padding that a group may hold before a group of its own is taken to be cheaper, in tokens: a guess
 # at what a forward costs beside its tokens.
@@ -89,15 +90,33 @@ class EncoderRunner:
             raise EngineBug("the tokenizer was asked for before the encoder was loaded")
         return self._input_tokenizer
 
+    def estimate(self) -> MemoryEstimate:
+        with self._telling_failures():
+            spec = self._spec
+            device = pick_device(spec.device)
+            directory = resolve(spec.model, spec.revision).directory
+            folder = check(directory, self._capability)
+            with Checkpoint(folder) as checkpoint:
+                dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+                num_bytes = checkpoint.num_values * dtype.itemsize
+            config = read_json(folder, "config.json")
+            length = int(config.get("max_position_embeddings") or 0)
+            return estimate_on(device, num_bytes + _workspace(spec, config, length, dtype))
+
     def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
-        name = short_name(self._spec.model)
+        with self._telling_failures(), thread_state(self._spec.threads, self._device):
+            return self._load(progress)
+
+    @contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """Whatever stops a load is told in one sentence, and nothing is kept."""
         try:
-            with thread_state(self._spec.threads, self._device):
-                return self._load(progress)
+            yield
         except BaseException as error:
             self.close()
             if isinstance(error, SpawnFailed) or not isinstance(error, Exception):
                 raise
+            name = short_name(self._spec.model)
             raise spawn_failed(name, error, needs="weights") from error
 
     def execute(self, plan: EncodePlan) -> EncodeResult:
@@ -110,6 +129,9 @@ class EncoderRunner:
             raise
 
     def close(self) -> None:
+        for module in [] if self._model is None else self._model.modules():
+            for tensor in (*module.parameters(False), *module.buffers(False)):
+                tensor.data = tensor.new_empty(0)  # the library's modules are in cycles
         self._model = self._tokenizer = self._input_tokenizer = None
         self._modules = []
         if self._device.type == "cuda":
@@ -139,8 +161,7 @@ class EncoderRunner:
         self._take_modules(model, is_rerank=is_rerank)
         config = transformer.model.config
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        width = int(getattr(config, "hidden_size", 0) or 0)
-        steps = max(spec.max_num_batched_tokens, max_tokens)
+        workspace = _workspace(spec, config.to_dict(), max_tokens, dtype)
         info = EncoderInfo(
             kind=EncoderKind.RERANK if is_rerank else EncoderKind.EMBEDDING,
             architecture=type(transformer.model).__name__,
@@ -148,10 +169,11 @@ class EncoderRunner:
             device=str(device),
             vocab_size=int(config.vocab_size),
             max_model_len=max_tokens,
-            memory_bytes=num_bytes + steps * width * ACTIVATIONS_PER_WIDTH * dtype.itemsize,
+            memory_bytes=num_bytes + workspace,
             dimensions=0 if is_rerank else int(model.get_embedding_dimension()),
             prompt_names=() if is_rerank else tuple(model.prompts),
             is_demo=source.is_demo,
+            threads=spec.threads,
         )
         progress(LoadProgress("warm-up"))
         self._warm_up()
@@ -277,6 +299,15 @@ class EncoderRunner:
     def _finish_scores(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
         """Through the model's activation unless asked otherwise. [rows, 1] float32."""
         return raw if options.raw_scores else self._model.activation_fn(raw)
+
+
+def _workspace(
+    spec: RunnerSpec, config: dict[str, Any], max_tokens: int, dtype: torch.dtype
+) -> int:
+    """A step's own memory, in bytes: activations of the largest one."""
+    width = int(config.get("hidden_size") or 0)
+    tokens = max(spec.max_num_batched_tokens, max_tokens)
+    return tokens * width * ACTIVATIONS_PER_WIDTH * dtype.itemsize
 
 
 def groups(lengths: Sequence[int]) -> Iterator[slice]:

@@ -25,14 +25,14 @@ ENCODERS = (Capability.TEXT_EMBEDDING, Capability.RERANK)
 
 
 def threads_for(model: ModelConfig, config: EngineConfig) -> int:
-    """CPU threads of a worker: the text models share the cores evenly, one each at least, and an
-    encoder has one."""
+    """CPU threads of a worker: the text models' workers share the cores evenly, one each at least,
+    and an encoder's has one."""
     if model.threads:
         return model.threads
     if _capability(model) in ENCODERS:
         return 1
-    num_texts = sum(_capability(one) not in ENCODERS for one in config.models)
-    return max(1, len(os.sched_getaffinity(0)) // num_texts)
+    num_workers = sum(one.num_replicas for one in config.models if _capability(one) not in ENCODERS)
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
 def _capability(model: ModelConfig) -> Capability | None:

@@ -18,6 +18,7 @@ from zlib import crc32
 
 from engine.core.plan import (
     LoadProgress,
+    MemoryEstimate,
     ModelInfo,
     RowFailure,
     RowResult,
@@ -176,6 +177,7 @@ class FakeRunner:
         block_size: int = 16,
         max_model_len: int = 2048,
         script: FakeScript | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         self.script = script or FakeScript()
         self.steps = 0
@@ -190,7 +192,7 @@ class FakeRunner:
             num_blocks=num_blocks,
             block_size=block_size,
             eos_token_ids=frozenset({EOS}),
-            memory_bytes=num_blocks * block_size,
+            memory_bytes=num_blocks * block_size if memory_bytes is None else memory_bytes,
             defaults=SamplingDefaults(),
         )
         self._kv: list[int] = []
@@ -199,6 +201,9 @@ class FakeRunner:
     @property
     def tokenizer(self) -> FakeTokenizer:
         return FakeTokenizer(self.script)
+
+    def estimate(self) -> MemoryEstimate:
+        return MemoryEstimate(self._info.memory_bytes)
 
     def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
         progress(LoadProgress("weights"))

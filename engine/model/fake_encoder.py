@@ -20,7 +20,7 @@ from engine.core.encode_types import (
     EncodeRowResult,
     TokenizedInput,
 )
-from engine.core.plan import LoadProgress, RowFailure, StepTimings
+from engine.core.plan import LoadProgress, MemoryEstimate, RowFailure, StepTimings
 from engine.errors import FieldViolation, InvalidRequest
 from engine.model.fake import VOCAB_SIZE, FakeScript, FakeTokenizer, digest_after
 
@@ -92,12 +92,14 @@ class FakeEncoder:
         *,
         max_model_len: int = 2048,
         script: FakeScript | None = None,
+        memory_bytes: int = VOCAB_SIZE,
     ) -> None:
         self.script = script or FakeScript()
         self.steps = 0
         self.is_executing = False
         self._max_model_len = max_model_len
         self._kind = kind
+        self._memory_bytes = memory_bytes
 
     @property
     def tokenizer(self) -> FakeTokenizer:
@@ -106,6 +108,9 @@ class FakeEncoder:
     @property
     def encoder_tokenizer(self) -> FakeInputTokenizer:
         return FakeInputTokenizer(self.script, self._max_model_len)
+
+    def estimate(self) -> MemoryEstimate:
+        return MemoryEstimate(self._memory_bytes)
 
     def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
         progress(LoadProgress("weights"))
@@ -120,7 +125,7 @@ class FakeEncoder:
             device="cpu",
             vocab_size=VOCAB_SIZE,
             max_model_len=self._max_model_len,
-            memory_bytes=VOCAB_SIZE,
+            memory_bytes=self._memory_bytes,
             dimensions=DIMENSIONS if is_embedding else 0,
             prompt_names=tuple(PROMPTS) if is_embedding else (),
         )

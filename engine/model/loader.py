@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.core.plan import LoadProgress
+from engine.core.plan import LoadProgress, MemoryEstimate
+from engine.memory import LIMIT_FRACTION
 from engine.model import attention
 from engine.model.architectures import find
 from engine.model.checkpoint import FLOAT_SIZES
@@ -96,6 +97,15 @@ def pick_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda", "mps"):
         raise Refusal(f"the device {name!r} is not supported; cpu, cuda and mps are")
     return device
+
+
+def estimate_on(device: torch.device, num_bytes: int) -> MemoryEstimate:
+    """An estimate for a device, with what may be used of it: of an accelerator's memory the same
+    share as of the CPU's (R116)."""
+    limit = None
+    if device.type == "cuda":
+        limit = int(torch.cuda.mem_get_info(device)[1] * LIMIT_FRACTION)
+    return MemoryEstimate(num_bytes, str(device), limit)
 
 
 def pick_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:

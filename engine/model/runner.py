@@ -9,6 +9,7 @@ Rule 3: thread-local state is set inside every call, as each may come from anoth
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import perf_counter
@@ -35,7 +36,7 @@ from engine.model.constraints import LEAVES_NOTHING, Grammars, refusal
 from engine.model.failures import describe, is_out_of_memory, spawn_failed
 from engine.model.generation import read_generation
 from engine.model.kv_cache import KvCache, size_pool
-from engine.model.loader import load_model, pick_device, pick_dtype, read_config
+from engine.model.loader import estimate_on, load_model, pick_device, pick_dtype, read_config
 from engine.model.logprobs import Wanted, score
 from engine.model.probe import probe
 from engine.model.reference import ReferenceBackend
@@ -47,10 +48,10 @@ from engine.model.tokenizer import load_tokenizer
 from engine.model.warmup import warm_up, workspace_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from engine.core.plan import AdmittedSequence, Row, RunnerSpec, StepPlan
+    from engine.core.plan import AdmittedSequence, MemoryEstimate, Row, RunnerSpec, StepPlan
     from engine.core.types import Constraint, SequenceId, TokenLogprob
     from engine.model.attention import AttentionBackend
     from engine.model.constraints import Matching
@@ -129,16 +130,33 @@ class TorchRunner:
             raise EngineBug("the tokenizer was asked for before the model was loaded")
         return self._tokenizer
 
+    def estimate(self) -> MemoryEstimate:
+        with self._telling_failures():
+            spec = self._spec
+            device = pick_device(spec.device)
+            source = resolve(spec.model, spec.revision)
+            _, config = read_config(source.directory)
+            limit = context_limit(config, spec.max_model_len)
+            with Checkpoint(source.directory) as checkpoint:
+                dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+                num_bytes = checkpoint.num_values * dtype.itemsize
+            num_bytes += size_pool(spec, layer_shapes(config), dtype.itemsize, limit).num_bytes
+            return estimate_on(device, num_bytes + workspace_bytes(spec, config, dtype))
+
     def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
-        name = short_name(self._spec.model)
+        with self._telling_failures(), self._thread_state():
+            return self._load(progress)
+
+    @contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """Whatever stops a load is told in one sentence, and nothing is kept."""
         try:
-            with self._thread_state():
-                return self._load(progress)
+            yield
         except BaseException as error:
             self.close()
             if isinstance(error, SpawnFailed) or not isinstance(error, Exception):
                 raise
-            raise spawn_failed(name, error) from error
+            raise spawn_failed(short_name(self._spec.model), error) from error
 
     def compile(self, constraint: Constraint) -> int:
         if self._grammars is None:
@@ -206,6 +224,7 @@ class TorchRunner:
             defaults=defaults,
             is_demo=source.is_demo,
             has_chat_template=has_chat_template(source.directory),
+            threads=spec.threads,
         )
 
     def _thread_state(self) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ import re
 import tomllib
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.config import WorkerConfig
 from engine.errors import ConfigError
 from grpc_service.cli.values import COUNT, SWITCH, TEXT, Kind
 
@@ -23,6 +24,7 @@ MODEL_KEYS = {
     "lazy": SWITCH,
     "device": TEXT,
     "dtype": TEXT,
+    "runner": TEXT,
 }
 WORKER_KEYS = {"device": TEXT, "count": COUNT, "threads": COUNT, "runner": TEXT}
 
@@ -64,24 +66,22 @@ def _model(table: dict[str, Any], prefix: str) -> dict[str, Any]:
     aliases = table.pop("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
         raise ConfigError(f"{prefix}aliases must be a list of names")
-    workers = _tables(table.pop("workers", []), f"{prefix}workers")
-    if len(workers) > 1:
-        raise ConfigError(f"{prefix}workers: more than one kind of worker is not supported yet")
+    workers = tuple(
+        _worker(worker, f"{prefix}workers[{index}].")
+        for index, worker in enumerate(_tables(table.pop("workers", []), f"{prefix}workers"))
+    )
     model = _read(table, MODEL_KEYS, prefix, extra=("aliases", "workers"))
     if "model" not in model:
         raise ConfigError(f"{prefix}model is missing")
-    for worker in workers:
-        model |= _worker(worker, f"{prefix}workers[0].")
-    return model | {"aliases": tuple(aliases)}
+    return model | {"aliases": tuple(aliases), "workers": workers}
 
 
-def _worker(table: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """One worker in a thread is what there is; asking for just that is fine."""
+def _worker(table: dict[str, Any], prefix: str) -> WorkerConfig:
     worker = _read(table, WORKER_KEYS, prefix)
-    for key, only in (("count", 1), ("runner", "thread")):
-        if worker.pop(key, only) != only:
-            raise ConfigError(f"{prefix}{key}: only {only!r} is supported yet")
-    return worker
+    try:
+        return WorkerConfig(**worker)
+    except ConfigError as error:
+        raise ConfigError(f"{prefix.rstrip('.')}: {error}") from None
 
 
 def _read(

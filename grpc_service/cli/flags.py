@@ -118,6 +118,14 @@ FLAGS = (
     ),
     Flag("dtype", ModelConfig, "dtype", TEXT, "auto, float32, bfloat16 or float16"),
     Flag("device", ModelConfig, "device", TEXT, "auto, cpu, cuda or cuda:N"),
+    Flag("lazy", ModelConfig, "lazy", SWITCH, "load a model when it is first asked for"),
+    Flag(
+        "runner",
+        ModelConfig,
+        "runner",
+        TEXT,
+        "thread: models compute in threads of the server; process: each in one of its own",
+    ),
     Flag(
         "max-model-len",
         EngineConfig,
@@ -196,6 +204,13 @@ FLAGS = (
         "spawn_timeout_s",
         SECONDS,
         "how long a request waits for its model to load",
+    ),
+    Flag(
+        "idle-ttl",
+        EngineConfig,
+        "idle_ttl_s",
+        SECONDS,
+        "unload a model that was not used for so long (default: only to make room)",
     ),
     Flag(
         "step-timeout",

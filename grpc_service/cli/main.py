@@ -98,7 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_tokenize(
         add("tokenize", _query("tokenize"), "split a text into tokens, or join ids to text")
     )
-    _add_client(add("models", _query("models"), "list the server's models"), timeout_s=30)
+    _add_models(add("models", _models, "list the server's models, load and unload them"))
     _add_client(add("stats", _query("stats"), "show what the server is doing"), timeout_s=30)
     _add_operating(add)
     _add_doctor(add("doctor", _doctor, "say whether this machine can serve, and what with"))
@@ -270,6 +270,46 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     _add_client(parser, timeout_s=30)
 
 
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    _add_client(parser, timeout_s=None)
+    parser.set_defaults(action="list")
+    actions = parser.add_subparsers(metavar="ACTION")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        action.set_defaults(action=name)
+        return action
+
+    listing = add("list", "list the server's models (as no action does)")
+    load = add("load", "load a model, or more replicas of it")
+    load.add_argument("name", metavar="NAME")
+    load.add_argument(
+        "--replicas",
+        type=_number("count"),
+        metavar="N",
+        help="how many it should have, as far as there is memory (default: as configured)",
+    )
+    unload = add("unload", "take a model out of memory; the next request for it loads it again")
+    unload.add_argument("name", metavar="NAME")
+    unload.add_argument(
+        "--drain",
+        type=_number("real"),
+        metavar="SECONDS",
+        help="how long its requests may run on (default: the server's --drain-timeout)",
+    )
+    for action in (listing, load, unload):
+        _add_client(action, timeout_s=None)
+        _leave_defaults_to_parent(action)
+
+
+def _leave_defaults_to_parent(parser: argparse.ArgumentParser) -> None:
+    """What is not given behind the action is as it was given before it."""
+    for action in parser._actions:
+        if action.option_strings and action.default is not argparse.SUPPRESS:
+            action.help = (action.help or "") % {"default": action.default}
+            action.default = argparse.SUPPRESS
+
+
 def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> None:
     pause = add("pause", _query("pause"), "stop computing, for a model or for all")
     pause.add_argument(
@@ -353,6 +393,13 @@ def _query(name: str) -> Run:
         return command(args)
 
     return run
+
+
+def _models(args: argparse.Namespace) -> int:
+    from grpc_service.cli import models
+
+    hear_ctrl_c()
+    return models.run(args)
 
 
 def _generate(args: argparse.Namespace) -> int:

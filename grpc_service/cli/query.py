@@ -1,32 +1,28 @@
-"""The commands of one question and one answer: ``triolet tokenize``, ``models``, ``stats``, and
-the operating ones, ``pause``, ``resume``, ``drain``, ``abort`` and ``reset-prefix-cache``."""
+"""The commands of one question and one answer: ``triolet tokenize``, ``stats``, and the
+operating ones, ``pause``, ``resume``, ``drain``, ``abort`` and ``reset-prefix-cache``."""
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import grpc
 from google.protobuf import json_format
 
 from grpc_service._generated.triolet.v1 import (
-    common_pb2,
     control_pb2,
     control_pb2_grpc,
     inference_pb2,
     inference_pb2_grpc,
-    models_pb2,
-    models_pb2_grpc,
 )
 from grpc_service.cli.client import run_client
-from grpc_service.cli.statistics import lines_of, paused_text, size_text
+from grpc_service.cli.statistics import lines_of
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
+    import grpc
     from google.protobuf.message import Message
 
 
@@ -51,23 +47,6 @@ def tokenize(args: argparse.Namespace) -> int:
     if args.detokenize is not None:
         return _show(args, join, lambda answer: print(answer.text))
     return _show(args, split, print_tokens)
-
-
-def models(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
-
-    pauses: dict[str, str] = {}
-
-    def ask(channel: grpc.Channel) -> Any:
-        stub = models_pb2_grpc.ModelsStub(channel)
-        listed = stub.ListModels(models_pb2.ListModelsRequest(), timeout=args.timeout)
-        with suppress(grpc.RpcError):  # for who may not ask: the list alone
-            control = control_pb2_grpc.ControlStub(channel)
-            answer = control.GetStats(control_pb2.GetStatsRequest(), timeout=args.timeout)
-            pauses.update({entry.model: paused_text(entry) for entry in answer.replicas})
-        return listed
-
-    return _show(args, ask, lambda answer: print_models(answer.models, pauses))
 
 
 def stats(args: argparse.Namespace) -> int:
@@ -196,28 +175,6 @@ def print_tokens(answer: inference_pb2.TokenizeResponse) -> None:
     print(f"{len(answer.tokens)} of at most {answer.max_model_len} tokens")
 
 
-def print_models(listed: Sequence[models_pb2.Model], pauses: Mapping[str, str]) -> None:
-    rows = [
-        (
-            ", ".join((model.name, *model.aliases)),
-            common_pb2.ModelState.Name(model.state).removeprefix("MODEL_STATE_")
-            + pauses.get(model.name, ""),
-            _words(common_pb2.Capability.Name(model.capability).removeprefix("CAPABILITY_")),
-            model.device or "–",
-            model.dtype or "–",
-            str(model.max_model_len or "–"),
-            size_text(model.memory_bytes),
-            str(len(model.replicas)),
-        )
-        for model in listed
-    ]
-    head = ("NAME", "STATE", "CAPABILITY", "DEVICE", "DTYPE", "MAX LEN", "MEMORY", "REPLICAS")
-    print_table(head, rows)
-    for model in listed:
-        if model.error:
-            print(f"{model.name}: {model.error}")
-
-
 def print_stats(answer: control_pb2.GetStatsResponse) -> None:
     print("\n".join(lines_of(answer)))
 
@@ -242,7 +199,3 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in (head, *rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         print("  ".join(cells).rstrip())
-
-
-def _words(name: str) -> str:
-    return name.lower().replace("_", "-")

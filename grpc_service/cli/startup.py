@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.api import Engine
-    from engine.pool import Entry
+    from engine.entry import Entry
     from grpc_service.config import ServerConfig
 
 REFRESH_S = 0.1

@@ -7,7 +7,6 @@ import math
 import socket
 
 import pytest
-from google.protobuf.message_factory import GetMessageClass
 from grpc import StatusCode
 
 from grpc_service._generated.triolet.v1 import (
@@ -17,13 +16,12 @@ from grpc_service._generated.triolet.v1 import (
     inference_pb2_grpc,
     models_pb2,
 )
-from grpc_service.servicer import CONTROL, INFERENCE, MODELS, Control, Inference, Models
+from grpc_service.servicer import CONTROL, INFERENCE, MODELS
 from tests.support.core_driver import expected_tokens
 from tests.support.server import fake
 from tests.support.wire import (
     SERVING,
     broken_fields,
-    details,
     ended,
     error_of,
     generate,
@@ -348,27 +346,6 @@ def test_fields_that_a_newer_client_knows_are_passed_over(channel):
 )
 def test_a_method_that_is_not_there_is_unimplemented(channel, path):
     assert send(channel, path, b"").code() is StatusCode.UNIMPLEMENTED
-
-
-# ---- what comes later ------------------------------------------------------------------------
-
-
-SERVICERS = {"Inference": Inference, "Models": Models, "Control": Control}
-LATER_METHODS = [
-    method
-    for method in METHODS
-    if not hasattr(SERVICERS[method.containing_service.name], method.name)
-]
-
-
-@pytest.mark.parametrize("method", LATER_METHODS, ids=path_of)
-def test_a_method_that_comes_later_is_unimplemented_and_named(channel, method):
-    request = GetMessageClass(method.input_type)()
-    path = path_of(method)
-    streams = method.server_streaming
-    error = send(channel, path, request.SerializeToString(), streams=streams)
-    assert error.code() is StatusCode.UNIMPLEMENTED
-    assert details(error)["ErrorInfo"].metadata["field"] == path[1:]
 
 
 # ---- the other calls -------------------------------------------------------------------------

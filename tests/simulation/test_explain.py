@@ -225,7 +225,7 @@ def test_the_answer_costs_the_same_whether_ten_or_a_thousand_wait():
         for number in range(1000):
             ask(engine, f"r{number}", max_tokens=100)
         await trio.sleep(2 * STEP_S)
-        ledger = engine._pool.entries["fake"].replica.loop.scheduler._ledger
+        ledger = engine._pool.entries["fake"].replicas[0].loop.scheduler._ledger
         assert len(ledger.waiting) > 900
         for name in ("r10", "r990"):
             line = ledger.waiting

@@ -21,7 +21,7 @@ from dataclasses import replace
 import trio
 
 from engine import logs
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig, ModelConfig, WorkerConfig
 from engine.core.encode_types import EncoderKind
 from engine.model.fake import FakeRunner, FakeScript
 from engine.model.fake_encoder import FakeEncoder
@@ -225,11 +225,17 @@ def start(
     """Serve and return the exit code.
 
     ``models``: ModelConfig's fields, and a model's own ``script``; with ``capability``
-    "text-embedding" or "rerank" it is an encoder. ``script``, ``runner``,
-    ``engine``, ``server``: fields of make_script, FakeRunner, EngineConfig and ServerConfig.
+    "text-embedding" or "rerank" it is an encoder. ``replicas``: how many workers it has;
+    ``memory_bytes``: what each needs; ``fails``: how many of its loads fail first. ``script``,
+    ``runner``, ``engine``, ``server``: fields of make_script, FakeRunner, EngineConfig and
+    ServerConfig.
     ``counts``: count what happens, on asyncio's own loop. ``is_command``: as `triolet serve` does.
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
+    needs = {model["name"]: model.pop("memory_bytes", None) for model in models}
+    failing = {model["name"]: model.pop("fails", 0) for model in models}
+    for model in models:
+        model["workers"] = (WorkerConfig(count=model.pop("replicas", 1)),)
     models = [
         model | {"capability": Capability(model["capability"])} if "capability" in model else model
         for model in models
@@ -241,14 +247,20 @@ def start(
     server_config = ServerConfig(**{"port": 0, "log_format": "human"} | (server or {}))
 
     def make_runner(model, config):
+        own = dict(scripts[model.name])
+        if failing[model.name]:
+            failing[model.name] -= 1
+            own["load_error"] = "scripted"
         if model.capability in KINDS:
             return FakeEncoder(
                 KINDS[model.capability],
                 max_model_len=ENCODER_MAX_LEN,
-                script=make_script(**scripts[model.name]),
+                script=make_script(**own),
+                memory_bytes=needs[model.name] or 1000,
             )
         return FaultyRunner(
-            script=make_script(**scripts[model.name]),
+            script=make_script(**own),
+            memory_bytes=needs[model.name],
             **{"block_size": config.block_size} | (runner or {}),
         )
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from engine.config import DEMO_MODELS, EngineConfig, ModelConfig
+from engine.config import DEMO_MODELS, EngineConfig, ModelConfig, WorkerConfig
 from engine.errors import ConfigError
 from grpc_service.cli import client, flags
 from grpc_service.cli.main import build_parser, main
@@ -45,6 +45,9 @@ OTHER = {
     "no_prefix_cache": (None, "true"),
     "no_prepared_plans": (None, "true"),
     "seed": ("7", "7"),
+    "lazy": (None, "true"),
+    "runner": ("process", '"process"'),
+    "idle_ttl": ("90", "90"),
     "max_queued_requests": ("10", "10"),
     "max_queued_tokens": ("1000", "1000"),
     "stream_buffer": ("16", "16"),
@@ -85,7 +88,7 @@ def test_every_field_of_the_configs_has_a_flag():
     without = {
         EngineConfig: {"models", "in_process_buffer", "telemetry", "check_level"},
         ServerConfig: set(),
-        ModelConfig: {"model", "name", "aliases", "lazy", "threads", "capability"},
+        ModelConfig: {"model", "name", "aliases", "threads", "capability", "workers"},
     }
     for target, others in without.items():
         fields = {field.name for field in dataclasses.fields(target)}
@@ -157,7 +160,10 @@ def test_the_designs_example_file(tmp_path):
         runner = "thread"
         """,
     )
-    assert engine.models == (ModelConfig("demo-stories", name="stories", device="cpu", threads=2),)
+    worker = WorkerConfig("cpu", threads=2, runner="thread")
+    assert engine.models == (ModelConfig("demo-stories", name="stories", workers=(worker,)),)
+    replica = ModelConfig("demo-stories", name="stories", device="cpu", threads=2)
+    assert engine.models[0].replica(0) == replica
     assert server == ServerConfig()
 
 
@@ -186,7 +192,7 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
     [
         ("max_num_seq = 1", "max_num_seq is not a setting; is max_num_seqs meant?"),
         ("max-num-seqs = 1", "max-num-seqs is not a setting; is max_num_seqs meant?"),
-        ("idle_ttl = 1", "idle_ttl is not a setting"),
+        ("idle_tt = 1", "idle_tt is not a setting; is idle_ttl meant?"),
         ('model = "a"', "model is not a setting; write a [[models]] table with model and name"),
         ("seed = true", "seed is True, but must be a whole number"),
         ("seed = 1.5", "seed is 1.5, but must be a whole number"),
@@ -202,12 +208,12 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
         ("[[models]]\nmodel = 'a'\nlasy = true", "models[0].lasy is not a setting; is lazy meant?"),
         ("[[models]]\nmodel = 'a'\naliases = 'b'", "models[0].aliases must be a list of names"),
         (
-            "[[models]]\nmodel = 'a'\n[[models.workers]]\ncount = 2",
-            "models[0].workers[0].count: only 1 is supported yet",
+            "[[models]]\nmodel = 'a'\n[[models.workers]]\ncount = 0",
+            "models[0].workers[0]: --count is 0, but must be at least 1",
         ),
         (
-            "[[models]]\nmodel = 'a'\n[[models.workers]]\nrunner = 'process'",
-            "models[0].workers[0].runner: only 'thread' is supported yet",
+            "[[models]]\nmodel = 'a'\n[[models.workers]]\nrunner = 'fork'",
+            "models[0].workers[0]: --runner is 'fork'; use thread or process",
         ),
         (
             "[[models]]\nmodel = 'a'\nworkers = 2",

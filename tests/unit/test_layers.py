@@ -45,7 +45,7 @@ ENGINE_PUBLIC = {
 ALLOWED: dict[str, set[str]] = {
     "engine.errors": set(),
     "engine.logs": set(),
-    "engine.memory": set(),
+    "engine.memory": {"engine.errors"},
     "engine.quota": {"engine.errors"},
     "engine.status": set(),
     "engine.threads": set(),
@@ -66,16 +66,28 @@ ALLOWED: dict[str, set[str]] = {
     "engine.loop": {
         *("engine.core", "engine.errors", "engine.config", "engine.telemetry", "engine.watchdog"),
     },
+    "engine.replica": {
+        "engine.core",
+        "engine.config",
+        "engine.constraints",
+        "engine.loop",  # a replica is a loop with what serves it
+        "engine.status",
+        "engine.telemetry",
+    },
+    "engine.entry": {"engine.core", "engine.replica", "engine.status"},
+    "engine.load_watch": {"engine.core", "engine.entry"},
+    "engine.governor": {"engine.core", "engine.entry", "engine.errors", "engine.memory"},
     "engine.pool": {
         "engine.core",
         "engine.errors",
         "engine.config",
-        "engine.constraints",
-        "engine.loop",  # a replica is a loop with what serves it
+        "engine.entry",
+        "engine.governor",
+        "engine.load_watch",
+        "engine.loop",
         "engine.memory",
+        "engine.replica",
         "engine.status",
-        "engine.telemetry",
-        "engine.watchdog",
     },
     "engine.constraints": {"engine.core", "engine.errors"},
     "engine.answers": set(),
@@ -192,6 +204,7 @@ TRIO_AWARE = {
         for name in ("generation", "loop", "pool", "prompts", "supervisor", "threads")
     ),
     *(f"engine.{name}" for name in ("api", "constraints", "handles", "sync")),
+    *(f"engine.{name}" for name in ("entry", "governor", "load_watch", "replica")),
     "grpc_service.bridge",
     "grpc_service.server",
     "grpc_service.cli.startup",

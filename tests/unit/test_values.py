@@ -68,6 +68,7 @@ VALUES = [
     p.RunnerSpec("demo-stories", kv_bytes=1, threads=2),
     p.ModelInfo("llama", "float32", "cpu", 10, 20, 30, 16, frozenset({1}), 99),
     p.LoadProgress("weights", 1, 2, 3, 4),
+    p.MemoryEstimate(1 << 30, "cuda:0", 1 << 33),
     p.TokenSpan(1, "x", 0, 1),
 ]
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from engine.core.plan import StepResult
     from engine.core.types import Constraint
     from engine.generation import Lifetime
-    from engine.pool import AnyRunner
+    from engine.replica import AnyRunner
     from grpc_service.bridge import Bridge
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves

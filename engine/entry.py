@@ -1,0 +1,129 @@
+"""A configured model: its replicas, the load that is under way, and what went wrong last.
+
+Rule 1: a model's state is derived from these and stored nowhere, so that it cannot disagree with
+them. Rule 2: at most one load of a model is under way (R102); many may wait for it.
+
+    UNLOADED ── ensure ──▶ LOADING ── first replica ──▶ READY ── unload, eviction ──▶ DRAINING
+       ▲                      │                            │                             │
+       │                      └── none loads ─▶ FAILED ◀── the last one dies             │
+       └─────────────────────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine.core.breaker import Breaker
+from engine.status import Capability, ModelState, ModelStatus
+
+if TYPE_CHECKING:
+    from engine.config import ModelConfig
+    from engine.core.events import Pause
+    from engine.core.plan import LoadProgress
+    from engine.replica import Replica
+
+
+@dataclass(eq=False)
+class Load:
+    """One load of ``wanted`` replicas. ``settled``: one of them serves, or none will; then
+    ``cause`` says why. ``done``: no more of them will come."""
+
+    wanted: int
+    is_preload: bool = False
+    may_evict: bool = True
+    settled: trio.Event = field(default_factory=trio.Event)
+    done: trio.Event = field(default_factory=trio.Event)
+    cause: BaseException | None = None
+    granted: int = 0
+
+
+@dataclass(eq=False)
+class Entry:
+    """A configured model. ``settled`` is set when its first load has ended, for whoever starts
+    the server. ``capability`` is None as long as only its files, which are not here yet, can
+    tell."""
+
+    config: ModelConfig
+    capability: Capability | None = None
+    settled: trio.Event = field(default_factory=trio.Event)
+    replicas: list[Replica] = field(default_factory=list)
+    load: Load | None = None
+    cause: BaseException | None = None  # of the failure that no load has made good since
+    breaker: Breaker = field(default_factory=Breaker)
+    num_waiting: int = 0  # requests that wait for its load
+    num_unloads: int = 0  # the operator's, under way
+    was_loaded: bool = False
+    last_used: float = 0.0  # seconds since the epoch
+    progress: LoadProgress | None = None
+    pause: Pause | None = None
+    _turn: int = 0
+
+    @property
+    def is_encoder(self) -> bool:
+        return self.capability in (Capability.TEXT_EMBEDDING, Capability.RERANK)
+
+    @property
+    def ready(self) -> list[Replica]:
+        """The replicas that take requests."""
+        return [replica for replica in self.replicas if not replica.is_retired]
+
+    @property
+    def state(self) -> ModelState:
+        """Where the model stands (rule 1)."""
+        if self.num_unloads and self.replicas:
+            return ModelState.DRAINING
+        if self.ready:
+            return ModelState.READY
+        if self.load is not None:
+            return ModelState.LOADING
+        if self.replicas:
+            return ModelState.DRAINING
+        return ModelState.UNLOADED if self.cause is None else ModelState.FAILED
+
+    def note_progress(self, progress: LoadProgress) -> None:
+        """A stage of its load, on the loading thread. One that knows no totals leaves those of
+        the stage before."""
+        before = self.progress
+        if before is not None and before.bytes_total and not progress.bytes_total:
+            progress = replace(before, phase=progress.phase)
+        self.progress = progress
+
+    def pick(self) -> Replica | None:
+        """The ready replica with the fewest requests, in turn among equals; None: there is
+        none."""
+        ready = self.ready
+        if len(ready) <= 1:
+            return ready[0] if ready else None
+        self._turn += 1
+        shift = self._turn % len(ready)
+        return min(ready[shift:] + ready[:shift], key=lambda replica: replica.num_leases)
+
+    def free_id(self) -> int:
+        """The lowest number that no replica of it has."""
+        taken = {replica.replica_id for replica in self.replicas}
+        return next(number for number in range(len(taken) + 1) if number not in taken)
+
+    def status(self, error: str) -> ModelStatus:
+        """What ListModels says of it."""
+        info = self.replicas[0].info if self.replicas else None
+        return ModelStatus(
+            name=self.config.name,
+            state=self.state,
+            capability=self.capability or Capability.TEXT_TO_TEXT,
+            aliases=self.config.aliases,
+            error=error,
+            memory_bytes=sum(replica.reservation.num_bytes for replica in self.replicas),
+            replicas=tuple(replica.status() for replica in self.replicas),
+            leases=sum(replica.num_leases for replica in self.replicas),
+            last_used=self.last_used,
+            dtype=info.dtype if info else "",
+            device=", ".join(dict.fromkeys(one.info.device for one in self.replicas)),
+            architecture=info.architecture if info else "",
+            max_model_len=info.max_model_len if info else 0,
+            is_demo=info.is_demo if info else False,
+            is_lazy=self.config.lazy or self.was_loaded,
+            is_hung=any(replica.loop.is_hung for replica in self.replicas),
+        )

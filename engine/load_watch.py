@@ -1,0 +1,81 @@
+"""Watching a model load, as the operator asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import trio
+
+from engine.core.plan import LoadProgress
+
+if TYPE_CHECKING:
+    from engine.entry import Entry
+    from engine.errors import TrioletError
+    from engine.status import ModelState
+
+# How often a watcher looks at the progress, which a worker's thread writes down: the end of the
+# load is heard of at once.
+LOOK_INTERVAL_S = 0.1
+
+
+class Ensures(Protocol):
+    """What a watch needs of the pool."""
+
+    def ensure(self, name: str, *, replicas: int) -> Entry: ...
+    def failure(self, entry: Entry, cause: BaseException | None) -> TrioletError: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStatus:
+    """A stage of a load, and where the model stands."""
+
+    progress: LoadProgress
+    state: ModelState
+
+
+class LoadWatch:
+    """One watcher of a load that has begun, by `Pool.watch_load`. Leaving it leaves the load
+    alone."""
+
+    def __init__(self, pool: Ensures, entry: Entry, count: int) -> None:
+        self._pool = pool
+        self._entry = entry
+        self._count = count
+        self._seen: LoadProgress | None = None
+        self._is_limited = False  # there was no room for as many as are wanted
+        self._is_over = False
+
+    async def next(self) -> LoadStatus | None:
+        """The next stage. The last one has state READY, and None comes after it. What comes and
+        goes between two looks is not told.
+
+        Raises:
+            SpawnFailed, MemoryExhausted, ShuttingDown, NoWorkers: the load failed, or could not
+                begin again.
+        Cancellation: the load goes on, and can be watched on.
+        """
+        if self._is_over:
+            return None
+        while (load := self._entry.load) is not None or not self._has_enough():
+            if load is None:
+                self._pool.ensure(self._entry.config.name, replicas=self._count)
+                continue
+            progress = self._entry.progress
+            if progress is not None and progress is not self._seen:
+                self._seen = progress
+                return LoadStatus(progress, self._entry.state)
+            with trio.move_on_after(LOOK_INTERVAL_S):
+                await load.done.wait()
+            if load.cause is not None:
+                raise self._pool.failure(self._entry, load.cause)
+            self._is_limited = load.done.is_set() and load.granted < load.wanted
+        self._is_over = True
+        last = self._seen or LoadProgress("")
+        done = LoadProgress(
+            "ready", last.bytes_total, last.bytes_total, last.tensors_total, last.tensors_total
+        )
+        return LoadStatus(done, self._entry.state)
+
+    def _has_enough(self) -> bool:
+        return self._is_limited or len(self._entry.ready) >= self._count

@@ -1,0 +1,109 @@
+"""Real models of three capabilities from one file, loaded, unloaded and evicted side by side."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from grpc_service._generated.triolet.v1 import models_pb2, models_pb2_grpc
+from tests.support.encode_wire import embed, rerank
+from tests.support.server import real
+from tests.support.wire import generate, list_models, wait_until
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+# 42 MiB for each story teller and 7.5 for each encoder: of the four, three have room.
+CONFIG = """
+memory_limit = "{limit}MiB"
+kv_cache_memory = "32MiB"
+max_num_batched_tokens = 512
+max_num_seqs = 16
+[[models]]
+model = "demo-stories"
+name = "stories"
+[[models]]
+model = "demo-embed"
+name = "embed"
+[[models]]
+model = "demo-rerank"
+name = "rerank"
+[[models]]
+model = "demo-stories"
+name = "more"
+lazy = true
+"""
+LIMIT_MIB = 93
+TEXTS = ["The dog sleeps.", "A hound naps.", "The ship left the harbour."]
+PROMPT = {"text": "Once upon a time", "model": "stories", "max_tokens": 40, "temperature": 0.0}
+
+
+class Readers(threading.Thread):
+    """Asks the story teller again and again; every answer is the same."""
+
+    def __init__(self, channel):
+        super().__init__(daemon=True)
+        self.channel = channel
+        self.answers = []
+        self.is_over = threading.Event()
+        self.start()
+
+    def run(self):
+        while not self.is_over.is_set():
+            heard = generate(self.channel, **PROMPT)
+            self.answers.append(heard.error or heard.text())
+
+    def stop(self):
+        self.is_over.set()
+        self.join(60)
+        return self.answers
+
+
+def state(channel, name):
+    model = next(one for one in list_models(channel) if one.name == name)
+    return (
+        models_pb2.Model.DESCRIPTOR.fields_by_name["state"]
+        .enum_type.values_by_number[model.state]
+        .name.removeprefix("MODEL_STATE_")
+    )
+
+
+def vectors(channel):
+    heard = embed(channel, TEXTS, model="embed")
+    assert heard.error is None
+    return [tuple(message.values) for message in heard.by_index()]
+
+
+def scores(channel):
+    heard = rerank(channel, "Where is the dog?", TEXTS, model="rerank")
+    assert heard.error is None
+    return [message.score for message in heard.by_index()]
+
+
+def test_three_capabilities_at_once_one_unloaded_and_one_evicted_and_back(tmp_path):
+    file = tmp_path / "triolet.toml"
+    file.write_text(CONFIG.format(limit=LIMIT_MIB))
+    with real("--config", str(file), model=None) as server:
+        channel = server.channel
+        wait_until(lambda: {state(channel, one) for one in ("embed", "rerank")} == {"READY"}, 60)
+        expected, close, first = vectors(channel), scores(channel), generate(channel, **PROMPT)
+        readers = Readers(channel)
+        stub = models_pb2_grpc.ModelsStub(channel)
+
+        stub.UnloadModel(models_pb2.UnloadModelRequest(model="embed"), timeout=60)
+        assert state(channel, "embed") == "UNLOADED"
+        assert scores(channel) == close
+        list(stub.LoadModel(models_pb2.LoadModelRequest(model="embed"), timeout=60))
+        assert vectors(channel) == expected
+
+        # the least recently used goes: first the reranker, which was asked before the embedder
+        assert generate(channel, **PROMPT | {"model": "more"}).text() == first.text()
+        assert state(channel, "rerank") == "UNLOADED"
+        assert state(channel, "embed") == "READY"
+        assert scores(channel) == close  # back, in the embedder's place
+        assert vectors(channel) == expected  # back, in the second story teller's
+        assert {state(channel, one) for one in ("stories", "embed", "rerank")} == {"READY"}
+
+        answers = readers.stop()
+        assert len(answers) > 2
+        assert set(answers) == {first.text()}

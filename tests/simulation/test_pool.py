@@ -1,0 +1,567 @@
+"""The pool in virtual time: cold starts, memory, eviction, unloading and failure (R101–R142)."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.breaker import OPEN_S
+from engine.errors import (
+    EngineBug,
+    MemoryExhausted,
+    NoWorkers,
+    ShuttingDown,
+    SpawnFailed,
+    SpawnTimeout,
+    TrioletError,
+)
+from engine.status import Capability, ModelState
+from tests.support.pools import GB, Model, World
+
+SEEDS = range(6)  # of the task order
+
+
+def state(world, name="a"):
+    return world.pool.entries[name].state
+
+
+# ---- cold starts
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ten_clients_of_a_cold_model_of_two_replicas_load_it_twice(seed):
+    """R130: 2 loads and 4 GB, not 20 and 40."""
+    world = World(Model("a", 2 * GB, replicas=2))
+
+    async def body(world):
+        results = await world.hold_all(*[("a",)] * 10)
+        assert [error for error, _ in results] == [None] * 10
+        assert world.num_loads("a") == 2
+        assert world.pool.memory.peak() == 4 * GB
+
+    world.run(body, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_three_clients_at_drawn_instants_load_two_replicas(seed):
+    """R131, with the third after the load has begun and a fourth after it has ended."""
+    world = World(Model("a", 2 * GB, replicas=2, load_s=1.0))
+
+    async def body(world):
+        async with trio.open_nursery() as nursery:
+            for at in (0.0, 0.0, 0.5, 1.5):
+                nursery.start_soon(later, at, world.hold, "a")
+        assert world.num_loads("a") == 2
+        assert world.pool.memory.peak() == 4 * GB
+
+    world.run(body, seed)
+
+
+async def later(at, job, *args):
+    await trio.sleep(at)
+    await job(*args)
+
+
+def test_waiters_wake_at_the_instant_of_ready():
+    """R109, R132: nothing is polled."""
+    world = World(Model("a", load_s=1.5))
+
+    async def body(world):
+        assert [at for _, at in await world.hold_all(*[("a",)] * 10)] == [1.5] * 10
+
+    world.run(body)
+
+
+def test_models_load_in_parallel():
+    """R104."""
+    world = World(Model("slow", load_s=20.0), Model("fast", load_s=1.0))
+
+    async def body(world):
+        (_, slow), (_, fast) = await world.hold_all(("slow",), ("fast",))
+        assert (slow, fast) == (20.0, 1.0)
+
+    world.run(body)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_five_models_of_two_replicas_at_once_stay_below_the_limit(seed):
+    """R120: the limit holds five replicas; who comes too late is told so at once."""
+    models = [Model(f"m{i}", GB, replicas=2) for i in range(5)]
+    world = World(*models, limit=5 * GB)
+
+    async def body(world):
+        results = await world.hold_all(*[(model.name, 5.0) for model in models])
+        assert world.pool.memory.peak() <= 5 * GB
+        for error, _ in results:
+            assert error is None or isinstance(error, MemoryExhausted)
+        assert sum(error is None for error, _ in results) >= 3
+
+    world.run(body, seed)
+
+
+def test_a_load_survives_its_requester():
+    """R115."""
+    world = World(Model("a", load_s=10.0))
+
+    async def body(world):
+        with trio.move_on_after(1.0):
+            await world.hold("a")
+        assert state(world) is ModelState.LOADING
+        await trio.sleep(9.0)
+        assert state(world) is ModelState.READY
+        assert await world.hold("a") == (None, 10.0)
+        assert world.num_loads("a") == 1
+
+    world.run(body)
+
+
+def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on():
+    """R108: 30 s each, from when each began to wait."""
+    world = World(Model("a", load_s=100.0))
+
+    async def body(world):
+        async with trio.open_nursery() as nursery:
+            for at in (0.0, 20.0):
+                nursery.start_soon(timed_out, world, at)
+        assert state(world) is ModelState.LOADING
+        await trio.sleep(50.0)
+        assert await world.hold("a") == (None, 100.0)
+
+    async def timed_out(world, at):
+        await trio.sleep(at)
+        error, when = await world.hold("a")
+        assert isinstance(error, SpawnTimeout)
+        assert str(error).startswith("Spawn timeout: a is still loading after 30 s")
+        assert when == at + 30.0
+
+    world.run(body)
+
+
+# ---- failure
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [SpawnFailed("no such file"), RuntimeError("x"), MemoryError(), SystemExit(3)],
+    ids=repr,
+)
+def test_a_load_that_fails_tells_each_waiter_at_once_by_an_error_of_its_own(cause):
+    """R110, R133, R140: after the second that the failure took, and not after 30."""
+    world = World(Model("a", load_s=1.0, load_errors=[cause]))
+
+    async def body(world):
+        results = await world.hold_all(*[("a",)] * 9)
+        errors = [error for error, _ in results]
+        assert {at for _, at in results} == {1.0}
+        assert all(isinstance(error, SpawnFailed) for error in errors)
+        assert len({id(error) for error in errors}) == 9
+        assert {id(error.__cause__) for error in errors} != {id(None)}
+        assert str(errors[0]).startswith("Worker spawn failed: a: ")
+        assert state(world) is ModelState.FAILED
+        assert world.pool.memory.total_reserved == 0
+
+    world.run(body)
+
+
+def test_an_estimate_that_fails_is_a_load_that_fails():
+    world = World(Model("a", estimate_error=SpawnFailed("no config.json")))
+
+    async def body(world):
+        error, at = await world.hold("a")
+        assert (str(error), at) == ("Worker spawn failed: a: no config.json", 0.0)
+        assert world.num_loads("a") == 0
+
+    world.run(body)
+    assert world.workers
+
+
+def test_one_replica_of_two_that_fails_leaves_the_other():
+    world = World(Model("a", replicas=2, load_errors=[RuntimeError("x")]))
+
+    async def body(world):
+        assert await world.hold("a") == (None, 1.0)
+        assert state(world) is ModelState.READY
+        assert world.pool.memory.total_reserved == GB
+
+    world.run(body)
+
+
+def test_after_a_failure_the_next_try_waits_longer_each_time_and_then_the_breaker_opens():
+    """R114, R142: 1, 2, 4, 8 s and then 60; a request in between loads nothing."""
+    world = World(Model("a", load_s=0.5, load_errors=[RuntimeError("x")] * 6))
+
+    async def body(world):
+        waits = [1.0, 2.0, 4.0, 8.0, OPEN_S, OPEN_S]
+        for tries, wait_s in enumerate(waits, 1):
+            await world.hold("a")
+            assert world.num_loads("a") == tries
+            await trio.sleep(wait_s - 0.1)
+            error, _ = await world.hold("a")
+            assert isinstance(error, SpawnFailed)
+            assert "it is tried again in 0 s or later" in str(error)
+            assert world.num_loads("a") == tries
+            await trio.sleep(0.2)
+        assert (await world.hold("a"))[0] is None
+        assert state(world) is ModelState.READY
+
+    world.run(body)
+
+
+def test_the_operator_need_not_wait_for_the_breaker():
+    world = World(Model("a", load_errors=[RuntimeError("x")] * 5))
+
+    async def body(world):
+        for _ in range(5):
+            with pytest.raises(SpawnFailed):
+                await load(world, "a")
+        await load(world, "a")
+        assert world.num_loads("a") == 6
+
+    world.run(body)
+
+
+async def load(world, name, replicas=None):
+    watch = world.pool.watch_load(name, replicas)
+    stages = []
+    while (stage := await watch.next()) is not None:
+        stages.append(stage)
+    return stages
+
+
+def test_a_worker_that_dies_leaves_the_routing_and_is_loaded_again_by_the_next_request():
+    """R141."""
+    world = World(Model("a"))
+
+    async def body(world):
+        await world.hold("a")
+        world.crash("a")
+        await trio.sleep(0.01)
+        assert state(world) is ModelState.FAILED
+        assert world.pool.memory.total_reserved == 0
+        assert isinstance((await world.hold("a"))[0], EngineBug)
+        await trio.sleep(1.0)
+        assert (await world.hold("a"))[0] is None
+
+    world.run(body)
+
+
+# ---- memory
+
+
+def test_what_does_not_fit_is_refused_with_the_arithmetic():
+    world = World(Model("a", 3 * GB), Model("b", 2 * GB), limit=4 * GB)
+
+    async def body(world):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a", 10.0)
+            await trio.sleep(5.0)
+            error, at = await world.hold("b")
+            assert at == 5.0
+            assert str(error) == (
+                "Memory exhausted: Memory limit reached for b: it needs 2,048.0 MiB on cpu, where "
+                "3,072.0 MiB of 4,096.0 MiB are reserved; nothing can be evicted"
+            )
+        assert (await world.hold("b"))[0] is None  # and the next request tries again
+
+    world.run(body)
+
+
+def test_a_model_larger_than_the_limit_evicts_nobody():
+    world = World(Model("a"), Model("huge", 9 * GB), limit=4 * GB)
+
+    async def body(world):
+        await world.hold("a")
+        error, _ = await world.hold("huge")
+        assert isinstance(error, MemoryExhausted)
+        assert error.retry_after_s is None
+        assert "evicting a (1,024.0 MiB) would not do" in str(error)
+        assert state(world) is ModelState.READY
+
+    world.run(body)
+
+
+def test_the_least_recently_used_idle_model_makes_room():
+    world = World(*[Model(name) for name in "abcd"], limit=3 * GB)
+
+    async def body(world):
+        for name in "abca":
+            await world.hold(name)
+            await trio.sleep(1)
+        await world.hold("d")
+        assert [state(world, name) for name in "abcd"] == [
+            *(ModelState.READY, ModelState.UNLOADED, ModelState.READY, ModelState.READY)
+        ]
+
+    world.run(body)
+
+
+def test_a_popular_model_gives_its_spare_replica_to_one_that_has_none():
+    """R135: even while requests run on it, and none of them is cut."""
+    world = World(Model("popular", replicas=4), Model("other"), limit=4 * GB)
+    cuts = []
+
+    async def body(world):
+        await world.hold("popular")
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(world.hold, "popular", 5.0, lambda: cuts.append(1))
+            await trio.sleep(1.0)
+            assert await world.hold("other") == (None, 1.0 + 1.0 + 5.0 - 1.0 + 1.0)
+        assert len(world.pool.entries["popular"].ready) == 3
+
+    world.run(body)
+    assert not cuts
+
+
+def test_a_preload_evicts_nobody():
+    world = World(Model("a", lazy=False), Model("b", lazy=False), limit=GB)
+
+    async def body(world):
+        await trio.sleep(5.0)
+        assert {state(world, "a"), state(world, "b")} == {ModelState.READY, ModelState.FAILED}
+
+    world.run(body)
+
+
+def test_what_was_measured_replaces_the_estimate():
+    world = World(Model("a", GB, measured=3 * GB), Model("b", GB), limit=3 * GB)
+
+    async def body(world):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a", 10.0)
+            await trio.sleep(2.0)
+            assert world.pool.memory.total_reserved == 3 * GB
+            assert isinstance((await world.hold("b"))[0], MemoryExhausted)
+
+    world.run(body)
+
+
+def test_an_idle_model_goes_after_its_time_to_live():
+    world = World(Model("a"), Model("b"), idle_ttl_s=60.0)
+
+    async def body(world):
+        await world.hold("a", 100.0)
+        await world.hold("b")
+        await trio.sleep(58.0)
+        assert state(world) is ModelState.READY
+        await trio.sleep(1.5)
+        assert [state(world, name) for name in "ab"] == [ModelState.UNLOADED, ModelState.READY]
+        await trio.sleep(2.0)
+        assert state(world, "b") is ModelState.UNLOADED
+
+    world.run(body)
+
+
+# ---- loading and unloading as the operator wants
+
+
+def test_loading_adds_replicas_up_to_the_number_asked_for():
+    world = World(Model("a"), limit=3 * GB)
+
+    async def body(world):
+        [*_, last] = await load(world, "a")
+        assert (last.state, len(world.pool.entries["a"].ready)) == (ModelState.READY, 1)
+        await load(world, "a", 3)
+        assert len(world.pool.entries["a"].ready) == 3
+        await load(world, "a", 9)  # as many as fit
+        await load(world, "a", 1)
+        assert len(world.pool.entries["a"].ready) == 3
+        assert [r.replica_id for r in world.pool.entries["a"].replicas] == [0, 1, 2]
+
+    world.run(body)
+
+
+def test_unloading_lets_requests_finish_and_then_cuts_them():
+    world = World(Model("a"))
+
+    async def body(world):
+        scope = trio.CancelScope()
+
+        async def long():
+            with scope:
+                await world.hold("a", 100.0, scope.cancel)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(long)
+            nursery.start_soon(world.hold, "a", 5.0)
+            await trio.sleep(2.0)
+            nursery.start_soon(unload, world, 10.0)
+            await trio.sleep(1.0)
+            assert state(world) is ModelState.DRAINING
+            error, _ = await world.hold("a")
+            assert isinstance(error, NoWorkers)
+            assert str(error) == "No workers available: a is being unloaded"
+        assert trio.current_time() == 12.0
+        assert state(world) is ModelState.UNLOADED
+        assert (await world.hold("a"))[0] is None  # and can be loaded again
+
+    async def unload(world, drain_s):
+        await world.pool.unload("a", drain_s)
+        assert world.pool.memory.total_reserved == 0
+
+    world.run(body)
+
+
+def test_an_unload_goes_on_without_its_asker_and_a_second_one_may_cut():
+    world = World(Model("a"))
+
+    async def body(world):
+        scope = trio.CancelScope()
+        async with trio.open_nursery() as nursery:
+
+            async def long():
+                with scope:
+                    await world.hold("a", 100.0, scope.cancel)
+
+            nursery.start_soon(long)
+            await trio.sleep(2.0)
+            with trio.move_on_after(1.0):
+                await world.pool.unload("a", 50.0)
+            assert state(world) is ModelState.DRAINING
+            await world.pool.unload("a", 0.0)
+        assert trio.current_time() == 3.0
+        await trio.sleep(60)
+
+    world.run(body)
+
+
+def test_unloading_waits_for_a_load_under_way():
+    world = World(Model("a", load_s=10.0))
+
+    async def body(world):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a")
+            await trio.sleep(1.0)
+            await world.pool.unload("a", 0.0)
+            assert trio.current_time() >= 10.0
+            assert state(world) is ModelState.UNLOADED
+
+    world.run(body)
+
+
+def test_closing_while_a_load_is_under_way_ends_its_waiters():
+    world = World(Model("a", load_s=10.0), Model("b"))
+
+    async def body(world):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(closes, world)
+            await trio.sleep(1.0)
+            world.pool.close()
+            assert isinstance((await world.hold("b"))[0], ShuttingDown)
+            with pytest.raises(ShuttingDown):
+                await world.pool.unload("a", 0.0)
+
+    async def closes(world):
+        error, _ = await world.hold("a")
+        assert isinstance(error, ShuttingDown)
+
+    world.run(body)
+
+
+# ---- every capability
+
+
+@pytest.mark.parametrize("capability", Capability, ids=lambda one: one.value)
+def test_the_pool_serves_all_capabilities_alike(capability):
+    """R124: cold start, failure and retry, eviction, unloading, by the same code."""
+    other = next(one for one in Capability if one is not capability)
+    world = World(
+        Model("a", capability=capability, replicas=2, load_errors=[RuntimeError("x")] * 2),
+        Model("b", 2 * GB, capability=other),
+        limit=2 * GB,
+    )
+
+    async def body(world):
+        assert isinstance((await world.hold("a"))[0], SpawnFailed)
+        await trio.sleep(1.0)
+        async with world.pool.lease("", capability) as replica:
+            assert replica.model == "a"
+        await load(world, "a", 2)
+        assert len(world.pool.entries["a"].ready) == 2
+        with pytest.raises(TrioletError, match=r"a .*; what is asked for is a model that "):
+            world.pool.entry("a", other)
+        assert (await world.hold("b"))[0] is None
+        assert state(world) is ModelState.UNLOADED
+        await world.pool.unload("b", 0.0)
+        assert (await world.hold("a"))[0] is None
+
+    world.run(body)
+
+
+# ---- interleavings
+
+ERRORS = (SpawnFailed("x"), RuntimeError("x"), SystemExit(1), MemoryError())
+
+
+@st.composite
+def drawn_worlds(draw):
+    models = [
+        Model(
+            name,
+            draw(st.sampled_from([GB, 2 * GB, 3 * GB])),
+            load_s=draw(st.sampled_from([0.0, 0.5, 3.0, 45.0])),
+            replicas=draw(st.integers(1, 3)),
+            lazy=draw(st.booleans()),
+            load_errors=draw(st.lists(st.sampled_from([None, *ERRORS]), max_size=4)),
+        )
+        for name in "abcd"
+    ]
+    instants = st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.5, 3.0, 10.0, 46.0])
+    operations = draw(
+        st.lists(
+            st.tuples(
+                instants,
+                st.sampled_from(["hold"] * 6 + ["leave"] * 2 + ["load", "unload", "crash"]),
+                st.sampled_from("abcd"),
+                st.sampled_from([0.0, 0.5, 4.0, 30.0]),
+                st.integers(1, 4),
+            ),
+            max_size=25,
+        )
+    )
+    limit = draw(st.sampled_from([2, 4, 7, 20])) * GB
+    ttl = draw(st.sampled_from([None, 1.0, 20.0]))
+    closes_at = draw(st.sampled_from([0.0, 2.0, 5.0, 100.0]))
+    return models, operations, limit, ttl, closes_at, draw(st.integers(0, 1 << 30))
+
+
+@settings(max_examples=300, deadline=None)
+@given(drawn_worlds())
+def test_whatever_happens_the_books_are_exact_and_nobody_is_left_waiting(drawn):
+    """The watchers are `World.run`'s and `World.check`'s."""
+    models, operations, limit, ttl, closes_at, seed = drawn
+    world = World(*models, limit=limit, idle_ttl_s=ttl)
+    ended = []
+
+    async def operate(world, at, kind, name, seconds, count):
+        await trio.sleep(at)
+        pool = world.pool
+        scope = trio.CancelScope()
+        with scope:
+            try:
+                if kind == "hold":
+                    await world.hold(name, seconds, scope.cancel)
+                elif kind == "leave":
+                    with trio.move_on_after(seconds):
+                        await world.hold(name, 50.0, scope.cancel)
+                elif kind == "load":
+                    await load(world, name, count)
+                elif kind == "unload":
+                    await pool.unload(name, seconds)
+                else:
+                    world.crash(name)
+            except TrioletError:
+                pass  # told, which is an end like another
+        ended.append(kind)
+
+    async def body(world):
+        async with trio.open_nursery() as nursery:
+            for operation in operations:
+                nursery.start_soon(operate, world, *operation)
+            await trio.sleep(closes_at)
+            world.pool.close()
+
+    world.run(body, seed)
+    assert len(ended) == len(operations)

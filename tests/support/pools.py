@@ -1,0 +1,188 @@
+"""A pool of scripted models in virtual time, watched at every change.
+
+`Model` says how a model's loads go, in turn; `World` runs tasks over a pool and checks the books
+whenever the pool says that something changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import trio
+
+from engine.config import EngineConfig, ModelConfig, WorkerConfig
+from engine.core.encode_types import EncoderKind
+from engine.core.events import Tick
+from engine.core.plan import MemoryEstimate
+from engine.errors import TrioletError
+from engine.model.fake import FakeRunner, FakeScript
+from engine.model.fake_encoder import FakeEncoder
+from engine.pool import Pool
+from engine.status import Capability
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+
+GB = 1 << 30
+ENCODERS = {
+    Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
+    Capability.IMAGE_EMBEDDING: EncoderKind.EMBEDDING,
+    Capability.RERANK: EncoderKind.RERANK,
+}
+
+
+@dataclass
+class Model:
+    """``load_errors`` are raised by the model's loads in turn (None: that one succeeds); after
+    them all succeed. ``measured`` is what a load turns out to need, if not ``num_bytes``."""
+
+    name: str
+    num_bytes: int = GB
+    load_s: float = 1.0
+    replicas: int = 1
+    lazy: bool = True
+    capability: Capability | None = None
+    load_errors: list = field(default_factory=list)
+    estimate_error: BaseException | None = None
+    measured: int | None = None
+
+    def config(self):
+        workers = (WorkerConfig(count=self.replicas),)
+        return ModelConfig(self.name, lazy=self.lazy, workers=workers, capability=self.capability)
+
+
+class Worker:
+    """What the world notes of a runner, over a fake one."""
+
+    def __init__(self, world, model):
+        self.world, self.model = world, model
+        self.num_loads = self.num_closes = 0
+        error = model.load_errors.pop(0) if model.load_errors else None
+        script = FakeScript(load_s=model.load_s, load_error=error, sleep=world.threads.note_sleep)
+        needs = model.num_bytes if model.measured is None else model.measured
+        if model.capability in ENCODERS:
+            self.runner = FakeEncoder(ENCODERS[model.capability], script=script, memory_bytes=needs)
+        else:
+            self.runner = FakeRunner(script=script, memory_bytes=needs)
+
+    def estimate(self):
+        if self.model.estimate_error is not None:
+            raise self.model.estimate_error
+        return MemoryEstimate(self.model.num_bytes)
+
+    def load(self, progress):
+        self.num_loads += 1
+        self.world.loads.append((self.model.name, trio.current_time()))
+        return self.runner.load(progress)
+
+    def close(self):
+        self.num_closes += 1
+        self.runner.close()
+
+    def __getattr__(self, name):
+        return getattr(self.runner, name)
+
+
+class Threads(VirtualThreads):
+    """A job that fails takes its time, too."""
+
+    async def run(self, job, limiter):
+        async with limiter:
+            self._slept_s = 0.0
+            try:
+                return job()
+            finally:
+                with trio.CancelScope(shield=True):
+                    await trio.sleep(self._slept_s)
+
+
+class World:
+    """A pool, and what is noted of it."""
+
+    def __init__(self, *models, limit=100 * GB, **config):
+        self.models = {model.name: model for model in models}
+        self.threads = Threads()
+        self.workers = []
+        self.loads = []  # (model, when) of each that began
+        self.pool = None
+        self._config = EngineConfig(
+            models=tuple(model.config() for model in models),
+            memory_limit=limit,
+            check_level=2,
+            **config,
+        )
+
+    def run(self, body, seed=0):
+        """Run ``body(world)`` with the pool, close it, and see that it gave everything back."""
+
+        async def main():
+            self.pool = Pool(self._config, self._make_runner, self.threads, self.check)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.pool.run)
+                await body(self)
+                self.pool.close()
+            self.check()
+            assert self.pool.memory.total_reserved == 0
+            for worker in self.workers:
+                assert worker.num_closes == 1
+                assert worker.num_loads <= 1
+            for entry in self.pool.entries.values():
+                assert not entry.replicas
+                assert entry.load is None
+                assert entry.num_waiting == entry.num_unloads == 0
+
+        run_deterministically(main, seed)
+
+    def _make_runner(self, config, _):
+        worker = Worker(self, self.models[config.name])
+        self.workers.append(worker)
+        return worker
+
+    def check(self):
+        """What holds at every instant."""
+        if self.pool is None:
+            return
+        memory = self.pool.memory
+        held = sum(r.reservation.num_bytes for e in self.pool.entries.values() for r in e.replicas)
+        assert held <= memory.reserved()
+        is_measured = any(model.measured is not None for model in self.models.values())
+        assert memory.peak() <= memory.limit() or is_measured
+        for entry in self.pool.entries.values():
+            assert not any(replica.reservation.is_released for replica in entry.replicas)
+            ids = [replica.replica_id for replica in entry.replicas]
+            assert len(set(ids)) == len(ids)
+
+    # ---- what tasks do
+
+    async def hold(self, name, seconds=0.0, cut=lambda: None):
+        """Lease a model for a while. The error, or None; and when it was had or refused."""
+        try:
+            async with self.pool.lease(name, cut=cut):
+                had_at = trio.current_time()
+                await trio.sleep(seconds)
+        except TrioletError as error:
+            return error, trio.current_time()
+        return None, had_at
+
+    async def hold_all(self, *asks):
+        """`hold` at once for each of ``asks``: their results, in order."""
+        results = [None] * len(asks)
+
+        async def one(index, ask):
+            results[index] = await self.hold(*ask)
+
+        async with trio.open_nursery() as nursery:
+            for index, ask in enumerate(asks):
+                nursery.start_soon(one, index, ask)
+        return results
+
+    def num_loads(self, name):
+        return sum(model == name for model, _ in self.loads)
+
+    def crash(self, name):
+        """A bug of ours ends the loop of one of the model's replicas."""
+        for replica in self.pool.entries[name].ready[:1]:
+            replica.loop.scheduler.plan = self._break
+            replica.loop.post(Tick())
+
+    @staticmethod
+    def _break(now):
+        raise AssertionError("planted")
