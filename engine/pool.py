@@ -12,7 +12,6 @@ has ended, which is all the memory ordering that is needed (R138).
 from __future__ import annotations
 
 import logging
-import math
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -112,9 +111,10 @@ class Pool:
         self._load_limiter = trio.CapacityLimiter(LOADS_AT_ONCE)
         self._encoder_limiter = trio.CapacityLimiter(1)  # transformers' own loading is not for two
         self._close_limiter = trio.CapacityLimiter(LOADS_AT_ONCE)
-        self._to_start, self._started = trio.open_memory_channel["Task"](math.inf)
+        self._early: list[Task] = []  # what is to be started with the nursery
         self._nursery: trio.Nursery | None = None
         self._is_closing = False
+        self._closed = trio.Event()
         self.deliveries = Deliveries()
         self.entries = {
             model.name: Entry(model, model.capability or find_capability(model))
@@ -133,24 +133,30 @@ class Pool:
 
     async def run(self) -> None:
         """Load what is to be preloaded, then what is asked for, and run every loop."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            for entry in self.entries.values():  # some may be loading: asked for before this runs
-                is_wanted = not entry.config.lazy and not self._is_closing
-                if is_wanted and entry.state is ModelState.UNLOADED:
-                    self.ensure(entry.config.name, is_preload=True)
-            if self._config.idle_ttl_s is not None:
-                nursery.start_soon(self.governor.evict_idle, self._config.idle_ttl_s)
-            async for task in self._started:
-                nursery.start_soon(task)
-            self.governor.close()
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for (
+                    entry
+                ) in self.entries.values():  # some may be loading: asked for before this runs
+                    is_wanted = not entry.config.lazy and not self._is_closing
+                    if is_wanted and entry.state is ModelState.UNLOADED:
+                        self.ensure(entry.config.name, is_preload=True)
+                if self._config.idle_ttl_s is not None:
+                    nursery.start_soon(self.governor.evict_idle, self._config.idle_ttl_s)
+                for task in self._early:
+                    nursery.start_soon(task)
+                await self._closed.wait()
+        finally:
+            self._is_closing = True
 
     def close(self) -> None:
         """Refuse new leases and end every idle loop; `run` returns when all have ended."""
         if self._is_closing:
             return
         self._is_closing = True
-        self._to_start.close()
+        self._closed.set()
+        self.governor.close()
         for entry in self.entries.values():
             for replica in entry.replicas:
                 replica.loop.close()
@@ -233,10 +239,11 @@ class Pool:
         self._on_change()
 
     def _start(self, task: Task) -> None:
-        """Run a task of the pool's own; after `close`, in what is left of its nursery."""
-        if not self._is_closing:
-            self._to_start.send_nowait(task)
-        elif self._nursery is not None:
+        """Run a task of the pool's own. One that is cancelled before it began still begins, and
+        gives back what it was handed."""
+        if self._nursery is None:
+            self._early.append(task)
+        else:
             self._nursery.start_soon(task)
 
     def notify(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,22 @@ from engine.core.encode_types import EncodePlan, EncoderKind
 from engine.core.events import PauseMode
 from engine.core.plan import StepPlan
 from engine.core.types import EndReason
-from engine.errors import EngineBug, InvalidRequest, RequestNotFound, SpawnFailed
+from engine.errors import (
+    EngineBug,
+    InvalidRequest,
+    MemoryExhausted,
+    NoWorkers,
+    RequestNotFound,
+    ShuttingDown,
+    SpawnFailed,
+)
 from engine.model.fake import FakeRunner, FakeScript
 from engine.model.fake_encoder import FakeEncoder
 from engine.quota import Origin, Quota
 from engine.requests import Chat, GenerateRequest
 from engine.status import AbortOutcome
 from engine.supervisor import ABORT_MEMORY_S
+from tools.simulator import pool_faults
 from tools.simulator.clients import BAD_FORM, FRAGILE, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 from tools.simulator.encode_clients import EMBEDDER, RERANKER
@@ -95,6 +105,7 @@ class Simulation:
         self._engine: Engine | None = None
         self._quota = Quota("clients in process", max_queued_tokens=world.quota_tokens)
         self._aborted_at: dict[str, float] = {}
+        self._load_failures = Counter(dict(world.pool.load_failures))
         self._names = Counter(client.request.request_id for client in world.clients)
 
     def run(self) -> Outcome:
@@ -119,7 +130,7 @@ class Simulation:
             load_s=SLEEPY_LOAD_S if model.name == SLEEPY else 0.5,
             encode_s=5 * world.step_s,
             chat_template="<think></think><tool_call></tool_call>",  # chats are told apart
-            load_error=LOAD_ERRORS[world.load_error] if model.name == FRAGILE else None,
+            load_error=self._draw_load_error(model.name),
             eos_at=is_end if world.has_ends else None,
             sleep=self._threads.note_sleep,
             plan_fault=self._draw_fault,
@@ -142,6 +153,12 @@ class Simulation:
         )
         runner.broken_at = world.broken_at_step
         return runner
+
+    def _draw_load_error(self, name: str) -> BaseException | None:
+        if name == FRAGILE or self._load_failures[name] > 0:
+            self._load_failures[name] -= 1
+            return LOAD_ERRORS[self.world.load_error]
+        return None
 
     # ---- faults, drawn as they come up
 
@@ -173,6 +190,8 @@ class Simulation:
         for generation in self._generations:
             if not generation.is_closed:
                 raise Violation(f"{generation} outlives the engine")
+        if self._engine is not None and (left := self._engine.statistics().totals.memory_reserved):
+            raise Violation(f"{left} bytes are reserved by nobody")
         if scope.cancelled_caught:
             self.outcome.ends["cut"] += sum(
                 getattr(g.error, "reason", "") == "SHUTTING_DOWN" for g in self._generations
@@ -186,6 +205,7 @@ class Simulation:
                 make_runner=self._make_runner,
                 threads=self._threads,
                 on_event=self._note,
+                on_change=self._check_memory,
             ) as engine,
             open_wire(engine, world.latency_s) as wire,
         ):
@@ -196,6 +216,8 @@ class Simulation:
                     if client.abort_before_s is not None:
                         nursery.start_soon(self._abort_early, engine, client)
                 nursery.start_soon(self._operate, engine, wire)
+                for operation in world.pool.operations:
+                    nursery.start_soon(self._move_model, engine, *operation)
             with trio.fail_after(PATIENCE_S):
                 await engine.wait_idle()
             self._check_idle(engine)
@@ -243,6 +265,25 @@ class Simulation:
             engine.resume()
             await self._drain(engine)
 
+    async def _move_model(
+        self, engine: Engine, at: float, verb: str, model: str, number: float
+    ) -> None:
+        """Load or unload, as the operator would; a refusal is an answer like another."""
+        await trio.sleep_until(at)
+        with suppress(NoWorkers, MemoryExhausted, SpawnFailed, ShuttingDown, EngineBug):
+            if verb == "load":
+                await engine.load_model(model, int(number))
+            else:
+                await engine.unload_model(model, number)
+
+    def _check_memory(self) -> None:
+        if self._engine is None:
+            return
+        totals = self._engine.statistics().totals
+        if totals.memory_reserved > totals.memory_limit:
+            self._watch.violation = self._watch.violation or Violation(f"too much: {totals}")
+            raise self._watch.violation
+
     async def _drain(self, engine: Engine) -> None:
         limit = self.world.drain_timeout_s
         until = trio.current_time() + limit
@@ -259,7 +300,8 @@ class Simulation:
         """An operator looks around, over the wire: none of it may disturb, or fail but for want of
         a model."""
         bridge = wire.bridge
-        if self.world.drain_at_s is None and self.world.broken_at_step is None:
+        is_served = pool_faults.FAULT not in self.world.faults
+        if self.world.drain_at_s is None and self.world.broken_at_step is None and is_served:
             await self._look_at_tokens(bridge)
         statistics = (await bridge.statistics()).totals
         if statistics.free_blocks > statistics.total_blocks:
@@ -460,7 +502,8 @@ class Simulation:
             causes["ABORTED"] = True
         if "pauses" in world.faults:
             causes["ABORTED"] = True
-        return client.may_end | {reason for reason, may in causes.items() if may}
+        drawn = client.may_end | {reason for reason, may in causes.items() if may}
+        return drawn | (pool_faults.MAY_END if pool_faults.FAULT in world.faults else set())
 
     def _may_not_fit(self, client: Client) -> bool:
         if not isinstance(client.request, GenerateRequest):

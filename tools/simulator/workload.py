@@ -4,10 +4,11 @@ worlds, so that every combination of a few comes up)."""
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
+from tools.simulator import pool_faults
 from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_client
 from tools.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder
 from tools.simulator.oracle import MAX_MODEL_LEN
@@ -34,6 +35,7 @@ FAULTS = (
     "engine_cancelled",
     "broken_runner",
     "encoders",
+    pool_faults.FAULT,
 )
 SHARES = {  # of worlds that have it; these end a world early, or take much from it
     "drain": 0.3,
@@ -42,6 +44,8 @@ SHARES = {  # of worlds that have it; these end a world early, or take much from
     "engine_cancelled": 0.1,
     "broken_runner": 0.1,
 }
+# those that the world's own numbers draw; the last one is drawn apart
+DRAWN = tuple(name for name in FAULTS if name != pool_faults.FAULT)
 LOAD_ERRORS = ("refused", "raised", "exited")
 
 
@@ -71,6 +75,7 @@ class World:
     cancelled_at_s: float | None = None
     broken_at_step: int | None = None
     quota_tokens: int | None = None  # that the clients in process may have waiting
+    pool: pool_faults.PoolFaults = field(default_factory=pool_faults.PoolFaults)
 
 
 def draw_world(
@@ -79,7 +84,9 @@ def draw_world(
     """A world of ``num_requests`` requests; where there are encoders, of three tenths more, for
     them. ``faults`` None: a drawn part of `FAULTS`."""
     rng = random.Random(seed)
-    drawn = frozenset(name for name in FAULTS if rng.random() < SHARES.get(name, 0.5))
+    drawn = frozenset(name for name in DRAWN if rng.random() < SHARES.get(name, 0.5))
+    if pool_faults.is_drawn(seed):
+        drawn |= {pool_faults.FAULT}
     active = drawn if faults is None else faults
     block_size = rng.choice([1, 4, 16])
     least = -(-MAX_MODEL_LEN // block_size)
@@ -101,8 +108,13 @@ def draw_world(
         ask_encoder(rng, client, index, active, step_s, is_named=is_named)
         for index, client in enumerate(clients[num_requests:])
     )
+    pool = pool_faults.PoolFaults()
+    if pool_faults.FAULT in active:
+        config, pool = pool_faults.crowd(seed, config, duration, num_blocks * block_size)
+        clients = pool_faults.ask_the_spare(seed, clients)
     return World(
         seed=seed,
+        pool=pool,
         faults=active,
         config=config,
         num_blocks=num_blocks,

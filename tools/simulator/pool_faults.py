@@ -1,0 +1,87 @@
+"""What a simulated world does with its models: replicas, little memory, loads and unloads.
+
+Rule 1: drawn from a seed of its own, so that worlds without it are as they were before there was a
+pool. Rule 2: a world that has it says which ends it may give a request, beside all others.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine.config import ModelConfig, WorkerConfig
+from tools.simulator.clients import MODEL
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from tools.simulator.clients import Client
+
+FAULT = "model_pool"
+SPARE = "spare"
+SHARE = 0.3  # of worlds
+SPARE_SHARE = 0.2  # of requests, that ask for the spare model
+MAY_END = {"NO_WORKERS", "ABORTED", "MEMORY_EXHAUSTED", "SPAWN_TIMEOUT", "SPAWN_FAILED"}
+
+
+@dataclass(frozen=True)
+class PoolFaults:
+    """``operations`` are (when, verb, model, number): load with a number of replicas, or unload
+    with a time to drain. ``load_failures``: how many of a model's loads fail, by name."""
+
+    operations: tuple[tuple[float, str, str, float], ...] = ()
+    load_failures: tuple[tuple[str, int], ...] = ()
+
+
+def is_drawn(seed: int) -> bool:
+    """Whether the world of this seed has a crowded pool, where faults are drawn."""
+    return _rng(seed).random() < SHARE
+
+
+def _rng(seed: int) -> random.Random:
+    return random.Random(seed ^ 0x9001)
+
+
+def crowd(
+    seed: int, config: EngineConfig, duration: float, model_bytes: int
+) -> tuple[EngineConfig, PoolFaults]:
+    """The configuration with a spare model, replicas and little room; and what is done to it.
+    ``model_bytes`` is what a replica of a text model needs."""
+    rng = _rng(seed)
+    rng.random()  # what `is_drawn` took
+    models = tuple(
+        replace(model, workers=(WorkerConfig(count=rng.choice([1, 1, 2, 3])),))
+        if model.name == MODEL
+        else model
+        for model in config.models
+    )
+    spare = ModelConfig(SPARE, lazy=rng.random() < 0.7)
+    crowded = replace(
+        config,
+        models=(*models, spare),
+        memory_limit=rng.choice([1, 2, 3, 20]) * model_bytes + rng.choice([0, 2000]),
+        idle_ttl_s=rng.choice([None, None, duration / 50 + 1e-3, duration / 5 + 1e-3]),
+    )
+    operations = []
+    for _ in range(rng.randint(0, 8)):
+        name = rng.choice([MODEL, SPARE])
+        verb = rng.choice(["load", "unload", "unload"])
+        number = rng.randint(1, 4) if verb == "load" else rng.choice([0.0, duration / 20, 60.0])
+        operations.append((rng.uniform(0, duration), verb, name, float(number)))
+    failures = tuple((name, rng.choice([0, 0, 1, 3])) for name in (MODEL, SPARE))
+    return crowded, PoolFaults(tuple(sorted(operations)), failures)
+
+
+def ask_the_spare(seed: int, clients: tuple[Client, ...]) -> tuple[Client, ...]:
+    """Some of the clients ask for the spare model; those of an encoder or another model stay."""
+    rng = _rng(seed + 1)
+    return tuple(
+        replace(client, request=replace(client.request, model=SPARE))
+        if rng.random() < SPARE_SHARE and not client.request.model and _is_text(client)
+        else client
+        for client in clients
+    )
+
+
+def _is_text(client: Client) -> bool:
+    return hasattr(client.request, "sampling")
