@@ -189,6 +189,7 @@ class EngineConfig:
     spawn_timeout_s: float = 30.0
     step_timeout_s: float = 60.0  # guess: far above any step that a client would wait for
     default_deadline_s: float | None = None
+    max_worker_deaths: int = 5  # of a model within 10 minutes, until it is given up
     idle_ttl_s: float | None = None  # None: a model is evicted for want of room only
     stream_buffer: int = STREAM_BUFFER
     in_process_buffer: int = IN_PROCESS_BUFFER
@@ -212,6 +213,7 @@ class EngineConfig:
             ("max-queued-tokens", self.max_queued_tokens, 1),
             ("stream-buffer", self.stream_buffer, 1),
             ("in-process-buffer", self.in_process_buffer, 1),
+            ("max-worker-deaths", self.max_worker_deaths, 1),
             ("drain-timeout", self.drain_timeout_s, 0),
         ):
             _at_least(flag, value, minimum)

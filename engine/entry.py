@@ -7,16 +7,22 @@ them. Rule 2: at most one load of a model is under way (R102); many may wait for
        ▲                      │                            │                             │
        │                      └── none loads ─▶ FAILED ◀── the last one dies             │
        └─────────────────────────────────────────────────────────────────────────────────┘
+
+A replica that dies is loaded again after a backoff: while no other serves, the model is LOADING.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import trio
 
 from engine.core.breaker import Breaker
+from engine.core.restarts import Restarts
 from engine.status import Capability, ModelState, ModelStatus
 
 if TYPE_CHECKING:
@@ -34,8 +40,12 @@ class Load:
     wanted: int
     is_preload: bool = False
     may_evict: bool = True
+    is_restart: bool = False
+    starts_at: float = -math.inf  # on Trio's clock: a restart comes after its backoff
     settled: trio.Event = field(default_factory=trio.Event)
     done: trio.Event = field(default_factory=trio.Event)
+    hurry: trio.Event = field(default_factory=trio.Event)  # do not wait for ``starts_at``
+    is_unwanted: bool = False  # nor load at all
     cause: BaseException | None = None
     granted: int = 0
 
@@ -53,6 +63,10 @@ class Entry:
     load: Load | None = None
     cause: BaseException | None = None  # of the failure that no load has made good since
     breaker: Breaker = field(default_factory=Breaker)
+    restarts: Restarts = field(default_factory=Restarts)
+    num_missing: int = 0  # replicas that died and come back by the next load
+    restart_at: float = -math.inf
+    restarts_of: Counter[int] = field(default_factory=Counter)  # by replica, since it was loaded
     num_waiting: int = 0  # requests that wait for its load
     num_unloads: int = 0  # the operator's, under way
     was_loaded: bool = False
@@ -82,6 +96,15 @@ class Entry:
         if self.replicas:
             return ModelState.DRAINING
         return ModelState.UNLOADED if self.cause is None else ModelState.FAILED
+
+    @property
+    def degraded_ids(self) -> list[int]:
+        """The numbers of the replicas that died and are to come back."""
+        if self.load is None or not self.load.is_restart:
+            return []
+        taken = {replica.replica_id for replica in self.replicas}
+        numbers = (number for number in itertools.count() if number not in taken)
+        return list(itertools.islice(numbers, self.load.wanted))
 
     def note_progress(self, progress: LoadProgress) -> None:
         """A stage of its load, on the loading thread. One that knows no totals leaves those of
@@ -125,5 +148,6 @@ class Entry:
             max_model_len=info.max_model_len if info else 0,
             is_demo=info.is_demo if info else False,
             is_lazy=self.config.lazy or self.was_loaded,
+            is_restarting=bool(self.degraded_ids) and not self.ready,
             is_hung=any(replica.loop.is_hung for replica in self.replicas),
         )

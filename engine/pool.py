@@ -22,6 +22,7 @@ import trio
 from engine.core.encode_types import EncoderInfo, EncoderKind
 from engine.core.events import Pause, Resume
 from engine.core.plan import LoadProgress
+from engine.core.restarts import Restarts
 from engine.entry import Entry, Load
 from engine.errors import (
     EngineBug,
@@ -39,7 +40,7 @@ from engine.governor import Governor
 from engine.load_watch import LoadWatch
 from engine.loop import Deliveries
 from engine.memory import MemoryBooks, default_limit
-from engine.replica import AnyRunner, Replica, ReplicaMaker
+from engine.replica import AnyRunner, Mortal, Replica, ReplicaMaker
 from engine.status import Capability, ModelState, ModelStatus
 
 if TYPE_CHECKING:
@@ -117,13 +118,17 @@ class Pool:
         self._closed = trio.Event()
         self.deliveries = Deliveries()
         self.entries = {
-            model.name: Entry(model, model.capability or find_capability(model))
+            model.name: Entry(
+                model,
+                model.capability or find_capability(model),
+                restarts=Restarts(config.max_worker_deaths),
+            )
             for model in config.models
         }
         self.memory = MemoryBooks(config.memory_limit or default_limit())
         self.governor = Governor(self.memory, tuple(self.entries.values()), on_change)
         self._maker = ReplicaMaker(
-            config, threads, self.deliveries, on_event, watchdog, on_change, self.governor.tell_idle
+            config, threads, self.deliveries, on_event, watchdog, self.governor.tell_idle
         )
         self._names = {
             alias: model.name for model in config.models for alias in (model.name, *model.aliases)
@@ -160,6 +165,8 @@ class Pool:
         for entry in self.entries.values():
             for replica in entry.replicas:
                 replica.loop.close()
+            if entry.load is not None:
+                entry.load.hurry.set()
 
     # ---- ensure: the choke point
 
@@ -187,18 +194,35 @@ class Pool:
         if entry.num_unloads:
             raise NoWorkers(f"{entry.config.name} is being unloaded", retry_after_s=5.0)
         if entry.load is not None:
+            if replicas is not None:
+                entry.load.hurry.set()
             return entry
         missing = (replicas or 1) - len(entry.ready)
         if missing <= 0:
             return entry
         if replicas is not None:
             entry.breaker.reset()
+            entry.restarts.reset()
         wait_s = entry.breaker.wait_s(trio.current_time())
         if wait_s:
             raise self.failure(entry, entry.cause, f"it is tried again in {wait_s:.0f} s or later")
         wanted = missing if entry.ready else max(replicas or 0, entry.config.num_replicas)
         self._begin_load(entry, Load(wanted, is_preload, may_evict=not (is_preload or entry.ready)))
         return entry
+
+    def _revive(self, entry: Entry) -> None:
+        """Begin the load of the replicas that died, which comes after their backoff. The one way
+        to a load beside `ensure`: what nobody asked for again was asked for before."""
+        if not entry.num_missing or entry.load is not None or entry.num_unloads:
+            return
+        load = Load(
+            entry.num_missing,
+            may_evict=not entry.ready,
+            is_restart=True,
+            starts_at=entry.restart_at,
+        )
+        entry.num_missing = 0
+        self._begin_load(entry, load)
 
     def entry(self, name: str, capability: Capability | None = None) -> Entry:
         """The entry of a model by name or alias; for no name, the first configured one that has
@@ -336,30 +360,57 @@ class Pool:
 
     async def _run_load(self, entry: Entry, load: Load) -> None:
         """One load, whatever comes of it: what goes wrong is the entry's, not the pool's."""
+        failure: Exception | None = None
         try:
-            await self._spawn_all(entry, load)
+            with trio.move_on_at(load.starts_at):
+                await load.hurry.wait()
+            if not load.is_unwanted:
+                await self._spawn_all(entry, load)
         except Exception as error:
-            self._note_failure(entry, error, load)
+            failure = error
         finally:
             entry.load = None
+            if failure is not None:
+                self._note_failure(entry, failure, load)
             entry.settled.set()
             load.settled.set()
             load.done.set()
             log.debug("Released spawn lock for %s", entry.config.name)
+            self._revive(entry)
             self._on_change()
 
-    def _note_failure(self, entry: Entry, error: Exception, load: Load | None = None) -> None:
-        """A load or the last replica failed. One that found no room may be tried again at
-        once."""
+    def _note_failure(self, entry: Entry, error: Exception, load: Load) -> None:
+        """A load failed. One that found no room may be tried again at once; one that was to bring
+        dead replicas back is another death of theirs."""
         if not isinstance(error, TrioletError):
             log.error("model %s failed", entry.config.name, exc_info=error)
-        if load is not None:
+        if isinstance(error, ShuttingDown):
             load.cause = error
-        if entry.ready or isinstance(error, ShuttingDown):
+        elif load.is_restart:
+            self._note_death(entry, error, load.wanted)
+            load.cause = entry.cause
+        else:
+            load.cause = error
+            if not entry.ready:
+                entry.cause = error
+                if not isinstance(error, MemoryExhausted):
+                    entry.breaker.failed(trio.current_time())
+
+    def _note_death(self, entry: Entry, error: Exception, count: int = 1) -> None:
+        """Replicas died: they come back after a backoff, unless that has been too often."""
+        now = trio.current_time()
+        delay_s = entry.restarts.died(now)
+        if self._is_closing or entry.num_unloads:
             return
-        entry.cause = error
-        if not isinstance(error, MemoryExhausted):
-            entry.breaker.failed(trio.current_time())
+        if delay_s is not None:
+            log.warning("%s comes back in %g s", entry.config.name, delay_s)
+            entry.num_missing += count
+            entry.restart_at = now + delay_s
+            return
+        log.error("%s died too often, and is given up", entry.config.name)
+        if not entry.ready:
+            entry.cause = error
+            entry.breaker.failed(now)
 
     async def _spawn_all(self, entry: Entry, load: Load) -> None:
         if entry.is_encoder and load.is_preload:
@@ -377,7 +428,7 @@ class Pool:
         async with trio.open_nursery() as nursery:
             for spawn, held in zip(spawns, granted, strict=True):
                 if held is not None:
-                    nursery.start_soon(self._spawn, entry, load, spawn, held, failures)
+                    nursery.start_soon(self._load_replica, entry, load, spawn, held, failures)
         if failures and not entry.ready:
             raise failures[0]
 
@@ -419,7 +470,7 @@ class Pool:
     def _limiter_of(self, entry: Entry) -> trio.CapacityLimiter:
         return self._encoder_limiter if entry.is_encoder else self._load_limiter
 
-    async def _spawn(
+    async def _load_replica(
         self,
         entry: Entry,
         load: Load,
@@ -436,8 +487,9 @@ class Pool:
         replica: Replica | None = None
         try:
             info = await self._threads.run(_as_failure(load_it), self._limiter_of(entry))
-            replica = self._register(entry, spawn, info, reservation)
+            replica = self._register(entry, load, spawn, info, reservation)
         except Exception as error:
+            log.warning("a worker of %s did not load: %s", entry.config.name, error)
             failures.append(error)
         finally:
             if replica is None:
@@ -453,6 +505,7 @@ class Pool:
     def _register(
         self,
         entry: Entry,
+        load: Load,
         spawn: _Spawn,
         info: ModelInfo | EncoderInfo,
         reservation: Reservation,
@@ -472,7 +525,10 @@ class Pool:
             info,
             reservation,
             on_death=lambda: setattr(replica, "is_retired", True),
+            on_hung=lambda: self._look_at_hung(replica, spawn.runner),
         )
+        entry.restarts_of[replica.replica_id] += load.is_restart
+        replica.restarts = entry.restarts_of[replica.replica_id]
         if entry.pause is not None:
             replica.loop.post(entry.pause)
         if self._is_closing:
@@ -487,18 +543,40 @@ class Pool:
 
     async def _serve(self, entry: Entry, replica: Replica, runner: AnyRunner) -> None:
         """Run a replica's loop to its end, and give back what it had."""
+        death: Exception | None = None
         try:
-            await replica.loop.run()
-        except (EngineBug, WorkerLost) as error:
-            log.error("a worker of %s has ended", entry.config.name, exc_info=error)
-            self._note_failure(entry, error)
-            self._on_change()
+            async with trio.open_nursery() as nursery:
+                if isinstance(runner, Mortal):
+                    nursery.start_soon(self._watch_worker, replica, runner)
+                try:
+                    await replica.loop.run()
+                except (EngineBug, WorkerLost) as error:
+                    death = error
+                nursery.cancel_scope.cancel(reason="its loop has ended")
         finally:
+            if death is not None:
+                log.error("a worker of %s has died", entry.config.name, exc_info=death)
+                self._note_death(entry, death)
+                self._revive(entry)
+                self._on_change()
             await self._close_runner(runner)
             replica.reservation.release()
             entry.replicas.remove(replica)
             self.governor.tell_freed()
             self._on_change()
+
+    async def _watch_worker(self, replica: Replica, runner: Mortal) -> None:
+        """Hear of a worker's death between two steps; in a step, the step does."""
+        await trio.lowlevel.wait_readable(runner.sentinel)
+        error = await self._threads.run(runner.lost, self._close_limiter)
+        if isinstance(error, WorkerLost):
+            replica.loop.lose(error)
+
+    def _look_at_hung(self, replica: Replica, runner: AnyRunner) -> None:
+        """A worker whose step hangs is killed, where that is possible."""
+        if replica.loop.is_hung and isinstance(runner, Mortal):
+            runner.kill(f"took more than {self._config.step_timeout_s:g} s for a step")
+        self._on_change()
 
     async def _close_runner(self, runner: AnyRunner) -> None:
         """In a thread, as it may take a while.
@@ -546,8 +624,11 @@ class Pool:
 
     async def _unload(self, entry: Entry, drain_s: float, done: trio.Event) -> None:
         try:
-            if entry.load is not None:
-                await entry.load.done.wait()
+            entry.num_missing = 0
+            if (load := entry.load) is not None:
+                load.is_unwanted = True
+                load.hurry.set()
+                await load.done.wait()
             for replica in list(entry.replicas):
                 replica.retire()
             with trio.move_on_after(drain_s):
@@ -557,6 +638,8 @@ class Pool:
             await self._wait_gone(entry)
             entry.cause = None
             entry.breaker.reset()
+            entry.restarts.reset()
+            entry.restarts_of.clear()
         finally:
             entry.num_unloads -= 1
             done.set()

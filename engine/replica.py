@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import trio
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engine.core.encode_types import EncodePlan, EncoderTokenizer, EncodeRunner
     from engine.core.events import InputEvent, OutputEvent
     from engine.core.plan import Runner, StepPlan, Tokenizer
+    from engine.errors import TrioletError
     from engine.memory import Reservation
     from engine.threads import Threads
     from engine.watchdog import Watchdog
@@ -37,6 +38,24 @@ if TYPE_CHECKING:
     OnEvent = Callable[[InputEvent | OutputEvent | StepPlan | EncodePlan], None]
 
 AnyRunner: TypeAlias = "Runner | EncodeRunner"
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """A runner whose worker may die by itself, and can be killed."""
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when it is dead."""
+        ...
+
+    def lost(self) -> TrioletError:
+        """Why; waits a moment for it."""
+        ...
+
+    def kill(self, why: str) -> None:
+        """End it, without waiting."""
+        ...
 
 
 @dataclass(eq=False)
@@ -55,6 +74,7 @@ class Replica:
     constraints: Constraints | None = None  # a text model's
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # of Trio's clock
+    restarts: int = 0
     processed: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -106,6 +126,7 @@ class Replica:
             state=self.state,
             device=self.info.device,
             threads=self.threads,
+            restarts=self.restarts,
             processed=self.processed,
             failed=self.failed,
             cancelled=self.cancelled,
@@ -122,7 +143,6 @@ class ReplicaMaker:
     deliveries: Deliveries
     on_event: OnEvent | None
     watchdog: Watchdog | None
-    on_change: Callable[[], None]
     on_idle: Callable[[Replica], None]
 
     def make(
@@ -133,9 +153,10 @@ class ReplicaMaker:
         info: ModelInfo | EncoderInfo,
         reservation: Reservation,
         on_death: Callable[[], None],
+        on_hung: Callable[[], None],
     ) -> Replica:
         """The replica of a runner that has told its ``info``. ``on_death`` is called before any
-        of its requests hears of its end."""
+        of its requests hears of its end, ``on_hung`` when a step hangs, and when it ends."""
         name = worker.name
         scheduler: Scheduler | EncodeScheduler
         tokenizer: EncoderTokenizer | None = None
@@ -153,7 +174,7 @@ class ReplicaMaker:
             self.threads,
             check_level=self.config.check_level,
             on_event=self.on_event,
-            watch=self.watchdog.watch(name, self.on_change) if self.watchdog else None,
+            watch=self.watchdog.watch(name, on_hung) if self.watchdog else None,
             deliveries=self.deliveries,
             telemetry=ReplicaTelemetry() if self.config.telemetry else None,
             on_death=on_death,

@@ -242,6 +242,13 @@ class Supervisor:
             self._end(generation)
 
     async def _generate(self, generation: Live) -> None:
+        """On one replica after another, should they die before they have begun with it."""
+        await self._generate_once(generation)
+        while generation.take_moving():
+            log.info("gets in line again: its worker was lost")
+            await self._generate_once(generation)
+
+    async def _generate_once(self, generation: Live) -> None:
         generation.phase = "load"
         model, needed = generation.request.model, _needed_by(generation)
         cut = partial(generation.cancel, EndReason.ABORTED)
@@ -267,7 +274,7 @@ class Supervisor:
         generation.queue(_num_tokens(request))
         replica.loop.submit(Submit(request, generation.credit), generation)
         try:
-            await generation.wait_closed()
+            await generation.wait_turn()
         finally:
             generation.phase = replica.loop.phase_of(request.request_id) or generation.phase
             replica.loop.forget(request.request_id)

@@ -62,7 +62,9 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
 
 
 def make_runner(model: ModelConfig, config: EngineConfig) -> Runner | EncodeRunner:
-    """A runner for a text model or an encoder, unloaded, of this process."""
+    """A runner for a text model or an encoder, unloaded: of this process, or of its own."""
+    if model.runner == "process":
+        return make_child(model, config)
     return runner_of(runner_spec(model, config), model.capability)
 
 

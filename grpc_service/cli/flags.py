@@ -213,6 +213,13 @@ FLAGS = (
         "how long a request waits for its model to load",
     ),
     Flag(
+        "max-worker-deaths",
+        EngineConfig,
+        "max_worker_deaths",
+        COUNT,
+        "a model whose workers die so often within 10 minutes is not started again by itself",
+    ),
+    Flag(
         "idle-ttl",
         EngineConfig,
         "idle_ttl_s",

@@ -230,19 +230,82 @@ async def load(world, name, replicas=None):
     return stages
 
 
-def test_a_worker_that_dies_leaves_the_routing_and_is_loaded_again_by_the_next_request():
-    """R141."""
+def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff():
+    """R141. Who asks meanwhile waits; nobody need ask."""
     world = World(Model("a"))
 
     async def body(world):
         await world.hold("a")
+        for died_at, back_at in ((2.0, 4.0), (5.0, 8.0), (10.0, 15.0)):
+            await trio.sleep_until(died_at)
+            world.crash("a")
+            await trio.sleep(0.01)
+            assert state(world) is ModelState.LOADING
+            assert world.pool.entries["a"].degraded_ids == [0]
+            assert world.pool.memory.total_reserved == 0
+            assert await world.hold("a") == (None, back_at)
+        [replica] = world.pool.entries["a"].replicas
+        assert (replica.replica_id, replica.restarts) == (0, 3)
+
+    world.run(body)
+
+
+def test_one_replica_of_two_that_dies_leaves_the_other_and_comes_back():
+    world = World(Model("a", replicas=2))
+
+    async def body(world):
+        await load(world, "a")
         world.crash("a")
         await trio.sleep(0.01)
-        assert state(world) is ModelState.FAILED
-        assert world.pool.memory.total_reserved == 0
-        assert isinstance((await world.hold("a"))[0], EngineBug)
-        await trio.sleep(1.0)
+        assert state(world) is ModelState.READY
         assert (await world.hold("a"))[0] is None
+        await trio.sleep(2.0)
+        assert [r.restarts for r in world.pool.entries["a"].replicas] == [0, 1]
+        assert sorted(r.replica_id for r in world.pool.entries["a"].replicas) == [0, 1]
+
+    world.run(body)
+
+
+def test_what_died_five_times_is_given_up_until_the_operator_acts():
+    world = World(Model("a", load_s=0.0))
+
+    async def body(world):
+        for _ in range(5):
+            assert (await world.hold("a"))[0] is None
+            world.crash("a")
+            await trio.sleep(0.01)
+        assert state(world) is ModelState.FAILED
+        assert isinstance((await world.hold("a"))[0], EngineBug)
+        await load(world, "a")
+        assert state(world) is ModelState.READY
+
+    world.run(body)
+
+
+def test_a_restart_that_fails_is_tried_again():
+    world = World(Model("a", load_s=0.0, load_errors=[None, RuntimeError("x"), None]))
+
+    async def body(world):
+        await world.hold("a")
+        world.crash("a")
+        await trio.sleep(1.5)  # the first restart, which failed
+        assert world.num_loads("a") == 2
+        assert await world.hold("a") == (None, 3.0)
+
+    world.run(body)
+
+
+def test_unloading_what_waits_for_its_restart_ends_that():
+    world = World(Model("a", load_s=0.0))
+
+    async def body(world):
+        await world.hold("a")
+        world.crash("a")
+        await trio.sleep(0.5)
+        await world.pool.unload("a", 0.0)
+        assert state(world) is ModelState.UNLOADED
+        await trio.sleep(10.0)
+        assert world.num_loads("a") == 1
 
     world.run(body)
 
