@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from engine.core.breaker import Breaker
-from engine.core.restarts import Restarts
 from engine.status import Capability, ModelState, ModelStatus
 
 if TYPE_CHECKING:
     from engine.config import ModelConfig
     from engine.core.events import Pause
     from engine.core.plan import LoadProgress
+    from engine.core.restarts import Restarts
     from engine.replica import Replica
 
 
@@ -41,10 +41,11 @@ class Load:
     is_preload: bool = False
     may_evict: bool = True
     is_restart: bool = False
-    starts_at: float = -math.inf  # on Trio's clock: a restart comes after its backoff
+    # a restart comes after its backoff, the deadline of this; others at once
+    backoff: trio.CancelScope = field(default_factory=lambda: trio.CancelScope(deadline=-math.inf))
     settled: trio.Event = field(default_factory=trio.Event)
     done: trio.Event = field(default_factory=trio.Event)
-    hurry: trio.Event = field(default_factory=trio.Event)  # do not wait for ``starts_at``
+    hurry: trio.Event = field(default_factory=trio.Event)  # do not wait for the backoff
     is_unwanted: bool = False  # nor load at all
     cause: BaseException | None = None
     granted: int = 0
@@ -63,9 +64,8 @@ class Entry:
     load: Load | None = None
     cause: BaseException | None = None  # of the failure that no load has made good since
     breaker: Breaker = field(default_factory=Breaker)
-    restarts: Restarts = field(default_factory=Restarts)
-    num_missing: int = 0  # replicas that died and come back by the next load
-    restart_at: float = -math.inf
+    deaths: dict[int, Restarts] = field(default_factory=dict)  # by replica
+    missing: list[float] = field(default_factory=list)  # when replicas that died come back
     restarts_of: Counter[int] = field(default_factory=Counter)  # by replica, since it was loaded
     num_waiting: int = 0  # requests that wait for its load
     num_unloads: int = 0  # the operator's, under way
@@ -100,11 +100,10 @@ class Entry:
     @property
     def degraded_ids(self) -> list[int]:
         """The numbers of the replicas that died and are to come back."""
-        if self.load is None or not self.load.is_restart:
-            return []
+        count = len(self.missing) + (self.load is not None and self.load.is_restart)
         taken = {replica.replica_id for replica in self.replicas}
         numbers = (number for number in itertools.count() if number not in taken)
-        return list(itertools.islice(numbers, self.load.wanted))
+        return list(itertools.islice(numbers, count))
 
     def note_progress(self, progress: LoadProgress) -> None:
         """A stage of its load, on the loading thread. One that knows no totals leaves those of

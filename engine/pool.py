@@ -118,11 +118,7 @@ class Pool:
         self._closed = trio.Event()
         self.deliveries = Deliveries()
         self.entries = {
-            model.name: Entry(
-                model,
-                model.capability or find_capability(model),
-                restarts=Restarts(config.max_worker_deaths),
-            )
+            model.name: Entry(model, model.capability or find_capability(model))
             for model in config.models
         }
         self.memory = MemoryBooks(config.memory_limit or default_limit())
@@ -202,7 +198,7 @@ class Pool:
             return entry
         if replicas is not None:
             entry.breaker.reset()
-            entry.restarts.reset()
+            entry.deaths.clear()
         wait_s = entry.breaker.wait_s(trio.current_time())
         if wait_s:
             raise self.failure(entry, entry.cause, f"it is tried again in {wait_s:.0f} s or later")
@@ -211,18 +207,20 @@ class Pool:
         return entry
 
     def _revive(self, entry: Entry) -> None:
-        """Begin the load of the replicas that died, which comes after their backoff. The one way
-        to a load beside `ensure`: what nobody asked for again was asked for before."""
-        if not entry.num_missing or entry.load is not None or entry.num_unloads:
+        """Begin the load of a replica that died, which comes after its backoff. The one way to a
+        load beside `ensure`: what comes back was loaded by that. One is as good as another: the
+        first to come back is whose backoff ends first."""
+        if not entry.missing or entry.num_unloads:
             return
-        load = Load(
-            entry.num_missing,
-            may_evict=not entry.ready,
-            is_restart=True,
-            starts_at=entry.restart_at,
-        )
-        entry.num_missing = 0
-        self._begin_load(entry, load)
+        entry.missing.sort()
+        load = entry.load
+        if load is None:
+            load = Load(1, is_restart=True, may_evict=not entry.ready)
+            load.backoff.deadline = entry.missing.pop(0)
+            self._begin_load(entry, load)
+        elif load.is_restart and entry.missing[0] < load.backoff.deadline:
+            first, entry.missing[0] = entry.missing[0], load.backoff.deadline
+            load.backoff.deadline = first
 
     def entry(self, name: str, capability: Capability | None = None) -> Entry:
         """The entry of a model by name or alias; for no name, the first configured one that has
@@ -362,7 +360,7 @@ class Pool:
         """One load, whatever comes of it: what goes wrong is the entry's, not the pool's."""
         failure: Exception | None = None
         try:
-            with trio.move_on_at(load.starts_at):
+            with load.backoff:
                 await load.hurry.wait()
             if not load.is_unwanted:
                 await self._spawn_all(entry, load)
@@ -387,7 +385,7 @@ class Pool:
         if isinstance(error, ShuttingDown):
             load.cause = error
         elif load.is_restart:
-            self._note_death(entry, error, load.wanted)
+            self._note_death(entry, error, entry.free_id())
             load.cause = entry.cause
         else:
             load.cause = error
@@ -396,18 +394,18 @@ class Pool:
                 if not isinstance(error, MemoryExhausted):
                     entry.breaker.failed(trio.current_time())
 
-    def _note_death(self, entry: Entry, error: Exception, count: int = 1) -> None:
-        """Replicas died: they come back after a backoff, unless that has been too often."""
-        now = trio.current_time()
-        delay_s = entry.restarts.died(now)
+    def _note_death(self, entry: Entry, error: Exception, replica_id: int) -> None:
+        """A replica died: it comes back after a backoff, unless that has been too often."""
         if self._is_closing or entry.num_unloads:
             return
+        now = trio.current_time()
+        limit = self._config.max_worker_deaths
+        delay_s = entry.deaths.setdefault(replica_id, Restarts(limit)).died(now)
         if delay_s is not None:
             log.warning("%s comes back in %g s", entry.config.name, delay_s)
-            entry.num_missing += count
-            entry.restart_at = now + delay_s
+            entry.missing.append(now + delay_s)
             return
-        log.error("%s died too often, and is given up", entry.config.name)
+        log.error("replica %d of %s died too often", replica_id, entry.config.name)
         if not entry.ready:
             entry.cause = error
             entry.breaker.failed(now)
@@ -556,7 +554,7 @@ class Pool:
         finally:
             if death is not None:
                 log.error("a worker of %s has died", entry.config.name, exc_info=death)
-                self._note_death(entry, death)
+                self._note_death(entry, death, replica.replica_id)
                 self._revive(entry)
                 self._on_change()
             await self._close_runner(runner)
@@ -624,7 +622,7 @@ class Pool:
 
     async def _unload(self, entry: Entry, drain_s: float, done: trio.Event) -> None:
         try:
-            entry.num_missing = 0
+            entry.missing.clear()
             if (load := entry.load) is not None:
                 load.is_unwanted = True
                 load.hurry.set()
@@ -638,7 +636,7 @@ class Pool:
             await self._wait_gone(entry)
             entry.cause = None
             entry.breaker.reset()
-            entry.restarts.reset()
+            entry.deaths.clear()
             entry.restarts_of.clear()
         finally:
             entry.num_unloads -= 1

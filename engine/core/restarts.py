@@ -17,23 +17,17 @@ WINDOW_S = 600.0
 
 
 class Restarts:
-    """The deaths of one model's replicas. ``deaths_max`` may be raised where they are planned."""
+    """The deaths of one replica. ``deaths_max`` may be raised where they are planned."""
 
     def __init__(self, deaths_max: int = DEATHS_MAX) -> None:
         self._deaths_max = deaths_max
         self._deaths: deque[float] = deque()
-        self.num_deaths = 0  # ever
 
     def died(self, now: float) -> float | None:
         """A replica died at ``now``: seconds until it may come back; None: it is given up."""
-        self.num_deaths += 1
         while self._deaths and self._deaths[0] <= now - WINDOW_S:
             self._deaths.popleft()
         self._deaths.append(now)
         if len(self._deaths) >= self._deaths_max:
             return None
         return float(min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** (len(self._deaths) - 1)))
-
-    def reset(self) -> None:
-        """The operator has acted."""
-        self._deaths.clear()
