@@ -271,7 +271,7 @@ class Engine:
                 )
                 for replica in replicas
             ),
-            models={one.name: one.state is ModelState.READY for one in self.list_models()},
+            models={one.name: one.can_be_asked for one in self.list_models()},
             deadlines_missed={
                 phase: count
                 for (phase, reason), count in early.items()

@@ -140,7 +140,7 @@ class MemoryBooks:
 
 
 def sweep_heap() -> None:
-    """When a model was unloaded: what its libraries leave behind are cycles, 1.5 MB of them, and at
+    """When a model was closed: what its libraries leave behind are cycles, 1.5 MB of them, and at
     `GC_THRESHOLDS` nobody else comes for them. After `settle_heap` it takes some 10 ms."""
     gc.collect()
 

@@ -38,7 +38,7 @@ from engine.errors import (
 from engine.governor import Governor
 from engine.load_watch import LoadWatch
 from engine.loop import Deliveries
-from engine.memory import MemoryBooks, default_limit, sweep_heap
+from engine.memory import MemoryBooks, default_limit
 from engine.replica import AnyRunner, Replica, ReplicaMaker
 from engine.status import Capability, ModelState, ModelStatus
 
@@ -494,26 +494,20 @@ class Pool:
             self._note_failure(entry, error)
             self._on_change()
         finally:
-            await self._close_runner(runner, sweeps=not self._is_closing)
+            await self._close_runner(runner)
             replica.reservation.release()
             entry.replicas.remove(replica)
             self.governor.tell_freed()
             self._on_change()
 
-    async def _close_runner(self, runner: AnyRunner, *, sweeps: bool = False) -> None:
-        """In a thread, as it may take a while; and sweep the heap after it, if that is wanted.
+    async def _close_runner(self, runner: AnyRunner) -> None:
+        """In a thread, as it may take a while.
 
         Cancellation: it is closed all the same.
         """
-
-        def close() -> None:
-            runner.close()
-            if sweeps:
-                sweep_heap()
-
         try:
             with trio.CancelScope(shield=True):
-                await self._threads.run(_as_failure(close), self._close_limiter)
+                await self._threads.run(_as_failure(runner.close), self._close_limiter)
         except Exception as error:
             log.error("a worker did not close", exc_info=error)
 

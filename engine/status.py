@@ -56,6 +56,7 @@ class ReplicaStatus:
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     """What ListModels says of one model. ``last_used`` is seconds since the epoch, 0 never.
+    ``is_lazy``: a request loads it, as it is configured so or was loaded before.
     ``is_hung``: its step takes longer than any should (D17)."""
 
     name: str
@@ -74,6 +75,13 @@ class ModelStatus:
     is_demo: bool = False
     is_lazy: bool = False
     is_hung: bool = False
+
+    @property
+    def can_be_asked(self) -> bool:
+        """A request is served, or loads the model first."""
+        if self.is_lazy:
+            return self.state not in (ModelState.FAILED, ModelState.DRAINING)
+        return self.state is ModelState.READY
 
 
 @dataclass(frozen=True, slots=True)

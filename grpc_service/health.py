@@ -135,8 +135,4 @@ def model_states(models: Sequence[ModelStatus], *, draining: bool) -> dict[str, 
 def _is_serving(model: ModelStatus) -> bool:
     """A lazy model can be asked at any time: the request loads it. One whose step hangs queues
     what comes, but is not the one to ask."""
-    if model.is_hung:
-        return False
-    if model.is_lazy:
-        return model.state not in (ModelState.FAILED, ModelState.DRAINING)
-    return model.state is ModelState.READY
+    return model.can_be_asked and not model.is_hung

@@ -89,7 +89,7 @@ DISCARDED = _counter("plan_discarded_total", "steps planned ahead for nothing")
 CANCEL_TO_FREE = _histogram(
     "cancel_to_free_seconds", "an early end to its blocks being free", (*REPLICA, "phase")
 )
-MODEL_READY = _gauge("model_ready", "1 for a model that serves, else 0", ("model_name",))
+MODEL_READY = _gauge("model_ready", "1 for a model that can be asked, else 0", ("model_name",))
 ENDED = _counter("requests_total", "requests ended, by how, refused ones included", ("end",))
 DEADLINES = _counter("deadline_missed_total", "requests whose time ran out", ("phase",))
 ZOMBIES = _gauge("zombie_calls", "ended calls whose clients do not read the end", ())

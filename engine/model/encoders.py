@@ -33,6 +33,7 @@ from engine.core.encode_types import (
 from engine.core.plan import LoadProgress, RowFailure, StepTimings
 from engine.core.types import PlanId, SequenceId
 from engine.errors import EngineBug, SpawnFailed
+from engine.memory import sweep_heap
 from engine.model.checkpoint import Checkpoint
 from engine.model.encoder_files import check, check_all_loaded
 from engine.model.encoder_tokenizer import InputTokenizer
@@ -136,6 +137,7 @@ class EncoderRunner:
         self._modules = []
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+        sweep_heap()
 
     # ---- loading
 

@@ -28,6 +28,7 @@ from engine.core.plan import (
     StepTimings,
 )
 from engine.errors import EngineBug, ShuttingDown, SpawnFailed
+from engine.memory import sweep_heap
 from engine.model import packing
 from engine.model.architectures import context_limit, layer_shapes
 from engine.model.attention import KEYWORD
@@ -184,6 +185,7 @@ class TorchRunner:
             self._grammars = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+        sweep_heap()
 
     # --- loading ----------------------------------------------------------------------------
 

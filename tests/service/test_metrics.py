@@ -21,6 +21,7 @@ from tests.support.wire import (
     Generation,
     connect,
     generate,
+    reason,
     stats,
     wait_idle,
     wait_serving,
@@ -199,6 +200,12 @@ def the_first_use_of_a_lazy_model(server):
     yield
 
 
+@contextlib.contextmanager
+def the_failure_of_a_lazy_model(server):
+    assert reason(generate(server.channel, max_tokens=2).error) == "SPAWN_FAILED"
+    yield
+
+
 SLOW = {"script": {"step_s": 0.02}, "runner": {"max_model_len": 4096}}
 STALLING = {"engine": {"stream_buffer": 16, "stall_timeout_s": 0.5}}
 # name of a cause: the metrics that it moves, the server it needs.
@@ -229,8 +236,12 @@ CAUSES = {
     a_missed_deadline: ({"deadline_missed_total"}, SLOW),
     a_drain: ({"drain_remaining_requests"}, SLOW),
     the_first_use_of_a_lazy_model: (
-        {"model_ready", "kv_blocks", "memory_reserved_bytes"},
+        {"kv_blocks", "memory_reserved_bytes"},
         {"models": [{"name": "fake", "lazy": True}]},
+    ),
+    the_failure_of_a_lazy_model: (
+        {"model_ready"},
+        {"models": [{"name": "fake", "lazy": True, "fails": 1}], "may_log": "fake|Traceback"},
     ),
 }
 FIXED = {"memory_limit_bytes"}  # moved by the configuration alone
