@@ -15,12 +15,12 @@ the process through the door, a socket for passing descriptors). `forget` says n
 with the next `compile`, as it is called where nothing may wait.
 
 The tokenizers come over once, pickled, and work here. Asked over there, each of a request's texts
-would be a hop of 0.2 ms and more in steps' way (`python -m tools.bench child`), where encoding a
-line of text takes 0.03; and it would end with the process. Read from the model's files here, they
-would be made by another way than the one the model runs with, an encoder's above all, which
-sentence-transformers makes. 128,000 tokens are 6 MB and take 0.1 s to write and 0.4 to read, as
-long as from their file (0.5). None of it imports torch: rendering a first chat imports parts of
-transformers alone (0.9 s, 33 MB).
+would be a hop of 0.1 ms (`python -m tools.bench child`), and longer beside a step that has Python's
+lock, where encoding a line of text takes 0.03 ms; and it would end with the process. Read from the
+model's files here, they would be made by another way than those the model runs with, an encoder's
+above all, which sentence-transformers makes. 128,000 tokens are 6 MB and take 0.1 s to write and
+0.4 to read, as long as from their file (0.5). None of it imports torch: rendering a first chat
+imports parts of transformers alone (0.9 s, 33 MB).
 
 What the process writes, to standard output too, goes to the server's standard error: nothing is
 lost when it crashes, and nobody has to read a pipe.
@@ -364,10 +364,8 @@ class ChildRunner:
         """The worker is given up, because of ``error``."""
         if not isinstance(error, LineEnded):
             log.error("the worker process of %s is given up: %r", self._name, error)
-            is_garbled = isinstance(error, LineGarbled)
-            self.kill(
-                f"{'cannot be understood' if is_garbled else 'cannot be told'} and was killed"
-            )
+            what = "be understood" if isinstance(error, LineGarbled) else "be told its next step"
+            self.kill(f"could not {what} and was killed")
         return self.lost()
 
     # ---- lines for constraints

@@ -1,8 +1,9 @@
 """What a server and its worker process say to each other, and how it travels.
 
-A message is a name and a value, pickled, behind a header, on a socket. Plans and results that come
-with every step are taken apart first, into plain tuples: named tuples pickle by a call of Python
-for each, and 256 rows there and back cost half as much this way (`python -m tools.bench child`).
+A message is a name and a value, pickled, behind a header, on a socket. The rows of plans and
+results, which come with every step, and log-probabilities, of which a row may have dozens, are
+taken apart first, into plain tuples: named tuples and frozen dataclasses pickle by calls of Python
+for each, and a step costs half as much this way (`python -m tools.bench child`).
 
 Rule 1: a message comes whole, or `LineEnded` or `LineGarbled` is raised; the line is of no use
 after either. Rule 2: unpickling runs what it is told to, so a line is a socket pair that the server
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.core.encode_types import EncodePlan, EncodeResult
 from engine.core.plan import Row, RowResult, StepPlan, StepResult
+from engine.core.types import Alternative, TokenLogprob
 from engine.errors import TrioletError
 
 if TYPE_CHECKING:
@@ -40,9 +42,9 @@ if TYPE_CHECKING:
 
 HEADER = struct.Struct("<4sQ")  # the mark, and the bytes that follow
 MARK = b"tri1"
-# Of one message. The largest are results of encoders, 2048 vectors of 4096 float32 are 32 MiB, and
-# tokenizers, 6 MB for 128,000 tokens (measured).
-FRAME_MAX = 256 << 20
+# Of one message; what says it is larger is no message. The largest known are the log-probabilities
+# of a prompt of 128,000 tokens with 20 alternatives each, 68 MB (measured).
+FRAME_MAX = 1 << 30
 TEXT_CHARS = 2000  # of an error's message; a guess
 PROTOCOL = 5
 
@@ -157,7 +159,7 @@ def plain_result(result: AnyResult) -> object:
     """A result as it travels. Of its rows only those of the common kind are taken apart."""
     if isinstance(result, EncodeResult):
         return result
-    rows = [tuple(row) if row.__class__ is RowResult else row for row in result.rows]
+    rows = [_plain_row(row) if row.__class__ is RowResult else row for row in result.rows]
     return (result.plan_id, rows, result.timings)
 
 
@@ -166,9 +168,51 @@ def result_of(plain: Any) -> AnyResult:
     if isinstance(plain, EncodeResult):
         return plain
     plan_id, rows, timings = plain
-    new = tuple.__new__
-    made = tuple([new(RowResult, row) if row.__class__ is tuple else row for row in rows])
+    made = tuple([_row_of(row) if row.__class__ is tuple else row for row in rows])
     return StepResult(plan_id, made, timings)
+
+
+def _plain_row(row: Any) -> tuple[Any, ...]:
+    if row.logprobs or row.prompt_logprobs:
+        row = row._replace(
+            logprobs=_plain_scores(row.logprobs), prompt_logprobs=_plain_scores(row.prompt_logprobs)
+        )
+    return tuple(row)
+
+
+def _row_of(plain: Any) -> RowResult:
+    row = tuple.__new__(RowResult, plain)
+    if row.logprobs or row.prompt_logprobs:
+        return row._replace(
+            logprobs=_scores_of(row.logprobs), prompt_logprobs=_scores_of(row.prompt_logprobs)
+        )
+    return row
+
+
+def _plain_scores(scores: tuple[TokenLogprob, ...]) -> tuple[Any, ...]:
+    return tuple(
+        [
+            (
+                one.token_id,
+                one.text,
+                one.logprob,
+                [
+                    (other.token_id, other.text, other.logprob, other.rank)
+                    for other in one.alternatives
+                ],
+            )
+            for one in scores
+        ]
+    )
+
+
+def _scores_of(plain: Any) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        [
+            TokenLogprob(token_id, text, logprob, tuple([Alternative(*other) for other in others]))
+            for token_id, text, logprob, others in plain
+        ]
+    )
 
 
 # ---- the line

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from engine.core.encode_types import EncoderKind
-from engine.core.plan import Logits, Row, RunnerSpec, StepPlan
+from engine.core.plan import AdmittedSequence, BlockDelta, Logits, Row, RunnerSpec, StepPlan
 from engine.core.types import Sampling, Stops
 from engine.errors import FieldViolation, InvalidRequest, Unsupported
 from engine.model.child import ChildRunner
@@ -169,13 +169,20 @@ def wait_for(path, timeout_s=30.0):
     wait_until(path.exists, timeout_s, f"{path.name}")
 
 
+def is_gone(pid):
+    """No such process, or one that is dead and waits to be reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
 # ---- plans
 
 
 def a_plan(number=0, sequence=None):
     """A step that admits a sequence and gives it its first token."""
-    from engine.core.plan import AdmittedSequence, BlockDelta
-
     sequence = number if sequence is None else sequence
     admitted = AdmittedSequence(sequence, (1, 2, 3), Sampling(temperature=0.0), Stops(8))
     row = Row(sequence, 0, 3, BlockDelta(0, (sequence % NUM_BLOCKS,)), Logits.LAST)
@@ -188,14 +195,14 @@ def empty_plan(number=0):
 
 
 class Recorder:
-    """A runner that keeps every plan it gives on, and what came of it."""
+    """A loaded runner that keeps every plan it gives on, and what came of it."""
 
     def __init__(self, runner):
         self._runner = runner
         self.steps = []
 
     def load(self, progress):
-        return self._runner.load(progress)
+        """It is."""
 
     def execute(self, plan):
         result = self._runner.execute(plan)
@@ -203,8 +210,9 @@ class Recorder:
         return result
 
 
-def drive(runner, **options):
-    """Varied requests through a scheduler and the runner; every plan and what came of it."""
+def drive(runner, *, constraint=None):
+    """Varied requests through a scheduler and a loaded runner; every plan and what came of it. Some
+    follow ``constraint``, which the runner compiles."""
     recorder = Recorder(runner)
     driver = Driver(
         runner=recorder,
@@ -214,16 +222,21 @@ def drive(runner, **options):
         max_num_seqs=6,
         max_num_batched_tokens=40,
     )
+    if constraint is not None:
+        runner.compile(constraint)
     for number in range(12):
         sampling = Sampling(
-            temperature=0.7,
-            seed=number,
+            temperature=0.7 if number % 5 else 0.0,
+            seed=number if number % 2 else None,
             logprobs=number % 3 or None,
             prompt_logprobs=2 if number % 4 == 0 else None,
         )
         prompt = range(5 + number, 30 + 7 * number)
+        asked = {"constraint": constraint} if number % 3 == 1 else {}
         driver.submit(
-            make_request(f"r{number}", prompt, max_tokens=9, n=1 + number % 3, sampling=sampling)
+            make_request(
+                f"r{number}", prompt, max_tokens=9, n=1 + number % 3, sampling=sampling, **asked
+            )
         )
     driver.run()
     return recorder.steps
