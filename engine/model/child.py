@@ -14,13 +14,13 @@ a line of its own, which is kept for the next, so that neither waits for the oth
 the process through the door, a socket for passing descriptors). `forget` says nothing: it rides
 with the next `compile`, as it is called where nothing may wait.
 
-The tokenizers come over once, pickled, and work here. Asked over there, each of a request's texts
-would be a hop of 0.1 ms (`python -m tools.bench child`), and longer beside a step that has Python's
-lock, where encoding a line of text takes 0.03 ms; and it would end with the process. Read from the
-model's files here, they would be made by another way than those the model runs with, an encoder's
-above all, which sentence-transformers makes. 128,000 tokens are 6 MB and take 0.1 s to write and
-0.4 to read, as long as from their file (0.5). None of it imports torch: rendering a first chat
-imports parts of transformers alone (0.9 s, 33 MB).
+The tokenizers come over once, pickled, and work here. Asked over there, each text would take a hop
+of 0.05 ms at the least (`python -m tools.bench child`), and wait for Python's lock beside a step,
+where encoding a line takes 0.03 ms; and a dead worker could be asked nothing. Read from the model's
+files here, they would be made by another way than those the model runs with, an encoder's above
+all, which sentence-transformers makes. 128,000 tokens are 6 MB and take 0.1 s to write and 0.4 to
+read, as long as from their file (0.5). None of it imports torch: rendering a first chat imports
+parts of transformers alone (0.9 s, 33 MB).
 
 What the process writes, to standard output too, goes to the server's standard error: nothing is
 lost when it crashes, and nobody has to read a pipe.
@@ -159,7 +159,7 @@ class ChildRunner:
         """
         line = self._line
         if line is None:
-            raise self.lost() if self._process is not None else EngineBug("a step before the load")
+            raise EngineBug("a step before the load")
         try:
             line.send("step", frames.plain_plan(plan))
             name, value = line.receive()

@@ -22,7 +22,10 @@ from pathlib import Path
 import pytest
 import trio
 
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig
 from engine.core.encode_types import EncodeInput, EncodeOptions, EncodePlan, EncodeRow
+from engine.core.events import Tokens
 from engine.core.plan import RunnerSpec
 from engine.core.types import Constraint
 from engine.errors import (
@@ -37,6 +40,7 @@ from engine.model.child import ChildRunner
 from engine.model.fake import FakeRunner, FakeTokenizer
 from engine.model.fake_encoder import FakeEncoder
 from engine.model.frames import ChildError
+from engine.requests import GenerateRequest, SamplingParams
 from tests.support import child_fakes
 from tests.support.child_fakes import (
     BLOCK_SIZE,
@@ -49,6 +53,7 @@ from tests.support.child_fakes import (
     loaded,
     wait_for,
 )
+from tests.support.core_driver import expected_tokens
 from tests.support.wire import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,13 +67,18 @@ def open_fds():
     return [fd for fd in found if os.path.exists(f"/proc/self/fd/{fd}")]
 
 
+def own_threads():
+    """But for those that Trio keeps for the next job."""
+    return [one for one in threading.enumerate() if not one.name.startswith("Trio thread")]
+
+
 def inventory():
     """Descriptors, threads and child processes, zombies among them."""
     children = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             children += (task / "children").read_text().split()
-    return len(open_fds()), threading.active_count(), len(children)
+    return len(open_fds()), len(own_threads()), len(children)
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +250,26 @@ def test_a_step_takes_no_lock_of_ours():
         for number in range(5):
             runner.execute(a_plan(number))
         runner._ending, runner._lines_lock = locks
+
+
+async def test_an_engine_serves_from_a_worker_process_as_from_a_thread():
+    config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, prefix_cache=False)
+    found = {}
+    async with open_engine(config, make_runner=lambda model, config: child()) as engine:
+
+        async def run(number):
+            prompt = tuple(range(5 + number, 40 + 3 * number))
+            sampling = SamplingParams(max_tokens=8, temperature=0.5, seed=number, ignore_eos=True)
+            request = GenerateRequest(token_ids=prompt, sampling=sampling)
+            async with engine.generate(request) as stream:
+                tokens = [e.token_ids async for e in stream if isinstance(e, Tokens)]
+            found[number] = [token for step in tokens for token in step]
+            assert found[number] == expected_tokens(prompt, count=8, seed=number)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(20):
+                nursery.start_soon(run, number)
+    assert len(found) == 20
 
 
 # ---- constraints, beside the steps
