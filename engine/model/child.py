@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "engine.model.child_main"
 ROOT = Path(__file__).resolve().parents[2]  # where `engine` is found
-# What closing gives an idle worker: it has nothing to write, only torch's memory to give back.
+# For an idle worker that is ten times what it needs; a guess for one in a step.
 CLOSE_LIMIT_S = 1.0
 # Between the end of a dying process's lines and its exit code are milliseconds.
 DEATH_LIMIT_S = 1.0
@@ -203,7 +203,7 @@ class ChildRunner:
 
     def close(self) -> None:
         """End the process and give everything back. It has `CLOSE_LIMIT_S` to end its step and
-        close its runner, and takes milliseconds where it is idle; then it is killed. Idempotent;
+        close its runner, then it is killed; one that is idle takes up to 0.1 s. Idempotent;
         whoever waits in another call raises ShuttingDown at once.
         """
         self._is_closed = True

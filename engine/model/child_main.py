@@ -108,7 +108,6 @@ class Worker:
         threading.Thread(target=self._keep_the_door, name="door", daemon=True).start()
         if not self._load(setup):
             return
-        settle_heap()
         while True:
             try:
                 message = self._line.receive()
@@ -127,6 +126,7 @@ class Worker:
             self._runner = runner = make(setup.spec, setup.capability)
             info = runner.load(lambda progress: self._line.send("progress", progress))
             tokenizer = getattr(runner, "encoder_tokenizer", None)
+            settle_heap()  # 0.4 s with torch, which no step should wait for
             self._line.send("loaded", Loaded(info, runner.tokenizer, tokenizer))
         except LineEnded:
             raise

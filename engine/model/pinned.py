@@ -31,7 +31,8 @@ class PinnedRunner:
     """`engine.core.plan.Runner` or `engine.core.encode_types.EncodeRunner` over another one.
 
     Life: 1. made around an unloaded runner; 2. `load` starts the thread, named
-    ``inference-worker-NAME``; 3. `execute`; 4. `close`, which joins it.
+    ``inference-worker-NAME``; 3. `execute`; 4. `close`, which joins it. A step that hangs holds up
+    the interpreter's end, as it would any join; `engine.watchdog` does not wait for it.
     """
 
     def __init__(self, runner: Runner | EncodeRunner, name: str) -> None:

@@ -27,7 +27,6 @@ from tests.support.wire import wait_until
 
 MAKE = "tests.support.child_fakes:make"
 NUM_BLOCKS, BLOCK_SIZE = 64, 16
-POLL_S = 0.001
 HANG_S = 600.0
 STDERR_TEXT = "a line on standard output\n"
 
