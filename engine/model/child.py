@@ -41,11 +41,13 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from engine import logs
 from engine.errors import EngineBug, ShuttingDown, SpawnFailed, WorkerLost
+from engine.memory import CPU
 from engine.model import frames
 from engine.model.frames import Compile, Line, LineEnded, LineGarbled, Loaded, Raised, Setup
 from engine.model.resolve import short_name
@@ -54,7 +56,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.core.encode_types import EncodePlan, EncodeResult, EncoderTokenizer
-    from engine.core.plan import LoadProgress, RunnerSpec, StepPlan, StepResult, Tokenizer
+    from engine.core.plan import (
+        LoadProgress,
+        MemoryEstimate,
+        RunnerSpec,
+        StepPlan,
+        StepResult,
+        Tokenizer,
+    )
     from engine.core.types import Constraint
     from engine.status import Capability
 
@@ -74,9 +83,9 @@ log = logging.getLogger(__name__)
 class ChildRunner:
     """`engine.core.plan.Runner` and `engine.core.encode_types.EncodeRunner` over another process.
 
-    Life: 1. made, holding nothing; 2. `load` starts the process; 3. `execute`, any number of times;
-    4. `close`, at the latest after which nothing is held. From its death on, whenever that is, only
-    `close` may be of use; `is_alive` tells, and ``sentinel`` does to whoever waits.
+    Life: 1. made, holding nothing; 2. `estimate`, or else `load`, starts the process; 3. `load`;
+    4. `execute`, any number of times; 5. `close`, after which nothing is held. From its death on,
+    whenever that is, only `close` is of use; `is_alive` tells, and ``sentinel`` whoever waits.
 
     ``factory`` is ``module:function``; called in the process with the spec and the capability, the
     function gives an unloaded runner. `close`, `kill`, `is_alive`, `dump_stacks` and `rss_bytes`
@@ -105,23 +114,50 @@ class ChildRunner:
 
     # ---- the protocol
 
+    def estimate(self) -> MemoryEstimate:
+        """Start the process and have it estimate; it stays, for `load`. On the CPU, what the
+        process takes beside its model (torch's own, 0.2 GB) is counted in.
+
+        Raises:
+            SpawnFailed, ShuttingDown, Exception: as `load`.
+        """
+        told = self._ask_first("estimate", "estimated", lambda progress: None)
+        found: MemoryEstimate = told.estimate
+        if found.device != CPU:
+            return found
+        return replace(found, num_bytes=found.num_bytes + told.process_bytes)
+
     def load(self, progress: Callable[[LoadProgress], None]) -> Any:
-        """Start the process and have it load; a `ModelInfo`, or an encoder's `EncoderInfo`.
+        """Have the model loaded, in a process that is started if there was no `estimate`; a
+        `ModelInfo`, or an encoder's `EncoderInfo`, whose memory is counted as there.
 
         Raises:
             SpawnFailed: it cannot be served, or the process died; one sentence says why.
             ShuttingDown: it was closed meanwhile. Exception: what else the load raised there.
                 Nothing is kept in any case.
         """
-        line = self._start()
+        if self._loaded is not None:
+            raise EngineBug("a worker process is loaded once")
+        told = self._ask_first("load", "loaded", progress)
+        self._loaded = told
+        if told.info.device != CPU:
+            return told.info
+        return replace(told.info, memory_bytes=told.info.memory_bytes + told.process_bytes)
+
+    def _ask_first(
+        self, request: str, answer: str, progress: Callable[[LoadProgress], None]
+    ) -> Any:
+        """Ask what comes before steps; whatever fails ends the process."""
         try:
-            line.send("load", self._setup())
+            line = self._start()
+            line.send(request, None)
             name, value = line.receive()
             while name == "progress":
                 progress(value)
                 name, value = line.receive()
-            if name != "loaded":
+            if name != answer:
                 raise _error_of(name, value)
+            return value
         except (LineEnded, LineGarbled) as error:
             failure = self._failed_load(error)
             self.close()
@@ -129,8 +165,6 @@ class ChildRunner:
         except BaseException:
             self.close()
             raise
-        self._loaded = value
-        return value.info
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -280,32 +314,38 @@ class ChildRunner:
     # ---- starting
 
     def _start(self) -> Line:
-        """Start the process.
+        """The line, of a process that is started if there is none.
 
         Raises:
             SpawnFailed: the system gave none. ShuttingDown: it was closed. Nothing is held.
         """
-        with self._ending, contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+        with self._ending:
             if self._is_closed:
                 raise ShuttingDown("the model was closed")
-            if self._process is not None:
-                raise EngineBug("a worker process is loaded once")
+            if self._line is not None:
+                return self._line
             try:
-                line, their_line = socket.socketpair()
-                ours.enter_context(line), theirs.enter_context(their_line)
-                door, their_door = socket.socketpair()
-                ours.enter_context(door), theirs.enter_context(their_door)
-                self._process = self._spawn(their_line.fileno(), their_door.fileno())
+                line = self._line = self._start_process()
             except OSError as error:
                 raise SpawnFailed(
                     f"the model {self._name!r} cannot be loaded: no process can be started "
                     f"({error.strerror})",
                     log_detail=repr(error),
                 ) from error
+        with contextlib.suppress(LineEnded):  # whoever asks next hears of it
+            line.send("setup", self._setup())
+        return line
+
+    def _start_process(self) -> Line:
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            line, their_line = socket.socketpair()
+            ours.enter_context(line), theirs.enter_context(their_line)
+            door, their_door = socket.socketpair()
+            ours.enter_context(door), theirs.enter_context(their_door)
+            self._process = self._spawn(their_line.fileno(), their_door.fileno())
             ours.pop_all()
             self._door = door
-            self._line = Line(line)
-            return self._line
+            return Line(line)
 
     def _spawn(self, line: int, door: int) -> subprocess.Popen[bytes]:
         # -P: what lies in the working directory is no module of ours

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from engine import logs
 from engine.memory import settle_heap
 from engine.model import frames
-from engine.model.frames import Line, LineEnded, LineGarbled, Loaded, raised
+from engine.model.frames import Estimated, Line, LineEnded, LineGarbled, Loaded, raised
 
 if TYPE_CHECKING:
     from engine.core.types import Constraint
@@ -90,6 +90,21 @@ def own_socket(fd: int) -> socket.socket:
     return socket.socket(fileno=fd)
 
 
+def make_runner(setup: Setup) -> Any:
+    """Call the factory; importing it may import torch."""
+    module, _, function = setup.factory.partition(":")
+    return getattr(importlib.import_module(module), function)(setup.spec, setup.capability)
+
+
+def own_bytes() -> int:
+    """Memory that no other process shares with this one; 0 where the system does not tell."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
 class Worker:
     """One runner and its lines."""
 
@@ -97,48 +112,54 @@ class Worker:
         self._name = name
         self._line = Line(line)
         self._door = door
+        self._setup: Any = None
         self._runner: Any = None
         self._compiled = _Compiled()
 
     def serve(self) -> None:
-        """Load, and execute what comes, until the server closes the line."""
+        """Answer what comes on the line, until the server closes it."""
         name, setup = self._line.receive()
-        if name != "load":
-            raise LineGarbled(f"{name} before load")
-        threading.Thread(target=self._keep_the_door, name="door", daemon=True).start()
-        if not self._load(setup):
-            return
-        while True:
-            try:
-                message = self._line.receive()
-            except LineEnded:
-                self._runner.close()
-                return
-            self._answer(*message)
-
-    def _load(self, setup: Setup) -> bool:
-        """Make the runner and load it; the answer tells how it went."""
+        if name != "setup":
+            raise LineGarbled(f"{name} before setup")
         sys.path.extend(entry for entry in setup.path if entry not in sys.path)
         logs.configure(setup.log_level, "json" if setup.is_json else "human")
+        threading.Thread(target=self._keep_the_door, name="door", daemon=True).start()
+        self._setup = setup
+        while True:
+            try:
+                name, value = self._line.receive()
+            except LineEnded:
+                if self._runner is not None:
+                    self._runner.close()
+                return
+            self._answer(name, value)
+
+    def _answer(self, name: str, value: Any) -> None:
+        if name == "step":
+            self._step(value)
+            return
+        if name not in ("estimate", "load"):
+            raise LineGarbled(f"{name} is no request")
         try:
-            module, _, function = setup.factory.partition(":")
-            make = getattr(importlib.import_module(module), function)
-            self._runner = runner = make(setup.spec, setup.capability)
-            info = runner.load(lambda progress: self._line.send("progress", progress))
-            tokenizer = getattr(runner, "encoder_tokenizer", None)
-            settle_heap()  # 0.4 s with torch, which no step should wait for
-            self._line.send("loaded", Loaded(info, runner.tokenizer, tokenizer))
+            if self._runner is None:
+                self._runner = make_runner(self._setup)
+            if name == "estimate":
+                self._line.send("estimated", Estimated(self._runner.estimate(), own_bytes()))
+            else:
+                self._line.send("loaded", self._load())
         except LineEnded:
             raise
         except BaseException as error:
             self._line.send("raised", raised(error))
-            return False
-        return True
 
-    def _answer(self, name: str, value: Any) -> None:
-        if name != "step":
-            raise LineGarbled(f"no step, but {name}")
-        plan = frames.plan_of(value)
+    def _load(self) -> Loaded:
+        runner, before = self._runner, own_bytes()
+        info = runner.load(lambda progress: self._line.send("progress", progress))
+        settle_heap()  # 0.4 s with torch, which no step should wait for
+        return Loaded(info, before, runner.tokenizer, getattr(runner, "encoder_tokenizer", None))
+
+    def _step(self, plain: Any) -> None:
+        plan = frames.plan_of(plain)
         try:
             result = self._runner.execute(plan)
         except BaseException as error:

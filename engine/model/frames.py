@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.core.encode_types import EncoderInfo, EncoderTokenizer
-    from engine.core.plan import ModelInfo, RunnerSpec, Tokenizer
+    from engine.core.plan import MemoryEstimate, ModelInfo, RunnerSpec, Tokenizer
     from engine.core.types import Constraint
     from engine.status import Capability
 
@@ -77,10 +77,19 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimated:
+    """What the model will need, and, with ``process_bytes``, its process beside it."""
+
+    estimate: MemoryEstimate
+    process_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
-    """The answer to `Setup`: what is known of the model, and its tokenizers."""
+    """What is known of a loaded model, what its process had before the load, and its tokenizers."""
 
     info: ModelInfo | EncoderInfo
+    process_bytes: int
     tokenizer: Tokenizer
     encoder_tokenizer: EncoderTokenizer | None
 

@@ -1,9 +1,10 @@
 """A runner whose calls all come from one thread, for backends that keep things by thread.
 
-Rule 1: loading, steps and closing run on the one thread; compiling a constraint, which asks no
-device, stays with its caller, so that it waits for no step. Rule 2: this file alone of the worker's
-side makes a thread for steps: `engine.threads` gives each step any thread of Trio's cache, and Trio
-can pin none (its issue 810). Its job waits here, so a step still has one way in and is joined.
+Rule 1: estimating, loading, steps and closing run on the one thread; compiling a constraint, which
+asks no device, stays with its caller, so that it waits for no step. Rule 2: this file alone of the
+worker's side makes a thread for steps: `engine.threads` gives each step any thread of Trio's cache,
+and Trio can pin none (its issue 810). Its job waits here, so a step still has one way in and is
+joined.
 
 Source: D3, R55, R56, R57.
 """
@@ -20,7 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.core.encode_types import EncodePlan, EncodeResult, EncoderTokenizer, EncodeRunner
-    from engine.core.plan import LoadProgress, Runner, StepPlan, StepResult, Tokenizer
+    from engine.core.plan import (
+        LoadProgress,
+        MemoryEstimate,
+        Runner,
+        StepPlan,
+        StepResult,
+        Tokenizer,
+    )
     from engine.core.types import Constraint
 
 STACK_BYTES = 8 << 20  # R56
@@ -30,7 +38,7 @@ _making = threading.Lock()  # Python keeps one stack size for all threads to com
 class PinnedRunner:
     """`engine.core.plan.Runner` or `engine.core.encode_types.EncodeRunner` over another one.
 
-    Life: 1. made around an unloaded runner; 2. `load` starts the thread, named
+    Life: 1. made around an unloaded runner; 2. `estimate`, or `load`, starts the thread, named
     ``inference-worker-NAME``; 3. `execute`; 4. `close`, which joins it. A step that hangs holds up
     the interpreter's end, as it would any join; `engine.watchdog` does not wait for it.
     """
@@ -42,6 +50,12 @@ class PinnedRunner:
         self._is_closed = False
         self._lock = threading.Lock()  # of starting and closing; never taken in a step
 
+    def estimate(self) -> MemoryEstimate:
+        """As the runner's own, on the thread, which it starts."""
+        self._start()
+        found: MemoryEstimate = self._run(self._runner.estimate)
+        return found
+
     def load(self, progress: Callable[[LoadProgress], None]) -> Any:
         """As the runner's own; ``progress`` is called on the thread.
 
@@ -49,11 +63,7 @@ class PinnedRunner:
             ShuttingDown: it was closed. Exception: as the runner's own; the thread waits for
                 `close`, or for another try.
         """
-        with self._lock:
-            if self._is_closed:
-                raise ShuttingDown("the model was closed")
-            if self._thread is None:
-                self._thread = _start_thread(self._name)
+        self._start()
         return self._run(self._runner.load, progress)
 
     @property
@@ -91,6 +101,13 @@ class PinnedRunner:
                     thread.submit(self._runner.close).result()
                 finally:
                     thread.shutdown(wait=True)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise ShuttingDown("the model was closed")
+            if self._thread is None:
+                self._thread = _start_thread(self._name)
 
     def _run(self, call: Callable[..., Any], *args: Any) -> Any:
         thread = self._thread

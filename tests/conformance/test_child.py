@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,13 +35,20 @@ def load(runner):
     return runner.load(lambda progress: None)
 
 
+def same_but_for_the_process(own, apart):
+    """A worker process has memory of its own, beside its model's: torch's above all."""
+    process_bytes = apart.memory_bytes - own.memory_bytes
+    assert 20 << 20 < process_bytes < 1000 << 20
+    return replace(apart, memory_bytes=own.memory_bytes) == own
+
+
 @pytest.fixture(scope="module")
 def both():
     """The same model, in this process and apart, loaded."""
     runners = make_runner(STORIES, CONFIG), make_child(STORIES, CONFIG)
     try:
         infos = [load(one) for one in runners]
-        assert infos[0] == infos[1]
+        assert same_but_for_the_process(*infos)
         yield runners
     finally:
         for one in runners:
@@ -55,6 +63,18 @@ def test_every_row_is_the_same_to_the_last_bit_apart_and_in_this_process(both):
         assert rows[0] == rows[1]
         assert "TokenLogprob" in rows[0]
         assert "RowFailure" not in rows[0]
+
+
+def test_an_estimate_is_that_of_this_process_and_its_own():
+    own, apart = make_runner(STORIES, CONFIG), make_child(STORIES, CONFIG)
+    try:
+        estimate, more = own.estimate(), apart.estimate()
+        assert (more.device, more.limit) == (estimate.device, estimate.limit)
+        assert 20 << 20 < more.num_bytes - estimate.num_bytes < 1000 << 20
+        print(f"torch's own: {(more.num_bytes - estimate.num_bytes) / 1e6:.0f} MB")
+    finally:
+        own.close()
+        apart.close()
 
 
 def test_the_tokenizer_here_is_the_one_there(both):
@@ -81,7 +101,7 @@ def test_an_encoders_numbers_are_the_same_to_the_last_bit(name):
     config = EngineConfig(models=(model,))
     own, apart = make_runner(model, config), make_child(model, config)
     try:
-        assert load(own) == load(apart)
+        assert same_but_for_the_process(load(own), load(apart))
         texts = ["a fox", "the small fox ran home", "nobody saw the whale in the rain"]
         if name == "demo-rerank":
             made = own.encoder_tokenizer.encode_pairs("who ran?", texts)

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ from tests.support.core_driver import expected_tokens
 from tests.support.wire import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
+MEGABYTE = 1 << 20
 SHORT_S = 5.0  # for what takes milliseconds, on a busy machine
 FORM = Constraint("json_object", "{}")
 
@@ -148,7 +150,7 @@ def test_an_encoder_computes_apart_what_it_computes_here(kind):
     plan = EncodePlan(4, rows)
     runner = child(kind=kind)
     try:
-        assert load(runner) == info
+        assert same_but_for_the_process(load(runner), info)
         assert repr(runner.execute(plan).rows) == repr(own.execute(plan).rows)
         made = runner.encoder_tokenizer.encode_texts(["<1><2>", "text"], "")
         assert made == own.encoder_tokenizer.encode_texts(["<1><2>", "text"], "")
@@ -161,7 +163,8 @@ def test_a_load_tells_its_progress_and_its_model_and_the_tokenizer_works_here():
     runner = child()
     try:
         info = runner.load(heard.append)
-        assert info == FakeRunner(num_blocks=64, block_size=16, max_model_len=512).load(print_none)
+        here = FakeRunner(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=512)
+        assert same_but_for_the_process(info, load(here))
         assert [progress.phase for progress in heard] == ["weights"]
         assert isinstance(runner.tokenizer, FakeTokenizer)
         assert runner.tokenizer.encode("<7><8>") == (7, 8)
@@ -172,8 +175,48 @@ def test_a_load_tells_its_progress_and_its_model_and_the_tokenizer_works_here():
     assert runner.tokenizer.encode("<7>") == (7,)  # a request may still need it
 
 
-def print_none(progress):
-    """A reader of progress that does nothing with it."""
+def same_but_for_the_process(info, own):
+    """A worker process has memory of its own, beside its model's: Python's at the least."""
+    process_bytes = info.memory_bytes - own.memory_bytes
+    assert MEGABYTE < process_bytes < 1000 * MEGABYTE
+    return replace(info, memory_bytes=own.memory_bytes) == own
+
+
+def test_an_estimate_starts_the_process_that_then_loads():
+    runner = child()
+    try:
+        estimate = runner.estimate()
+        pid = runner.pid
+        assert runner.is_alive
+        assert runner.estimate().device == "cpu"
+        with pytest.raises(EngineBug):
+            _ = runner.tokenizer
+        info = load(runner)
+        assert abs(info.memory_bytes - estimate.num_bytes) < MEGABYTE
+        assert runner.pid == pid
+        assert runner.execute(empty_plan(3)).plan_id == 3
+    finally:
+        runner.close()
+
+
+def test_an_estimate_that_fails_says_why_and_keeps_nothing():
+    runner = child(estimate_fault="refused")
+    with pytest.raises(InvalidRequest, match="model: is not liked"):
+        runner.estimate()
+    assert not runner.is_alive
+    runner = child(estimate_fault="segfault")
+    with pytest.raises(SpawnFailed, match=r"worker process was killed by signal 11 \(SIGSEGV\)"):
+        runner.estimate()
+    assert not runner.is_alive
+
+
+def test_a_close_between_estimate_and_load_leaves_nothing():
+    runner = child()
+    runner.estimate()
+    runner.close()
+    assert is_gone(runner.pid)
+    with pytest.raises(ShuttingDown):
+        load(runner)
 
 
 def test_before_its_load_and_after_its_close_a_runner_says_what_it_is():

@@ -91,12 +91,14 @@ class ScriptedRunner(FakeRunner):
 
     def load(self, progress):
         self._reach("loading")
-        fault = self._asked.get("load_fault")
-        if fault == "refused":
-            raise InvalidRequest([FieldViolation("model", "is not liked")])
-        if fault is not None:
-            do_wrong(fault)
+        if "load_fault" in self._asked:
+            do_wrong(self._asked["load_fault"])
         return super().load(progress)
+
+    def estimate(self):
+        if "estimate_fault" in self._asked:
+            do_wrong(self._asked["estimate_fault"])
+        return super().estimate()
 
     def compile(self, constraint):
         self._reach("compiling")
@@ -129,6 +131,8 @@ def do_wrong(fault):
     """In the worker process."""
     line_fd = int(sys.argv[2])
     match fault:
+        case "refused":
+            raise InvalidRequest([FieldViolation("model", "is not liked")])
         case "memory":
             raise MemoryError("all of it")
         case "address space":

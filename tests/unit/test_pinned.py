@@ -29,6 +29,10 @@ class Traced(FakeRunner):
     def _note(self, name):
         self.calls.append((name, threading.current_thread().name, threading.get_ident()))
 
+    def estimate(self):
+        self._note("estimate")
+        return super().estimate()
+
     def load(self, progress):
         self._note("load")
         return super().load(progress)
@@ -52,6 +56,7 @@ def test_every_call_but_compiling_comes_from_one_thread_of_its_own_which_close_j
     runner = Traced()
     pinned = PinnedRunner(runner, "a")
     assert "inference-worker-a_0" not in names()
+    assert pinned.estimate() == FakeRunner().estimate()
     assert pinned.load(lambda progress: None) == FakeRunner().load(lambda progress: None)
     for number in range(3):
         helper = threading.Thread(target=pinned.execute, args=(StepPlan(number, ()),))
@@ -59,7 +64,9 @@ def test_every_call_but_compiling_comes_from_one_thread_of_its_own_which_close_j
         helper.join()
     assert pinned.execute(StepPlan(3, ())).plan_id == 3
     pinned.close()
-    assert [name for name, _, _ in runner.calls] == ["load", *["execute"] * 4, "close"]
+    assert [name for name, _, _ in runner.calls] == [
+        *("estimate", "load", *["execute"] * 4, "close")
+    ]
     assert {name for _, name, _ in runner.calls} == {"inference-worker-a_0"}
     assert len({ident for _, _, ident in runner.calls}) == 1
     assert "inference-worker-a_0" not in names()
