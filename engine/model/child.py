@@ -116,7 +116,7 @@ class ChildRunner:
 
     def estimate(self) -> MemoryEstimate:
         """Start the process and have it estimate; it stays, for `load`. On the CPU, what the
-        process takes beside its model (torch's own, 0.2 GB) is counted in.
+        process takes beside its model (torch's own, 0.3 GB) is counted in.
 
         Raises:
             SpawnFailed, ShuttingDown, Exception: as `load`.
