@@ -14,7 +14,8 @@ CALLERS = {
     "_spawn": {"engine/pool.py:_spawn_all"},
     "_make_runner": {"engine/pool.py:_prepare"},
 }
-LOADS = {"engine/pool.py:_spawn"}  # where a runner's `load` is called
+# Where a runner's `load` is called: by the pool, and in a worker process, for the pool's call.
+LOADS = {"engine/pool.py:_spawn", "engine/model/child_main.py:_load"}
 
 
 def functions(tree):
