@@ -116,7 +116,7 @@ class ChildRunner:
 
     def estimate(self) -> MemoryEstimate:
         """Start the process and have it estimate; it stays, for `load`. On the CPU, what the
-        process takes beside its model (torch's own, 0.2 GB) is counted in.
+        process takes beside its model (torch's own, 0.3 GB) is counted in.
 
         Raises:
             SpawnFailed, ShuttingDown, Exception: as `load`.
@@ -342,12 +342,12 @@ class ChildRunner:
             ours.enter_context(line), theirs.enter_context(their_line)
             door, their_door = socket.socketpair()
             ours.enter_context(door), theirs.enter_context(their_door)
-            self._process = self._spawn(their_line.fileno(), their_door.fileno())
+            self._process = self._popen(their_line.fileno(), their_door.fileno())
             ours.pop_all()
             self._door = door
             return Line(line)
 
-    def _spawn(self, line: int, door: int) -> subprocess.Popen[bytes]:
+    def _popen(self, line: int, door: int) -> subprocess.Popen[bytes]:
         # -P: what lies in the working directory is no module of ours
         command = [sys.executable, "-P", "-m", PROGRAM, self._name, str(line), str(door)]
         return subprocess.Popen(
