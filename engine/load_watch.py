@@ -10,7 +10,7 @@ import trio
 from engine.core.plan import LoadProgress
 
 if TYPE_CHECKING:
-    from engine.entry import Entry
+    from engine.entry import Entry, Load
     from engine.errors import TrioletError
     from engine.status import ModelState
 
@@ -42,6 +42,7 @@ class LoadWatch:
         self._pool = pool
         self._entry = entry
         self._count = count
+        self._load: Load | None = None
         self._seen: LoadProgress | None = None
         self._is_limited = False  # there was no room for as many as are wanted
         self._is_over = False
@@ -58,8 +59,9 @@ class LoadWatch:
         if self._is_over:
             return None
         while (load := self._entry.load) is not None or not self._has_enough():
-            if load is None:
+            if load is None or load is not self._load:  # a new one: it need not wait for a backoff
                 self._pool.ensure(self._entry.config.name, replicas=self._count)
+                self._load = self._entry.load
                 continue
             progress = self._entry.progress
             if progress is not None and progress is not self._seen:

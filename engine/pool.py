@@ -191,6 +191,7 @@ class Pool:
             raise NoWorkers(f"{entry.config.name} is being unloaded", retry_after_s=5.0)
         if entry.load is not None:
             if replicas is not None:
+                entry.deaths.clear()
                 entry.load.hurry.set()
             return entry
         missing = (replicas or 1) - len(entry.ready)
