@@ -12,7 +12,8 @@ costs outside the model (laying out, sampling, text), by rows and by context, in
 that little else is left.
 
 `BENCH_ONLY` is a regular expression: only measurements whose names it finds. `BENCH_PEERS` names
-the engines to compare with, comma-separated; none is none.
+the engines to compare with, comma-separated; none is none, and unset those of `COMPARED`
+(transformers' continuous batching is slower than its plain forward, and takes minutes).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 SHAPES = ("s135", "q05")
+COMPARED = ("llama.cpp", "vllm", "transformers")
 THREADS = 2
 STEPS = 32
 OUTSIDE_STEPS = 64
@@ -242,7 +244,7 @@ def outside(ours: EngineProcess) -> list[Row]:
 
 def run() -> list[Row]:
     wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
-    named = os.environ.get("BENCH_PEERS", ",".join(PEERS))
+    named = os.environ.get("BENCH_PEERS", ",".join(COMPARED))
     peers = [name for name in named.split(",") if name]
     rows: list[Row] = []
     for shape in SHAPES:
@@ -252,7 +254,8 @@ def run() -> list[Row]:
             continue
         with opened(shape, peers if chosen else [], max(BARS)) as engines:
             names = {engine.name for engine in engines}
-            missing = [name for name in PEERS if name not in names]
+            missing = [name for name in COMPARED if name not in names]
+            rows += [row_of(f"{shape} load: {one.name}", [one.load_s], "s") for one in engines]
             for case in chosen:
                 rows += compare(case, engines, missing)
             rows += beside_busy(engines[0]) if beside else []

@@ -76,6 +76,7 @@ PEERS = {
             "lib/libiomp5.so",  # as vLLM advises "for best performance"
         ),
         Peer("transformers", "tools.bench.peers.transformers"),
+        Peer("transformers-cb", "tools.bench.peers.transformers_cb"),
     )
 }
 

@@ -39,6 +39,10 @@ class EngineProcess:
         self.load_s: float = self._read()["load_s"]
         self._signal(signal.SIGSTOP)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(self, what: str, name: str, batch: int, length: int, steps: int = 0) -> Any:
         """An answer to a question of `tools.bench.peers.asked`."""
         self._signal(signal.SIGCONT)
