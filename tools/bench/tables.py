@@ -78,7 +78,8 @@ def read(files: Iterable[Path], pattern: str = "") -> tuple[list[dict[str, Any]]
         rows = {row["name"]: row for row in data["rows"] if re.search(pattern, row["name"])}
         found |= rows
         where = data["machine"]
-        origin = f"{where['cpu']}, {where['cores']} cores, load {where['load']}, {data['commit']}"
+        machine = f"{where['cpu']}, {where['cores']} cores, load {where['load']}"
+        origin = f"{where['when']} on {machine}, commit {data['commit']}"
         if rows and origin not in origins:
             origins.append(origin)
     return list(found.values()), origins
@@ -91,7 +92,7 @@ def filled(match: re.Match[str], figures: Path) -> str:
     rows, origins = read((file for file in files if file.exists()), pattern)
     body = tables(rows) if rows else ["Not measured yet."]
     if origins:
-        body += ["", f"Measured on {'; '.join(origins)}."]
+        body += ["", f"Measured {'; '.join(origins)}."]
     return "\n".join([match["head"], *body, match["tail"]])
 
 
