@@ -14,6 +14,9 @@ old
 Between.
 <!-- table: serve -->
 <!-- end -->
+More.
+<!-- table: startup -->
+<!-- end -->
 """
 
 
@@ -45,7 +48,9 @@ def test_a_page_gets_the_rows_it_asks_for_and_keeps_the_rest(tmp_path, monkeypat
     assert "| decode B=8: against the best | 1.5 ± 0.1 | × | ≥ 1, met |" in text
     assert "old" not in text
     assert "prefill" not in text
-    assert "<!-- table: serve -->\nNot measured yet.\n<!-- end -->\n" in text
+    for name in ("serve", "startup"):
+        assert f"<!-- table: {name} -->\nNot measured yet.\n<!-- end -->\n" in text
+    assert "More." in text
 
 
 def test_the_whole_measurement_counts_over_its_parts(tmp_path, monkeypatch, capsys):

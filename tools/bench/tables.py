@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PART = re.compile(
-    r"(?P<head><!-- table: (?P<name>[\w-]+) ?(?P<pattern>.*?) -->)\n.*?(?P<tail><!-- end -->)",
+    r"(?P<head><!-- table: (?P<name>[\w-]+)(?: (?P<pattern>[^\n]*?))? -->)\n"
+    r".*?(?P<tail><!-- end -->)",
     re.DOTALL,
 )
 ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "transformers-cb")
@@ -87,7 +88,7 @@ def read(files: Iterable[Path], pattern: str = "") -> tuple[list[dict[str, Any]]
 
 def filled(match: re.Match[str], figures: Path) -> str:
     """A page's part with its table made anew."""
-    name, pattern = match["name"], match["pattern"]
+    name, pattern = match["name"], match["pattern"] or ""
     files = [*sorted(figures.glob(f"{name}-[0-9]*.json")), figures / f"{name}.json"]
     rows, origins = read((file for file in files if file.exists()), pattern)
     body = tables(rows) if rows else ["Not measured yet."]
