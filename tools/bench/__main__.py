@@ -10,7 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-NOT_BENCHES = {"__init__", "__main__", "checkpoints", "frame", "plots", "served", "wire"}
+NOT_BENCHES = {"__init__", "__main__", "checkpoints", "frame", "plots", "served", "tables", "wire"}
 
 
 def names() -> list[str]:
