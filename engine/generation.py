@@ -276,10 +276,10 @@ class Lifetime(Generic[EventT]):
     def on_lost(self, error: TrioletError, *, has_begun: bool) -> None:
         """Its replica has died. One that was in line only gets in line elsewhere, at its place by
         its arrival; its reader has heard of nothing that is not so there."""
+        self.credit.cancel(self.credit.reserved)  # what was planned for it was not computed
         if has_begun or self.tokens_done or self._first_result_at is not None or self.is_closed:
             self.close(error)
             return
-        self.credit.cancel(self.credit.reserved)  # what was planned for it was not computed
         self._unqueue()
         self.replica = None
         self.is_moving = True
