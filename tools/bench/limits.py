@@ -47,7 +47,7 @@ def streams() -> dict[str, Callable[[], float]]:
         "F.linear": lambda: size / per_turn(lambda: torch.nn.functional.linear(row, weight))
     }
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), 1)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         call = torch.ops.mkldnn._linear_pointwise
         found["packed"] = lambda: size / per_turn(lambda: call(row, packed, None, "none", [], ""))
     return found
