@@ -64,7 +64,8 @@ class ModelConfig:
     ``model``); ``lazy`` loads at the first request. ``threads`` 0: text models share the cores
     evenly, encoders have one. ``capability`` None: found from the model's files. ``runner``: a
     worker is a thread of this process, or a process of its own. ``workers`` are its replicas
-    where it has more than one, or they differ."""
+    where it has more than one, or they differ.
+    ``quantization`` is a text model\'s; encoders keep their floats."""
 
     model: str
     name: str = ""
@@ -77,12 +78,14 @@ class ModelConfig:
     capability: Capability | None = None
     runner: str = RUNNERS[0]
     workers: tuple[WorkerConfig, ...] = ()
+    quantization: str = "none"
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("--model is empty")
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _one_of("runner", self.runner, RUNNERS)
+        _one_of("quantization", self.quantization, ("none", "int8"))
         _at_least("threads", self.threads, 0)
         if self.num_replicas > REPLICAS_MAX:
             raise ConfigError(f"{self.model} has {self.num_replicas} workers, of {REPLICAS_MAX}")

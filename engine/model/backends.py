@@ -67,7 +67,7 @@ def prepare(
     calls: Sequence[AttentionCall],
     cache: KvCache,
     *,
-    quantization: str = "",
+    quantization: str = "none",
 ) -> Execution:
     """The model as it will be run over ``cache``. The stock module is spent where it is compiled.
 

@@ -41,9 +41,7 @@ class Output:
 class Packer:
     """Packs weights for one library and dtype, and keeps what it packed."""
 
-    def __init__(
-        self, library: ctypes.CDLL, dtype: torch.dtype, *, is_int8: bool = False
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, is_int8: bool = False) -> None:
         self.library = library
         self.dtype = dtype
         self.kind = native.KINDS[dtype]
@@ -51,13 +49,16 @@ class Packer:
         self.packed: list[torch.Tensor] = []  # weights, in the model's dtype or int8
         self.small: list[torch.Tensor] = []  # norms, biases and scales, float32
 
-    def linear(self, layers: Sequence[torch.nn.Linear], *, is_paired: bool = False) -> native.Linear:
+    def linear(
+        self, layers: Sequence[torch.nn.Linear], *, is_paired: bool = False
+    ) -> native.Linear:
         """One packed layer of ``layers``, outputs one after another, or of gates and ups by
         turns; their own tensors are let go."""
         bias = self._joined_bias(layers, is_paired)
         weights = [layer.weight.detach() for layer in layers]
         for layer in layers:
-            layer.weight = layer.bias = None
+            layer.register_parameter("weight", None)
+            layer.register_parameter("bias", None)
         if is_paired:
             halves = weights[0].chunk(2) if len(weights) == 1 else weights
             weights = [_whole_panels(half) for half in halves]
@@ -72,7 +73,7 @@ class Packer:
         scale = None
         if self.is_int8:
             weight, scales = quantise(weight)
-            scale = self.keep(_whole_panels(scales))
+            scale = self.keep(_by_turns(*scales.chunk(2)) if pair else _whole_panels(scales))
         elif weight.dtype != self.dtype:
             weight = weight.to(self.dtype)
         weight = weight.contiguous()
@@ -104,9 +105,7 @@ class Packer:
         ]
         if not is_paired:
             return torch.cat(parts)
-        gate, up = parts[0].chunk(2) if len(parts) == 1 else parts
-        pairs = torch.stack((_whole_panels(gate), _whole_panels(up)))
-        return pairs.view(2, -1, PANEL).transpose(0, 1).reshape(-1)
+        return _by_turns(*(parts[0].chunk(2) if len(parts) == 1 else parts))
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,6 +114,12 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide = weight.to(torch.float32)
     scales = wide.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny) / 127.0
     return (wide / scales[:, None]).round_().to(torch.int8), scales
+
+
+def _by_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Numbers of gates' and ups' outputs in the order of their packed panels."""
+    pairs = torch.stack((_whole_panels(gate), _whole_panels(up)))
+    return pairs.view(2, -1, PANEL).transpose(0, 1).reshape(-1)
 
 
 def _whole_panels(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,7 +191,7 @@ class NativeDecoder(torch.nn.Module):
         is_tied = parts.head.weight is parts.embedding.weight
         hidden = parts.embedding.embedding_dim
         table = None if is_tied else parts.embedding.weight.detach()
-        parts.embedding.weight = None
+        parts.embedding.register_parameter("weight", None)
         head = packer.linear([parts.head])
         if table is not None:
             packer.packed.append(table)
@@ -257,9 +262,7 @@ class NativeDecoder(torch.nn.Module):
 class PackedLinear(torch.nn.Module):
     """`torch.nn.Linear` by the compiled kernels; the stock layer is spent."""
 
-    def __init__(
-        self, stock: torch.nn.Linear, backend: NativeBackend, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, stock: torch.nn.Linear, backend: NativeBackend, dtype: torch.dtype) -> None:
         super().__init__()
         self._backend = backend
         self._packer = packer = Packer(backend.library, dtype)

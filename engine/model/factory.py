@@ -55,6 +55,7 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
         max_num_batched_tokens=config.max_num_batched_tokens,
         memory_limit=limit,
         seed=config.seed,
+        quantization=model.quantization,
     )
 
 

@@ -228,7 +228,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    told = {}
+    told: dict[str, str] = {}
     for line in lines:
         name, _, value = line.partition(":")
         told.setdefault(name.strip(), value.strip())

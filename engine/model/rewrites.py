@@ -73,13 +73,6 @@ LISTED: dict[str, _Family] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """``weight`` float32, what is multiplied by; None for no norm."""
-
-    weight: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class LayerParts:
     """The modules of one layer, and its norms."""
 
@@ -171,6 +164,8 @@ def _take_layer(layer: Any, family: _Family, call: AttentionCall, rotary: int) -
     )
     query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     is_of_heads = query_norm is not None and query_norm.weight.numel() == attention.head_dim
+    qkv: tuple[Any, ...]
+    gate_up: tuple[Any, ...]
     if hasattr(attention, "qkv_proj"):
         qkv, gate_up = (attention.qkv_proj,), (mlp.gate_up_proj,)
     else:

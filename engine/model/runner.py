@@ -116,7 +116,8 @@ class TorchRunner:
 
     def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
         self._spec = spec
-        self._backend = backend
+        self._chosen = backend
+        self._backend: AttentionBackend | None = None
         self._device = torch.device("cpu")
         self._model: LoadedModel | None = None
         self._cache: KvCache | None = None
@@ -178,7 +179,7 @@ class TorchRunner:
             raise
 
     def close(self) -> None:
-        self._model = self._cache = self._tokenizer = self._generator = None
+        self._model = self._cache = self._tokenizer = self._generator = self._backend = None
         self._sequences.clear()
         if self._grammars is not None:
             self._grammars.close()
@@ -208,7 +209,7 @@ class TorchRunner:
         progress(LoadProgress("warm-up"))
         calls = probe(model, shapes)
         self._cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
-        backend, reason = self._backend, "it was chosen"
+        backend, reason = self._chosen, "it was chosen"
         if backend is None:
             backend, reason = pick_backend(device, dtype, shapes)
         execution = prepare(

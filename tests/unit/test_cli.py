@@ -35,6 +35,7 @@ OTHER = {
     "keepalive_timeout": ("2.5", "2.5"),
     "revision": ("v2", '"v2"'),
     "dtype": ("float32", '"float32"'),
+    "quantization": ("int8", '"int8"'),
     "device": ("cpu", '"cpu"'),
     "max_model_len": ("512", "512"),
     "max_num_seqs": ("64", "64"),
