@@ -10,8 +10,6 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from engine.model import native
 from engine.model.decoder import NativeDecoder, pack_linears
 from engine.model.native_attention import NativeBackend
@@ -21,6 +19,8 @@ from engine.model.rewrites import WIDTH_MOST, WIDTH_STEP, NotRewritten, take_apa
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
     from engine.model.architectures import LayerShape
     from engine.model.attention import AttentionBackend, AttentionCall

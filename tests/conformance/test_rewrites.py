@@ -69,16 +69,19 @@ class Built:
         )
         self.vocab = model.config.vocab_size
 
-    def logits(self, starts=None):
-        """Logits of every token of rows of `COUNTS` tokens, [num_tokens, vocab] float32."""
+    def logits(self, only=None):
+        """Logits of every token of rows of `COUNTS` tokens, or of one of them,
+        [num_tokens, vocab] float32."""
         rng = np.random.default_rng(7)
         blocks = iter(rng.permutation(64))
         tables = [np.array([next(blocks) for _ in range(-(-c // 16))]) for c in COUNTS]
-        rows = pack([0] * len(COUNTS), COUNTS, tables, 16)
-        ids = torch.from_numpy(rng.integers(1, self.vocab, rows.num_tokens))
+        ids = [rng.integers(1, self.vocab, count) for count in COUNTS]
+        chosen = slice(None) if only is None else slice(only, only + 1)
+        counts = COUNTS[chosen]
+        rows = pack([0] * len(counts), counts, tables[chosen], 16)
         with torch.inference_mode():
             output = self.execution.model.module(
-                input_ids=ids[None],
+                input_ids=torch.from_numpy(np.concatenate(ids[chosen]))[None],
                 position_ids=torch.from_numpy(rows.positions)[None],
                 use_cache=False,
                 logits_to_keep=torch.arange(rows.num_tokens),
@@ -141,10 +144,14 @@ def test_so_it_is_at_the_width_of_real_layers(tmp_path, arch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_same_rows_give_the_same_bits(zoo, name, dtype):
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2"])
+def test_a_row_gives_the_same_bits_whatever_is_beside_it(zoo, name, dtype):
     built = Built(zoo.directory(name), dtype, is_stock=False)
-    assert torch.equal(built.logits(), built.logits())
+    together = built.logits()
+    assert torch.equal(built.logits(), together)
+    for row in range(len(COUNTS)):
+        low = sum(COUNTS[:row])
+        assert torch.equal(built.logits(row), together[low : low + COUNTS[row]])
 
 
 def test_an_activation_that_is_not_known_is_not_rewritten(zoo):
