@@ -65,7 +65,7 @@ class ModelConfig:
     evenly, encoders have one. ``capability`` None: found from the model's files. ``runner``: a
     worker is a thread of this process, or a process of its own. ``workers`` are its replicas
     where it has more than one, or they differ.
-    ``quantization`` is a text model\'s; encoders keep their floats."""
+    ``quantization`` is a text model's; encoders keep their floats."""
 
     model: str
     name: str = ""
