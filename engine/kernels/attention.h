@@ -243,22 +243,32 @@ struct Gathered {
     float best[QUERIES], total[QUERIES];
 };
 
-// Masks and exponentiates one query's scores of a part in place of its ``weights``; rescales what
-// the query has.
-template <class T>
-static void weigh_query(const Attention &call, Gathered<T> &has, long query, long position,
-                        long part, long columns) {
+// Scales scores [columns] in place, and returns their highest. Columns before ``low`` and from
+// ``high`` on are hidden.
+static v16 shape_and_mask(const Attention &call, float *scores, long columns, long low, long high) {
     const i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    float *scores = has.scores + query * PART;
-    const long low = first_visible(position, call.window) - part, high = position - part;
-    v16 best = splat(-INFINITY);
+    const v16 nothing = splat(-INFINITY);
+    v16 best = nothing;
     for (long j = 0; j < columns; j += LANES) {
-        i16v at = lane + (int32_t)j;
-        i16v is_seen = (at >= (int32_t)larger(low, 0)) & (at <= (int32_t)smaller(high, PART));
-        v16 own = pick(is_seen, shape_scores(call, load(scores + j)), splat(-INFINITY));
+        v16 own = shape_scores(call, load(scores + j));
+        if (j < low || j + LANES > high) {
+            i16v at = lane + (int32_t)j;
+            own = pick((at >= (int32_t)low) & (at < (int32_t)high), own, nothing);
+        }
         store(scores + j, own);
         best = max16(own, best);
     }
+    return best;
+}
+
+// Turns one query's scores of a part into its ``weights``; rescales what the query has.
+template <class T>
+static void weigh_query(const Attention &call, Gathered<T> &has, long query, long position,
+                        long part, long columns) {
+    float *scores = has.scores + query * PART;
+    const long low = larger(first_visible(position, call.window) - part, 0);
+    const long high = smaller(position - part + 1, columns);
+    v16 best = shape_and_mask(call, scores, columns, smaller(low, columns), high);
     const float top = fmaxf(has.best[query], highest(best));
     const float base = top == -INFINITY ? 0.0f : top;
     v16 total = splat(0.0f);

@@ -257,24 +257,42 @@ struct Linear {
     int64_t outputs, inputs;
 };
 
-constexpr long ROWS_AT_ONCE = 128, DEPTH_AT_ONCE = 512, PANELS_MOST = 16;
+constexpr long ROWS_AT_ONCE = 128, PANELS_MOST = 16;
+constexpr long DEPTH_AT_ONCE = 640;  // measured, K 576 to 4864: a pair of panels fits a core's L1
 
-// Sums of a task: [ROWS_AT_ONCE][PANELS_MOST x 16], and weights made wide again.
+constexpr long WIDE_AT_ONCE = 256;  // inputs of int8 weights made wide at once
+
+// Sums of a task: [ROWS_AT_ONCE][PANELS_MOST x 16], and a pair of panels made wide again.
 struct Scratch {
     alignas(64) float sums[ROWS_AT_ONCE * PANELS_MOST * PANEL];
-    alignas(64) float wide[DEPTH_AT_ONCE * PANELS_MOST * PANEL];
+    alignas(64) float wide[2 * WIDE_AT_ONCE * PANEL];
 };
 
-static inline void widen(const int8_t *from, long count, float *to) {
+static inline v16 load(const int8_t *from) {
+#if defined(__AVX512F__)
+    __m128i bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#else
     typedef int8_t b16 __attribute__((vector_size(16)));
-    for (long i = 0; i < count; i += LANES)
-        store(to + i, __builtin_convertvector(load_as<b16>(from + i), v16));
+    return __builtin_convertvector(__builtin_convertvector(load_as<b16>(from), i16v), v16);
+#endif
 }
 
-static inline void widen(const int8_t *from, long count, bf16 *to) {
-    typedef int8_t b16 __attribute__((vector_size(16)));
-    for (long i = 0; i < count; i += LANES)
-        store(to + i, __builtin_convertvector(load_as<b16>(from + i), v16));
+// int8 numbers are exact in both types.
+template <class T>
+static inline void widen(const int8_t *from, long count, T *to) {
+    for (long i = 0; i < count; i += 2 * LANES) {
+#if defined(__AVX512BF16__)
+        if constexpr (sizeof(T) == 2) {
+            auto both = _mm512_cvtne2ps_pbh((__m512)load(from + i + LANES), (__m512)load(from + i));
+            memcpy(to + i, &both, sizeof both);
+            continue;
+        }
+#endif
+        store(to + i, load(from + i));
+        store(to + i + LANES, load(from + i + LANES));
+    }
 }
 
 // How many panels a task takes: few rows are bound by memory and want even shares, many want
@@ -284,25 +302,39 @@ static inline long panels_of_task(long rows, long panels) {
     return panels >= 512 ? 8 : panels >= 64 ? 4 : 2;
 }
 
+// Inputs of one pass: equal parts of ``depth``, none more than DEPTH_AT_ONCE.
+static inline long even_step(long depth) {
+    const long passes = (depth + DEPTH_AT_ONCE - 1) / DEPTH_AT_ONCE;
+    return ((depth + passes - 1) / passes + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
+}
+
+// The same of int8 weights: a pair of panels is made wide, a core's L1 full at a time, and used.
+template <class T>
+static void sum_int8_task(const Linear &linear, const T *x, long ldx, long rows, long panel,
+                          long panels, Scratch &scratch) {
+    const long depth = padded_depth<T>(linear.inputs), stride = depth * PANEL;
+    const int8_t *weight = (const int8_t *)linear.weight + panel * stride;
+    T *wide = (T *)scratch.wide;
+    for (long n = 0; n < panels; n += 2)
+        for (long k = 0; k < depth; k += WIDE_AT_ONCE) {
+            const long count = depth - k < WIDE_AT_ONCE ? depth - k : WIDE_AT_ONCE;
+            const long pair = panels - n < 2 ? 1 : 2, own = WIDE_AT_ONCE * PANEL;
+            for (long i = 0; i < pair; i++)
+                widen(weight + (n + i) * stride + k * PANEL, count * PANEL, wide + i * own);
+            multiply(x + k, ldx, rows, wide, own, pair, 0, count, scratch.sums + n * PANEL,
+                     panels * PANEL, k > 0);
+        }
+}
+
 template <class T>
 static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long panel, long panels,
                      Scratch &scratch) {
     const long depth = padded_depth<T>(linear.inputs), stride = depth * PANEL;
-    const long ldo = panels * PANEL;
-    const long step = rows <= ROW_PAD && !linear.scale ? depth : DEPTH_AT_ONCE;
-    for (long k = 0; k < depth; k += step) {
-        long end = k + step < depth ? k + step : depth;
-        if (!linear.scale) {
-            const T *w = (const T *)linear.weight + panel * stride;
-            multiply(x, ldx, rows, w, stride, panels, k, end, scratch.sums, ldo, k > 0);
-            continue;
-        }
-        T *wide = (T *)scratch.wide;
-        const int8_t *w = (const int8_t *)linear.weight + panel * stride + k * PANEL;
-        const long own = (end - k) * PANEL;
-        for (long n = 0; n < panels; n++) widen(w + n * stride, own, wide + n * own);
-        multiply(x + k, ldx, rows, wide, own, panels, 0, end - k, scratch.sums, ldo, k > 0);
-    }
+    const long step = rows <= ROW_PAD ? depth : even_step(depth);
+    const T *weight = (const T *)linear.weight + panel * stride;
+    for (long k = 0; k < depth; k += step)
+        multiply(x, ldx, rows, weight, stride, panels, k, k + step < depth ? k + step : depth,
+                 scratch.sums, panels * PANEL, k > 0);
 }
 
 template <class T>
@@ -332,7 +364,8 @@ static void linear(const Linear &linear, const T *x, long ldx, long rows, Scratc
         const long panel = task / parts * group, row = task % parts * ROWS_AT_ONCE;
         const long own_panels = panels - panel < group ? panels - panel : group;
         const long own_rows = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
-        sum_task(linear, x + row * ldx, ldx, own_rows, panel, own_panels, scratch);
+        auto sum = linear.scale ? sum_int8_task<T> : sum_task<T>;
+        sum(linear, x + row * ldx, ldx, own_rows, panel, own_panels, scratch);
         finish_sums<T>(linear, own_rows, panel, own_panels, scratch.sums);
         take(row, own_rows, panel, own_panels, scratch.sums);
     }

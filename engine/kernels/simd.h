@@ -102,32 +102,46 @@ static inline float sum(v16 value) {
 }
 
 static inline float highest(v16 value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)value);
+#else
     float parts[LANES], best;
     memcpy(parts, &value, sizeof parts);
     best = parts[0];
     for (int i = 1; i < LANES; i++) best = parts[i] > best ? parts[i] : best;
     return best;
+#endif
 }
 
-// e^x to about 1 ulp. Source: Cephes `expf`: e^x = 2^n e^r with |r| <= ln 2 / 2. Below -87 the
-// result is 0; a NaN stays one.
-static inline v16 exp16(v16 x) {
-    i16v is_low = x < -87.0f;
-    v16 top = pick(x > 88.0f, splat(88.0f), x);
-    v16 safe = pick(is_low, splat(0.0f), top);
-    v16 n = safe * 1.44269504088896341f + 12582912.0f;  // rounds to nearest by the mantissa's end
-    i16v whole = (i16v)n - 0x4b400000;
-    n -= 12582912.0f;
-    v16 r = safe - n * 0.693359375f + n * 2.12194440e-4f;
+// e^r for |r| <= ln 2 / 2, to about 1 ulp. Source: Cephes `expf`.
+static inline v16 exp_of_rest(v16 r) {
     v16 p = splat(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    return p * r * r + r + 1.0f;
+}
+
+// e^x = 2^n e^r. What is too small is 0; a NaN stays one.
+static inline v16 exp16(v16 x) {
+    constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f, PER_LN2 = 1.44269504f;
+#if defined(__AVX512F__)
+    // The second operand is what a NaN gives: x stays one, and -inf becomes a number.
+    x = (v16)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
+    v16 n = (v16)_mm512_roundscale_ps((__m512)(x * PER_LN2), _MM_FROUND_TO_NEAREST_INT);
+    return (v16)_mm512_scalef_ps((__m512)exp_of_rest(x - n * LN2_HIGH - n * LN2_LOW), (__m512)n);
+#else
+    i16v is_low = x < -87.0f;
+    v16 top = pick(x > 88.0f, splat(88.0f), x);
+    v16 safe = pick(is_low, splat(0.0f), top);
+    v16 n = safe * PER_LN2 + 12582912.0f;  // rounds to nearest by the mantissa's end
+    i16v whole = (i16v)n - 0x4b400000;
+    n -= 12582912.0f;
     v16 scale = (v16)((whole + 127) << 23);
-    return pick(is_low, splat(0.0f), p * scale);
+    return pick(is_low, splat(0.0f), exp_of_rest(safe - n * LN2_HIGH - n * LN2_LOW) * scale);
+#endif
 }
 
 // tanh by e^2x; for small x by its series, where 1 - 2 / (e^2x + 1) would cancel.

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from engine.core.plan import SCORED_TOKENS_MAX
 from engine.model import native
 from engine.model.decoder import NativeDecoder, pack_linears
 from engine.model.native_attention import NativeBackend
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine.core.plan import RunnerSpec
     from engine.model.architectures import LayerShape
     from engine.model.attention import AttentionBackend, AttentionCall
-    from engine.model.kv_cache import KvCache
+    from engine.model.kv_cache import KvCache, PoolSize
     from engine.model.loader import LoadedModel
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,13 @@ class Execution:
     model: LoadedModel
     backend: AttentionBackend
     reason: str
+
+    def activation_bytes(self, spec: RunnerSpec, pool: PoolSize) -> int | None:
+        """What the largest step takes beside logits; None where it is not known."""
+        if not isinstance(self.model.module, NativeDecoder):
+            return None
+        kept = spec.max_num_seqs + SCORED_TOKENS_MAX
+        return self.model.module.activation_bytes(spec.max_num_batched_tokens, kept, pool)
 
 
 def pick_backend(

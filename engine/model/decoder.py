@@ -13,6 +13,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -23,11 +24,13 @@ from engine.model.native_attention import NativeStep
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.model.kv_cache import KvCache
+    from engine.model.kv_cache import KvCache, PoolSize
     from engine.model.native_attention import NativeBackend
     from engine.model.rewrites import DecoderParts, LayerParts
 
 PANEL = 16  # PANEL in engine/kernels/matmul.h
+PART = 512  # PART in engine/kernels/attention.h: a longer decode is joined from parts
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +254,31 @@ class NativeDecoder(torch.nn.Module):
         if status:
             raise MemoryError("no memory for a step's activations")
         return Output(logits[None])
+
+    def activation_bytes(self, num_tokens: int, num_kept: int, pool: PoolSize) -> int:
+        """What memory for activations grows to, at most, by a step of ``num_tokens`` tokens of
+        which ``num_kept`` have logits."""
+        count = min(num_tokens, pool.max_model_len)
+        starts = np.array([pool.max_model_len - count, pool.max_model_len, 0], np.int64)
+        offsets = np.array([0, count], np.int64)
+        rows = native.Rows(
+            starts.ctypes.data,
+            starts[1:].ctypes.data,
+            offsets.ctypes.data,
+            None,
+            None,
+            1,
+            0,
+            pool.block_size,
+            num_tokens,
+        )
+        step = native.Step(rows=rows, num_kept=num_kept, num_threads=torch.get_num_threads())
+        chunks = self._library.triolet_step_bytes(
+            self._packer.kind, ctypes.byref(self._model), ctypes.byref(step)
+        )
+        attention = self._layers[0].attention
+        parts = pool.num_blocks * pool.block_size // PART + num_kept
+        return chunks + parts * attention.heads * (attention.width + 2) * FLOAT_BYTES
 
     def _room_for(self, rows: int) -> torch.Tensor:
         """[rows, vocab] float32 of memory that is kept: fresh pages cost a step milliseconds."""

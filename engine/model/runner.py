@@ -220,7 +220,7 @@ class TorchRunner:
         self._generator = torch.Generator(device).manual_seed(spec.seed)
         self._grammars = Grammars(self._tokenizer, int(config.vocab_size), ends)
         warm_up(self._execute, pool)
-        workspace = workspace_bytes(spec, config, dtype)
+        workspace = workspace_bytes(spec, config, dtype, execution.activation_bytes(spec, pool))
         return ModelInfo(
             architecture=architecture.name,
             dtype=str(dtype).removeprefix("torch."),

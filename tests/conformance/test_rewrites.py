@@ -1,18 +1,20 @@
 """A compiled decoder computes what the stock module does: in float32 within 1e-5, in bfloat16 no
 further from float32 than 1.1 times the stock module (D11)."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.core.plan import RunnerSpec  # noqa: E402
+from engine.core.plan import SCORED_TOKENS_MAX, RunnerSpec  # noqa: E402
 from engine.model.architectures import layer_shapes  # noqa: E402
 from engine.model.attention import KEYWORD  # noqa: E402
 from engine.model.backends import pick_backend, prepare  # noqa: E402
 from engine.model.checkpoint import Checkpoint  # noqa: E402
 from engine.model.decoder import NativeDecoder, quantise  # noqa: E402
-from engine.model.kv_cache import KvCache  # noqa: E402
+from engine.model.kv_cache import KvCache, PoolSize  # noqa: E402
 from engine.model.loader import load_model, read_config  # noqa: E402
 from engine.model.packing import pack  # noqa: E402
 from engine.model.probe import probe  # noqa: E402
@@ -20,6 +22,7 @@ from engine.model.reference import ReferenceBackend  # noqa: E402
 from engine.model.refusal import Refusal  # noqa: E402
 from engine.model.rewrites import LISTED, NotRewritten, take_apart  # noqa: E402
 from engine.model.runner import TorchRunner  # noqa: E402
+from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import ZOO, Zoo  # noqa: E402
 from tools.make_model import Shape, make  # noqa: E402
 
@@ -193,3 +196,30 @@ def test_int8_that_cannot_be_had_is_refused(zoo, name, fields, why):
     with pytest.raises(Exception, match=why) as raised:
         TorchRunner(spec).load(lambda _progress: None)
     assert isinstance(raised.value.__cause__, Refusal) or "int8" in str(raised.value)
+
+
+def test_the_memory_told_covers_what_the_largest_step_takes(zoo):
+    """Four chunks of long prompts that nearly fill a step, and what comes after them."""
+    runner = TorchRunner(RunnerSpec(str(zoo.directory("llama")), kv_bytes=1 << 24, threads=2,
+                                    max_num_seqs=4, max_num_batched_tokens=2048))  # fmt: skip
+    info = runner.load(lambda _progress: None)
+    decoder = runner._model.module
+    pool = PoolSize(info.num_blocks, info.block_size, info.max_model_len, 0)
+    library, grown = decoder._library, []
+    stock = library.triolet_step
+
+    def step(kind, model, step, arena):
+        grown.append(library.triolet_step_bytes(kind, model, step))
+        return stock(kind, model, step, arena)
+
+    decoder._library = SimpleNamespace(
+        triolet_step=step, triolet_step_bytes=library.triolet_step_bytes
+    )
+    planner = MiniPlanner(runner, info, seed=1, chunks=500)
+    rng = np.random.default_rng(1)
+    for length in (1020, 900, 700, 30):
+        planner.add(rng.integers(1, 500, length).tolist(), 4)
+    planner.run()
+    told = decoder.activation_bytes(2048, 4 + SCORED_TOKENS_MAX, pool)
+    assert max(grown) <= told <= 4 * max(grown)
+    assert info.memory_bytes > told + runner._model.num_bytes
