@@ -276,6 +276,8 @@ class Engine:
                 for replica in replicas
             ),
             models={one.name: one.can_be_asked for one in self.list_models()},
+            deaths={one.config.name: one.num_deaths for one in self._pool.entries.values()},
+            degraded={one.config.name: one.num_degraded for one in self._pool.entries.values()},
             deadlines_missed={
                 phase: count
                 for (phase, reason), count in early.items()

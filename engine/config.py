@@ -34,6 +34,7 @@ def _require_room_for_prompts(max_num_batched_tokens: int, max_num_seqs: int) ->
 
 
 RUNNERS = ("thread", "process")
+ROUTINGS = ("least-tokens", "round-robin", "prefix")
 REPLICAS_MAX = 64  # guess: far more than one machine's devices and cores have use for
 
 
@@ -189,6 +190,7 @@ class EngineConfig:
     spawn_timeout_s: float = 30.0
     step_timeout_s: float = 60.0  # guess: far above any step that a client would wait for
     default_deadline_s: float | None = None
+    routing: str = ROUTINGS[0]  # which replica of a model a request goes to
     max_worker_deaths: int = 5  # of a model within 10 minutes, until it is given up
     idle_ttl_s: float | None = None  # None: a model is evicted for want of room only
     stream_buffer: int = STREAM_BUFFER
@@ -226,6 +228,7 @@ class EngineConfig:
         ):
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"--{flag} is {seconds:g} s, but must be more than 0")
+        _one_of("routing", self.routing, ROUTINGS)
         if self.max_model_len is not None:
             _at_least("max-model-len", self.max_model_len, 2)
         _require_room_for_prompts(self.max_num_batched_tokens, self.max_num_seqs)

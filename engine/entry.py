@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from engine.core.breaker import Breaker
+from engine.core.routing import by_prefix, least_busy
 from engine.status import Capability, ModelState, ModelStatus
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from engine.core.events import Pause
     from engine.core.plan import LoadProgress
     from engine.core.restarts import Restarts
+    from engine.core.types import Request
     from engine.replica import Replica
 
 
@@ -69,6 +71,7 @@ class Entry:
     restarts_of: Counter[int] = field(default_factory=Counter)  # by replica, since it was loaded
     num_waiting: int = 0  # requests that wait for its load
     num_unloads: int = 0  # the operator's, under way
+    num_deaths: int = 0  # of its replicas, ever
     was_loaded: bool = False
     last_used: float = 0.0  # seconds since the epoch
     progress: LoadProgress | None = None
@@ -105,6 +108,11 @@ class Entry:
         numbers = (number for number in itertools.count() if number not in taken)
         return list(itertools.islice(numbers, count))
 
+    @property
+    def num_degraded(self) -> int:
+        """Replicas that died and are to come back, or whose step hangs."""
+        return len(self.degraded_ids) + sum(one.loop.is_hung for one in self.replicas)
+
     def note_progress(self, progress: LoadProgress) -> None:
         """A stage of its load, on the loading thread. One that knows no totals leaves those of
         the stage before."""
@@ -113,15 +121,23 @@ class Entry:
             progress = replace(before, phase=progress.phase)
         self.progress = progress
 
-    def pick(self) -> Replica | None:
-        """The ready replica with the fewest requests, in turn among equals; None: there is
-        none."""
+    def pick(self, routing: str = "least-tokens") -> Replica | None:
+        """The ready replica for a request whose prompt is not known yet; None: there is none."""
         ready = self.ready
         if len(ready) <= 1:
             return ready[0] if ready else None
         self._turn += 1
-        shift = self._turn % len(ready)
-        return min(ready[shift:] + ready[:shift], key=lambda replica: replica.num_leases)
+        if routing == "round-robin":
+            return ready[self._turn % len(ready)]
+        return ready[least_busy([replica.load for replica in ready], self._turn)]
+
+    def pick_by_prefix(self, request: Request) -> Replica | None:
+        """As `pick`, for a request whose tokens are known, by what of them is cached where."""
+        ready = self.ready
+        if len(ready) <= 1:
+            return ready[0] if ready else None
+        loads = [replica.load for replica in ready]
+        return ready[by_prefix(loads, [one.cached_tokens(request) for one in ready], self._turn)]
 
     def free_id(self) -> int:
         """The lowest number that no replica of it has."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -23,6 +23,7 @@ from engine.core.encode_types import EncoderInfo, EncoderKind
 from engine.core.events import Pause, Resume
 from engine.core.plan import LoadProgress
 from engine.core.restarts import Restarts
+from engine.core.types import Request
 from engine.entry import Entry, Load
 from engine.errors import (
     EngineBug,
@@ -44,9 +45,10 @@ from engine.replica import AnyRunner, Mortal, Replica, ReplicaMaker
 from engine.status import Capability, ModelState, ModelStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from engine.config import EngineConfig, ModelConfig
+    from engine.core.encode_types import EncodeRequest
     from engine.core.events import InputEvent
     from engine.core.plan import MemoryEstimate, ModelInfo
     from engine.memory import Reservation
@@ -310,13 +312,28 @@ class Pool:
         with replica.leased(cut):
             yield replica
 
+    @contextmanager
+    def routed(
+        self, leased: Replica, request: Request | EncodeRequest, cut: Callable[[], None]
+    ) -> Iterator[Replica]:
+        """The replica that a request is to run on, of which the tokens are known now: the one it
+        has leased, or by its prefix another, which is leased beside it."""
+        entry, better = self.entries[leased.model], None
+        if self._config.routing == "prefix" and isinstance(request, Request):
+            better = entry.pick_by_prefix(request)
+        if better is None or better is leased:
+            yield leased
+            return
+        with better.leased(cut):
+            yield better
+
     async def _acquire(self, name: str, capability: Capability | None) -> Replica:
         """A ready replica: without a wait if there is one (R134). Its lease is to be taken
         without one, too."""
         deadline = trio.current_time() + self._config.spawn_timeout_s
         while True:
             entry = self.ensure(name, capability)
-            replica = entry.pick()
+            replica = entry.pick(self._config.routing)
             if replica is not None:
                 self._require(entry, capability)  # only its files may have told
                 entry.last_used = time.time()
@@ -397,6 +414,7 @@ class Pool:
 
     def _note_death(self, entry: Entry, error: Exception, replica_id: int) -> None:
         """A replica died: it comes back after a backoff, unless that has been too often."""
+        entry.num_deaths += 1
         if self._is_closing or entry.num_unloads:
             return
         now = trio.current_time()

@@ -18,6 +18,7 @@ from engine.constraints import Constraints
 from engine.core.encode_scheduler import EncodeScheduler
 from engine.core.encode_types import EncoderInfo
 from engine.core.plan import ModelInfo
+from engine.core.routing import Load
 from engine.core.scheduler import Scheduler
 from engine.loop import Deliveries, EngineLoop
 from engine.status import ModelState, ReplicaStatus
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from engine.core.encode_types import EncodePlan, EncoderTokenizer, EncodeRunner
     from engine.core.events import InputEvent, OutputEvent
     from engine.core.plan import Runner, StepPlan, Tokenizer
+    from engine.core.types import Request
     from engine.errors import TrioletError
     from engine.memory import Reservation
     from engine.threads import Threads
@@ -74,6 +76,7 @@ class Replica:
     constraints: Constraints | None = None  # a text model's
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # of Trio's clock
+    outstanding_tokens: int = 0  # of requests that run or wait here, prompt and output, at most
     restarts: int = 0
     processed: int = 0
     failed: int = 0
@@ -85,6 +88,20 @@ class Replica:
         """What there is to know of a text model."""
         assert isinstance(self.info, ModelInfo)
         return self.info
+
+    @property
+    def load(self) -> Load:
+        """How much it has to do."""
+        return Load(self.outstanding_tokens, self.num_leases)
+
+    @contextmanager
+    def busy_with(self, num_tokens: int) -> Iterator[None]:
+        """So many tokens are to be computed while the block lasts."""
+        self.outstanding_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.outstanding_tokens -= num_tokens
 
     @property
     def num_leases(self) -> int:
@@ -115,6 +132,11 @@ class Replica:
         """Ask every holder to leave."""
         for cut in list(self._holders.values()):
             cut()
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a prompt that it need not compute."""
+        scheduler = self.loop.scheduler
+        return scheduler.cached_tokens(request) if isinstance(scheduler, Scheduler) else 0
 
     @property
     def state(self) -> ModelState:

@@ -257,14 +257,20 @@ class Supervisor:
             generation.load_s = trio.current_time() - generation.started_at
             generation.phase = "tokenize"
             request = await self._prepare(generation, replica)
-            generation.replica = replica
-            constraint = request.constraint if isinstance(request, Request) else None
-            if constraint is None or replica.constraints is None:
-                await self._run(generation, replica, request)
-                return
-            generation.phase = "compile"
-            async with replica.constraints.held(constraint, self._nursery):
-                await self._run(generation, replica, request)
+            with self._pool.routed(replica, request, cut) as chosen:
+                await self._compile_and_run(generation, chosen, request)
+
+    async def _compile_and_run(
+        self, generation: Live, replica: Replica, request: Request | EncodeRequest
+    ) -> None:
+        generation.replica = replica
+        constraint = request.constraint if isinstance(request, Request) else None
+        if constraint is None or replica.constraints is None:
+            await self._run(generation, replica, request)
+            return
+        generation.phase = "compile"
+        async with replica.constraints.held(constraint, self._nursery):
+            await self._run(generation, replica, request)
 
     async def _run(
         self, generation: Live, replica: Replica, request: Request | EncodeRequest
@@ -274,7 +280,8 @@ class Supervisor:
         generation.queue(_num_tokens(request))
         replica.loop.submit(Submit(request, generation.credit), generation)
         try:
-            await generation.wait_turn()
+            with replica.busy_with(_tokens_ahead(request)):
+                await generation.wait_turn()
         finally:
             generation.phase = replica.loop.phase_of(request.request_id) or generation.phase
             replica.loop.forget(request.request_id)
@@ -382,6 +389,13 @@ def _needed_by(generation: Live) -> Capability:
 
 def _num_tokens(request: Request | EncodeRequest) -> int:
     return len(request.prompt) if isinstance(request, Request) else request.num_tokens
+
+
+def _tokens_ahead(request: Request | EncodeRequest) -> int:
+    """Tokens that are to be computed for a request, at most."""
+    if isinstance(request, Request):
+        return len(request.prompt) + request.n * request.stops.max_tokens
+    return request.num_tokens
 
 
 class _RecentIds:

@@ -213,6 +213,14 @@ FLAGS = (
         "how long a request waits for its model to load",
     ),
     Flag(
+        "routing",
+        EngineConfig,
+        "routing",
+        TEXT,
+        "which of a model's workers a request goes to: least-tokens, round-robin, or prefix (the "
+        "one that has most of its prompt cached, unless it is much busier)",
+    ),
+    Flag(
         "max-worker-deaths",
         EngineConfig,
         "max_worker_deaths",

@@ -49,6 +49,7 @@ OTHER = {
     "lazy": (None, "true"),
     "runner": ("process", '"process"'),
     "idle_ttl": ("90", "90"),
+    "routing": ("prefix", '"prefix"'),
     "max_worker_deaths": ("9", "9"),
     "max_queued_requests": ("10", "10"),
     "max_queued_tokens": ("1000", "1000"),

@@ -1,8 +1,9 @@
 """Draws what benches wrote: `python -m tools.bench.plots FOLDER JSON…`; needs `triolet[measure]`.
 
-Takes the JSON files of `step` and `serve`, several of each where they were measured in parts, and
-writes ``throughput.png`` (decode tokens/s against the batch) and ``latency.png`` (time to the first
-token and between tokens, by clients) into the folder, each where there is something to draw.
+Takes the JSON files of `step`, `serve` and `workers`, several of each where they were measured in
+parts, and writes ``throughput.png`` (decode tokens/s against the batch), ``latency.png`` (time to the
+first token and between tokens, by clients) and ``workers.png`` (throughput against devices) into the
+folder, each where there is something to draw.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ DECODE = re.compile(r"(?P<shape>\w+) decode B=(?P<batch>\d+) at 128: (?P<engine>
 LATENCY = re.compile(
     r"(?P<clients>\d+) clients?, (?P<what>first token|between tokens) "
     r"(?P<part>p50|p99): (?P<engine>[\w.]+)"
+)
+WORKERS = re.compile(
+    r"(?P<panel>simulated) (?P<devices>\d+) devices (?P<what>against one|behind one lock)"
 )
 COLORS = {
     "triolet": "#c8442d",
@@ -107,6 +111,15 @@ def main() -> None:
     rows, origin = read_rows(args.files)
     decode = _series(rows, DECODE, "shape", "engine", "batch")
     latency = _series(rows, LATENCY, "what", "engine part", "clients")
+    devices = _series(
+        [row | {"name": f"simulated {row['name']}"} for row in rows],
+        WORKERS,
+        "panel",
+        "what",
+        "devices",
+    )
+    if devices:
+        draw(devices, ("devices", "times one"), origin, args.folder / "workers.png")
     if decode:
         labels = ("sequences decoded together", "tokens/s")
         draw(decode, labels, origin, args.folder / "throughput.png")
