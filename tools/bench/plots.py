@@ -1,9 +1,9 @@
 """Draws what benches wrote: `python -m tools.bench.plots FOLDER JSON…`; needs `triolet[measure]`.
 
 Takes the JSON files of `step`, `serve` and `workers`, several of each where they were measured in
-parts, and writes ``throughput.png`` (decode tokens/s against the batch), ``latency.png`` (time to the
-first token and between tokens, by clients) and ``workers.png`` (throughput against devices) into the
-folder, each where there is something to draw.
+parts. Writes ``throughput.png`` (decode tokens/s against the batch), ``latency.png`` (time to the
+first token and between tokens, by clients) and ``workers.png`` (throughput against devices) into
+the folder, each where there is something to draw.
 """
 
 from __future__ import annotations
@@ -111,13 +111,8 @@ def main() -> None:
     rows, origin = read_rows(args.files)
     decode = _series(rows, DECODE, "shape", "engine", "batch")
     latency = _series(rows, LATENCY, "what", "engine part", "clients")
-    devices = _series(
-        [row | {"name": f"simulated {row['name']}"} for row in rows],
-        WORKERS,
-        "panel",
-        "what",
-        "devices",
-    )
+    named = [row | {"name": f"simulated {row['name']}"} for row in rows]
+    devices = _series(named, WORKERS, "panel", "what", "devices")
     if devices:
         draw(devices, ("devices", "times one"), origin, args.folder / "workers.png")
     if decode:
