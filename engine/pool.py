@@ -211,7 +211,7 @@ class Pool:
         """Begin the load of a replica that died, which comes after its backoff. The one way to a
         load beside `ensure`: what comes back was loaded by that. One is as good as another: the
         first to come back is whose backoff ends first."""
-        if not entry.missing or entry.num_unloads:
+        if not entry.missing or entry.num_unloads or self._is_closing:
             return
         entry.missing.sort()
         load = entry.load

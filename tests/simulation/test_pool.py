@@ -523,6 +523,22 @@ def test_closing_while_a_load_is_under_way_ends_its_waiters():
     world.run(body)
 
 
+def test_closing_waits_for_no_backoff():
+    world = World(Model("a", replicas=2))
+
+    async def body(world):
+        await load(world, "a")
+        for _ in range(2):
+            world.crash("a")
+            await trio.sleep(0.01)
+        assert world.pool.entries["a"].degraded_ids == [0, 1]
+        world.pool.close()
+        await trio.sleep(0.1)
+        assert world.pool.entries["a"].load is None
+
+    world.run(body)
+
+
 # ---- every capability
 
 
