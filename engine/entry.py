@@ -46,9 +46,14 @@ class Load:
     settled: trio.Event = field(default_factory=trio.Event)
     done: trio.Event = field(default_factory=trio.Event)
     hurry: trio.Event = field(default_factory=trio.Event)  # do not wait for the backoff
-    is_unwanted: bool = False  # nor load at all
+    room: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for that
     cause: BaseException | None = None
     granted: int = 0
+
+    def give_up(self) -> None:
+        """Wait neither for the backoff nor for room any more: nothing is to be loaded."""
+        self.hurry.set()
+        self.room.cancel(reason="nothing is to be loaded")
 
 
 @dataclass(eq=False)

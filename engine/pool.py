@@ -162,7 +162,7 @@ class Pool:
             for replica in entry.replicas:
                 replica.loop.close()
             if entry.load is not None:
-                entry.load.hurry.set()
+                entry.load.give_up()
 
     # ---- ensure: the choke point
 
@@ -184,11 +184,9 @@ class Pool:
                 requests. NoWorkers: the operator is unloading it. SpawnFailed: its last load
                 failed, and the next try comes later.
         """
-        if self._is_closing:
-            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        self._require_open()
         entry = self.entry(name, capability)
-        if entry.num_unloads:
-            raise NoWorkers(f"{entry.config.name} is being unloaded", retry_after_s=5.0)
+        self._require_open(entry)
         if entry.load is not None:
             if replicas is not None:
                 entry.deaths.clear()
@@ -253,6 +251,13 @@ class Pool:
                 f"{entry.config.name} {DOES[entry.capability]}; what is asked for is a model that "
                 f"{DOES[capability]}",
             )
+
+    def _require_open(self, entry: Entry | None = None) -> None:
+        """Raise ShuttingDown or NoWorkers if nothing is to be loaded any more. For any thread."""
+        if self._is_closing:
+            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        if entry is not None and entry.num_unloads:
+            raise NoWorkers(f"{entry.config.name} is being unloaded", retry_after_s=5.0)
 
     def _begin_load(self, entry: Entry, load: Load) -> None:
         log.debug("Acquired spawn lock for %s", entry.config.name)  # the state is the lock (R137)
@@ -345,7 +350,8 @@ class Pool:
         """What one request is told of a load that failed: an error of its own (R110)."""
         if isinstance(cause, EngineBug):
             return EngineBug(cause.log_detail)
-        kind = type(cause) if isinstance(cause, MemoryExhausted | ShuttingDown) else SpawnFailed
+        is_own = isinstance(cause, MemoryExhausted | ShuttingDown | NoWorkers)
+        kind = type(cause) if is_own else SpawnFailed
         text = str(cause).removeprefix(kind.prefix)
         if not isinstance(cause, TrioletError):
             text = "its loading failed; the reason was logged"
@@ -363,8 +369,8 @@ class Pool:
         try:
             with load.backoff:
                 await load.hurry.wait()
-            if not load.is_unwanted:
-                await self._spawn_all(entry, load)
+            self._require_open(entry)
+            await self._spawn_all(entry, load)
         except Exception as error:
             failure = error
         finally:
@@ -383,7 +389,7 @@ class Pool:
         dead replicas back is another death of theirs."""
         if not isinstance(error, TrioletError):
             log.error("model %s failed", entry.config.name, exc_info=error)
-        if isinstance(error, ShuttingDown):
+        if isinstance(error, ShuttingDown | NoWorkers):
             load.cause = error
         elif load.is_restart:
             self._note_death(entry, error, entry.free_id())
@@ -417,11 +423,15 @@ class Pool:
         spawns = await self._prepare_all(entry, load)
         granted: list[Reservation | None] = [None] * len(spawns)
         try:
-            granted = await self.governor.reserve(entry, load, [one.estimate for one in spawns])
+            needs = [one.estimate for one in spawns]
+            with load.room:
+                granted = await self.governor.reserve(entry, load, needs)
         finally:
             await self._close_all(
                 [one for one, held in zip(spawns, granted, strict=True) if held is None]
             )
+        if load.room.cancelled_caught:
+            self._require_open(entry)
         load.granted = len(granted) - granted.count(None)
         failures: list[Exception] = []
         async with trio.open_nursery() as nursery:
@@ -453,8 +463,7 @@ class Pool:
 
     async def _prepare(self, entry: Entry, worker: ModelConfig) -> _Spawn:
         """In a thread: making a runner may import torch, which takes seconds, and fetch files."""
-        if self._is_closing:
-            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        self._require_open(entry)
 
         def prepare() -> _Spawn:
             runner = self._make_runner(worker, self._config)
@@ -481,6 +490,7 @@ class Pool:
         runner = spawn.runner
 
         def load_it() -> ModelInfo | EncoderInfo:
+            self._require_open(entry)  # it may have waited for the thread
             return runner.load(entry.note_progress)
 
         replica: Replica | None = None
@@ -625,8 +635,7 @@ class Pool:
         try:
             entry.missing.clear()
             if (load := entry.load) is not None:
-                load.is_unwanted = True
-                load.hurry.set()
+                load.give_up()
                 await load.done.wait()
             for replica in list(entry.replicas):
                 replica.retire()

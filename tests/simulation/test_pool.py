@@ -523,6 +523,62 @@ def test_closing_while_a_load_is_under_way_ends_its_waiters():
     world.run(body)
 
 
+@pytest.mark.parametrize("end", ["close", "unload"])
+def test_what_waits_for_room_is_not_loaded_after_the_end(end):
+    world = World(Model("a", replicas=2), Model("b", load_s=45.0), limit=2 * GB)
+
+    async def body(world):
+        await load(world, "a")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a", 20.0)
+            nursery.start_soon(world.hold, "a", 20.0)
+            await trio.sleep(1.0)
+            nursery.start_soon(waits, world)
+            nursery.start_soon(watches, world)
+            await trio.sleep(1.0)
+            with trio.fail_after(1.0):
+                if end == "unload":
+                    await world.pool.unload("b", 0.0)
+                else:
+                    world.pool.close()
+                    await trio.sleep(0.5)
+                assert state(world, "b") is ModelState.UNLOADED
+        assert world.num_loads("b") == 0
+
+    async def waits(world):
+        error, at = await world.hold("b")
+        assert isinstance(error, NoWorkers if end == "unload" else ShuttingDown)
+        assert at == 3.0
+
+    async def watches(world):
+        with pytest.raises(NoWorkers if end == "unload" else ShuttingDown):
+            await load(world, "b")
+
+    world.run(body)
+
+
+@pytest.mark.parametrize("end", ["close", "unload"])
+def test_what_waits_for_a_thread_is_not_loaded_after_the_end(end):
+    encoder = Capability.TEXT_EMBEDDING  # these load one after the other
+    world = World(
+        *(Model(name, load_s=10.0, capability=encoder) for name in "ab"),
+    )
+
+    async def body(world):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a")
+            await trio.sleep(0.5)
+            nursery.start_soon(world.hold, "b")
+            await trio.sleep(0.5)
+            if end == "unload":
+                await world.pool.unload("b", 0.0)
+            else:
+                world.pool.close()
+        assert world.num_loads("b") == 0
+
+    world.run(body)
+
+
 def test_closing_waits_for_no_backoff():
     world = World(Model("a", replicas=2))
 
