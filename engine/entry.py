@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class Load:
     """One load of ``wanted`` replicas. ``settled``: one of them serves, or none will; then
-    ``cause`` says why. ``done``: no more of them will come."""
+    ``cause`` says why, unless they are tried again by themselves. ``done``: no more of them will
+    come; ``failure`` is why one of them did not."""
 
     wanted: int
     is_preload: bool = False
@@ -48,6 +49,7 @@ class Load:
     hurry: trio.Event = field(default_factory=trio.Event)  # do not wait for the backoff
     room: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for that
     cause: BaseException | None = None
+    failure: Exception | None = None
     granted: int = 0
 
     def give_up(self) -> None:

@@ -376,6 +376,7 @@ class Pool:
         finally:
             entry.load = None
             if failure is not None:
+                load.failure = failure
                 self._note_failure(entry, failure, load)
             entry.settled.set()
             load.settled.set()
@@ -438,8 +439,10 @@ class Pool:
             for spawn, held in zip(spawns, granted, strict=True):
                 if held is not None:
                     nursery.start_soon(self._load_replica, entry, load, spawn, held, failures)
-        if failures and not entry.ready:
-            raise failures[0]
+        if failures:
+            load.failure = failures[0]
+            if not entry.ready:
+                raise failures[0]
 
     async def _wait_for_texts(self) -> None:
         """Encoders load behind the preloaded text models: importing what they need takes seconds

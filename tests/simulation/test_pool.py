@@ -222,6 +222,40 @@ def test_the_operator_need_not_wait_for_the_breaker():
     world.run(body)
 
 
+@pytest.mark.parametrize("stands", ["one replica serves", "its restart is due"])
+def test_the_operator_hears_of_a_replica_that_does_not_load(stands):
+    """Once, and it is not loaded again and again meanwhile."""
+    count = 2 if stands == "one replica serves" else 1
+    errors = [None] + [RuntimeError("x") for _ in range(3)]
+    world = World(Model("a", replicas=count, load_errors=errors))
+
+    async def body(world):
+        if count == 1:
+            await load(world, "a")
+            world.crash("a")
+            await trio.sleep(0.01)
+        with pytest.raises(SpawnFailed):
+            await load(world, "a")
+        assert world.num_loads("a") == 2
+        assert len(world.pool.entries["a"].ready) == count - 1
+
+    world.run(body)
+
+
+def test_a_watch_that_looks_late_hears_of_the_failure_all_the_same():
+    world = World(Model("a", load_errors=[RuntimeError("x")]))
+
+    async def body(world):
+        watch = world.pool.watch_load("a")
+        assert await watch.next() is not None
+        await trio.sleep(5.0)
+        with pytest.raises(SpawnFailed):
+            await watch.next()
+        assert world.num_loads("a") == 1
+
+    world.run(body)
+
+
 async def load(world, name, replicas=None):
     watch = world.pool.watch_load(name, replicas)
     stages = []
