@@ -511,6 +511,7 @@ class Pool:
         if replica is not None:
             load.settled.set()
             entry.settled.set()
+            self.governor.tell_idle(replica)  # if nobody comes, it goes after its time
             log.debug("Workers ready for %s", entry.config.name)
             self._on_change()
 

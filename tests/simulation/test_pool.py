@@ -451,6 +451,22 @@ def test_an_idle_model_goes_after_its_time_to_live():
     world.run(body)
 
 
+def test_what_nobody_ever_used_goes_after_its_time_to_live_too():
+    world = World(Model("a", lazy=False), Model("b", replicas=2), idle_ttl_s=60.0)
+
+    async def body(world):
+        await trio.sleep(2.0)
+        await load(world, "b")
+        await trio.sleep(57.0)
+        assert state(world) is ModelState.READY
+        await trio.sleep(2.5)
+        assert [state(world, name) for name in "ab"] == [ModelState.UNLOADED, ModelState.READY]
+        await trio.sleep(3.0)
+        assert state(world, "b") is ModelState.UNLOADED
+
+    world.run(body)
+
+
 # ---- loading and unloading as the operator wants
 
 
