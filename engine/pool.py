@@ -537,7 +537,7 @@ class Pool:
             spawn.runner,
             info,
             reservation,
-            on_death=lambda: setattr(replica, "is_retired", True),
+            on_death=lambda: replica.die(),
             on_hung=lambda: self._look_at_hung(replica, spawn.runner),
         )
         entry.restarts_of[replica.replica_id] += load.is_restart
@@ -569,8 +569,9 @@ class Pool:
         finally:
             if death is not None:
                 log.error("a worker of %s has died", entry.config.name, exc_info=death)
-                self._note_death(entry, death, replica.replica_id)
-                self._revive(entry)
+                if replica.is_missed:
+                    self._note_death(entry, death, replica.replica_id)
+                    self._revive(entry)
                 self._on_change()
             await self._close_runner(runner)
             replica.reservation.release()

@@ -73,6 +73,7 @@ class Replica:
     encoder_tokenizer: EncoderTokenizer | None = None  # an encoder's
     constraints: Constraints | None = None  # a text model's
     is_retired: bool = False
+    is_missed: bool = False  # it died, and was not retired
     idle_since: float = field(default_factory=trio.current_time)  # of Trio's clock
     restarts: int = 0
     processed: int = 0
@@ -110,6 +111,11 @@ class Replica:
         self.is_retired = True
         if not self._holders:
             self.loop.close()
+
+    def die(self) -> None:
+        """Its loop has ended by an error. One that was to go anyway is not missed."""
+        self.is_missed = not self.is_retired
+        self.is_retired = True
 
     def cut(self) -> None:
         """Ask every holder to leave."""

@@ -412,6 +412,26 @@ def test_a_popular_model_gives_its_spare_replica_to_one_that_has_none():
     assert not cuts
 
 
+def test_a_replica_that_dies_while_it_makes_room_does_not_come_back():
+    world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
+
+    async def body(world):
+        await load(world, "a")
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(world.hold, "a", 50.0)
+            await trio.sleep(1.0)
+            nursery.start_soon(world.hold, "b")
+            await trio.sleep(1.0)
+            [leaving] = [one for one in world.pool.entries["a"].replicas if one.is_retired]
+            world.crash_replica(leaving)
+            await trio.sleep(0.1)
+            assert world.pool.entries["a"].degraded_ids == []
+        assert world.num_loads("a") == 2
+
+    world.run(body)
+
+
 def test_a_preload_evicts_nobody():
     world = World(Model("a", lazy=False), Model("b", lazy=False), limit=GB)
 
