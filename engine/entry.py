@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class Load:
     """One load of ``wanted`` replicas. ``settled``: one of them serves, or none will; then
-    ``cause`` says why. ``done``: no more of them will come."""
+    ``cause`` says why, unless they are tried again by themselves. ``done``: no more of them will
+    come; ``failure`` is why one of them did not."""
 
     wanted: int
     is_preload: bool = False
@@ -48,9 +49,15 @@ class Load:
     settled: trio.Event = field(default_factory=trio.Event)
     done: trio.Event = field(default_factory=trio.Event)
     hurry: trio.Event = field(default_factory=trio.Event)  # do not wait for the backoff
-    is_unwanted: bool = False  # nor load at all
+    room: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for that
     cause: BaseException | None = None
+    failure: Exception | None = None
     granted: int = 0
+
+    def give_up(self) -> None:
+        """Wait neither for the backoff nor for room any more: nothing is to be loaded."""
+        self.hurry.set()
+        self.room.cancel(reason="nothing is to be loaded")
 
 
 @dataclass(eq=False)

@@ -172,10 +172,12 @@ class Governor:
         due = math.inf
         for entry in self._entries:
             for replica in entry.ready:
-                if replica.num_leases or entry.num_waiting:
+                if replica.num_leases:
                     continue
                 if replica.idle_since + ttl_s > now:
                     due = min(due, replica.idle_since + ttl_s)
+                    continue
+                if entry.num_waiting:  # they hold it next
                     continue
                 log.info("%s was idle for %g s", replica.model, ttl_s)
                 replica.retire()

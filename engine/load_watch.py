@@ -42,7 +42,7 @@ class LoadWatch:
         self._pool = pool
         self._entry = entry
         self._count = count
-        self._load: Load | None = None
+        self._load: Load | None = entry.load
         self._seen: LoadProgress | None = None
         self._is_limited = False  # there was no room for as many as are wanted
         self._is_over = False
@@ -58,7 +58,11 @@ class LoadWatch:
         """
         if self._is_over:
             return None
-        while (load := self._entry.load) is not None or not self._has_enough():
+        while True:
+            self._look_at_end()
+            load = self._entry.load
+            if load is None and self._has_enough():
+                break
             if load is None or load is not self._load:  # a new one: it need not wait for a backoff
                 self._pool.ensure(self._entry.config.name, replicas=self._count)
                 self._load = self._entry.load
@@ -69,15 +73,23 @@ class LoadWatch:
                 return LoadStatus(progress, self._entry.state)
             with trio.move_on_after(LOOK_INTERVAL_S):
                 await load.done.wait()
-            if load.cause is not None:
-                raise self._pool.failure(self._entry, load.cause)
-            self._is_limited = load.done.is_set() and load.granted < load.wanted
         self._is_over = True
         last = self._seen or LoadProgress("")
         done = LoadProgress(
             "ready", last.bytes_total, last.bytes_total, last.tensors_total, last.tensors_total
         )
         return LoadStatus(done, self._entry.state)
+
+    def _look_at_end(self) -> None:
+        """Of the load watched last. One that failed is told of, and not tried again: the operator
+        decides."""
+        load = self._load
+        if load is None or not load.done.is_set():
+            return
+        self._is_limited = False
+        if load.failure is not None and not self._has_enough():
+            raise self._pool.failure(self._entry, load.failure)
+        self._is_limited = load.granted < load.wanted
 
     def _has_enough(self) -> bool:
         return self._is_limited or len(self._entry.ready) >= self._count

@@ -164,7 +164,7 @@ class Pool:
             for replica in entry.replicas:
                 replica.loop.close()
             if entry.load is not None:
-                entry.load.hurry.set()
+                entry.load.give_up()
 
     # ---- ensure: the choke point
 
@@ -186,11 +186,9 @@ class Pool:
                 requests. NoWorkers: the operator is unloading it. SpawnFailed: its last load
                 failed, and the next try comes later.
         """
-        if self._is_closing:
-            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        self._require_open()
         entry = self.entry(name, capability)
-        if entry.num_unloads:
-            raise NoWorkers(f"{entry.config.name} is being unloaded", retry_after_s=5.0)
+        self._require_open(entry)
         if entry.load is not None:
             if replicas is not None:
                 entry.deaths.clear()
@@ -213,7 +211,7 @@ class Pool:
         """Begin the load of a replica that died, which comes after its backoff. The one way to a
         load beside `ensure`: what comes back was loaded by that. One is as good as another: the
         first to come back is whose backoff ends first."""
-        if not entry.missing or entry.num_unloads:
+        if not entry.missing or entry.num_unloads or self._is_closing:
             return
         entry.missing.sort()
         load = entry.load
@@ -255,6 +253,13 @@ class Pool:
                 f"{entry.config.name} {DOES[entry.capability]}; what is asked for is a model that "
                 f"{DOES[capability]}",
             )
+
+    def _require_open(self, entry: Entry | None = None) -> None:
+        """Raise ShuttingDown or NoWorkers if nothing is to be loaded any more. For any thread."""
+        if self._is_closing:
+            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        if entry is not None and entry.num_unloads:
+            raise NoWorkers(f"{entry.config.name} is being unloaded", retry_after_s=5.0)
 
     def _begin_load(self, entry: Entry, load: Load) -> None:
         log.debug("Acquired spawn lock for %s", entry.config.name)  # the state is the lock (R137)
@@ -362,7 +367,8 @@ class Pool:
         """What one request is told of a load that failed: an error of its own (R110)."""
         if isinstance(cause, EngineBug):
             return EngineBug(cause.log_detail)
-        kind = type(cause) if isinstance(cause, MemoryExhausted | ShuttingDown) else SpawnFailed
+        is_own = isinstance(cause, MemoryExhausted | ShuttingDown | NoWorkers)
+        kind = type(cause) if is_own else SpawnFailed
         text = str(cause).removeprefix(kind.prefix)
         if not isinstance(cause, TrioletError):
             text = "its loading failed; the reason was logged"
@@ -380,13 +386,14 @@ class Pool:
         try:
             with load.backoff:
                 await load.hurry.wait()
-            if not load.is_unwanted:
-                await self._spawn_all(entry, load)
+            self._require_open(entry)
+            await self._spawn_all(entry, load)
         except Exception as error:
             failure = error
         finally:
             entry.load = None
             if failure is not None:
+                load.failure = failure
                 self._note_failure(entry, failure, load)
             entry.settled.set()
             load.settled.set()
@@ -400,7 +407,7 @@ class Pool:
         dead replicas back is another death of theirs."""
         if not isinstance(error, TrioletError):
             log.error("model %s failed", entry.config.name, exc_info=error)
-        if isinstance(error, ShuttingDown):
+        if isinstance(error, ShuttingDown | NoWorkers):
             load.cause = error
         elif load.is_restart:
             self._note_death(entry, error, entry.free_id())
@@ -435,19 +442,25 @@ class Pool:
         spawns = await self._prepare_all(entry, load)
         granted: list[Reservation | None] = [None] * len(spawns)
         try:
-            granted = await self.governor.reserve(entry, load, [one.estimate for one in spawns])
+            needs = [one.estimate for one in spawns]
+            with load.room:
+                granted = await self.governor.reserve(entry, load, needs)
         finally:
             await self._close_all(
                 [one for one, held in zip(spawns, granted, strict=True) if held is None]
             )
+        if load.room.cancelled_caught:
+            self._require_open(entry)
         load.granted = len(granted) - granted.count(None)
         failures: list[Exception] = []
         async with trio.open_nursery() as nursery:
             for spawn, held in zip(spawns, granted, strict=True):
                 if held is not None:
                     nursery.start_soon(self._load_replica, entry, load, spawn, held, failures)
-        if failures and not entry.ready:
-            raise failures[0]
+        if failures:
+            load.failure = failures[0]
+            if not entry.ready:
+                raise failures[0]
 
     async def _wait_for_texts(self) -> None:
         """Encoders load behind the preloaded text models: importing what they need takes seconds
@@ -471,8 +484,7 @@ class Pool:
 
     async def _prepare(self, entry: Entry, worker: ModelConfig) -> _Spawn:
         """In a thread: making a runner may import torch, which takes seconds, and fetch files."""
-        if self._is_closing:
-            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        self._require_open(entry)
 
         def prepare() -> _Spawn:
             runner = self._make_runner(worker, self._config)
@@ -499,6 +511,7 @@ class Pool:
         runner = spawn.runner
 
         def load_it() -> ModelInfo | EncoderInfo:
+            self._require_open(entry)  # it may have waited for the thread
             return runner.load(entry.note_progress)
 
         replica: Replica | None = None
@@ -516,6 +529,7 @@ class Pool:
         if replica is not None:
             load.settled.set()
             entry.settled.set()
+            self.governor.tell_idle(replica)  # if nobody comes, it goes after its time
             log.debug("Workers ready for %s", entry.config.name)
             self._on_change()
 
@@ -541,7 +555,7 @@ class Pool:
             spawn.runner,
             info,
             reservation,
-            on_death=lambda: setattr(replica, "is_retired", True),
+            on_death=lambda: replica.die(),
             on_hung=lambda: self._look_at_hung(replica, spawn.runner),
         )
         entry.restarts_of[replica.replica_id] += load.is_restart
@@ -573,8 +587,9 @@ class Pool:
         finally:
             if death is not None:
                 log.error("a worker of %s has died", entry.config.name, exc_info=death)
-                self._note_death(entry, death, replica.replica_id)
-                self._revive(entry)
+                if replica.is_missed:
+                    self._note_death(entry, death, replica.replica_id)
+                    self._revive(entry)
                 self._on_change()
             await self._close_runner(runner)
             replica.reservation.release()
@@ -643,8 +658,7 @@ class Pool:
         try:
             entry.missing.clear()
             if (load := entry.load) is not None:
-                load.is_unwanted = True
-                load.hurry.set()
+                load.give_up()
                 await load.done.wait()
             for replica in list(entry.replicas):
                 replica.retire()

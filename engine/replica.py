@@ -75,6 +75,7 @@ class Replica:
     encoder_tokenizer: EncoderTokenizer | None = None  # an encoder's
     constraints: Constraints | None = None  # a text model's
     is_retired: bool = False
+    is_missed: bool = False  # it died, and was not retired
     idle_since: float = field(default_factory=trio.current_time)  # of Trio's clock
     outstanding_tokens: int = 0  # of requests that run or wait here, prompt and output, at most
     restarts: int = 0
@@ -127,6 +128,11 @@ class Replica:
         self.is_retired = True
         if not self._holders:
             self.loop.close()
+
+    def die(self) -> None:
+        """Its loop has ended by an error. One that was to go anyway is not missed."""
+        self.is_missed = not self.is_retired
+        self.is_retired = True
 
     def cut(self) -> None:
         """Ask every holder to leave."""

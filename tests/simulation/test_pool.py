@@ -222,6 +222,40 @@ def test_the_operator_need_not_wait_for_the_breaker():
     world.run(body)
 
 
+@pytest.mark.parametrize("stands", ["one replica serves", "its restart is due"])
+def test_the_operator_hears_of_a_replica_that_does_not_load(stands):
+    """Once, and it is not loaded again and again meanwhile."""
+    count = 2 if stands == "one replica serves" else 1
+    errors = [None] + [RuntimeError("x") for _ in range(3)]
+    world = World(Model("a", replicas=count, load_errors=errors))
+
+    async def body(world):
+        if count == 1:
+            await load(world, "a")
+            world.crash("a")
+            await trio.sleep(0.01)
+        with pytest.raises(SpawnFailed):
+            await load(world, "a")
+        assert world.num_loads("a") == 2
+        assert len(world.pool.entries["a"].ready) == count - 1
+
+    world.run(body)
+
+
+def test_a_watch_that_looks_late_hears_of_the_failure_all_the_same():
+    world = World(Model("a", load_errors=[RuntimeError("x")]))
+
+    async def body(world):
+        watch = world.pool.watch_load("a")
+        assert await watch.next() is not None
+        await trio.sleep(5.0)
+        with pytest.raises(SpawnFailed):
+            await watch.next()
+        assert world.num_loads("a") == 1
+
+    world.run(body)
+
+
 async def load(world, name, replicas=None):
     watch = world.pool.watch_load(name, replicas)
     stages = []
@@ -378,6 +412,26 @@ def test_a_popular_model_gives_its_spare_replica_to_one_that_has_none():
     assert not cuts
 
 
+def test_a_replica_that_dies_while_it_makes_room_does_not_come_back():
+    world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
+
+    async def body(world):
+        await load(world, "a")
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(world.hold, "a", 50.0)
+            await trio.sleep(1.0)
+            nursery.start_soon(world.hold, "b")
+            await trio.sleep(1.0)
+            [leaving] = [one for one in world.pool.entries["a"].replicas if one.is_retired]
+            world.crash_replica(leaving)
+            await trio.sleep(0.1)
+            assert world.pool.entries["a"].degraded_ids == []
+        assert world.num_loads("a") == 2
+
+    world.run(body)
+
+
 def test_a_preload_evicts_nobody():
     world = World(Model("a", lazy=False), Model("b", lazy=False), limit=GB)
 
@@ -412,6 +466,22 @@ def test_an_idle_model_goes_after_its_time_to_live():
         await trio.sleep(1.5)
         assert [state(world, name) for name in "ab"] == [ModelState.UNLOADED, ModelState.READY]
         await trio.sleep(2.0)
+        assert state(world, "b") is ModelState.UNLOADED
+
+    world.run(body)
+
+
+def test_what_nobody_ever_used_goes_after_its_time_to_live_too():
+    world = World(Model("a", lazy=False), Model("b", replicas=2), idle_ttl_s=60.0)
+
+    async def body(world):
+        await trio.sleep(2.0)
+        await load(world, "b")
+        await trio.sleep(57.0)
+        assert state(world) is ModelState.READY
+        await trio.sleep(2.5)
+        assert [state(world, name) for name in "ab"] == [ModelState.UNLOADED, ModelState.READY]
+        await trio.sleep(3.0)
         assert state(world, "b") is ModelState.UNLOADED
 
     world.run(body)
@@ -519,6 +589,78 @@ def test_closing_while_a_load_is_under_way_ends_its_waiters():
     async def closes(world):
         error, _ = await world.hold("a")
         assert isinstance(error, ShuttingDown)
+
+    world.run(body)
+
+
+@pytest.mark.parametrize("end", ["close", "unload"])
+def test_what_waits_for_room_is_not_loaded_after_the_end(end):
+    world = World(Model("a", replicas=2), Model("b", load_s=45.0), limit=2 * GB)
+
+    async def body(world):
+        await load(world, "a")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a", 20.0)
+            nursery.start_soon(world.hold, "a", 20.0)
+            await trio.sleep(1.0)
+            nursery.start_soon(waits, world)
+            nursery.start_soon(watches, world)
+            await trio.sleep(1.0)
+            with trio.fail_after(1.0):
+                if end == "unload":
+                    await world.pool.unload("b", 0.0)
+                else:
+                    world.pool.close()
+                    await trio.sleep(0.5)
+                assert state(world, "b") is ModelState.UNLOADED
+        assert world.num_loads("b") == 0
+
+    async def waits(world):
+        error, at = await world.hold("b")
+        assert isinstance(error, NoWorkers if end == "unload" else ShuttingDown)
+        assert at == 3.0
+
+    async def watches(world):
+        with pytest.raises(NoWorkers if end == "unload" else ShuttingDown):
+            await load(world, "b")
+
+    world.run(body)
+
+
+@pytest.mark.parametrize("end", ["close", "unload"])
+def test_what_waits_for_a_thread_is_not_loaded_after_the_end(end):
+    encoder = Capability.TEXT_EMBEDDING  # these load one after the other
+    world = World(
+        *(Model(name, load_s=10.0, capability=encoder) for name in "ab"),
+    )
+
+    async def body(world):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a")
+            await trio.sleep(0.5)
+            nursery.start_soon(world.hold, "b")
+            await trio.sleep(0.5)
+            if end == "unload":
+                await world.pool.unload("b", 0.0)
+            else:
+                world.pool.close()
+        assert world.num_loads("b") == 0
+
+    world.run(body)
+
+
+def test_closing_waits_for_no_backoff():
+    world = World(Model("a", replicas=2))
+
+    async def body(world):
+        await load(world, "a")
+        for _ in range(2):
+            world.crash("a")
+            await trio.sleep(0.01)
+        assert world.pool.entries["a"].degraded_ids == [0, 1]
+        world.pool.close()
+        await trio.sleep(0.1)
+        assert world.pool.entries["a"].load is None
 
     world.run(body)
 
