@@ -359,6 +359,8 @@ class Generation(Lifetime[StreamEvent]):
     def echo(self, text: str) -> None:
         """Send the prompt's text before each choice. Its messages take their slots now: once the
         request is submitted, the first step may have them all."""
+        if self.echo_text is not None:
+            return  # it moves, and has its slots
         if self.credit.try_reserve(self._num_choices):  # else the core refuses the request
             self.credit.fill(self._num_choices)
             self.echo_text = text
@@ -366,6 +368,8 @@ class Generation(Lifetime[StreamEvent]):
     def tell_apart(self, form: AnswerFormat) -> None:
         """Tell reasoning and tool calls from the text of each choice, from its first token on. The
         rest of one, at its end, has a slot of its own: it comes with no step."""
+        if self._apart:
+            return  # it moves, and has its slots
         names = range(self._num_choices)
         self._apart = tuple(Apart(form, f"{self.core_id}/{choice}") for choice in names)
         self.credit.widen(self._num_choices)

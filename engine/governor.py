@@ -128,7 +128,9 @@ class Governor:
             for replica in other.replicas
             if replica.reservation.device == need.device
         ]
-        coming = self._memory.free(need.device) - self._pledged(need.device, load)
+        # below 0 where more was measured than the limit is
+        coming = self._memory.limit(need.device) - self._memory.reserved(need.device)
+        coming -= self._pledged(need.device, load)
         coming += sum(one.reservation.num_bytes for _, one in held if one.is_retired)
         may_go = victims(entry, held) if load.may_evict else []
         chosen = []

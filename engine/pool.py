@@ -367,8 +367,9 @@ class Pool:
         """What one request is told of a load that failed: an error of its own (R110)."""
         if isinstance(cause, EngineBug):
             return EngineBug(cause.log_detail)
-        is_own = isinstance(cause, MemoryExhausted | ShuttingDown | NoWorkers)
-        kind = type(cause) if is_own else SpawnFailed
+        kind: type[TrioletError] = SpawnFailed
+        if isinstance(cause, MemoryExhausted | ShuttingDown | NoWorkers):
+            kind = type(cause)
         text = str(cause).removeprefix(kind.prefix)
         if not isinstance(cause, TrioletError):
             text = "its loading failed; the reason was logged"

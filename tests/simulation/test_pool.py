@@ -455,6 +455,20 @@ def test_what_was_measured_replaces_the_estimate():
     world.run(body)
 
 
+def test_nothing_is_evicted_in_vain_where_more_was_measured_than_there_is():
+    world = World(Model("b"), Model("a", measured=5 * GB), Model("c"), limit=4 * GB)
+
+    async def body(world):
+        await world.hold("b")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a", 50.0)
+            await trio.sleep(2.0)
+            assert isinstance((await world.hold("c"))[0], MemoryExhausted)
+            assert state(world, "b") is ModelState.READY
+
+    world.run(body)
+
+
 def test_an_idle_model_goes_after_its_time_to_live():
     world = World(Model("a"), Model("b"), idle_ttl_s=60.0)
 
