@@ -101,7 +101,7 @@ class EngineLoop:
         watch: StepWatch | None = None,
         deliveries: Deliveries | None = None,
         telemetry: ReplicaTelemetry | None = None,
-        on_death: Callable[[], None] = lambda: None,
+        on_death: Callable[[TrioletError], None] = lambda error: None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
@@ -222,7 +222,7 @@ class EngineLoop:
         except Exception as error:
             self._cause = error if isinstance(error, WorkerLost) else EngineBug(repr(error))
             self._has_ended = True
-            self._on_death()
+            self._on_death(self._cause)
             self._deliver()
             for request_id, sink in list(self._sinks.items()):
                 sink.on_lost(self._cause, has_begun=self._has_begun(request_id))

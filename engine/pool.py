@@ -76,6 +76,7 @@ DOES = {
     Capability.VISION: "reads images",
     Capability.TEXT_TO_IMAGE: "makes images",
 }
+ROOM_RETRY_S = 10.0  # guess: until a spare replica that died looks for room again
 LOADS_AT_ONCE = 16  # guess: threads that loads may hold; a load's own work is mostly reading
 
 
@@ -203,7 +204,7 @@ class Pool:
         wait_s = entry.breaker.wait_s(trio.current_time())
         if wait_s:
             raise self.failure(entry, entry.cause, f"it is tried again in {wait_s:.0f} s or later")
-        wanted = missing if entry.ready else max(replicas or 0, entry.config.num_replicas)
+        wanted = entry.config.num_replicas if replicas is None and not entry.ready else missing
         self._begin_load(entry, Load(wanted, is_preload, may_evict=not (is_preload or entry.ready)))
         return entry
 
@@ -219,7 +220,9 @@ class Pool:
             load = Load(1, is_restart=True, may_evict=not entry.ready)
             load.backoff.deadline = entry.missing.pop(0)
             self._begin_load(entry, load)
-        elif load.is_restart and entry.missing[0] < load.backoff.deadline:
+        elif (
+            load.is_restart and not load.hurry.is_set() and entry.missing[0] < load.backoff.deadline
+        ):
             first, entry.missing[0] = entry.missing[0], load.backoff.deadline
             load.backoff.deadline = first
 
@@ -453,6 +456,8 @@ class Pool:
         if load.room.cancelled_caught:
             self._require_open(entry)
         load.granted = len(granted) - granted.count(None)
+        if load.is_restart and not load.granted:  # what serves keeps its room: later, then
+            entry.missing.append(trio.current_time() + ROOM_RETRY_S)
         failures: list[Exception] = []
         async with trio.open_nursery() as nursery:
             for spawn, held in zip(spawns, granted, strict=True):
@@ -556,7 +561,7 @@ class Pool:
             spawn.runner,
             info,
             reservation,
-            on_death=lambda: replica.die(),
+            on_death=lambda error: self._note_end(entry, replica, error),
             on_hung=lambda: self._look_at_hung(replica, spawn.runner),
         )
         entry.restarts_of[replica.replica_id] += load.is_restart
@@ -568,14 +573,14 @@ class Pool:
         entry.replicas.append(replica)
         entry.cause = None
         entry.was_loaded = True
-        entry.breaker.succeeded()
+        if not load.settled.is_set():  # its first
+            entry.breaker.succeeded()
         self._start(lambda: self._serve(entry, replica, spawn.runner))
         log.info("model %s is ready: %s on %s", replica.model, info.architecture, info.device)
         return replica
 
     async def _serve(self, entry: Entry, replica: Replica, runner: AnyRunner) -> None:
         """Run a replica's loop to its end, and give back what it had."""
-        death: Exception | None = None
         try:
             async with trio.open_nursery() as nursery:
                 if isinstance(runner, Mortal):
@@ -583,20 +588,22 @@ class Pool:
                 try:
                     await replica.loop.run()
                 except (EngineBug, WorkerLost) as error:
-                    death = error
+                    log.error("a worker of %s has died", entry.config.name, exc_info=error)
                 nursery.cancel_scope.cancel(reason="its loop has ended")
         finally:
-            if death is not None:
-                log.error("a worker of %s has died", entry.config.name, exc_info=death)
-                if replica.is_missed:
-                    self._note_death(entry, death, replica.replica_id)
-                    self._revive(entry)
-                self._on_change()
             await self._close_runner(runner)
             replica.reservation.release()
             entry.replicas.remove(replica)
             self.governor.tell_freed()
             self._on_change()
+
+    def _note_end(self, entry: Entry, replica: Replica, error: TrioletError) -> None:
+        """A replica's loop ends by an error: before anybody hears of it, it takes no requests, and
+        its return has begun, which whoever comes now waits for."""
+        if replica.die():
+            self._note_death(entry, error, replica.replica_id)
+            self._revive(entry)
+        self._on_change()
 
     async def _watch_worker(self, replica: Replica, runner: Mortal) -> None:
         """Hear of a worker's death between two steps; in a step, the step does."""

@@ -75,7 +75,6 @@ class Replica:
     encoder_tokenizer: EncoderTokenizer | None = None  # an encoder's
     constraints: Constraints | None = None  # a text model's
     is_retired: bool = False
-    is_missed: bool = False  # it died, and was not retired
     idle_since: float = field(default_factory=trio.current_time)  # of Trio's clock
     outstanding_tokens: int = 0  # of requests that run or wait here, prompt and output, at most
     restarts: int = 0
@@ -129,10 +128,10 @@ class Replica:
         if not self._holders:
             self.loop.close()
 
-    def die(self) -> None:
-        """Its loop has ended by an error. One that was to go anyway is not missed."""
-        self.is_missed = not self.is_retired
-        self.is_retired = True
+    def die(self) -> bool:
+        """Its loop has ended by an error. Whether it is missed: not one that was to go anyway."""
+        is_missed, self.is_retired = not self.is_retired, True
+        return is_missed
 
     def cut(self) -> None:
         """Ask every holder to leave."""
@@ -180,7 +179,7 @@ class ReplicaMaker:
         runner: AnyRunner,
         info: ModelInfo | EncoderInfo,
         reservation: Reservation,
-        on_death: Callable[[], None],
+        on_death: Callable[[TrioletError], None],
         on_hung: Callable[[], None],
     ) -> Replica:
         """The replica of a runner that has told its ``info``. ``on_death`` is called before any

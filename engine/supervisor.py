@@ -36,6 +36,7 @@ from engine.errors import (
     ShuttingDown,
     StepFailed,
     TrioletError,
+    WorkerLost,
 )
 from engine.generation import Generation, server_deadline
 from engine.metrics import Metrics
@@ -243,10 +244,15 @@ class Supervisor:
 
     async def _generate(self, generation: Live) -> None:
         """On one replica after another, should they die before they have begun with it."""
-        await self._generate_once(generation)
-        while generation.take_moving():
-            log.info("gets in line again: its worker was lost")
-            await self._generate_once(generation)
+        is_to_run = True
+        while is_to_run:
+            try:
+                await self._generate_once(generation)
+            except WorkerLost as error:  # before it was in line
+                generation.on_lost(error, has_begun=False)
+            is_to_run = generation.take_moving()
+            if is_to_run:
+                log.info("gets in line again: its worker was lost")
 
     async def _generate_once(self, generation: Live) -> None:
         generation.phase = "load"
@@ -316,13 +322,13 @@ class Supervisor:
         elif generation.reason is not None or isinstance(error, DeadlineExceeded):
             reason = generation.reason or EndReason.DEADLINE
             self.metrics.count_end(reason, generation.phase)
-        elif isinstance(error, EngineBug):
+        elif isinstance(error, EngineBug | WorkerLost):
             self.metrics.count_end(EndReason.FAILED, generation.phase)
         else:
             self.metrics.count_refusal()
         if replica is not None:
             replica.processed += error is None
-            replica.failed += isinstance(error, (StepFailed, EngineBug))
+            replica.failed += isinstance(error, (StepFailed, EngineBug, WorkerLost))
             replica.cancelled += generation.reason is EndReason.CANCELLED
 
     # ---- the end of everything

@@ -784,3 +784,34 @@ def test_whatever_happens_the_books_are_exact_and_nobody_is_left_waiting(drawn):
 
     world.run(body, seed)
     assert len(ended) == len(operations)
+
+
+def test_a_spare_replica_that_finds_no_room_looks_again():
+    """It takes nobody's, and is not forgotten."""
+    world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
+
+    async def body(world):
+        await load(world, "a")
+        world.crash("a")
+        await trio.sleep(0.1)
+        await world.hold("b")
+        await trio.sleep(15.0)
+        assert len(world.pool.entries["a"].ready) == 1
+        assert world.pool.entries["a"].degraded_ids
+        await world.pool.unload("b", 0.0)
+        await trio.sleep(15.0)
+        assert len(world.pool.entries["a"].ready) == 2
+
+    world.run(body)
+
+
+def test_the_operator_gets_as_many_replicas_as_asked_for():
+    world = World(Model("a", replicas=3))
+
+    async def body(world):
+        await load(world, "a", 1)
+        assert len(world.pool.entries["a"].ready) == 1
+        await load(world, "a")
+        assert len(world.pool.entries["a"].ready) == 3
+
+    world.run(body)

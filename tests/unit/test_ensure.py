@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CALLERS = {
     # what `_revive` brings back was loaded by `ensure`, and died
     "_begin_load": {"engine/pool.py:ensure", "engine/pool.py:_revive"},
-    "_revive": {"engine/pool.py:_run_load", "engine/pool.py:_serve"},
-    "_note_death": {"engine/pool.py:_note_failure", "engine/pool.py:_serve"},
+    "_revive": {"engine/pool.py:_run_load", "engine/pool.py:_note_end"},
+    "_note_death": {"engine/pool.py:_note_failure", "engine/pool.py:_note_end"},
     "_run_load": {"engine/pool.py:_begin_load"},
     "_spawn_all": {"engine/pool.py:_run_load"},
     "_load_replica": {"engine/pool.py:_spawn_all"},
