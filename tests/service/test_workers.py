@@ -105,9 +105,16 @@ def resources():
 
 
 def children():
-    """The processes that this one has started, by id."""
+    """The worker processes that this one has started, by id."""
     found = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-    return " ".join(found).split()
+    return [pid for pid in " ".join(found).split() if is_worker(pid)]
+
+
+def is_worker(pid):
+    try:
+        return b"engine.model.child_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return False
 
 
 @pytest.mark.parametrize("phase", ["idle", "queued", "decode"])
