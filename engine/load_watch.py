@@ -38,13 +38,15 @@ class LoadWatch:
     """One watcher of a load that has begun, by `Pool.watch_load`. Leaving it leaves the load
     alone."""
 
-    def __init__(self, pool: Ensures, entry: Entry, count: int) -> None:
+    def __init__(self, pool: Ensures, entry: Entry, count: int, *, is_own: bool) -> None:
+        """``is_own``: the load under way was begun for this watch."""
         self._pool = pool
+        self._is_own = is_own
         self._entry = entry
         self._count = count
         self._load: Load | None = entry.load
         self._seen: LoadProgress | None = None
-        self._is_limited = False  # there was no room for as many as are wanted
+        self._is_limited = False  # the load that was begun for it brought what it could
         self._is_over = False
 
     async def next(self) -> LoadStatus | None:
@@ -64,6 +66,7 @@ class LoadWatch:
             if load is None and self._has_enough():
                 break
             if load is None or load is not self._load:  # a new one: it need not wait for a backoff
+                self._is_own = load is None
                 self._pool.ensure(self._entry.config.name, replicas=self._count)
                 self._load = self._entry.load
                 continue
@@ -89,7 +92,8 @@ class LoadWatch:
         self._is_limited = False
         if load.failure is not None and not self._has_enough():
             raise self._pool.failure(self._entry, load.failure)
-        self._is_limited = load.granted < load.wanted
+        # what it brought may have gone again, as idle or to make room: it is not fetched twice
+        self._is_limited = self._is_own or load.granted < load.wanted
 
     def _has_enough(self) -> bool:
         return self._is_limited or len(self._entry.ready) >= self._count

@@ -642,8 +642,10 @@ class Pool:
         Raises:
             as `ensure`.
         """
-        count = replicas or self.entry(name).config.num_replicas
-        return LoadWatch(self, self.ensure(name, replicas=count), count)
+        entry = self.entry(name)
+        is_own = entry.load is None
+        count = replicas or entry.config.num_replicas
+        return LoadWatch(self, self.ensure(name, replicas=count), count, is_own=is_own)
 
     async def unload(self, name: str, drain_s: float) -> None:
         """Route nothing to a model any more, let what runs end for ``drain_s`` seconds, cut the

@@ -815,3 +815,14 @@ def test_the_operator_gets_as_many_replicas_as_asked_for():
         assert len(world.pool.entries["a"].ready) == 3
 
     world.run(body)
+
+
+def test_loading_what_goes_again_at_once_ends():
+    """Its replicas are idle sooner than the operator's watch looks again."""
+    world = World(Model("a", replicas=2), idle_ttl_s=0.01)
+
+    async def body(world):
+        await load(world, "a", 2)
+        assert world.num_loads("a") == 2
+
+    world.run(body)
