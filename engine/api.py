@@ -243,12 +243,16 @@ class Engine:
             ReplicaCounts(
                 entry.config.name,
                 replica.replica_id,
-                replica.state,
+                ModelState.DEGRADED if replica.loop.is_hung else replica.state,
                 _replica_counts(replica),
                 "" if entry.pause is None else entry.pause.mode.value,
             )
             for entry in self._pool.entries.values()
             for replica in entry.replicas
+        ) + tuple(
+            ReplicaCounts(entry.config.name, replica_id, ModelState.DEGRADED, Counts())
+            for entry in self._pool.entries.values()
+            for replica_id in entry.degraded_ids
         )
         totals = _sum([replica.counts for replica in replicas])
         totals["requests_total"] = self._supervisor.metrics.requests_total
@@ -272,6 +276,8 @@ class Engine:
                 for replica in replicas
             ),
             models={one.name: one.can_be_asked for one in self.list_models()},
+            deaths={one.config.name: one.num_deaths for one in self._pool.entries.values()},
+            degraded={one.config.name: one.num_degraded for one in self._pool.entries.values()},
             deadlines_missed={
                 phase: count
                 for (phase, reason), count in early.items()

@@ -34,6 +34,7 @@ def _require_room_for_prompts(max_num_batched_tokens: int, max_num_seqs: int) ->
 
 
 RUNNERS = ("thread", "process")
+ROUTINGS = ("least-tokens", "round-robin", "prefix")
 REPLICAS_MAX = 64  # guess: far more than one machine's devices and cores have use for
 
 
@@ -64,7 +65,8 @@ class ModelConfig:
     ``model``); ``lazy`` loads at the first request. ``threads`` 0: text models share the cores
     evenly, encoders have one. ``capability`` None: found from the model's files. ``runner``: a
     worker is a thread of this process, or a process of its own. ``workers`` are its replicas
-    where it has more than one, or they differ."""
+    where it has more than one, or they differ.
+    ``quantization`` is a text model's; encoders keep their floats."""
 
     model: str
     name: str = ""
@@ -77,12 +79,14 @@ class ModelConfig:
     capability: Capability | None = None
     runner: str = RUNNERS[0]
     workers: tuple[WorkerConfig, ...] = ()
+    quantization: str = "none"
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("--model is empty")
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _one_of("runner", self.runner, RUNNERS)
+        _one_of("quantization", self.quantization, ("none", "int8"))
         _at_least("threads", self.threads, 0)
         if self.num_replicas > REPLICAS_MAX:
             raise ConfigError(f"{self.model} has {self.num_replicas} workers, of {REPLICAS_MAX}")
@@ -186,6 +190,8 @@ class EngineConfig:
     spawn_timeout_s: float = 30.0
     step_timeout_s: float = 60.0  # guess: far above any step that a client would wait for
     default_deadline_s: float | None = None
+    routing: str = ROUTINGS[0]  # which replica of a model a request goes to
+    max_worker_deaths: int = 5  # of a model within 10 minutes, until it is given up
     idle_ttl_s: float | None = None  # None: a model is evicted for want of room only
     stream_buffer: int = STREAM_BUFFER
     in_process_buffer: int = IN_PROCESS_BUFFER
@@ -209,6 +215,7 @@ class EngineConfig:
             ("max-queued-tokens", self.max_queued_tokens, 1),
             ("stream-buffer", self.stream_buffer, 1),
             ("in-process-buffer", self.in_process_buffer, 1),
+            ("max-worker-deaths", self.max_worker_deaths, 1),
             ("drain-timeout", self.drain_timeout_s, 0),
         ):
             _at_least(flag, value, minimum)
@@ -221,6 +228,7 @@ class EngineConfig:
         ):
             if seconds is not None and not seconds > 0:
                 raise ConfigError(f"--{flag} is {seconds:g} s, but must be more than 0")
+        _one_of("routing", self.routing, ROUTINGS)
         if self.max_model_len is not None:
             _at_least("max-model-len", self.max_model_len, 2)
         _require_room_for_prompts(self.max_num_batched_tokens, self.max_num_seqs)

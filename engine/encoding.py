@@ -45,6 +45,7 @@ class Encoding(Lifetime[EncodeEvent]):
         else:
             self.num_inputs, self._top_n = len(request.documents), request.top_n
         self._num_done = 0
+        self._is_begun = False
         self._scores: list[Score] = []
         num_kept = min(self.num_inputs, self._top_n or 0)
         super().__init__(
@@ -60,7 +61,9 @@ class Encoding(Lifetime[EncodeEvent]):
     def on_admitted(self, event: Admitted) -> None:
         self.phase = "queued"
         self._prompt_tokens = event.prompt_tokens
-        self._push(Started(self.request_id, self.model, event.prompt_tokens))
+        if not self._is_begun:
+            self._is_begun = True
+            self._push(Started(self.request_id, self.model, event.prompt_tokens))
 
     def on_encoded(self, event: Encoded) -> None:
         self.phase = "encode"

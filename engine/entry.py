@@ -7,37 +7,57 @@ them. Rule 2: at most one load of a model is under way (R102); many may wait for
        ▲                      │                            │                             │
        │                      └── none loads ─▶ FAILED ◀── the last one dies             │
        └─────────────────────────────────────────────────────────────────────────────────┘
+
+A replica that dies is loaded again after a backoff: while no other serves, the model is LOADING.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import trio
 
 from engine.core.breaker import Breaker
+from engine.core.routing import by_prefix, least_busy
 from engine.status import Capability, ModelState, ModelStatus
 
 if TYPE_CHECKING:
     from engine.config import ModelConfig
     from engine.core.events import Pause
     from engine.core.plan import LoadProgress
+    from engine.core.restarts import Restarts
+    from engine.core.types import Request
     from engine.replica import Replica
 
 
 @dataclass(eq=False)
 class Load:
     """One load of ``wanted`` replicas. ``settled``: one of them serves, or none will; then
-    ``cause`` says why. ``done``: no more of them will come."""
+    ``cause`` says why, unless they are tried again by themselves. ``done``: no more of them will
+    come; ``failure`` is why one of them did not."""
 
     wanted: int
     is_preload: bool = False
     may_evict: bool = True
+    is_restart: bool = False
+    # a restart comes after its backoff, the deadline of this; others at once
+    backoff: trio.CancelScope = field(default_factory=lambda: trio.CancelScope(deadline=-math.inf))
     settled: trio.Event = field(default_factory=trio.Event)
     done: trio.Event = field(default_factory=trio.Event)
+    hurry: trio.Event = field(default_factory=trio.Event)  # do not wait for the backoff
+    room: trio.CancelScope = field(default_factory=trio.CancelScope)  # of the wait for that
     cause: BaseException | None = None
+    failure: Exception | None = None
     granted: int = 0
+
+    def give_up(self) -> None:
+        """Wait neither for the backoff nor for room any more: nothing is to be loaded."""
+        self.hurry.set()
+        self.room.cancel(reason="nothing is to be loaded")
 
 
 @dataclass(eq=False)
@@ -53,8 +73,12 @@ class Entry:
     load: Load | None = None
     cause: BaseException | None = None  # of the failure that no load has made good since
     breaker: Breaker = field(default_factory=Breaker)
+    deaths: dict[int, Restarts] = field(default_factory=dict)  # by replica
+    missing: list[float] = field(default_factory=list)  # when replicas that died come back
+    restarts_of: Counter[int] = field(default_factory=Counter)  # by replica, since it was loaded
     num_waiting: int = 0  # requests that wait for its load
     num_unloads: int = 0  # the operator's, under way
+    num_deaths: int = 0  # of its replicas, ever
     was_loaded: bool = False
     last_used: float = 0.0  # seconds since the epoch
     progress: LoadProgress | None = None
@@ -83,6 +107,19 @@ class Entry:
             return ModelState.DRAINING
         return ModelState.UNLOADED if self.cause is None else ModelState.FAILED
 
+    @property
+    def degraded_ids(self) -> list[int]:
+        """The numbers of the replicas that died and are to come back."""
+        count = len(self.missing) + (self.load is not None and self.load.is_restart)
+        taken = {replica.replica_id for replica in self.replicas}
+        numbers = (number for number in itertools.count() if number not in taken)
+        return list(itertools.islice(numbers, count))
+
+    @property
+    def num_degraded(self) -> int:
+        """Replicas that died and are to come back, or whose step hangs."""
+        return len(self.degraded_ids) + sum(one.loop.is_hung for one in self.replicas)
+
     def note_progress(self, progress: LoadProgress) -> None:
         """A stage of its load, on the loading thread. One that knows no totals leaves those of
         the stage before."""
@@ -91,15 +128,23 @@ class Entry:
             progress = replace(before, phase=progress.phase)
         self.progress = progress
 
-    def pick(self) -> Replica | None:
-        """The ready replica with the fewest requests, in turn among equals; None: there is
-        none."""
+    def pick(self, routing: str = "least-tokens") -> Replica | None:
+        """The ready replica for a request whose prompt is not known yet; None: there is none."""
         ready = self.ready
         if len(ready) <= 1:
             return ready[0] if ready else None
         self._turn += 1
-        shift = self._turn % len(ready)
-        return min(ready[shift:] + ready[:shift], key=lambda replica: replica.num_leases)
+        if routing == "round-robin":
+            return ready[self._turn % len(ready)]
+        return ready[least_busy([replica.load for replica in ready], self._turn)]
+
+    def pick_by_prefix(self, request: Request) -> Replica | None:
+        """As `pick`, for a request whose tokens are known, by what of them is cached where."""
+        ready = self.ready
+        if len(ready) <= 1:
+            return ready[0] if ready else None
+        loads = [replica.load for replica in ready]
+        return ready[by_prefix(loads, [one.cached_tokens(request) for one in ready], self._turn)]
 
     def free_id(self) -> int:
         """The lowest number that no replica of it has."""
@@ -125,5 +170,6 @@ class Entry:
             max_model_len=info.max_model_len if info else 0,
             is_demo=info.is_demo if info else False,
             is_lazy=self.config.lazy or self.was_loaded,
+            is_restarting=bool(self.degraded_ids) and not self.ready,
             is_hung=any(replica.loop.is_hung for replica in self.replicas),
         )

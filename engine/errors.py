@@ -43,6 +43,16 @@ class TrioletError(Exception):
         self.retry_after_s = retry_after_s
         self.log_detail = log_detail
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled, it comes back as it is: making it once more would put its prefix on twice."""
+        return _remade, (type(self), self.args, self.__dict__.copy())
+
+
+def _remade(cls: type[TrioletError], args: tuple[object, ...], state: dict[str, object]) -> object:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class InvalidRequest(TrioletError):
     """The request breaks the documented ranges; every broken field is listed."""

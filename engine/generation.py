@@ -110,6 +110,8 @@ class Lifetime(Generic[EventT]):
         self._cancelled_at = math.inf
         self._timings: Timings | None = None
         self._done = trio.Event()
+        self._turn = trio.Event()  # it is closed, or is to move
+        self.is_moving = False
         self._ready: list[EventT] = []  # for `take_ready`
         self._has_left = False
         self.credit = Credit(buffer)
@@ -183,12 +185,17 @@ class Lifetime(Generic[EventT]):
             self.on_end(self)
         self._send.close()
         self._done.set()
+        self._turn.set()
         if self.on_ready is not None:
             self.on_ready()
 
     async def wait_closed(self) -> None:
         """Wait for `close`."""
         await self._done.wait()
+
+    async def wait_turn(self) -> None:
+        """Wait for `close`, or until its replica has died and it is to move."""
+        await self._turn.wait()
 
     # ---- what it has of its quota, and what is said of it
 
@@ -266,8 +273,24 @@ class Lifetime(Generic[EventT]):
     def on_refused(self, event: Refused) -> None:
         self.close(event.error)
 
-    def on_lost(self, error: TrioletError) -> None:
-        self.close(error)
+    def on_lost(self, error: TrioletError, *, has_begun: bool) -> None:
+        """Its replica has died. One that was in line only gets in line elsewhere, at its place by
+        its arrival; its reader has heard of nothing that is not so there."""
+        self.credit.cancel(self.credit.reserved)  # what was planned for it was not computed
+        if has_begun or self.tokens_done or self._first_result_at is not None or self.is_closed:
+            self.close(error)
+            return
+        self._unqueue()
+        self.replica = None
+        self.is_moving = True
+        self._turn.set()
+
+    def take_moving(self) -> bool:
+        """Whether it is to run again, elsewhere; once."""
+        was_moving, self.is_moving = self.is_moving, False
+        if was_moving:
+            self._turn = trio.Event()
+        return was_moving and not self.is_closed
 
     def _end_early(self, event: Finished) -> None:
         """The core ended it, and not by success."""
@@ -336,6 +359,8 @@ class Generation(Lifetime[StreamEvent]):
     def echo(self, text: str) -> None:
         """Send the prompt's text before each choice. Its messages take their slots now: once the
         request is submitted, the first step may have them all."""
+        if self.echo_text is not None:
+            return  # it moves, and has its slots
         if self.credit.try_reserve(self._num_choices):  # else the core refuses the request
             self.credit.fill(self._num_choices)
             self.echo_text = text
@@ -343,6 +368,8 @@ class Generation(Lifetime[StreamEvent]):
     def tell_apart(self, form: AnswerFormat) -> None:
         """Tell reasoning and tool calls from the text of each choice, from its first token on. The
         rest of one, at its end, has a slot of its own: it comes with no step."""
+        if self._apart:
+            return  # it moves, and has its slots
         names = range(self._num_choices)
         self._apart = tuple(Apart(form, f"{self.core_id}/{choice}") for choice in names)
         self.credit.widen(self._num_choices)
@@ -350,7 +377,7 @@ class Generation(Lifetime[StreamEvent]):
     def on_admitted(self, event: Admitted) -> None:
         self.phase = "queued"
         self._prompt_tokens = event.prompt_tokens
-        if self.request.output.prompt_logprobs is None:
+        if self.request.output.prompt_logprobs is None and not self._is_begun:
             self._begin(())
 
     def _begin(self, prompt_logprobs: tuple[TokenLogprob, ...]) -> None:

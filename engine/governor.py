@@ -128,7 +128,9 @@ class Governor:
             for replica in other.replicas
             if replica.reservation.device == need.device
         ]
-        coming = self._memory.free(need.device) - self._pledged(need.device, load)
+        # below 0 where more was measured than the limit is
+        coming = self._memory.limit(need.device) - self._memory.reserved(need.device)
+        coming -= self._pledged(need.device, load)
         coming += sum(one.reservation.num_bytes for _, one in held if one.is_retired)
         may_go = victims(entry, held) if load.may_evict else []
         chosen = []
@@ -172,10 +174,12 @@ class Governor:
         due = math.inf
         for entry in self._entries:
             for replica in entry.ready:
-                if replica.num_leases or entry.num_waiting:
+                if replica.num_leases:
                     continue
                 if replica.idle_since + ttl_s > now:
                     due = min(due, replica.idle_since + ttl_s)
+                    continue
+                if entry.num_waiting:  # they hold it next
                     continue
                 log.info("%s was idle for %g s", replica.model, ttl_s)
                 replica.retire()

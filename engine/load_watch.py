@@ -10,7 +10,7 @@ import trio
 from engine.core.plan import LoadProgress
 
 if TYPE_CHECKING:
-    from engine.entry import Entry
+    from engine.entry import Entry, Load
     from engine.errors import TrioletError
     from engine.status import ModelState
 
@@ -38,12 +38,15 @@ class LoadWatch:
     """One watcher of a load that has begun, by `Pool.watch_load`. Leaving it leaves the load
     alone."""
 
-    def __init__(self, pool: Ensures, entry: Entry, count: int) -> None:
+    def __init__(self, pool: Ensures, entry: Entry, count: int, *, is_own: bool) -> None:
+        """``is_own``: the load under way was begun for this watch."""
         self._pool = pool
+        self._is_own = is_own
         self._entry = entry
         self._count = count
+        self._load: Load | None = entry.load
         self._seen: LoadProgress | None = None
-        self._is_limited = False  # there was no room for as many as are wanted
+        self._is_limited = False  # the load that was begun for it brought what it could
         self._is_over = False
 
     async def next(self) -> LoadStatus | None:
@@ -57,9 +60,15 @@ class LoadWatch:
         """
         if self._is_over:
             return None
-        while (load := self._entry.load) is not None or not self._has_enough():
-            if load is None:
+        while True:
+            self._look_at_end()
+            load = self._entry.load
+            if load is None and self._has_enough():
+                break
+            if load is None or load is not self._load:  # a new one: it need not wait for a backoff
+                self._is_own = load is None
                 self._pool.ensure(self._entry.config.name, replicas=self._count)
+                self._load = self._entry.load
                 continue
             progress = self._entry.progress
             if progress is not None and progress is not self._seen:
@@ -67,15 +76,24 @@ class LoadWatch:
                 return LoadStatus(progress, self._entry.state)
             with trio.move_on_after(LOOK_INTERVAL_S):
                 await load.done.wait()
-            if load.cause is not None:
-                raise self._pool.failure(self._entry, load.cause)
-            self._is_limited = load.done.is_set() and load.granted < load.wanted
         self._is_over = True
         last = self._seen or LoadProgress("")
         done = LoadProgress(
             "ready", last.bytes_total, last.bytes_total, last.tensors_total, last.tensors_total
         )
         return LoadStatus(done, self._entry.state)
+
+    def _look_at_end(self) -> None:
+        """Of the load watched last. One that failed is told of, and not tried again: the operator
+        decides."""
+        load = self._load
+        if load is None or not load.done.is_set():
+            return
+        self._is_limited = False
+        if load.failure is not None and not self._has_enough():
+            raise self._pool.failure(self._entry, load.failure)
+        # what it brought may have gone again, as idle or to make room: it is not fetched twice
+        self._is_limited = self._is_own or load.granted < load.wanted
 
     def _has_enough(self) -> bool:
         return self._is_limited or len(self._entry.ready) >= self._count

@@ -52,7 +52,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(said, ensure_ascii=False, default=str)
 
 
-def configure(level: str = "INFO", style: str = "auto") -> None:
+def configure(level: str | int = "INFO", style: str = "auto") -> None:
     """Send all log lines to standard error; called once by the server. ``style`` human or json;
     auto: for a person where standard error is a terminal, else for a machine."""
     handler = logging.StreamHandler(sys.stderr)

@@ -76,7 +76,7 @@ class Sink(Protocol):
     def on_encoded(self, event: Encoded) -> None: ...
     def on_finished(self, event: Finished) -> None: ...
     def on_refused(self, event: Refused) -> None: ...
-    def on_lost(self, error: TrioletError) -> None: ...
+    def on_lost(self, error: TrioletError, *, has_begun: bool) -> None: ...
 
 
 class EngineLoop:
@@ -101,7 +101,7 @@ class EngineLoop:
         watch: StepWatch | None = None,
         deliveries: Deliveries | None = None,
         telemetry: ReplicaTelemetry | None = None,
-        on_death: Callable[[], None] = lambda: None,
+        on_death: Callable[[TrioletError], None] = lambda error: None,
     ) -> None:
         self.name = name
         self.scheduler = scheduler
@@ -125,6 +125,7 @@ class EngineLoop:
         self._has_ended = False
         self._on_death = on_death
         self._cause: TrioletError | None = None  # of its death
+        self._lost: WorkerLost | None = None  # what `lose` said
 
     # ---- commands: synchronous, in order, applied between steps
 
@@ -167,6 +168,11 @@ class EngineLoop:
     def close(self) -> None:
         """End `run` once nothing is live (after a drain) and no step is in flight."""
         self._is_closing = True
+        self._wake.set()
+
+    def lose(self, error: WorkerLost) -> None:
+        """The worker has died between two steps: end `run` by this."""
+        self._lost = error
         self._wake.set()
 
     def explain(self, request_id: RequestId) -> Explanation | None:
@@ -216,10 +222,10 @@ class EngineLoop:
         except Exception as error:
             self._cause = error if isinstance(error, WorkerLost) else EngineBug(repr(error))
             self._has_ended = True
-            self._on_death()
+            self._on_death(self._cause)
             self._deliver()
-            for sink in list(self._sinks.values()):
-                sink.on_lost(self._cause)
+            for request_id, sink in list(self._sinks.items()):
+                sink.on_lost(self._cause, has_begun=self._has_begun(request_id))
             if self._cause is error:
                 raise
             raise self._cause from error
@@ -228,8 +234,17 @@ class EngineLoop:
             self._has_ended = True
             self._went_idle.set()
 
+    def _has_begun(self, request_id: RequestId) -> bool:
+        """Of a loop that has died: whether the worker knew of the request. Of a scheduler with a
+        bug nobody can tell."""
+        if not isinstance(self._cause, WorkerLost):
+            return True
+        return self.scheduler.phase_of(request_id) not in (None, "queued")
+
     async def _turn(self) -> bool:
         """One step, or one wait for something to do. False: closed, and nothing is live."""
+        if self._lost is not None:
+            raise self._lost
         self._drain_commands()
         now = trio.current_time()
         if (due := self.scheduler.next_wakeup(now)) is not None and due <= now:

@@ -145,10 +145,16 @@ def sweep_heap() -> None:
     gc.collect()
 
 
+def collect_rarely() -> None:
+    """For a process that will serve, before its imports: looking for garbage among what torch and
+    transformers make while they are imported is a tenth of a start's time."""
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
 def settle_heap() -> None:
     """For a process that serves, when its models have loaded: what start-up made is never looked
     through for garbage again (a full look at torch's and transformers' objects stops every thread
     for a tenth of a second), and what steps make less often. Not for a library to do unasked."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    collect_rarely()

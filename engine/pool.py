@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -22,6 +22,8 @@ import trio
 from engine.core.encode_types import EncoderInfo, EncoderKind
 from engine.core.events import Pause, Resume
 from engine.core.plan import LoadProgress
+from engine.core.restarts import Restarts
+from engine.core.types import Request
 from engine.entry import Entry, Load
 from engine.errors import (
     EngineBug,
@@ -39,13 +41,14 @@ from engine.governor import Governor
 from engine.load_watch import LoadWatch
 from engine.loop import Deliveries
 from engine.memory import MemoryBooks, default_limit
-from engine.replica import AnyRunner, Replica, ReplicaMaker
+from engine.replica import AnyRunner, Mortal, Replica, ReplicaMaker
 from engine.status import Capability, ModelState, ModelStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 
     from engine.config import EngineConfig, ModelConfig
+    from engine.core.encode_types import EncodeRequest
     from engine.core.events import InputEvent
     from engine.core.plan import MemoryEstimate, ModelInfo
     from engine.memory import Reservation
@@ -73,6 +76,7 @@ DOES = {
     Capability.VISION: "reads images",
     Capability.TEXT_TO_IMAGE: "makes images",
 }
+ROOM_RETRY_S = 10.0  # guess: until a spare replica that died looks for room again
 LOADS_AT_ONCE = 16  # guess: threads that loads may hold; a load's own work is mostly reading
 
 
@@ -123,7 +127,7 @@ class Pool:
         self.memory = MemoryBooks(config.memory_limit or default_limit())
         self.governor = Governor(self.memory, tuple(self.entries.values()), on_change)
         self._maker = ReplicaMaker(
-            config, threads, self.deliveries, on_event, watchdog, on_change, self.governor.tell_idle
+            config, threads, self.deliveries, on_event, watchdog, self.governor.tell_idle
         )
         self._names = {
             alias: model.name for model in config.models for alias in (model.name, *model.aliases)
@@ -160,6 +164,8 @@ class Pool:
         for entry in self.entries.values():
             for replica in entry.replicas:
                 replica.loop.close()
+            if entry.load is not None:
+                entry.load.give_up()
 
     # ---- ensure: the choke point
 
@@ -181,24 +187,44 @@ class Pool:
                 requests. NoWorkers: the operator is unloading it. SpawnFailed: its last load
                 failed, and the next try comes later.
         """
-        if self._is_closing:
-            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        self._require_open()
         entry = self.entry(name, capability)
-        if entry.num_unloads:
-            raise NoWorkers(f"{entry.config.name} is being unloaded", retry_after_s=5.0)
+        self._require_open(entry)
         if entry.load is not None:
+            if replicas is not None:
+                entry.deaths.clear()
+                entry.load.hurry.set()
             return entry
         missing = (replicas or 1) - len(entry.ready)
         if missing <= 0:
             return entry
         if replicas is not None:
             entry.breaker.reset()
+            entry.deaths.clear()
         wait_s = entry.breaker.wait_s(trio.current_time())
         if wait_s:
             raise self.failure(entry, entry.cause, f"it is tried again in {wait_s:.0f} s or later")
-        wanted = missing if entry.ready else max(replicas or 0, entry.config.num_replicas)
+        wanted = entry.config.num_replicas if replicas is None and not entry.ready else missing
         self._begin_load(entry, Load(wanted, is_preload, may_evict=not (is_preload or entry.ready)))
         return entry
+
+    def _revive(self, entry: Entry) -> None:
+        """Begin the load of a replica that died, which comes after its backoff. The one way to a
+        load beside `ensure`: what comes back was loaded by that. One is as good as another: the
+        first to come back is whose backoff ends first."""
+        if not entry.missing or entry.num_unloads or self._is_closing:
+            return
+        entry.missing.sort()
+        load = entry.load
+        if load is None:
+            load = Load(1, is_restart=True, may_evict=not entry.ready)
+            load.backoff.deadline = entry.missing.pop(0)
+            self._begin_load(entry, load)
+        elif (
+            load.is_restart and not load.hurry.is_set() and entry.missing[0] < load.backoff.deadline
+        ):
+            first, entry.missing[0] = entry.missing[0], load.backoff.deadline
+            load.backoff.deadline = first
 
     def entry(self, name: str, capability: Capability | None = None) -> Entry:
         """The entry of a model by name or alias; for no name, the first configured one that has
@@ -230,6 +256,13 @@ class Pool:
                 f"{entry.config.name} {DOES[entry.capability]}; what is asked for is a model that "
                 f"{DOES[capability]}",
             )
+
+    def _require_open(self, entry: Entry | None = None) -> None:
+        """Raise ShuttingDown or NoWorkers if nothing is to be loaded any more. For any thread."""
+        if self._is_closing:
+            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        if entry is not None and entry.num_unloads:
+            raise NoWorkers(f"{entry.config.name} is being unloaded", retry_after_s=5.0)
 
     def _begin_load(self, entry: Entry, load: Load) -> None:
         log.debug("Acquired spawn lock for %s", entry.config.name)  # the state is the lock (R137)
@@ -287,13 +320,28 @@ class Pool:
         with replica.leased(cut):
             yield replica
 
+    @contextmanager
+    def routed(
+        self, leased: Replica, request: Request | EncodeRequest, cut: Callable[[], None]
+    ) -> Iterator[Replica]:
+        """The replica that a request is to run on, of which the tokens are known now: the one it
+        has leased, or by its prefix another, which is leased beside it."""
+        entry, better = self.entries[leased.model], None
+        if self._config.routing == "prefix" and isinstance(request, Request):
+            better = entry.pick_by_prefix(request)
+        if better is None or better is leased:
+            yield leased
+            return
+        with better.leased(cut):
+            yield better
+
     async def _acquire(self, name: str, capability: Capability | None) -> Replica:
         """A ready replica: without a wait if there is one (R134). Its lease is to be taken
         without one, too."""
         deadline = trio.current_time() + self._config.spawn_timeout_s
         while True:
             entry = self.ensure(name, capability)
-            replica = entry.pick()
+            replica = entry.pick(self._config.routing)
             if replica is not None:
                 self._require(entry, capability)  # only its files may have told
                 entry.last_used = time.time()
@@ -322,7 +370,9 @@ class Pool:
         """What one request is told of a load that failed: an error of its own (R110)."""
         if isinstance(cause, EngineBug):
             return EngineBug(cause.log_detail)
-        kind = type(cause) if isinstance(cause, MemoryExhausted | ShuttingDown) else SpawnFailed
+        kind: type[TrioletError] = SpawnFailed
+        if isinstance(cause, MemoryExhausted | ShuttingDown | NoWorkers):
+            kind = type(cause)
         text = str(cause).removeprefix(kind.prefix)
         if not isinstance(cause, TrioletError):
             text = "its loading failed; the reason was logged"
@@ -336,30 +386,59 @@ class Pool:
 
     async def _run_load(self, entry: Entry, load: Load) -> None:
         """One load, whatever comes of it: what goes wrong is the entry's, not the pool's."""
+        failure: Exception | None = None
         try:
+            with load.backoff:
+                await load.hurry.wait()
+            self._require_open(entry)
             await self._spawn_all(entry, load)
         except Exception as error:
-            self._note_failure(entry, error, load)
+            failure = error
         finally:
             entry.load = None
+            if failure is not None:
+                load.failure = failure
+                self._note_failure(entry, failure, load)
             entry.settled.set()
             load.settled.set()
             load.done.set()
             log.debug("Released spawn lock for %s", entry.config.name)
+            self._revive(entry)
             self._on_change()
 
-    def _note_failure(self, entry: Entry, error: Exception, load: Load | None = None) -> None:
-        """A load or the last replica failed. One that found no room may be tried again at
-        once."""
+    def _note_failure(self, entry: Entry, error: Exception, load: Load) -> None:
+        """A load failed. One that found no room may be tried again at once; one that was to bring
+        dead replicas back is another death of theirs."""
         if not isinstance(error, TrioletError):
             log.error("model %s failed", entry.config.name, exc_info=error)
-        if load is not None:
+        if isinstance(error, ShuttingDown | NoWorkers):
             load.cause = error
-        if entry.ready or isinstance(error, ShuttingDown):
+        elif load.is_restart:
+            self._note_death(entry, error, entry.free_id())
+            load.cause = entry.cause
+        else:
+            load.cause = error
+            if not entry.ready:
+                entry.cause = error
+                if not isinstance(error, MemoryExhausted):
+                    entry.breaker.failed(trio.current_time())
+
+    def _note_death(self, entry: Entry, error: Exception, replica_id: int) -> None:
+        """A replica died: it comes back after a backoff, unless that has been too often."""
+        entry.num_deaths += 1
+        if self._is_closing or entry.num_unloads:
             return
-        entry.cause = error
-        if not isinstance(error, MemoryExhausted):
-            entry.breaker.failed(trio.current_time())
+        now = trio.current_time()
+        limit = self._config.max_worker_deaths
+        delay_s = entry.deaths.setdefault(replica_id, Restarts(limit)).died(now)
+        if delay_s is not None:
+            log.warning("%s comes back in %g s", entry.config.name, delay_s)
+            entry.missing.append(now + delay_s)
+            return
+        log.error("replica %d of %s died too often", replica_id, entry.config.name)
+        if not entry.ready:
+            entry.cause = error
+            entry.breaker.failed(now)
 
     async def _spawn_all(self, entry: Entry, load: Load) -> None:
         if entry.is_encoder and load.is_preload:
@@ -367,19 +446,27 @@ class Pool:
         spawns = await self._prepare_all(entry, load)
         granted: list[Reservation | None] = [None] * len(spawns)
         try:
-            granted = await self.governor.reserve(entry, load, [one.estimate for one in spawns])
+            needs = [one.estimate for one in spawns]
+            with load.room:
+                granted = await self.governor.reserve(entry, load, needs)
         finally:
             await self._close_all(
                 [one for one, held in zip(spawns, granted, strict=True) if held is None]
             )
+        if load.room.cancelled_caught:
+            self._require_open(entry)
         load.granted = len(granted) - granted.count(None)
+        if load.is_restart and not load.granted:  # what serves keeps its room: later, then
+            entry.missing.append(trio.current_time() + ROOM_RETRY_S)
         failures: list[Exception] = []
         async with trio.open_nursery() as nursery:
             for spawn, held in zip(spawns, granted, strict=True):
                 if held is not None:
-                    nursery.start_soon(self._spawn, entry, load, spawn, held, failures)
-        if failures and not entry.ready:
-            raise failures[0]
+                    nursery.start_soon(self._load_replica, entry, load, spawn, held, failures)
+        if failures:
+            load.failure = failures[0]
+            if not entry.ready:
+                raise failures[0]
 
     async def _wait_for_texts(self) -> None:
         """Encoders load behind the preloaded text models: importing what they need takes seconds
@@ -403,8 +490,7 @@ class Pool:
 
     async def _prepare(self, entry: Entry, worker: ModelConfig) -> _Spawn:
         """In a thread: making a runner may import torch, which takes seconds, and fetch files."""
-        if self._is_closing:
-            raise ShuttingDown("the server takes no new requests", retry_after_s=5.0)
+        self._require_open(entry)
 
         def prepare() -> _Spawn:
             runner = self._make_runner(worker, self._config)
@@ -419,7 +505,7 @@ class Pool:
     def _limiter_of(self, entry: Entry) -> trio.CapacityLimiter:
         return self._encoder_limiter if entry.is_encoder else self._load_limiter
 
-    async def _spawn(
+    async def _load_replica(
         self,
         entry: Entry,
         load: Load,
@@ -431,13 +517,15 @@ class Pool:
         runner = spawn.runner
 
         def load_it() -> ModelInfo | EncoderInfo:
+            self._require_open(entry)  # it may have waited for the thread
             return runner.load(entry.note_progress)
 
         replica: Replica | None = None
         try:
             info = await self._threads.run(_as_failure(load_it), self._limiter_of(entry))
-            replica = self._register(entry, spawn, info, reservation)
+            replica = self._register(entry, load, spawn, info, reservation)
         except Exception as error:
+            log.warning("a worker of %s did not load: %s", entry.config.name, error)
             failures.append(error)
         finally:
             if replica is None:
@@ -447,12 +535,14 @@ class Pool:
         if replica is not None:
             load.settled.set()
             entry.settled.set()
+            self.governor.tell_idle(replica)  # if nobody comes, it goes after its time
             log.debug("Workers ready for %s", entry.config.name)
             self._on_change()
 
     def _register(
         self,
         entry: Entry,
+        load: Load,
         spawn: _Spawn,
         info: ModelInfo | EncoderInfo,
         reservation: Reservation,
@@ -471,8 +561,11 @@ class Pool:
             spawn.runner,
             info,
             reservation,
-            on_death=lambda: setattr(replica, "is_retired", True),
+            on_death=lambda error: self._note_end(entry, replica, error),
+            on_hung=lambda: self._look_at_hung(replica, spawn.runner),
         )
+        entry.restarts_of[replica.replica_id] += load.is_restart
+        replica.restarts = entry.restarts_of[replica.replica_id]
         if entry.pause is not None:
             replica.loop.post(entry.pause)
         if self._is_closing:
@@ -480,7 +573,8 @@ class Pool:
         entry.replicas.append(replica)
         entry.cause = None
         entry.was_loaded = True
-        entry.breaker.succeeded()
+        if not load.settled.is_set():  # its first
+            entry.breaker.succeeded()
         self._start(lambda: self._serve(entry, replica, spawn.runner))
         log.info("model %s is ready: %s on %s", replica.model, info.architecture, info.device)
         return replica
@@ -488,17 +582,41 @@ class Pool:
     async def _serve(self, entry: Entry, replica: Replica, runner: AnyRunner) -> None:
         """Run a replica's loop to its end, and give back what it had."""
         try:
-            await replica.loop.run()
-        except (EngineBug, WorkerLost) as error:
-            log.error("a worker of %s has ended", entry.config.name, exc_info=error)
-            self._note_failure(entry, error)
-            self._on_change()
+            async with trio.open_nursery() as nursery:
+                if isinstance(runner, Mortal):
+                    nursery.start_soon(self._watch_worker, replica, runner)
+                try:
+                    await replica.loop.run()
+                except (EngineBug, WorkerLost) as error:
+                    log.error("a worker of %s has died", entry.config.name, exc_info=error)
+                nursery.cancel_scope.cancel(reason="its loop has ended")
         finally:
             await self._close_runner(runner)
             replica.reservation.release()
             entry.replicas.remove(replica)
             self.governor.tell_freed()
             self._on_change()
+
+    def _note_end(self, entry: Entry, replica: Replica, error: TrioletError) -> None:
+        """A replica's loop ends by an error: before anybody hears of it, it takes no requests, and
+        its return has begun, which whoever comes now waits for."""
+        if replica.die():
+            self._note_death(entry, error, replica.replica_id)
+            self._revive(entry)
+        self._on_change()
+
+    async def _watch_worker(self, replica: Replica, runner: Mortal) -> None:
+        """Hear of a worker's death between two steps; in a step, the step does."""
+        await trio.lowlevel.wait_readable(runner.sentinel)
+        error = await self._threads.run(runner.lost, self._close_limiter)
+        if isinstance(error, WorkerLost):
+            replica.loop.lose(error)
+
+    def _look_at_hung(self, replica: Replica, runner: AnyRunner) -> None:
+        """A worker whose step hangs is killed, where that is possible."""
+        if replica.loop.is_hung and isinstance(runner, Mortal):
+            runner.kill(f"took more than {self._config.step_timeout_s:g} s for a step")
+        self._on_change()
 
     async def _close_runner(self, runner: AnyRunner) -> None:
         """In a thread, as it may take a while.
@@ -524,8 +642,10 @@ class Pool:
         Raises:
             as `ensure`.
         """
-        count = replicas or self.entry(name).config.num_replicas
-        return LoadWatch(self, self.ensure(name, replicas=count), count)
+        entry = self.entry(name)
+        is_own = entry.load is None
+        count = replicas or entry.config.num_replicas
+        return LoadWatch(self, self.ensure(name, replicas=count), count, is_own=is_own)
 
     async def unload(self, name: str, drain_s: float) -> None:
         """Route nothing to a model any more, let what runs end for ``drain_s`` seconds, cut the
@@ -546,8 +666,10 @@ class Pool:
 
     async def _unload(self, entry: Entry, drain_s: float, done: trio.Event) -> None:
         try:
-            if entry.load is not None:
-                await entry.load.done.wait()
+            entry.missing.clear()
+            if (load := entry.load) is not None:
+                load.give_up()
+                await load.done.wait()
             for replica in list(entry.replicas):
                 replica.retire()
             with trio.move_on_after(drain_s):
@@ -557,6 +679,8 @@ class Pool:
             await self._wait_gone(entry)
             entry.cause = None
             entry.breaker.reset()
+            entry.deaths.clear()
+            entry.restarts_of.clear()
         finally:
             entry.num_unloads -= 1
             done.set()

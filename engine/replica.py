@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import trio
 
@@ -18,6 +18,7 @@ from engine.constraints import Constraints
 from engine.core.encode_scheduler import EncodeScheduler
 from engine.core.encode_types import EncoderInfo
 from engine.core.plan import ModelInfo
+from engine.core.routing import Load
 from engine.core.scheduler import Scheduler
 from engine.loop import Deliveries, EngineLoop
 from engine.status import ModelState, ReplicaStatus
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from engine.core.encode_types import EncodePlan, EncoderTokenizer, EncodeRunner
     from engine.core.events import InputEvent, OutputEvent
     from engine.core.plan import Runner, StepPlan, Tokenizer
+    from engine.core.types import Request
+    from engine.errors import TrioletError
     from engine.memory import Reservation
     from engine.threads import Threads
     from engine.watchdog import Watchdog
@@ -37,6 +40,24 @@ if TYPE_CHECKING:
     OnEvent = Callable[[InputEvent | OutputEvent | StepPlan | EncodePlan], None]
 
 AnyRunner: TypeAlias = "Runner | EncodeRunner"
+
+
+@runtime_checkable
+class Mortal(Protocol):
+    """A runner whose worker may die by itself, and can be killed."""
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when it is dead."""
+        ...
+
+    def lost(self) -> TrioletError:
+        """Why; waits a moment for it."""
+        ...
+
+    def kill(self, why: str) -> None:
+        """End it, without waiting."""
+        ...
 
 
 @dataclass(eq=False)
@@ -55,6 +76,8 @@ class Replica:
     constraints: Constraints | None = None  # a text model's
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # of Trio's clock
+    outstanding_tokens: int = 0  # of requests that run or wait here, prompt and output, at most
+    restarts: int = 0
     processed: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -65,6 +88,20 @@ class Replica:
         """What there is to know of a text model."""
         assert isinstance(self.info, ModelInfo)
         return self.info
+
+    @property
+    def load(self) -> Load:
+        """How much it has to do."""
+        return Load(self.outstanding_tokens, self.num_leases)
+
+    @contextmanager
+    def busy_with(self, num_tokens: int) -> Iterator[None]:
+        """So many tokens are to be computed while the block lasts."""
+        self.outstanding_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.outstanding_tokens -= num_tokens
 
     @property
     def num_leases(self) -> int:
@@ -91,10 +128,20 @@ class Replica:
         if not self._holders:
             self.loop.close()
 
+    def die(self) -> bool:
+        """Its loop has ended by an error. Whether it is missed: not one that was to go anyway."""
+        is_missed, self.is_retired = not self.is_retired, True
+        return is_missed
+
     def cut(self) -> None:
         """Ask every holder to leave."""
         for cut in list(self._holders.values()):
             cut()
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a prompt that it need not compute."""
+        scheduler = self.loop.scheduler
+        return scheduler.cached_tokens(request) if isinstance(scheduler, Scheduler) else 0
 
     @property
     def state(self) -> ModelState:
@@ -106,6 +153,7 @@ class Replica:
             state=self.state,
             device=self.info.device,
             threads=self.threads,
+            restarts=self.restarts,
             processed=self.processed,
             failed=self.failed,
             cancelled=self.cancelled,
@@ -122,7 +170,6 @@ class ReplicaMaker:
     deliveries: Deliveries
     on_event: OnEvent | None
     watchdog: Watchdog | None
-    on_change: Callable[[], None]
     on_idle: Callable[[Replica], None]
 
     def make(
@@ -132,10 +179,11 @@ class ReplicaMaker:
         runner: AnyRunner,
         info: ModelInfo | EncoderInfo,
         reservation: Reservation,
-        on_death: Callable[[], None],
+        on_death: Callable[[TrioletError], None],
+        on_hung: Callable[[], None],
     ) -> Replica:
         """The replica of a runner that has told its ``info``. ``on_death`` is called before any
-        of its requests hears of its end."""
+        of its requests hears of its end, ``on_hung`` when a step hangs, and when it ends."""
         name = worker.name
         scheduler: Scheduler | EncodeScheduler
         tokenizer: EncoderTokenizer | None = None
@@ -153,7 +201,7 @@ class ReplicaMaker:
             self.threads,
             check_level=self.config.check_level,
             on_event=self.on_event,
-            watch=self.watchdog.watch(name, self.on_change) if self.watchdog else None,
+            watch=self.watchdog.watch(name, on_hung) if self.watchdog else None,
             deliveries=self.deliveries,
             telemetry=ReplicaTelemetry() if self.config.telemetry else None,
             on_death=on_death,

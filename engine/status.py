@@ -28,6 +28,7 @@ class ModelState(Enum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+    DEGRADED = "degraded"  # of a replica in the statistics: dead and to come back, or hung
 
 
 class AbortOutcome(Enum):
@@ -56,7 +57,8 @@ class ReplicaStatus:
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
     """What ListModels says of one model. ``last_used`` is seconds since the epoch, 0 never.
-    ``is_lazy``: a request loads it, as it is configured so or was loaded before.
+    ``is_lazy``: a request loads it, as it is configured so or was loaded before. ``is_restarting``:
+    its only replicas died, and come back by themselves.
     ``is_hung``: its step takes longer than any should (D17)."""
 
     name: str
@@ -75,10 +77,13 @@ class ModelStatus:
     is_demo: bool = False
     is_lazy: bool = False
     is_hung: bool = False
+    is_restarting: bool = False
 
     @property
     def can_be_asked(self) -> bool:
         """A request is served, or loads the model first."""
+        if self.is_restarting:
+            return False
         if self.is_lazy:
             return self.state not in (ModelState.FAILED, ModelState.DRAINING)
         return self.state is ModelState.READY

@@ -36,6 +36,7 @@ from engine.errors import (
     ShuttingDown,
     StepFailed,
     TrioletError,
+    WorkerLost,
 )
 from engine.generation import Generation, server_deadline
 from engine.metrics import Metrics
@@ -242,6 +243,18 @@ class Supervisor:
             self._end(generation)
 
     async def _generate(self, generation: Live) -> None:
+        """On one replica after another, should they die before they have begun with it."""
+        is_to_run = True
+        while is_to_run:
+            try:
+                await self._generate_once(generation)
+            except WorkerLost as error:  # before it was in line
+                generation.on_lost(error, has_begun=False)
+            is_to_run = generation.take_moving()
+            if is_to_run:
+                log.info("gets in line again: its worker was lost")
+
+    async def _generate_once(self, generation: Live) -> None:
         generation.phase = "load"
         model, needed = generation.request.model, _needed_by(generation)
         cut = partial(generation.cancel, EndReason.ABORTED)
@@ -250,14 +263,20 @@ class Supervisor:
             generation.load_s = trio.current_time() - generation.started_at
             generation.phase = "tokenize"
             request = await self._prepare(generation, replica)
-            generation.replica = replica
-            constraint = request.constraint if isinstance(request, Request) else None
-            if constraint is None or replica.constraints is None:
-                await self._run(generation, replica, request)
-                return
-            generation.phase = "compile"
-            async with replica.constraints.held(constraint, self._nursery):
-                await self._run(generation, replica, request)
+            with self._pool.routed(replica, request, cut) as chosen:
+                await self._compile_and_run(generation, chosen, request)
+
+    async def _compile_and_run(
+        self, generation: Live, replica: Replica, request: Request | EncodeRequest
+    ) -> None:
+        generation.replica = replica
+        constraint = request.constraint if isinstance(request, Request) else None
+        if constraint is None or replica.constraints is None:
+            await self._run(generation, replica, request)
+            return
+        generation.phase = "compile"
+        async with replica.constraints.held(constraint, self._nursery):
+            await self._run(generation, replica, request)
 
     async def _run(
         self, generation: Live, replica: Replica, request: Request | EncodeRequest
@@ -267,7 +286,8 @@ class Supervisor:
         generation.queue(_num_tokens(request))
         replica.loop.submit(Submit(request, generation.credit), generation)
         try:
-            await generation.wait_closed()
+            with replica.busy_with(_tokens_ahead(request)):
+                await generation.wait_turn()
         finally:
             generation.phase = replica.loop.phase_of(request.request_id) or generation.phase
             replica.loop.forget(request.request_id)
@@ -302,13 +322,13 @@ class Supervisor:
         elif generation.reason is not None or isinstance(error, DeadlineExceeded):
             reason = generation.reason or EndReason.DEADLINE
             self.metrics.count_end(reason, generation.phase)
-        elif isinstance(error, EngineBug):
+        elif isinstance(error, EngineBug | WorkerLost):
             self.metrics.count_end(EndReason.FAILED, generation.phase)
         else:
             self.metrics.count_refusal()
         if replica is not None:
             replica.processed += error is None
-            replica.failed += isinstance(error, (StepFailed, EngineBug))
+            replica.failed += isinstance(error, (StepFailed, EngineBug, WorkerLost))
             replica.cancelled += generation.reason is EndReason.CANCELLED
 
     # ---- the end of everything
@@ -375,6 +395,13 @@ def _needed_by(generation: Live) -> Capability:
 
 def _num_tokens(request: Request | EncodeRequest) -> int:
     return len(request.prompt) if isinstance(request, Request) else request.num_tokens
+
+
+def _tokens_ahead(request: Request | EncodeRequest) -> int:
+    """Tokens that are to be computed for a request, at most."""
+    if isinstance(request, Request):
+        return len(request.prompt) + request.n * request.stops.max_tokens
+    return request.num_tokens
 
 
 class _RecentIds:

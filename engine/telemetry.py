@@ -115,6 +115,8 @@ class EngineTelemetry:
     statistics: EngineStatistics
     replicas: tuple[ReplicaSnapshot, ...]
     models: dict[str, bool]
+    deaths: dict[str, int]  # of workers, by model
+    degraded: dict[str, int]  # replicas that died and are to come back, or hang, by model
     deadlines_missed: dict[str, int]
     num_draining: int
 

@@ -90,6 +90,10 @@ CANCEL_TO_FREE = _histogram(
     "cancel_to_free_seconds", "an early end to its blocks being free", (*REPLICA, "phase")
 )
 MODEL_READY = _gauge("model_ready", "1 for a model that can be asked, else 0", ("model_name",))
+DEGRADED = _gauge(
+    "replicas_degraded", "replicas that died and are to come back, or that hang", ("model_name",)
+)
+DEATHS = _counter("worker_deaths_total", "workers that died", ("model_name",))
 ENDED = _counter("requests_total", "requests ended, by how, refused ones included", ("end",))
 DEADLINES = _counter("deadline_missed_total", "requests whose time ran out", ("phase",))
 ZOMBIES = _gauge("zombie_calls", "ended calls whose clients do not read the end", ())
@@ -101,7 +105,7 @@ RPCS = _counter("rpcs_total", "RPCs ended, by method and status", ("method", "co
 METRICS = (
     *OF_COUNTS.values(),
     *OF_TELEMETRY.values(),
-    *(CACHE_USAGE, SUCCESS, DISCARDED, CANCEL_TO_FREE, MODEL_READY),
+    *(CACHE_USAGE, SUCCESS, DISCARDED, CANCEL_TO_FREE, MODEL_READY, DEGRADED, DEATHS),
     *(ENDED, DEADLINES, ZOMBIES, DRAINING, MEMORY, MEMORY_LIMIT, RPCS),
 )
 
@@ -118,6 +122,10 @@ def samples_of(
         yield from _of_replica(replica, (replica.model, str(replica.replica)))
     for model, is_ready in telemetry.models.items():
         yield MODEL_READY, (model,), int(is_ready)
+    for model, count in telemetry.degraded.items():
+        yield DEGRADED, (model,), count
+    for model, count in telemetry.deaths.items():
+        yield DEATHS, (model,), count
     totals = statistics.totals
     for end in totals.requests_total.__slots__:
         yield ENDED, (end,), getattr(totals.requests_total, end)

@@ -25,7 +25,7 @@ import trio
 from engine import logs
 from engine.api import make_torch_runner, open_engine
 from engine.errors import ConfigError, TrioletError
-from engine.memory import settle_heap
+from engine.memory import collect_rarely, settle_heap
 from engine.status import ModelState
 from engine.watchdog import EXIT_HUNG, Watchdog
 from grpc_service.asyncio_side import AsyncioSide, check_free, new_event_loop
@@ -330,6 +330,7 @@ def serve_forever(
     new_event_loop: Callable[[], AbstractEventLoop] = new_event_loop,
 ) -> int:
     """`triolet serve`: run until told to end; the process's exit code."""
+    collect_rarely()
     logs.configure(os.environ.get("TRIOLET_LOG", "INFO"), server_config.log_format)
     if not __debug__:
         print("triolet: refuses to run with python -O: its checks are part of it", file=sys.stderr)

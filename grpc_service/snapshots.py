@@ -39,6 +39,7 @@ REPLICA_STATES = {
     ModelState.READY: common_pb2.REPLICA_STATE_READY,
     ModelState.DRAINING: common_pb2.REPLICA_STATE_DRAINING,
     ModelState.FAILED: common_pb2.REPLICA_STATE_FAILED,
+    ModelState.DEGRADED: common_pb2.REPLICA_STATE_DEGRADED,
 }
 
 

@@ -217,6 +217,7 @@ class RunnerSpec:
     max_num_batched_tokens: int = 2048
     memory_limit: int = 0
     seed: int = 0
+    quantization: str = "none"  # or "int8": weights of a byte each, and a scale for each output
 
 
 @dataclass(frozen=True, slots=True)

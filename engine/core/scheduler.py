@@ -508,6 +508,10 @@ class Scheduler:
 
     # ---- views
 
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a request's prompt that need not be computed here; it is not submitted."""
+        return self._ledger.cached_tokens_of(request)
+
     def phase_of(self, request_id: RequestId) -> str | None:
         """Where a live request is: queued, prefill, decode or parked; None: it is not live.
         With n > 1, where its first choice that has not ended is."""

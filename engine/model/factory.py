@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from engine.core.plan import RunnerSpec
 from engine.memory import default_limit
 from engine.model import capability
+from engine.model.child import ChildRunner
 from engine.model.refusal import Refusal
 from engine.model.resolve import resolve
 from engine.status import Capability
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from engine.core.encode_types import EncodeRunner
     from engine.core.plan import Runner
 
+RUNNER_OF = "engine.model.factory:runner_of"  # as a worker process finds it
 ENCODERS = (Capability.TEXT_EMBEDDING, Capability.RERANK)
 
 
@@ -55,17 +57,28 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
         max_num_batched_tokens=config.max_num_batched_tokens,
         memory_limit=limit,
         seed=config.seed,
+        quantization=model.quantization,
     )
 
 
 def make_runner(model: ModelConfig, config: EngineConfig) -> Runner | EncodeRunner:
-    """A runner for a text model or an encoder, unloaded. Fetches a Hugging Face id that is not
-    cached: only its files tell what it is for."""
-    spec = runner_spec(model, config)
-    kind = model.capability
+    """A runner for a text model or an encoder, unloaded: of this process, or of its own."""
+    if model.runner == "process":
+        return make_child(model, config)
+    return runner_of(runner_spec(model, config), model.capability)
+
+
+def make_child(model: ModelConfig, config: EngineConfig) -> ChildRunner:
+    """The same in a process of its own, which `load` starts."""
+    return ChildRunner(RUNNER_OF, runner_spec(model, config), model.capability)
+
+
+def runner_of(spec: RunnerSpec, kind: Capability | None) -> Runner | EncodeRunner:
+    """An unloaded runner. Without a kind, fetches a Hugging Face id that is not cached: only its
+    files tell what it is for."""
     if kind is None:
         try:
-            kind = capability.capability_of(resolve(model.model, model.revision).directory)
+            kind = capability.capability_of(resolve(spec.model, spec.revision).directory)
         except Refusal:
             kind = Capability.TEXT_TO_TEXT  # its runner will meet the same, and tell of it
     if kind in ENCODERS:

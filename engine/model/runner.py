@@ -32,6 +32,7 @@ from engine.memory import sweep_heap
 from engine.model import packing
 from engine.model.architectures import context_limit, layer_shapes
 from engine.model.attention import KEYWORD
+from engine.model.backends import pick_backend, prepare
 from engine.model.checkpoint import Checkpoint
 from engine.model.constraints import LEAVES_NOTHING, Grammars, refusal
 from engine.model.failures import describe, is_out_of_memory, spawn_failed
@@ -40,7 +41,6 @@ from engine.model.kv_cache import KvCache, size_pool
 from engine.model.loader import estimate_on, load_model, pick_device, pick_dtype, read_config
 from engine.model.logprobs import Wanted, score
 from engine.model.probe import probe
-from engine.model.reference import ReferenceBackend
 from engine.model.resolve import has_chat_template, resolve, short_name
 from engine.model.sampler import NothingToSample, sample
 from engine.model.sequences import SequenceState
@@ -116,7 +116,8 @@ class TorchRunner:
 
     def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
         self._spec = spec
-        self._backend: AttentionBackend = backend or ReferenceBackend()
+        self._chosen = backend
+        self._backend: AttentionBackend | None = None
         self._device = torch.device("cpu")
         self._model: LoadedModel | None = None
         self._cache: KvCache | None = None
@@ -178,7 +179,7 @@ class TorchRunner:
             raise
 
     def close(self) -> None:
-        self._model = self._cache = self._tokenizer = self._generator = None
+        self._model = self._cache = self._tokenizer = self._generator = self._backend = None
         self._sequences.clear()
         if self._grammars is not None:
             self._grammars.close()
@@ -206,13 +207,20 @@ class TorchRunner:
                 checkpoint, architecture, config, dtype=dtype, device=device, progress=progress
             )
         progress(LoadProgress("warm-up"))
-        probe(model, shapes)
-        self._model = model
+        calls = probe(model, shapes)
         self._cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
+        backend, reason = self._chosen, "it was chosen"
+        if backend is None:
+            backend, reason = pick_backend(device, dtype, shapes)
+        execution = prepare(
+            model, backend, reason, calls, self._cache, quantization=spec.quantization
+        )
+        self._model = model = execution.model
+        self._backend = execution.backend
         self._generator = torch.Generator(device).manual_seed(spec.seed)
         self._grammars = Grammars(self._tokenizer, int(config.vocab_size), ends)
         warm_up(self._execute, pool)
-        workspace = workspace_bytes(spec, config, dtype)
+        workspace = workspace_bytes(spec, config, dtype, execution.activation_bytes(spec, pool))
         return ModelInfo(
             architecture=architecture.name,
             dtype=str(dtype).removeprefix("torch."),
@@ -339,6 +347,7 @@ class TorchRunner:
         """The step's one forward; returns logits [num_kept, vocab] float32."""
         assert self._model is not None
         assert self._cache is not None
+        assert self._backend is not None
         device = self._device
         output = self._model.module(
             input_ids=torch.from_numpy(batch.input_ids)[None].to(device),

@@ -52,10 +52,14 @@ def warm_up(execute: Callable[[StepPlan], StepResult], pool: PoolSize) -> None:
     execute(StepPlan(WARM_UP_PLAN, (), released=(new.sequence,)))
 
 
-def workspace_bytes(spec: RunnerSpec, config: Any, dtype: torch.dtype) -> int:
-    """An upper estimate of a step's own memory: activations and logits of the largest plan."""
-    mlp = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    width = LIVE_ACTIVATIONS * (int(config.hidden_size) + mlp)
-    activations = spec.max_num_batched_tokens * width * dtype.itemsize
+def workspace_bytes(
+    spec: RunnerSpec, config: Any, dtype: torch.dtype, activations: int | None = None
+) -> int:
+    """An upper estimate of a step's own memory: activations and logits of the largest plan.
+    ``activations``: where they are known to the byte, as of a compiled decoder."""
     rows = spec.max_num_seqs + SCORED_TOKENS_MAX
+    if activations is None:
+        mlp = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+        width = LIVE_ACTIVATIONS * (int(config.hidden_size) + mlp)
+        activations = spec.max_num_batched_tokens * width * dtype.itemsize
     return activations + rows * int(config.vocab_size) * 4 * LOGITS_COPIES

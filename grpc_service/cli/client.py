@@ -74,6 +74,8 @@ def explain(error: grpc.RpcError, target: str, timeout_s: float | None) -> str:
         return " ".join("; ".join(text).split())
     if error.code() is grpc.StatusCode.UNAVAILABLE:
         if (error.details() or "").startswith(NEVER_CONNECTED):
+            if "://" in target:
+                return f"{target} is no address: --server takes HOST:PORT or unix:PATH, no URL"
             return f"no server answers at {target}; `triolet serve` starts one"
         return f"the connection to the server at {target} was lost"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:

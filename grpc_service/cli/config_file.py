@@ -25,6 +25,7 @@ MODEL_KEYS = {
     "device": TEXT,
     "dtype": TEXT,
     "runner": TEXT,
+    "quantization": TEXT,
 }
 WORKER_KEYS = {"device": TEXT, "count": COUNT, "threads": COUNT, "runner": TEXT}
 

@@ -36,7 +36,13 @@ import json, torch
 devices = []
 if torch.cuda.is_available():
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-print(json.dumps({"threads": torch.get_num_threads(), "devices": devices}))
+from engine.model import native
+try:
+    kernels, missing = native.kind(native.load()), ""
+except native.Unavailable as error:
+    kernels, missing = "", str(error)
+print(json.dumps({"threads": torch.get_num_threads(), "devices": devices, "kernels": kernels,
+                  "missing": missing}))
 """
 
 
@@ -153,6 +159,11 @@ def _torch() -> Iterator[Finding]:
     told = json.loads(done.stdout)
     yield Finding("devices", ", ".join(["cpu", *told["devices"]]))
     yield Finding("threads", f"{told['threads']} by torch's default")
+    if told["kernels"]:
+        yield Finding("attention", f"compiled kernels, {told['kernels']}")
+    else:
+        advice = f"{told['missing']}; models run, several times slower"
+        yield Finding("attention", "reference", advice=advice)
 
 
 def _spin_count() -> Finding:

@@ -117,6 +117,13 @@ FLAGS = (
         "revision", ModelConfig, "revision", TEXT, "branch, tag or commit of a Hugging Face model"
     ),
     Flag("dtype", ModelConfig, "dtype", TEXT, "auto, float32, bfloat16 or float16"),
+    Flag(
+        "quantization",
+        ModelConfig,
+        "quantization",
+        TEXT,
+        "none, or int8: half the memory of a text model's weights, for a little accuracy",
+    ),
     Flag("device", ModelConfig, "device", TEXT, "auto, cpu, cuda or cuda:N"),
     Flag("lazy", ModelConfig, "lazy", SWITCH, "load a model when it is first asked for"),
     Flag(
@@ -204,6 +211,21 @@ FLAGS = (
         "spawn_timeout_s",
         SECONDS,
         "how long a request waits for its model to load",
+    ),
+    Flag(
+        "routing",
+        EngineConfig,
+        "routing",
+        TEXT,
+        "which of a model's workers a request goes to: least-tokens, round-robin, or prefix (the "
+        "one that has most of its prompt cached, unless it is much busier)",
+    ),
+    Flag(
+        "max-worker-deaths",
+        EngineConfig,
+        "max_worker_deaths",
+        COUNT,
+        "a model whose workers die so often within 10 minutes is not started again by itself",
     ),
     Flag(
         "idle-ttl",

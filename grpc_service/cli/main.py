@@ -170,7 +170,9 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     """What is generated, and by which model. The ranges are the server's to check."""
-    parser.add_argument("--model", default="", help="name of the model (default: the first)")
+    parser.add_argument(
+        "--model", default="", help="name of the model (default: the first that can do this)"
+    )
     count, real = _number("count"), _number("real")
     for flag, kind, metavar, what in (
         ("--max-tokens", count, "N", "most tokens to generate, at least 1"),
@@ -263,7 +265,9 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detokenize", nargs="+", type=_number("count"), metavar="ID", help="ids to join instead"
     )
-    parser.add_argument("--model", default="", help="name of the model (default: the first)")
+    parser.add_argument(
+        "--model", default="", help="name of the model (default: the first that can do this)"
+    )
     parser.add_argument(
         "--no-special-tokens", action="store_true", help="leave out those the model would add"
     )

@@ -82,7 +82,8 @@ def _first_requests(engine: Engine, where: str, config: ServerConfig) -> Iterato
     """A command for each kind of model that is served."""
     needs = _needs(config)
     server = "" if where == f"{DEFAULT_HOST}:{DEFAULT_PORT}" else f" --server {where}"
-    kinds = {model.capability for model in engine.list_models()}
+    models = engine.list_models()
+    kinds = {model.capability for model in models if model.state is not ModelState.FAILED}
     if Capability.TEXT_TO_TEXT in kinds:
         yield f'  triolet generate "Once upon a time"{server}{needs}'
     if Capability.TEXT_EMBEDDING in kinds:

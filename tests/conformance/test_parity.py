@@ -2,9 +2,11 @@
 
 Alone and packed, prompts of 1 to 500 tokens, chunked prefill and decode mixed in one plan, blocks
 of 16 in shuffled order, windows shorter than the prompts; and with a fault planted, it does not.
+Each by the compiled kernels, and by the stock modules with the reference attention.
 """
 
 import random
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,8 +15,12 @@ torch = pytest.importorskip("torch")
 
 from engine.model import packing, reference  # noqa: E402
 from engine.model.architectures import SERVED  # noqa: E402
+from engine.model.attention import AttentionCall  # noqa: E402
+from engine.model.decoder import NativeDecoder  # noqa: E402
+from engine.model.native_attention import NativeBackend, NativeStep  # noqa: E402
+from engine.model.rewrites import LISTED  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import ZOO, Zoo  # noqa: E402
+from tests.support.model_zoo import COMPILED, REFERENCE, WAYS, ZOO, Zoo  # noqa: E402
 from tests.support.parity import TALLIES, Tally  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -69,10 +75,19 @@ def test_every_served_architecture_has_a_row(zoo):
     assert rows == set(SERVED)
 
 
+def test_a_machine_with_a_compiler_runs_the_listed_models_compiled(zoo):
+    for name in ZOO:
+        runner = zoo.load(name).runner
+        is_compiled = isinstance(runner._model.module, NativeDecoder)
+        assert is_compiled == (runner._model.architecture.name in LISTED), name
+        assert isinstance(runner._backend, NativeBackend)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ZOO)
-def test_alone_and_packed_are_transformers_own_tokens(zoo, name):
-    loaded = zoo.load(name)
-    tally = TALLIES.setdefault(name, Tally())
+def test_alone_and_packed_are_transformers_own_tokens(zoo, name, way):
+    loaded = zoo.load(name, way)
+    tally = TALLIES.setdefault(f"{name} ({way})", Tally())
     loaded.oracle.compare(run_alone(loaded, ALONE_LENGTHS), tally)
     packed, planner = run_packed(loaded)
     loaded.oracle.compare(packed, tally)
@@ -85,9 +100,10 @@ def mixes_chunks_and_decodes(plan):
     return 1 in counts and max(counts, default=0) > 1
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_output_is_that_of_generate(zoo, name):
-    loaded = zoo.load(name)
+def test_output_is_that_of_generate(zoo, name, way):
+    loaded = zoo.load(name, way)
     rng = random.Random(3)
     prompt = prompt_of(rng, 40)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=1)
@@ -105,7 +121,7 @@ def test_output_is_that_of_generate(zoo, name):
 
 @pytest.mark.parametrize("name", ZOO)
 def test_weights_and_buffers_are_those_of_from_pretrained(zoo, name):
-    loaded = zoo.load(name)
+    loaded = zoo.load(name, REFERENCE)
     ours, stock = loaded.runner._model.module, loaded.oracle.model
     for get in ("named_parameters", "named_buffers"):
         own = dict(getattr(ours, get)(remove_duplicate=False))
@@ -116,9 +132,10 @@ def test_weights_and_buffers_are_those_of_from_pretrained(zoo, name):
             assert torch.equal(tensor, other[key]), key
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2"])
-def test_a_step_is_one_forward_over_the_plans_tokens(zoo, name):
-    loaded = zoo.load(name)
+def test_a_step_is_one_forward_over_the_plans_tokens(zoo, name, way):
+    loaded = zoo.load(name, way)
     seen = []
     hook = loaded.runner._model.module.register_forward_pre_hook(
         lambda _module, _args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)),
@@ -146,46 +163,72 @@ def assert_red(loaded):
         tally.check()
 
 
-def change_calls(monkeypatch, change):
+@contextmanager
+def changed_calls(loaded, change):
     """Every layer's attention call as ``change`` makes it."""
-    stock = reference.ReferenceStep.attend
-    monkeypatch.setattr(
-        reference.ReferenceStep,
-        "attend",
-        lambda step, call, *tensors: stock(step, change(call), *tensors),
-    )
+    module = loaded.runner._model.module
+    with pytest.MonkeyPatch.context() as patch:
+        for step in (reference.ReferenceStep, NativeStep):
+            patch.setattr(step, "attend", _with_changed_call(step.attend, change))
+        layers = module._layers if isinstance(module, NativeDecoder) else ()
+        stock = [(one.window, one.softcap, one.scaling) for one in (a.attention for a in layers)]
+        for index, layer in enumerate(layers):
+            own = layer.attention
+            call = AttentionCall(index, own.scaling, own.window or None, own.softcap or None)
+            new = change(call)
+            own.window, own.softcap = new.sliding_window or 0, new.softcap or 0.0
+            own.scaling = new.scaling
+        try:
+            yield
+        finally:
+            for layer, values in zip(layers, stock, strict=True):
+                own = layer.attention
+                own.window, own.softcap, own.scaling = values
 
 
+def _with_changed_call(stock, change):
+    return lambda step, call, *tensors: stock(step, change(call), *tensors)
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shift", [-1, 1])
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_off_by_one_is_seen(zoo, monkeypatch, name, shift):
+def test_a_window_off_by_one_is_seen(zoo, name, shift, way):
     def change(call):
         window = call.sliding_window
         return replace(call, sliding_window=None if window is None else window + shift)
 
-    change_calls(monkeypatch, change)
-    assert_red(zoo.load(name))
+    loaded = zoo.load(name, way)
+    with changed_calls(loaded, change):
+        assert_red(loaded)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_ignored_is_seen(zoo, monkeypatch, name):
-    change_calls(monkeypatch, lambda call: replace(call, sliding_window=None))
-    assert_red(zoo.load(name))
+def test_a_window_ignored_is_seen(zoo, name, way):
+    loaded = zoo.load(name, way)
+    with changed_calls(loaded, lambda call: replace(call, sliding_window=None)):
+        assert_red(loaded)
 
 
-def test_a_soft_cap_dropped_is_seen(zoo, monkeypatch):
-    change_calls(monkeypatch, lambda call: replace(call, softcap=None))
-    assert_red(zoo.load("gemma2"))
+@pytest.mark.parametrize("way", WAYS)
+def test_a_soft_cap_dropped_is_seen(zoo, way):
+    loaded = zoo.load("gemma2", way)
+    with changed_calls(loaded, lambda call: replace(call, softcap=None)):
+        assert_red(loaded)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ZOO)
-def test_a_wrong_scale_is_seen(zoo, monkeypatch, name):
-    change_calls(monkeypatch, lambda call: replace(call, scaling=call.scaling * 1.2))
-    assert_red(zoo.load(name))
+def test_a_wrong_scale_is_seen(zoo, name, way):
+    loaded = zoo.load(name, way)
+    with changed_calls(loaded, lambda call: replace(call, scaling=call.scaling * 1.2)):
+        assert_red(loaded)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ZOO)
-def test_positions_off_by_one_after_the_first_step_are_seen(zoo, monkeypatch, name):
+def test_positions_off_by_one_after_the_first_step_are_seen(zoo, monkeypatch, name, way):
     """The usual slip: a decode at the position of the token before it. (A shift of all
     positions alike would not show in a rotary model, whose scores see differences only.)"""
     stock = packing.pack
@@ -196,7 +239,7 @@ def test_positions_off_by_one_after_the_first_step_are_seen(zoo, monkeypatch, na
         return replace(packed, positions=packed.positions - late)
 
     monkeypatch.setattr(packing, "pack", pack)
-    assert_red(zoo.load(name))
+    assert_red(zoo.load(name, way))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -207,4 +250,13 @@ def test_a_block_table_read_in_another_order_is_seen(zoo, monkeypatch, name):
         return stock(replace(rows, tables=rows.tables[:, ::-1]), members, positions)
 
     monkeypatch.setattr(packing.PackedRows, "slots_at", slots_at)
-    assert_red(zoo.load(name))
+    assert_red(zoo.load(name, REFERENCE))
+    stock_prepare = NativeBackend.prepare
+    monkeypatch.setattr(
+        NativeBackend,
+        "prepare",
+        lambda backend, rows, cache: stock_prepare(
+            backend, replace(rows, tables=rows.tables[:, ::-1]), cache
+        ),
+    )
+    assert_red(zoo.load(name, COMPILED))

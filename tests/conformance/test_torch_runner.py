@@ -26,7 +26,7 @@ from engine.model import runner as runner_module  # noqa: E402
 from engine.model import sequences  # noqa: E402
 from engine.model.runner import TorchRunner, is_out_of_memory  # noqa: E402
 from tests.support.mini_planner import GREEDY, MiniPlanner  # noqa: E402
-from tests.support.model_zoo import Zoo, load_runner  # noqa: E402
+from tests.support.model_zoo import WAYS, Zoo, load_runner  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -40,9 +40,9 @@ def zoo(tmp_path_factory):
     zoo.close()
 
 
-@pytest.fixture
-def loaded(zoo):
-    return zoo.load("llama")
+@pytest.fixture(params=WAYS)
+def loaded(zoo, request):
+    return zoo.load("llama", request.param)
 
 
 def prompt_of(length, seed=0):
@@ -313,9 +313,10 @@ def fill_cache(loaded, value):
             tensor.fill_(value)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_nan_left_in_a_block_never_reaches_another_sequence(zoo, name):
-    loaded = zoo.load(name)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "starcoder2"])
+def test_nan_left_in_a_block_never_reaches_another_sequence(zoo, name, way):
+    loaded = zoo.load(name, way)
     wanted = [alone(loaded, prompt_of(n), 8) for n in LENGTHS]
     fill_cache(loaded, float("nan"))
     planner = MiniPlanner(loaded.runner, loaded.info, seed=8)

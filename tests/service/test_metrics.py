@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
 from grpc_service.metrics import METRICS, PREFIX
+from tests.support.fake_server import BROKEN_STEP
 from tests.support.server import ROOT, fake, fake_argv, process
 from tests.support.wire import (
     SMALL_WINDOW,
@@ -206,6 +207,12 @@ def the_failure_of_a_lazy_model(server):
     yield
 
 
+@contextlib.contextmanager
+def a_worker_that_dies(server):
+    assert reason(generate(server.channel, prompt_ids=[BROKEN_STEP], max_tokens=9).error)
+    yield
+
+
 SLOW = {"script": {"step_s": 0.02}, "runner": {"max_model_len": 4096}}
 STALLING = {"engine": {"stream_buffer": 16, "stall_timeout_s": 0.5}}
 # name of a cause: the metrics that it moves, the server it needs.
@@ -239,6 +246,7 @@ CAUSES = {
         {"kv_blocks", "memory_reserved_bytes"},
         {"models": [{"name": "fake", "lazy": True}]},
     ),
+    a_worker_that_dies: ({"replicas_degraded", "worker_deaths_total"}, {"may_log": "."}),
     the_failure_of_a_lazy_model: (
         {"model_ready"},
         {"models": [{"name": "fake", "lazy": True, "fails": 1}], "may_log": "fake|Traceback"},

@@ -58,6 +58,9 @@ def test_the_wheel_holds_the_packages_and_the_demo_and_nothing_of_the_workshop(w
         names
     )
     assert "grpc_service/_generated/triolet/v1/inference_pb2.py" in names
+    sources = {f"engine/kernels/{path.name}" for path in (ROOT / "engine/kernels").glob("*.[ch]*")}
+    assert "engine/kernels/triolet.cpp" in sources
+    assert sources <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if "__pycache__" in name or "/test" in name]
 

@@ -222,6 +222,40 @@ def test_the_operator_need_not_wait_for_the_breaker():
     world.run(body)
 
 
+@pytest.mark.parametrize("stands", ["one replica serves", "its restart is due"])
+def test_the_operator_hears_of_a_replica_that_does_not_load(stands):
+    """Once, and it is not loaded again and again meanwhile."""
+    count = 2 if stands == "one replica serves" else 1
+    errors = [None] + [RuntimeError("x") for _ in range(3)]
+    world = World(Model("a", replicas=count, load_errors=errors))
+
+    async def body(world):
+        if count == 1:
+            await load(world, "a")
+            world.crash("a")
+            await trio.sleep(0.01)
+        with pytest.raises(SpawnFailed):
+            await load(world, "a")
+        assert world.num_loads("a") == 2
+        assert len(world.pool.entries["a"].ready) == count - 1
+
+    world.run(body)
+
+
+def test_a_watch_that_looks_late_hears_of_the_failure_all_the_same():
+    world = World(Model("a", load_errors=[RuntimeError("x")]))
+
+    async def body(world):
+        watch = world.pool.watch_load("a")
+        assert await watch.next() is not None
+        await trio.sleep(5.0)
+        with pytest.raises(SpawnFailed):
+            await watch.next()
+        assert world.num_loads("a") == 1
+
+    world.run(body)
+
+
 async def load(world, name, replicas=None):
     watch = world.pool.watch_load(name, replicas)
     stages = []
@@ -230,19 +264,82 @@ async def load(world, name, replicas=None):
     return stages
 
 
-def test_a_worker_that_dies_leaves_the_routing_and_is_loaded_again_by_the_next_request():
-    """R141."""
+def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff():
+    """R141. Who asks meanwhile waits; nobody need ask."""
     world = World(Model("a"))
 
     async def body(world):
         await world.hold("a")
+        for died_at, back_at in ((2.0, 4.0), (5.0, 8.0), (10.0, 15.0)):
+            await trio.sleep_until(died_at)
+            world.crash("a")
+            await trio.sleep(0.01)
+            assert state(world) is ModelState.LOADING
+            assert world.pool.entries["a"].degraded_ids == [0]
+            assert world.pool.memory.total_reserved == 0
+            assert await world.hold("a") == (None, back_at)
+        [replica] = world.pool.entries["a"].replicas
+        assert (replica.replica_id, replica.restarts) == (0, 3)
+
+    world.run(body)
+
+
+def test_one_replica_of_two_that_dies_leaves_the_other_and_comes_back():
+    world = World(Model("a", replicas=2))
+
+    async def body(world):
+        await load(world, "a")
         world.crash("a")
         await trio.sleep(0.01)
-        assert state(world) is ModelState.FAILED
-        assert world.pool.memory.total_reserved == 0
-        assert isinstance((await world.hold("a"))[0], EngineBug)
-        await trio.sleep(1.0)
+        assert state(world) is ModelState.READY
         assert (await world.hold("a"))[0] is None
+        await trio.sleep(2.0)
+        assert [r.restarts for r in world.pool.entries["a"].replicas] == [0, 1]
+        assert sorted(r.replica_id for r in world.pool.entries["a"].replicas) == [0, 1]
+
+    world.run(body)
+
+
+def test_what_died_five_times_is_given_up_until_the_operator_acts():
+    world = World(Model("a", load_s=0.0))
+
+    async def body(world):
+        for _ in range(5):
+            assert (await world.hold("a"))[0] is None
+            world.crash("a")
+            await trio.sleep(0.01)
+        assert state(world) is ModelState.FAILED
+        assert isinstance((await world.hold("a"))[0], EngineBug)
+        await load(world, "a")
+        assert state(world) is ModelState.READY
+
+    world.run(body)
+
+
+def test_a_restart_that_fails_is_tried_again():
+    world = World(Model("a", load_s=0.0, load_errors=[None, RuntimeError("x"), None]))
+
+    async def body(world):
+        await world.hold("a")
+        world.crash("a")
+        await trio.sleep(1.5)  # the first restart, which failed
+        assert world.num_loads("a") == 2
+        assert await world.hold("a") == (None, 3.0)
+
+    world.run(body)
+
+
+def test_unloading_what_waits_for_its_restart_ends_that():
+    world = World(Model("a", load_s=0.0))
+
+    async def body(world):
+        await world.hold("a")
+        world.crash("a")
+        await trio.sleep(0.5)
+        await world.pool.unload("a", 0.0)
+        assert state(world) is ModelState.UNLOADED
+        await trio.sleep(10.0)
+        assert world.num_loads("a") == 1
 
     world.run(body)
 
@@ -315,6 +412,26 @@ def test_a_popular_model_gives_its_spare_replica_to_one_that_has_none():
     assert not cuts
 
 
+def test_a_replica_that_dies_while_it_makes_room_does_not_come_back():
+    world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
+
+    async def body(world):
+        await load(world, "a")
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(world.hold, "a", 50.0)
+            await trio.sleep(1.0)
+            nursery.start_soon(world.hold, "b")
+            await trio.sleep(1.0)
+            [leaving] = [one for one in world.pool.entries["a"].replicas if one.is_retired]
+            world.crash_replica(leaving)
+            await trio.sleep(0.1)
+            assert world.pool.entries["a"].degraded_ids == []
+        assert world.num_loads("a") == 2
+
+    world.run(body)
+
+
 def test_a_preload_evicts_nobody():
     world = World(Model("a", lazy=False), Model("b", lazy=False), limit=GB)
 
@@ -338,6 +455,20 @@ def test_what_was_measured_replaces_the_estimate():
     world.run(body)
 
 
+def test_nothing_is_evicted_in_vain_where_more_was_measured_than_there_is():
+    world = World(Model("b"), Model("a", measured=5 * GB), Model("c"), limit=4 * GB)
+
+    async def body(world):
+        await world.hold("b")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a", 50.0)
+            await trio.sleep(2.0)
+            assert isinstance((await world.hold("c"))[0], MemoryExhausted)
+            assert state(world, "b") is ModelState.READY
+
+    world.run(body)
+
+
 def test_an_idle_model_goes_after_its_time_to_live():
     world = World(Model("a"), Model("b"), idle_ttl_s=60.0)
 
@@ -349,6 +480,22 @@ def test_an_idle_model_goes_after_its_time_to_live():
         await trio.sleep(1.5)
         assert [state(world, name) for name in "ab"] == [ModelState.UNLOADED, ModelState.READY]
         await trio.sleep(2.0)
+        assert state(world, "b") is ModelState.UNLOADED
+
+    world.run(body)
+
+
+def test_what_nobody_ever_used_goes_after_its_time_to_live_too():
+    world = World(Model("a", lazy=False), Model("b", replicas=2), idle_ttl_s=60.0)
+
+    async def body(world):
+        await trio.sleep(2.0)
+        await load(world, "b")
+        await trio.sleep(57.0)
+        assert state(world) is ModelState.READY
+        await trio.sleep(2.5)
+        assert [state(world, name) for name in "ab"] == [ModelState.UNLOADED, ModelState.READY]
+        await trio.sleep(3.0)
         assert state(world, "b") is ModelState.UNLOADED
 
     world.run(body)
@@ -460,6 +607,78 @@ def test_closing_while_a_load_is_under_way_ends_its_waiters():
     world.run(body)
 
 
+@pytest.mark.parametrize("end", ["close", "unload"])
+def test_what_waits_for_room_is_not_loaded_after_the_end(end):
+    world = World(Model("a", replicas=2), Model("b", load_s=45.0), limit=2 * GB)
+
+    async def body(world):
+        await load(world, "a")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a", 20.0)
+            nursery.start_soon(world.hold, "a", 20.0)
+            await trio.sleep(1.0)
+            nursery.start_soon(waits, world)
+            nursery.start_soon(watches, world)
+            await trio.sleep(1.0)
+            with trio.fail_after(1.0):
+                if end == "unload":
+                    await world.pool.unload("b", 0.0)
+                else:
+                    world.pool.close()
+                    await trio.sleep(0.5)
+                assert state(world, "b") is ModelState.UNLOADED
+        assert world.num_loads("b") == 0
+
+    async def waits(world):
+        error, at = await world.hold("b")
+        assert isinstance(error, NoWorkers if end == "unload" else ShuttingDown)
+        assert at == 3.0
+
+    async def watches(world):
+        with pytest.raises(NoWorkers if end == "unload" else ShuttingDown):
+            await load(world, "b")
+
+    world.run(body)
+
+
+@pytest.mark.parametrize("end", ["close", "unload"])
+def test_what_waits_for_a_thread_is_not_loaded_after_the_end(end):
+    encoder = Capability.TEXT_EMBEDDING  # these load one after the other
+    world = World(
+        *(Model(name, load_s=10.0, capability=encoder) for name in "ab"),
+    )
+
+    async def body(world):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a")
+            await trio.sleep(0.5)
+            nursery.start_soon(world.hold, "b")
+            await trio.sleep(0.5)
+            if end == "unload":
+                await world.pool.unload("b", 0.0)
+            else:
+                world.pool.close()
+        assert world.num_loads("b") == 0
+
+    world.run(body)
+
+
+def test_closing_waits_for_no_backoff():
+    world = World(Model("a", replicas=2))
+
+    async def body(world):
+        await load(world, "a")
+        for _ in range(2):
+            world.crash("a")
+            await trio.sleep(0.01)
+        assert world.pool.entries["a"].degraded_ids == [0, 1]
+        world.pool.close()
+        await trio.sleep(0.1)
+        assert world.pool.entries["a"].load is None
+
+    world.run(body)
+
+
 # ---- every capability
 
 
@@ -565,3 +784,45 @@ def test_whatever_happens_the_books_are_exact_and_nobody_is_left_waiting(drawn):
 
     world.run(body, seed)
     assert len(ended) == len(operations)
+
+
+def test_a_spare_replica_that_finds_no_room_looks_again():
+    """It takes nobody's, and is not forgotten."""
+    world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
+
+    async def body(world):
+        await load(world, "a")
+        world.crash("a")
+        await trio.sleep(0.1)
+        await world.hold("b")
+        await trio.sleep(15.0)
+        assert len(world.pool.entries["a"].ready) == 1
+        assert world.pool.entries["a"].degraded_ids
+        await world.pool.unload("b", 0.0)
+        await trio.sleep(15.0)
+        assert len(world.pool.entries["a"].ready) == 2
+
+    world.run(body)
+
+
+def test_the_operator_gets_as_many_replicas_as_asked_for():
+    world = World(Model("a", replicas=3))
+
+    async def body(world):
+        await load(world, "a", 1)
+        assert len(world.pool.entries["a"].ready) == 1
+        await load(world, "a")
+        assert len(world.pool.entries["a"].ready) == 3
+
+    world.run(body)
+
+
+def test_loading_what_goes_again_at_once_ends():
+    """Its replicas are idle sooner than the operator's watch looks again."""
+    world = World(Model("a", replicas=2), idle_ttl_s=0.01)
+
+    async def body(world):
+        await load(world, "a", 2)
+        assert world.num_loads("a") == 2
+
+    world.run(body)

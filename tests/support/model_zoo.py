@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine.core.plan import RunnerSpec
+from engine.model.reference import ReferenceBackend
 from engine.model.runner import TorchRunner
 from tests.support.parity import Oracle
 from tools.make_model import PRESETS, Shape, make
@@ -95,10 +96,17 @@ class Loaded:
     oracle: Oracle
 
 
-def load_runner(directory: Path, **fields: Any) -> tuple[TorchRunner, ModelInfo]:
+# How a model is run: as on a machine with a compiler, or as on one without.
+COMPILED, REFERENCE = "compiled", "reference"
+WAYS = (COMPILED, REFERENCE)
+
+
+def load_runner(
+    directory: Path, *, way: str = COMPILED, **fields: Any
+) -> tuple[TorchRunner, ModelInfo]:
     """A loaded runner. One thread: the shapes are too small for two to help."""
     spec = RunnerSpec(**({"model": str(directory), "kv_bytes": 1 << 24, "threads": 1} | fields))
-    runner = TorchRunner(spec)
+    runner = TorchRunner(spec, ReferenceBackend() if way == REFERENCE else None)
     return runner, runner.load(lambda _progress: None)
 
 
@@ -107,7 +115,8 @@ class Zoo:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._loaded: dict[str, Loaded] = {}
+        self._loaded: dict[tuple[str, str], Loaded] = {}
+        self._oracles: dict[str, Oracle] = {}
 
     def directory(self, name: str) -> Path:
         path = self._root / name.replace(",", "").replace(" ", "-")
@@ -116,12 +125,14 @@ class Zoo:
             make(path, entry.arch, entry.shape, extra=entry.extra)
         return path
 
-    def load(self, name: str) -> Loaded:
-        if name not in self._loaded:
+    def load(self, name: str, way: str = COMPILED) -> Loaded:
+        if (name, way) not in self._loaded:
             directory = self.directory(name)
-            runner, info = load_runner(directory)
-            self._loaded[name] = Loaded(directory, runner, info, Oracle(str(directory)))
-        return self._loaded[name]
+            runner, info = load_runner(directory, way=way)
+            if name not in self._oracles:
+                self._oracles[name] = Oracle(str(directory))
+            self._loaded[name, way] = Loaded(directory, runner, info, self._oracles[name])
+        return self._loaded[name, way]
 
     def close(self) -> None:
         for loaded in self._loaded.values():

@@ -102,7 +102,7 @@ def _router_margin(margins: list[torch.Tensor]) -> Any:
 
 def skipped_table() -> list[str]:
     """One line for each architecture compared so far."""
-    lines = [f"{'architecture':<24}{'compared':>10}{'skipped':>9}{'share':>9}"]
+    lines = [f"{'architecture':<36}{'compared':>10}{'skipped':>9}{'share':>9}"]
     for name, tally in TALLIES.items():
-        lines.append(f"{name:<24}{tally.compared:>10}{tally.skipped:>9}{tally.skipped_share:>9.3%}")
+        lines.append(f"{name:<36}{tally.compared:>10}{tally.skipped:>9}{tally.skipped_share:>9.3%}")
     return lines

@@ -180,8 +180,11 @@ class World:
     def crash(self, name):
         """A bug of ours ends the loop of one of the model's replicas."""
         for replica in self.pool.entries[name].ready[:1]:
-            replica.loop.scheduler.plan = self._break
-            replica.loop.post(Tick())
+            self.crash_replica(replica)
+
+    def crash_replica(self, replica):
+        replica.loop.scheduler.plan = self._break
+        replica.loop.post(Tick())
 
     @staticmethod
     def _break(now):

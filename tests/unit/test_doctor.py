@@ -11,11 +11,13 @@ import pytest
 from grpc_service.cli import doctor
 from grpc_service.cli.main import main
 
+TOLD = {"threads": 2, "devices": [], "kernels": "AVX512-BF16", "missing": ""}
+
 
 @pytest.fixture(autouse=True)
 def _torch_is_not_asked(monkeypatch):
     """torch may be missing here, and takes seconds where it is not."""
-    told = types.SimpleNamespace(returncode=0, stderr="", stdout='{"threads": 2, "devices": []}')
+    told = types.SimpleNamespace(returncode=0, stderr="", stdout=json.dumps(TOLD))
     monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: told)
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "1.0")
 
@@ -59,6 +61,21 @@ def test_a_torch_that_does_not_import_says_why(monkeypatch):
         False,
         "torch does not work: ImportError: no libgomp",
     )
+
+
+@pytest.mark.parametrize(
+    ("told", "value", "advice"),
+    [
+        ({}, "compiled kernels, AVX512-BF16", ""),
+        ({"kernels": "", "missing": "there is no C++ compiler"}, "reference",
+         "there is no C++ compiler; models run, several times slower"),
+    ],
+)  # fmt: skip
+def test_which_attention_is_used_and_why(monkeypatch, told, value, advice):
+    found = types.SimpleNamespace(returncode=0, stderr="", stdout=json.dumps(TOLD | told))
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: found)
+    [finding] = [one for one in doctor._torch() if one.name == "attention"]
+    assert (finding.value, finding.advice, finding.is_fit) == (value, advice, True)
 
 
 def test_processor_features_are_found_under_either_name(tmp_path):

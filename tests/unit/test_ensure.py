@@ -8,13 +8,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # Who may call each step on the way to a load, as file:function.
 CALLERS = {
-    "_begin_load": {"engine/pool.py:ensure"},
+    # what `_revive` brings back was loaded by `ensure`, and died
+    "_begin_load": {"engine/pool.py:ensure", "engine/pool.py:_revive"},
+    "_revive": {"engine/pool.py:_run_load", "engine/pool.py:_note_end"},
+    "_note_death": {"engine/pool.py:_note_failure", "engine/pool.py:_note_end"},
     "_run_load": {"engine/pool.py:_begin_load"},
     "_spawn_all": {"engine/pool.py:_run_load"},
-    "_spawn": {"engine/pool.py:_spawn_all"},
+    "_load_replica": {"engine/pool.py:_spawn_all"},
     "_make_runner": {"engine/pool.py:_prepare"},
 }
-LOADS = {"engine/pool.py:_spawn"}  # where a runner's `load` is called
+# where a runner's `load` is called: the second is the process of the first's
+LOADS = {"engine/pool.py:_load_replica", "engine/model/child_main.py:_load"}
 
 
 def functions(tree):
@@ -42,6 +46,7 @@ def uses():
 
 
 def test_every_way_to_a_load_begins_with_ensure():
+    """Or with the death of what was loaded so."""
     found = {name: set() for name in CALLERS}
     for node, where in uses():
         if node.attr in found and not isinstance(node.ctx, ast.Store):

@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.core",
         "engine.errors",
         "engine.config",
+        "engine.logs",  # how a worker process writes its lines
         "engine.memory",
         "engine.status",  # what a model is for
     },
@@ -377,6 +378,29 @@ def test_only_threads_enters_a_thread():
     assert found == {THREAD_ENTRY}
 
 
+MAKES_THREADS = {"Thread", "ThreadPoolExecutor"}
+OWN_THREADS = {
+    "engine.sync": "Trio's own thread, for programs that block",
+    "engine.watchdog": "it watches the steps, and waits for none",
+    "engine.model.pinned": "steps of a backend that needs one thread: Trio's cache pins none; the "
+    "job that `engine.threads` runs waits for it, so a step is joined all the same",
+    "engine.model.child_main": "a process of its own, without Trio",
+    "engine.model.vet": "a process of its own, without Trio",
+    "grpc_service.asyncio_side": "the asyncio world's own thread",
+}
+
+
+def _makes_a_thread(tree: ast.AST) -> bool:
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    names = (getattr(call, "attr", getattr(call, "id", "")) for call in calls)
+    return not MAKES_THREADS.isdisjoint(names)
+
+
+def test_only_these_make_threads_beside_those_of_trio():
+    found = {m for m in product_modules() if _makes_a_thread(ast.parse(modules()[m].read_text()))}
+    assert found == OWN_THREADS.keys()
+
+
 def _core() -> dict[str, ast.Module]:
     return {
         name: ast.parse(path.read_text())
@@ -452,7 +476,13 @@ def test_tests_of_the_core_reach_no_torch(module):
         assert library not in found, f"{module} reaches {library} through {found[library]}"
 
 
-@pytest.mark.parametrize("module", ["engine", "engine.model.fake", "grpc_service.cli.main"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("engine", "grpc_service.cli.main", "engine.model.fake"),
+        *("engine.model.child", "engine.model.child_main", "engine.model.pinned"),
+    ],
+)
 def test_importing_brings_no_torch(module):
     code = (
         f"import sys, {module}\n"

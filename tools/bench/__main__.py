@@ -10,13 +10,13 @@ from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-NOT_BENCHES = {"__init__", "__main__", "frame", "served", "wire"}
+NOT_BENCHES = {"__init__", "__main__", "checkpoints", "frame", "plots", "served", "tables", "wire"}
 
 
 def names() -> list[str]:
-    """The benches there are: the modules beside this file."""
-    found = {path.stem for path in Path(__file__).parent.glob("*.py")}
-    return sorted(found - NOT_BENCHES)
+    """The benches there are: the modules beside this file, hyphens for underscores."""
+    found = {path.stem for path in Path(__file__).parent.glob("*.py")} - NOT_BENCHES
+    return sorted(name.replace("_", "-") for name in found)
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("name", choices=names())
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    bench = importlib.import_module(f"tools.bench.{args.name}")
+    bench = importlib.import_module(f"tools.bench.{args.name.replace('-', '_')}")
     from tools.bench.frame import report
 
     return report(args.name, bench.run(), args.json)

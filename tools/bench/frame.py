@@ -12,6 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +101,7 @@ def machine() -> dict[str, object]:
         platform.machine(),
     )
     return {
+        "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),

@@ -28,8 +28,10 @@ class Written:
 class TrioletWriter:
     """Generates by `engine.open_engine` over a model's folder."""
 
-    def __init__(self, folder: Path, sampling: engine.SamplingParams) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, sampling: engine.SamplingParams, quantization: str = "none"
+    ) -> None:
+        self._model = engine.ModelConfig(str(folder), quantization=quantization)
         self._sampling = sampling
 
     def generate_stories(self, prompts: Sequence[str], seeds: Sequence[int]) -> list[Written]:
@@ -53,9 +55,9 @@ class TrioletWriter:
 
     async def _generate(self, requests: Sequence[GenerateRequest]) -> list[Written]:
         written: dict[int, Written] = {}
-        models = (engine.ModelConfig(str(self._folder)),)
+        config = engine.EngineConfig(models=(self._model,))
 
-        async with engine.open_engine(engine.EngineConfig(models=models)) as eng:
+        async with engine.open_engine(config) as eng:
 
             async def one(index: int, request: GenerateRequest) -> None:
                 text, ended = "", False

@@ -21,16 +21,25 @@ FAULT = "model_pool"
 SPARE = "spare"
 SHARE = 0.3  # of worlds
 SPARE_SHARE = 0.2  # of requests, that ask for the spare model
-MAY_END = {"NO_WORKERS", "ABORTED", "MEMORY_EXHAUSTED", "SPAWN_TIMEOUT", "SPAWN_FAILED"}
+MAY_END = {
+    "WORKER_LOST",
+    "NO_WORKERS",
+    "ABORTED",
+    "MEMORY_EXHAUSTED",
+    "SPAWN_TIMEOUT",
+    "SPAWN_FAILED",
+}
 
 
 @dataclass(frozen=True)
 class PoolFaults:
     """``operations`` are (when, verb, model, number): load with a number of replicas, or unload
-    with a time to drain. ``load_failures``: how many of a model's loads fail, by name."""
+    with a time to drain. ``load_failures``: how many of a model's loads fail, by name.
+    ``death_share``: of steps, that their worker does not survive."""
 
     operations: tuple[tuple[float, str, str, float], ...] = ()
     load_failures: tuple[tuple[str, int], ...] = ()
+    death_share: float = 0.0
 
 
 def is_drawn(seed: int) -> bool:
@@ -69,7 +78,9 @@ def crowd(
         number = rng.randint(1, 4) if verb == "load" else rng.choice([0.0, duration / 20, 60.0])
         operations.append((rng.uniform(0, duration), verb, name, float(number)))
     failures = tuple((name, rng.choice([0, 0, 1, 3])) for name in (MODEL, SPARE))
-    return crowded, PoolFaults(tuple(sorted(operations)), failures)
+    death_share = rng.choice([0.0, 0.01, 0.05])
+    crowded = replace(crowded, max_worker_deaths=rng.choice([5, 1000]))
+    return crowded, PoolFaults(tuple(sorted(operations)), failures, death_share)
 
 
 def ask_the_spare(seed: int, clients: tuple[Client, ...]) -> tuple[Client, ...]:

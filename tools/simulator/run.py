@@ -29,6 +29,7 @@ from engine.errors import (
     RequestNotFound,
     ShuttingDown,
     SpawnFailed,
+    WorkerLost,
 )
 from engine.model.fake import FakeRunner, FakeScript
 from engine.model.fake_encoder import FakeEncoder
@@ -165,6 +166,9 @@ class Simulation:
     def _draw_fault(self, plan: StepPlan | EncodePlan, times: float = 1.0) -> BaseException | None:
         """What a step raises; ``times`` as often as the world has it, but for half of them."""
         world, rng = self.world, self._rng
+        if world.pool.death_share and rng.random() < world.pool.death_share:
+            self._watch.note_death()
+            return WorkerLost("drawn")
         if rng.random() < world.hiccup_share:
             self._threads.note_sleep(50 * world.step_s)
         if rng.random() < min(0.5, times * world.oom_share):

@@ -87,6 +87,7 @@ class CoreWatch:
         # events do not say whose they are, and models may hear of a pause at different times
         self._pauses: dict[Scheduler, PauseMode | None] = {}
         self._planner: Scheduler | None = None
+        self._num_deaths = 0
         self._encoders: dict[EncodeScheduler, EncodeWatch] = {}
 
     def note(self, event: object) -> None:
@@ -104,6 +105,10 @@ class CoreWatch:
         reason = "it spins" if len(self.outcome.journal) > self._limit else self._judge(event)
         self._tell(reason, text)
 
+    def note_death(self) -> None:
+        """A worker dies in the step that is about to begin."""
+        self._num_deaths += 1
+
     def _tell(self, reason: str, text: str) -> None:
         if reason:
             self.violation = self.violation or Violation(f"{text.strip()}: {reason}")
@@ -115,6 +120,8 @@ class CoreWatch:
                 return self._judge_plan(event)
             case Submit(request):
                 self._submitted[request.request_id] = event
+                if self._num_deaths:  # it may have moved, before anything was computed for it
+                    self._live.pop(request.request_id, None)
             case StepFailed(failure) if "drawn" not in failure.detail:
                 return failure.detail
             case Admitted(request_id):

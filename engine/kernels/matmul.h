@@ -1,0 +1,374 @@
+// Products of rows with packed weights.
+//
+// Weights [outputs, inputs] are kept in panels of 16 outputs:
+//   float32   [inputs][16]
+//   bfloat16  [inputs / 2][16][2], inputs padded with 0 to a multiple of 32
+//   int8      as the compute type's own order, one byte a number, with a scale for each output
+// which is what AVX512-BF16 and AMX multiply as it lies, and what a core streams in order.
+//
+// Rule 1: what a row's product is does not depend on the rows beside it: every kernel adds up a
+// number's terms in the same order, whatever the block it computes.
+// Rule 2: rows come in multiples of ROW_PAD, padded ones holding anything; their results are
+// computed and never looked at.
+#pragma once
+
+#include "simd.h"
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace triolet {
+
+constexpr int PANEL = 16;    // outputs of a panel
+constexpr int ROW_PAD = 32;  // two AMX tiles
+constexpr int DEPTH_PAD = 32;
+
+template <class T>
+constexpr long padded_depth(long depth) {
+    return sizeof(T) == 4 ? depth : (depth + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
+}
+
+// Where number ``input`` of output ``lane`` stands in its panel.
+template <class T>
+static inline long panel_index(long input, long lane) {
+    return sizeof(T) == 4 ? input * PANEL + lane : (input / 2 * PANEL + lane) * 2 + input % 2;
+}
+
+// --- AMX --------------------------------------------------------------------------------------
+
+#if defined(__AMX_BF16__)
+static bool ask_for_amx() {
+    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+
+static bool has_amx() {
+    static const bool is_allowed = ask_for_amx();
+    return is_allowed;
+}
+
+struct alignas(64) TileConfig {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// 32 rows x 2 panels, or less: tiles 0-3 sums, 4-5 rows, 6-7 weights.
+template <bool TWO_ROWS, bool TWO_PANELS>
+static void amx_tiles(const bf16 *x, long ldx, const bf16 *w, long stride, long begin, long end,
+                      float *out, long ldo, bool is_more) {
+    const long bytes = ldo * 4;
+    float *low = out + 16 * ldo;
+    if (is_more) {
+        _tile_loadd(0, out, bytes);
+        if (TWO_PANELS) _tile_loadd(1, out + PANEL, bytes);
+        if (TWO_ROWS) _tile_loadd(2, low, bytes);
+        if (TWO_ROWS && TWO_PANELS) _tile_loadd(3, low + PANEL, bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (long k = begin; k < end; k += DEPTH_PAD) {
+        _tile_loadd(4, x + k, ldx * 2);
+        _tile_loadd(6, w + k * PANEL, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if (TWO_PANELS) {
+            _tile_loadd(7, w + stride + k * PANEL, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if (TWO_ROWS) {
+            _tile_loadd(5, x + 16 * ldx + k, ldx * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            if (TWO_PANELS) _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, out, bytes);
+    if (TWO_PANELS) _tile_stored(1, out + PANEL, bytes);
+    if (TWO_ROWS) _tile_stored(2, low, bytes);
+    if (TWO_ROWS && TWO_PANELS) _tile_stored(3, low + PANEL, bytes);
+}
+
+static void amx_block(const bf16 *x, long ldx, long rows, const bf16 *w, long stride, long panels,
+                      long begin, long end, float *out, long ldo, bool is_more) {
+    for (long n = 0; n < panels; n += 2) {
+        const bf16 *own = w + n * stride;
+        for (long m = 0; m < rows; m += 32) {
+            const bf16 *from = x + m * ldx;
+            float *to = out + m * ldo + n * PANEL;
+            bool two_rows = rows - m > 16, two_panels = panels - n > 1;
+            if (two_rows && two_panels)
+                amx_tiles<true, true>(from, ldx, own, stride, begin, end, to, ldo, is_more);
+            else if (two_rows)
+                amx_tiles<true, false>(from, ldx, own, stride, begin, end, to, ldo, is_more);
+            else if (two_panels)
+                amx_tiles<false, true>(from, ldx, own, stride, begin, end, to, ldo, is_more);
+            else
+                amx_tiles<false, false>(from, ldx, own, stride, begin, end, to, ldo, is_more);
+        }
+    }
+}
+#else
+static bool has_amx() { return false; }
+#endif
+
+// A thread's tiles, for as long as it lives; nothing where there are none.
+struct Tiles {
+    Tiles() {
+#if defined(__AMX_BF16__)
+        if (!has_amx()) return;
+        TileConfig config;
+        _tile_loadconfig(&config);
+#endif
+    }
+    ~Tiles() {
+#if defined(__AMX_BF16__)
+        if (has_amx()) _tile_release();
+#endif
+    }
+};
+
+// --- vectors ----------------------------------------------------------------------------------
+
+template <int ROWS, int PANELS>
+static void block(const float *x, long ldx, const float *w, long stride, long begin, long end,
+                  float *out, long ldo, bool is_more) {
+    v16 acc[ROWS][PANELS];
+    for (int m = 0; m < ROWS; m++)
+        for (int n = 0; n < PANELS; n++)
+            acc[m][n] = is_more ? load(out + m * ldo + n * PANEL) : splat(0.0f);
+    for (long k = begin; k < end; k++) {
+        v16 own[PANELS];
+        for (int n = 0; n < PANELS; n++) own[n] = load(w + n * stride + k * PANEL);
+        for (int m = 0; m < ROWS; m++)
+            for (int n = 0; n < PANELS; n++) acc[m][n] += own[n] * x[m * ldx + k];
+    }
+    for (int m = 0; m < ROWS; m++)
+        for (int n = 0; n < PANELS; n++) store(out + m * ldo + n * PANEL, acc[m][n]);
+}
+
+// Adds the products of a pair of inputs to each of 16 sums.
+static inline v16 add_pairs(v16 acc, u16v weights, uint32_t pair) {
+#if defined(__AVX512BF16__)
+    return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)pair),
+                                 (__m512bh)weights);
+#else
+    bf16 even = {(uint16_t)pair}, odd = {(uint16_t)(pair >> 16)};
+    acc += (v16)(weights << 16) * to_float(even);
+    acc += (v16)(weights & 0xffff0000u) * to_float(odd);
+    return acc;
+#endif
+}
+
+template <int ROWS, int PANELS>
+static void block(const bf16 *x, long ldx, const bf16 *w, long stride, long begin, long end,
+                  float *out, long ldo, bool is_more) {
+    v16 acc[ROWS][PANELS];
+    for (int m = 0; m < ROWS; m++)
+        for (int n = 0; n < PANELS; n++)
+            acc[m][n] = is_more ? load(out + m * ldo + n * PANEL) : splat(0.0f);
+    for (long k = begin; k < end; k += 2) {
+        u16v own[PANELS];
+        for (int n = 0; n < PANELS; n++) own[n] = load_as<u16v>(w + n * stride + k * PANEL);
+        for (int m = 0; m < ROWS; m++) {
+            uint32_t pair = load_as<uint32_t>(x + m * ldx + k);
+            for (int n = 0; n < PANELS; n++) acc[m][n] = add_pairs(acc[m][n], own[n], pair);
+        }
+    }
+    for (int m = 0; m < ROWS; m++)
+        for (int n = 0; n < PANELS; n++) store(out + m * ldo + n * PANEL, acc[m][n]);
+}
+
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 12, FEW_ROWS = 4;  // 24 or 16 of 32 registers hold sums
+#else
+constexpr int MOST_ROWS = 4, FEW_ROWS = 0;  // a vector takes two registers or four
+#endif
+
+// Blocks of ROWS rows while there are as many, from row ``m`` on; returns the first row left.
+template <int ROWS, int PANELS, class T>
+static long blocks_of(long m, const T *x, long ldx, long rows, const T *w, long stride, long begin,
+                      long end, float *out, long ldo, bool is_more) {
+    for (; rows - m >= ROWS; m += ROWS)
+        block<ROWS, PANELS>(x + m * ldx, ldx, w, stride, begin, end, out + m * ldo, ldo, is_more);
+    return m;
+}
+
+template <int PANELS, class T>
+static void rows_of_block(const T *x, long ldx, long rows, const T *w, long stride, long begin,
+                          long end, float *out, long ldo, bool is_more) {
+    long m = 0;
+    if constexpr (PANELS <= 2 && MOST_ROWS > 4) {
+        m = blocks_of<MOST_ROWS, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
+        m = blocks_of<8, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
+    }
+    m = blocks_of<4, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
+    m = blocks_of<2, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
+    blocks_of<1, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
+}
+
+template <class T>
+static void vector_block(const T *x, long ldx, long rows, const T *w, long stride, long panels,
+                         long begin, long end, float *out, long ldo, bool is_more) {
+    long n = 0;
+    constexpr int PAIR = MOST_ROWS > 4 ? 2 : 1;
+    if (rows <= FEW_ROWS)
+        for (; panels - n >= 4; n += 4)
+            rows_of_block<4>(x, ldx, rows, w + n * stride, stride, begin, end, out + n * PANEL,
+                             ldo, is_more);
+    for (; panels - n >= PAIR; n += PAIR)
+        rows_of_block<PAIR>(x, ldx, rows, w + n * stride, stride, begin, end, out + n * PANEL, ldo,
+                            is_more);
+    for (; panels - n >= 1; n++)
+        rows_of_block<1>(x, ldx, rows, w + n * stride, stride, begin, end, out + n * PANEL, ldo,
+                         is_more);
+}
+
+// out[rows][panels x 16] = (out +) x[rows][begin … end - 1] · the same inputs of ``panels`` panels
+// that begin ``stride`` numbers apart. ``begin`` and ``end`` are multiples of DEPTH_PAD in bfloat16.
+static inline void multiply(const float *x, long ldx, long rows, const float *w, long stride,
+                            long panels, long begin, long end, float *out, long ldo,
+                            bool is_more) {
+    vector_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more);
+}
+
+static inline void multiply(const bf16 *x, long ldx, long rows, const bf16 *w, long stride,
+                            long panels, long begin, long end, float *out, long ldo,
+                            bool is_more) {
+#if defined(__AMX_BF16__)
+    if (has_amx()) {
+        amx_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more);
+        return;
+    }
+#endif
+    vector_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more);
+}
+
+// --- a whole linear layer -----------------------------------------------------------------------
+
+// As ctypes has it: `engine.model.native.Linear`.
+struct Linear {
+    const void *weight;   // panels, see above
+    const float *scale;   // [outputs] of int8 weights, else null
+    const float *bias;    // [outputs] or null
+    int64_t outputs, inputs;
+};
+
+constexpr long ROWS_AT_ONCE = 128, PANELS_MOST = 16;
+constexpr long DEPTH_AT_ONCE = 640;  // measured, K 576 to 4864: a pair of panels fits a core's L1
+
+constexpr long WIDE_AT_ONCE = 256;  // inputs of int8 weights made wide at once
+
+// Sums of a task: [ROWS_AT_ONCE][PANELS_MOST x 16], and a pair of panels made wide again.
+struct Scratch {
+    alignas(64) float sums[ROWS_AT_ONCE * PANELS_MOST * PANEL];
+    alignas(64) float wide[2 * WIDE_AT_ONCE * PANEL];
+};
+
+static inline v16 load(const int8_t *from) {
+#if defined(__AVX512F__)
+    __m128i bytes;
+    memcpy(&bytes, from, sizeof bytes);
+    return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#else
+    typedef int8_t b16 __attribute__((vector_size(16)));
+    return __builtin_convertvector(__builtin_convertvector(load_as<b16>(from), i16v), v16);
+#endif
+}
+
+// int8 numbers are exact in both types.
+template <class T>
+static inline void widen(const int8_t *from, long count, T *to) {
+    for (long i = 0; i < count; i += 2 * LANES) {
+#if defined(__AVX512BF16__)
+        if constexpr (sizeof(T) == 2) {
+            auto both = _mm512_cvtne2ps_pbh((__m512)load(from + i + LANES), (__m512)load(from + i));
+            memcpy(to + i, &both, sizeof both);
+            continue;
+        }
+#endif
+        store(to + i, load(from + i));
+        store(to + i + LANES, load(from + i + LANES));
+    }
+}
+
+// How many panels a task takes: few rows are bound by memory and want even shares, many want
+// every weight that is in the cache used often.
+static inline long panels_of_task(long rows, long panels) {
+    if (rows > ROWS_AT_ONCE) return PANELS_MOST;
+    return panels >= 512 ? 8 : panels >= 64 ? 4 : 2;
+}
+
+// Inputs of one pass: equal parts of ``depth``, none more than DEPTH_AT_ONCE.
+static inline long even_step(long depth) {
+    const long passes = (depth + DEPTH_AT_ONCE - 1) / DEPTH_AT_ONCE;
+    return ((depth + passes - 1) / passes + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
+}
+
+// The same of int8 weights: a pair of panels is made wide, a core's L1 full at a time, and used.
+template <class T>
+static void sum_int8_task(const Linear &linear, const T *x, long ldx, long rows, long panel,
+                          long panels, Scratch &scratch) {
+    const long depth = padded_depth<T>(linear.inputs), stride = depth * PANEL;
+    const int8_t *weight = (const int8_t *)linear.weight + panel * stride;
+    T *wide = (T *)scratch.wide;
+    for (long n = 0; n < panels; n += 2)
+        for (long k = 0; k < depth; k += WIDE_AT_ONCE) {
+            const long count = depth - k < WIDE_AT_ONCE ? depth - k : WIDE_AT_ONCE;
+            const long pair = panels - n < 2 ? 1 : 2, own = WIDE_AT_ONCE * PANEL;
+            for (long i = 0; i < pair; i++)
+                widen(weight + (n + i) * stride + k * PANEL, count * PANEL, wide + i * own);
+            multiply(x + k, ldx, rows, wide, own, pair, 0, count, scratch.sums + n * PANEL,
+                     panels * PANEL, k > 0);
+        }
+}
+
+template <class T>
+static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long panel, long panels,
+                     Scratch &scratch) {
+    const long depth = padded_depth<T>(linear.inputs), stride = depth * PANEL;
+    const long step = rows <= ROW_PAD ? depth : even_step(depth);
+    const T *weight = (const T *)linear.weight + panel * stride;
+    for (long k = 0; k < depth; k += step)
+        multiply(x, ldx, rows, weight, stride, panels, k, k + step < depth ? k + step : depth,
+                 scratch.sums, panels * PANEL, k > 0);
+}
+
+template <class T>
+static void finish_sums(const Linear &linear, long rows, long panel, long panels, float *sums_) {
+    if (!linear.scale && !linear.bias) return;
+    for (long m = 0; m < rows; m++)
+        for (long n = 0; n < panels; n++) {
+            float *at = sums_ + (m * panels + n) * PANEL;
+            v16 value = load(at);
+            if (linear.scale) value *= load(linear.scale + (panel + n) * PANEL);
+            if (linear.bias) value += load(linear.bias + (panel + n) * PANEL);
+            store(at, value);
+        }
+}
+
+// Called by all threads of a region: every output of ``rows`` rows, handed on block by block as
+// ``take(first row, rows, first panel, panels, sums)``, sums [rows][panels x 16].
+template <class T, class Take>
+static void linear(const Linear &linear, const T *x, long ldx, long rows, Scratch &scratch,
+                   Take take) {
+    const long panels = (linear.outputs + PANEL - 1) / PANEL;
+    const long group = panels_of_task(rows, panels);
+    const long groups = (panels + group - 1) / group;
+    const long parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+#pragma omp for schedule(dynamic, 1)
+    for (long task = 0; task < groups * parts; task++) {
+        const long panel = task / parts * group, row = task % parts * ROWS_AT_ONCE;
+        const long own_panels = panels - panel < group ? panels - panel : group;
+        const long own_rows = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
+        auto sum = linear.scale ? sum_int8_task<T> : sum_task<T>;
+        sum(linear, x + row * ldx, ldx, own_rows, panel, own_panels, scratch);
+        finish_sums<T>(linear, own_rows, panel, own_panels, scratch.sums);
+        take(row, own_rows, panel, own_panels, scratch.sums);
+    }
+}
+
+}  // namespace triolet

@@ -1,0 +1,85 @@
+// Single parts, for models that have no compiled form: one layer's attention, one linear layer.
+#pragma once
+
+#include "decoder.h"
+
+namespace triolet {
+
+struct AttentionMemory {
+    AttentionPlan plan;
+    float *queries;  // [num_tokens][heads x width]
+    void *gathered;  // [num_threads]
+
+    template <class T>
+    void lay_out(Allotment &from, const Attention &call, const Rows &rows, long num_threads) {
+        plan.tasks = nullptr;
+        list_decodes(rows, plan);
+        plan.tasks = from.take<DecodeTask>(plan.num_tasks);
+        plan.partials = from.take<Partial>(plan.num_parts * call.heads);
+        plan.sums_ = from.take<float>(plan.num_parts * call.heads * call.width);
+        plan.packed = from.take<char>(packed_bytes<T>(call, rows));
+        queries = from.take<float>(rows.num_tokens * call.heads * call.width);
+        gathered = from.take<Gathered<T>>(num_threads);
+    }
+};
+
+template <class T>
+static int run_attention(const Attention &call, const Rows &rows, const T *query, const T *key,
+                         const T *value, T *out, long num_threads, Arena &arena) {
+    AttentionMemory has;
+    Allotment needed{nullptr}, given{nullptr};
+    has.lay_out<T>(needed, call, rows, num_threads);
+    if (!arena.reserve(needed.used)) return 1;
+    given.memory = arena.memory;
+    has.lay_out<T>(given, call, rows, num_threads);
+    list_decodes(rows, has.plan);
+    const long own = call.heads * call.width, kept = call.kv_heads * call.width;
+#pragma omp parallel num_threads((int)num_threads)
+    {
+        Tiles tiles;
+        Gathered<T> &gathered = ((Gathered<T> *)has.gathered)[omp_get_thread_num()];
+#pragma omp for
+        for (long token = 0; token < rows.num_tokens; token++) {
+            for (long d = 0; d < own; d += LANES)
+                store(has.queries + token * own + d, load(query + token * own + d));
+            write_token<T>(call, rows, token, key + token * kept, value + token * kept);
+        }
+        attend<T>(call, rows, has.plan, has.queries, own, out, own, gathered);
+    }
+    return 0;
+}
+
+template <class T>
+static int run_linear(const Linear &layer, const T *x, long rows, T *out, long num_threads,
+                      Arena &arena) {
+    const long depth = padded_depth<T>(layer.inputs), padded = padded_rows(rows);
+    const size_t size = padded * depth * sizeof(T);
+    const size_t scratch_size = sizeof(Scratch) * num_threads;
+    if (!arena.reserve(size + scratch_size)) return 1;
+    Scratch *scratch = (Scratch *)arena.memory;
+    T *own = (T *)(arena.memory + scratch_size);
+#pragma omp parallel num_threads((int)num_threads)
+    {
+        Tiles tiles;
+#pragma omp for
+        for (long m = 0; m < rows; m++) {
+            memcpy(own + m * depth, x + m * layer.inputs, layer.inputs * sizeof(T));
+            memset(own + m * depth + layer.inputs, 0, (depth - layer.inputs) * sizeof(T));
+        }
+        linear(layer, own, depth, rows, scratch[omp_get_thread_num()],
+               [&](long row, long count, long panel, long panels, const float *sums_) {
+                   each_vector(sums_, count, panels, [&](long m, long n, v16 value) {
+                       const long column = (panel + n) * PANEL;
+                       T *to = out + (row + m) * layer.outputs + column;
+                       if (layer.outputs - column >= PANEL) {
+                           store(to, value);
+                           return;
+                       }
+                       for (long i = 0; i < layer.outputs - column; i++) store_one(to + i, value[i]);
+                   });
+               });
+    }
+    return 0;
+}
+
+}  // namespace triolet

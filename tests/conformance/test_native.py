@@ -1,0 +1,187 @@
+"""The kernels' library: built once, found again, and done without where it cannot be built."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine.core.plan import RunnerSpec  # noqa: E402
+from engine.model import native  # noqa: E402
+from engine.model.architectures import LayerShape  # noqa: E402
+from engine.model.backends import pick_backend  # noqa: E402
+from engine.model.native_attention import NativeBackend  # noqa: E402
+from engine.model.reference import ReferenceBackend  # noqa: E402
+from engine.model.runner import TorchRunner  # noqa: E402
+from tests.conformance import test_native_attention as attention  # noqa: E402
+from tests.conformance import test_native_products as products  # noqa: E402
+from tools.make_model import make  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+CPU = torch.device("cpu")
+NARROW = [LayerShape(2, 16)]
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A cache directory with nothing in it, and a process that has not looked yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native._load_once.cache_clear()
+    yield tmp_path / "triolet" / "kernels"
+    native._load_once.cache_clear()
+
+
+def count_compilations(monkeypatch):
+    seen, stock = [], native._compile
+    monkeypatch.setattr(
+        native, "_compile", lambda *arguments: (seen.append(1), stock(*arguments))[1]
+    )
+    return seen
+
+
+def test_a_library_is_compiled_once_and_found_again(fresh, monkeypatch):
+    compiled = count_compilations(monkeypatch)
+    first = native.load()
+    assert native.load() is first
+    native._load_once.cache_clear()
+    assert native.kind(native.load()) == native.kind(first)
+    assert len(compiled) == 1
+    [path] = fresh.iterdir()
+    assert path.name.startswith("kernels-")
+    assert not fresh.stat().st_mode & 0o022
+
+
+def test_two_that_start_at_once_both_work(fresh):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(native._load())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
+    assert len(list(fresh.iterdir())) == 1
+
+
+@pytest.mark.parametrize("what", ["the flags", "the processor", "a source"])
+def test_another_name_for_what_it_depends_on(fresh, monkeypatch, tmp_path, what):
+    compiler = native.find_compiler()
+    before = native._key(compiler)
+    assert native._key(compiler) == before
+    if what == "the flags":
+        monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
+    elif what == "the processor":
+        monkeypatch.setattr(native, "_processor", lambda: "another")
+    else:
+        copy = tmp_path / "kernels"
+        copy.mkdir()
+        for path in native.SOURCES.glob("*.*"):
+            (copy / path.name).write_bytes(path.read_bytes())
+        (copy / "simd.h").write_text((copy / "simd.h").read_text() + "\n// more\n")
+        monkeypatch.setattr(native, "SOURCES", copy)
+    assert native._key(compiler) != before
+
+
+def no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setattr(native.shutil, "which", lambda _name: None)
+    return "there is no C\\+\\+ compiler"
+
+
+def a_compiler_that_fails(monkeypatch, tmp_path):
+    path = tmp_path / "cxx"
+    path.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return "could not compile them: no such flag"
+
+
+def a_library_of_another_layout(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "MIRRORED", native.MIRRORED[::-1])
+    return "has another layout"
+
+
+def switched_off(monkeypatch, tmp_path):
+    monkeypatch.setenv(native.SWITCH, "off")
+    return "ENGINE_KERNELS is off"
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [no_compiler, a_compiler_that_fails, a_library_of_another_layout, switched_off],
+)
+def test_without_it_the_reference_serves_and_says_why(fresh, monkeypatch, tmp_path, trouble):
+    why = trouble(monkeypatch, tmp_path)
+    with pytest.raises(native.Unavailable, match=why):
+        native.load()
+    backend, reason = pick_backend(CPU, torch.float32, NARROW)
+    assert isinstance(backend, ReferenceBackend)
+    assert reason
+    assert not list(fresh.glob("*.tmp"))
+
+
+def test_a_server_without_a_compiler_starts_and_says_so_once(fresh, monkeypatch, tmp_path, caplog):
+    no_compiler(monkeypatch, tmp_path)
+    directory = make(tmp_path / "model")
+    with caplog.at_level("INFO", "engine.model.backends"):
+        runner = TorchRunner(RunnerSpec(str(directory), kv_bytes=1 << 22, threads=1))
+        runner.load(lambda _progress: None)
+    [record] = caplog.records
+    assert "reference attention: there is no C++ compiler" in record.message
+    assert isinstance(runner._backend, ReferenceBackend)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "why"),
+    [
+        ("cpu", torch.float16, 16, "do not compute in torch.float16"),
+        ("cpu", torch.float32, 24, "heads are 24 wide"),
+        ("cpu", torch.float32, 512, "heads are 512 wide"),
+        ("meta", torch.float32, 16, "no kernel for meta"),
+    ],
+)
+def test_what_the_kernels_cannot_do_the_reference_does(device, dtype, width, why):
+    backend, reason = pick_backend(torch.device(device), dtype, [LayerShape(2, width)])
+    assert isinstance(backend, ReferenceBackend)
+    assert why in reason
+
+
+def test_a_cache_that_others_can_write_is_not_used(fresh):
+    fresh.mkdir(parents=True)
+    fresh.chmod(0o777)
+    assert native.cache_directory() is None
+    assert isinstance(pick_backend(CPU, torch.float32, NARROW)[0], NativeBackend)
+    assert not list(fresh.iterdir())
+
+
+def test_both_use_torchs_own_openmp():
+    """Two OpenMPs in one process would be twice the threads."""
+    code = (
+        "from engine.model import native; native.load()\n"
+        "print({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    paths = eval(done.stdout)  # our own print of a set of strings
+    assert len(paths) == 1
+    assert Path(paths.pop()).parent == Path(torch.__file__).parent / "lib"
+
+
+@pytest.mark.parametrize("flags", ["-march=x86-64", "-march=x86-64-v3", "-march=x86-64-v4"])
+def test_other_processors_get_the_same_numbers(fresh, monkeypatch, flags, tmp_path):
+    """The vector code that this processor's own features hide."""
+    if os.uname().machine != "x86_64":
+        flags = "-O2"
+    if flags == "-march=x86-64-v4" and not torch.cpu.get_capabilities().get("avx512_f"):
+        flags = "-march=x86-64"
+    plain = tuple(flags if flag == "-march=native" else flag for flag in native.FLAGS)
+    monkeypatch.setattr(native, "FLAGS", plain)
+    backend = NativeBackend(native._load())
+    for dtype in attention.TOLERANCE:
+        for shape in ((9, 3, 64), (2, 1, 80)):
+            attention.test_it_is_the_reference_in_float64(backend, shape, 24, 1.5, dtype)
+        for shape in products.SHAPES[:3]:
+            products.test_a_packed_layer_is_the_stock_one(backend, dtype, shape, True)
+        products.test_a_rows_product_is_the_same_beside_any_others(backend, dtype)

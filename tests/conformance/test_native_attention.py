@@ -1,0 +1,151 @@
+"""The compiled attention is the reference's: every head width and grouping, windows, soft caps,
+contexts of several parts, prompts' chunks beside decodes, in float32 and bfloat16 (D12)."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine.model import native  # noqa: E402
+from engine.model.architectures import LayerShape  # noqa: E402
+from engine.model.attention import AttentionCall  # noqa: E402
+from engine.model.kv_cache import KvCache  # noqa: E402
+from engine.model.native_attention import NativeBackend  # noqa: E402
+from engine.model.packing import pack  # noqa: E402
+from engine.model.reference import ReferenceBackend  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+CPU = torch.device("cpu")
+# Heads, key heads, width: groups of 1, 2, 3, 7 and 12 heads, widths of 1 to 16 vectors.
+SHAPES = [(4, 4, 16), (4, 2, 64), (9, 3, 64), (14, 2, 64), (12, 1, 32), (2, 1, 80), (3, 1, 256)]
+# What each dtype's rounding leaves of a weighted mean of numbers near 1.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
+
+
+@dataclass
+class Case:
+    """Rows over shuffled blocks, with numbers for everything, exact in both dtypes."""
+
+    cache: KvCache
+    rows: object
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def make_case(seed, shape, dtype, lengths, block_size=16):
+    """``lengths``: (start, count) of each row. Unwritten slots hold NaN."""
+    heads, kv_heads, width = shape
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    tables, starts, counts = [], [start for start, _ in lengths], [count for _, count in lengths]
+    num_blocks = sum(-(-(start + count) // block_size) for start, count in lengths) + 2
+    cache = KvCache([LayerShape(kv_heads, width)], num_blocks, block_size, dtype=dtype, device=CPU)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(float("nan"))
+    free = rng.sample(range(num_blocks), num_blocks)
+    for start, count in lengths:
+        blocks = -(-(start + count) // block_size)
+        tables.append(np.array([free.pop() for _ in range(blocks)]))
+        slots = [int(tables[-1][p // block_size]) * block_size + p % block_size
+                 for p in range(start)]  # fmt: skip
+        for tensor in (*cache.keys, *cache.values):
+            tensor.flatten(0, 1)[slots] = torch.randn(start, kv_heads, width).to(dtype)
+    rows = pack(starts, counts, tables, block_size)
+    numbers = [
+        torch.randn(rows.num_tokens, n, width).to(dtype) for n in (heads, kv_heads, kv_heads)
+    ]
+    return Case(cache, rows, *numbers)
+
+
+def copied(cache, dtype):
+    """The same cache in another dtype."""
+    own = KvCache(cache.shapes, cache.num_blocks, cache.block_size, dtype=dtype, device=CPU)
+    for to, source in zip((*own.keys, *own.values), (*cache.keys, *cache.values), strict=True):
+        to.copy_(source)
+    return own
+
+
+def attend(backend, case, call):
+    return backend.prepare(case.rows, case.cache).attend(call, case.query, case.key, case.value)
+
+
+def in_float64(case, call):
+    wide = Case(copied(case.cache, torch.float64), case.rows,
+                case.query.double(), case.key.double(), case.value.double())  # fmt: skip
+    return attend(ReferenceBackend(), wide, call)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one thread", "two threads"])
+def backend(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield NativeBackend(native.load())
+    torch.set_num_threads(before)
+
+
+MIXED = [(0, 1), (20, 1), (0, 33), (700, 1), (90, 50), (511, 1), (512, 1), (1100, 1), (530, 40)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 24, 600])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_the_reference_in_float64(backend, shape, window, softcap, dtype):
+    case = make_case(1, shape, dtype, MIXED)
+    call = AttentionCall(0, 2.0 * shape[2] ** -0.5, window, softcap)  # scores spread by 2
+    wanted = in_float64(case, call)
+    out = attend(backend, case, call)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=5 * TOLERANCE[dtype])
+    error = (out.double() - wanted).norm() / wanted.norm()
+    assert error < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_rows_and_blocks(backend, seed):
+    rng = random.Random(seed)
+    shape = rng.choice(SHAPES)
+    lengths = [(rng.choice([0, rng.randint(0, 900)]), rng.choice([1, 1, 2, 31, 32, 33, 200]))
+               for _ in range(rng.randint(1, 9))]  # fmt: skip
+    case = make_case(seed, shape, torch.float32, lengths, rng.choice([1, 4, 16, 32]))
+    call = AttentionCall(0, shape[2] ** -0.5, rng.choice([None, 5, 100]), None)
+    torch.testing.assert_close(
+        attend(backend, case, call).double(), in_float64(case, call), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_row_does_not_see_what_is_beside_it(backend, dtype):
+    """Bit for bit, also where a prompt is computed in other chunks."""
+    case = make_case(3, (9, 3, 64), dtype, MIXED)
+    call = AttentionCall(0, 0.125, None, None)
+    together = attend(backend, case, call)
+    rows = case.rows
+    for row in range(len(MIXED)):
+        low, high = int(rows.offsets[row]), int(rows.offsets[row + 1])
+        table = rows.tables[row]
+        alone = pack([int(rows.starts[row])], [high - low], [table], rows.block_size)
+        own = Case(case.cache, alone, *(t[low:high] for t in (case.query, case.key, case.value)))
+        assert torch.equal(attend(backend, own, call), together[low:high])
+
+
+def test_what_is_not_finite_stays_so_and_with_its_row(backend):
+    case = make_case(4, (4, 2, 64), torch.float32, [(40, 1), (0, 20), (60, 1)])
+    case.query[0, 1, 3] = float("nan")
+    out = attend(backend, case, AttentionCall(0, 0.1, None, None))
+    assert out[0, 1].isnan().all()
+    out[0, 1] = 0.0
+    assert out.isfinite().all()
+
+
+def test_keys_and_values_are_written_where_the_slots_say(backend):
+    case = make_case(5, (4, 2, 64), torch.bfloat16, [(3, 5), (31, 1)])
+    attend(backend, case, AttentionCall(0, 0.1, None, None))
+    keys, values = case.cache.read(0, torch.from_numpy(case.rows.slots)[None])
+    assert torch.equal(keys[0], case.key)
+    assert torch.equal(values[0], case.value)

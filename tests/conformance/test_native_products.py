@@ -1,0 +1,88 @@
+"""The compiled products are torch's, for every shape of block, and a row's does not depend on the
+rows beside it."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine.model import native  # noqa: E402
+from engine.model.decoder import PANEL, PackedLinear, Packer, quantise  # noqa: E402
+from engine.model.native_attention import NativeBackend  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROWS = [1, 2, 3, 7, 8, 12, 13, 16, 17, 31, 32, 33, 100, 129, 300]
+SHAPES = [(16, 32), (40, 64), (100, 17), (257, 200), (512, 1100)]  # outputs, inputs
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return NativeBackend(native.load())
+
+
+def make_linear(outputs, inputs, dtype, *, bias=False):
+    torch.manual_seed(outputs * inputs)
+    layer = torch.nn.Linear(inputs, outputs, bias=bias).to(dtype)
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_packed_layer_is_the_stock_one(backend, dtype, shape, bias):
+    stock = make_linear(*shape, dtype, bias=bias)
+    wide = torch.nn.Linear(shape[1], shape[0], bias=bias).double()
+    wide.load_state_dict({k: v.double() for k, v in stock.state_dict().items()})
+    x = torch.randn(max(ROWS), shape[1]).to(dtype)
+    wanted, plain = wide(x.double()), stock(x)
+    packed = PackedLinear(stock, backend, dtype)
+    for rows in ROWS:
+        out = packed(x[None, :rows])[0]
+        assert out.dtype == dtype
+        error = (out.double() - wanted[:rows]).norm() / wanted[:rows].norm()
+        stock_error = (plain[:rows].double() - wanted[:rows]).norm() / wanted[:rows].norm()
+        assert error <= max(1.1 * stock_error, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_rows_product_is_the_same_beside_any_others(backend, dtype):
+    packed = PackedLinear(make_linear(257, 1100, dtype), backend, dtype)
+    x = torch.randn(300, 1100).to(dtype)
+    together = packed(x)
+    for low, high in ((0, 1), (5, 7), (17, 48), (40, 290)):
+        assert torch.equal(packed(x[low:high]), together[low:high])
+
+
+def test_packing_lets_the_stock_layer_go(backend):
+    stock = make_linear(64, 64, torch.float32)
+    weight = stock.weight
+    packed = PackedLinear(stock, backend, torch.float32)
+    assert stock.weight is None
+    assert packed.packed.numel() == weight.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_int8_weights_are_their_rounded_values_in_a_product(backend, dtype):
+    torch.manual_seed(3)
+    weight = torch.randn(100, 300).to(dtype)
+    numbers, scales = quantise(weight)
+    assert numbers.dtype == torch.int8
+    assert numbers.abs().amax(1).eq(127).all()
+    rounded = numbers.double() * scales.double()[:, None]
+    assert (rounded - weight.double()).abs().le(0.51 * scales.double()[:, None]).all()
+    packed = PackedLinear(make_linear(100, 300, dtype), backend, dtype)
+    packer = Packer(backend.library, dtype, is_int8=True)
+    packed._linear, packed._packer = packer.pack(weight, None), packer
+    x = torch.randn(70, 300).to(dtype)
+    for rows in (1, 16, 33, 70):
+        out = packed(x[:rows])
+        wanted = x[:rows].double() @ rounded.T
+        limit = 1e-6 if dtype == torch.float32 else 4e-3
+        assert (out.double() - wanted).norm() / wanted.norm() < limit
+
+
+def test_quantising_nothing_but_zeros_is_zeros():
+    numbers, scales = quantise(torch.zeros(PANEL, 4))
+    assert not numbers.any()
+    assert scales.isfinite().all()

@@ -1,0 +1,285 @@
+"""Workers in processes of their own, killed and hung, under the whole engine (R24–R78, R141).
+
+The fake workers import no torch; what a request must get is known from its prompt alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import trio
+
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig, WorkerConfig
+from engine.errors import TrioletError, WorkerLost
+from engine.requests import GenerateRequest, SamplingParams
+from engine.status import ModelState
+from engine.watchdog import Watchdog
+from grpc_service.health import model_states
+from tests.support.child_fakes import child
+from tests.support.core_driver import expected_tokens
+
+STEP_S = 0.02
+BACK_LIMIT_S = 10.0  # a restart's backoff of a second or two, and a process's start
+
+
+class Fleet:
+    """An engine of fake workers; ``runners`` are all that were ever made."""
+
+    def __init__(self, replicas, *, step_s=STEP_S, **config):
+        self.runners = []
+        self._step_s = step_s
+        workers = (WorkerConfig(count=replicas, runner="process"),)
+        self.config = EngineConfig(
+            models=(ModelConfig("fake", workers=workers),),
+            check_level=2,
+            max_num_seqs=config.pop("max_num_seqs", 64),
+            **config,
+        )
+
+    def make(self, model, config):
+        assert model.runner == "process"
+        self.runners.append(child(step_s=self._step_s))
+        return self.runners[-1]
+
+    def open(self, **options):
+        return open_engine(self.config, make_runner=self.make, **options)
+
+    @property
+    def alive(self):
+        return [runner for runner in self.runners if runner.is_alive]
+
+    def kill(self, runner=None):
+        os.kill((runner or self.alive[0]).pid, signal.SIGKILL)
+
+
+def request(first, count=10, **fields):
+    return GenerateRequest(
+        token_ids=(first, 3), sampling=SamplingParams(max_tokens=count, ignore_eos=True), **fields
+    )
+
+
+async def tokens_of(engine, asked, on_tokens=lambda: None):
+    """All tokens of a request; they are right as far as they came, however it ended."""
+    got, error = [], None
+    try:
+        async with engine.generate(asked) as stream:
+            async for event in stream:
+                if new := getattr(event, "token_ids", ()):
+                    got += new
+                    on_tokens()
+    except TrioletError as raised:
+        error = raised
+    assert got == list(expected_tokens(asked.token_ids, count=len(got)))
+    if error is None:
+        assert len(got) == asked.sampling.max_tokens
+    return got, error
+
+
+async def wait_for(condition, limit_s=BACK_LIMIT_S):
+    with trio.fail_after(limit_s):
+        while True:
+            if condition():
+                return
+            await trio.sleep(0.01)
+
+
+def states(engine):
+    return [replica.state for replica in engine.statistics().replicas]
+
+
+def is_whole(engine, replicas):
+    return states(engine) == [ModelState.READY] * replicas
+
+
+def resources():
+    """What a server that lost workers could keep of them: descriptors, threads, processes."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children())
+
+
+def children():
+    """The worker processes that this one has started, by id."""
+    found = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+    return [pid for pid in " ".join(found).split() if is_worker(pid)]
+
+
+def is_worker(pid):
+    try:
+        return b"engine.model.child_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return False
+
+
+@pytest.mark.parametrize("phase", ["idle", "queued", "decode"])
+async def test_a_killed_worker_costs_its_own_requests_alone_and_comes_back(phase):
+    fleet = Fleet(2, max_num_seqs=1 if phase == "queued" else 64)
+    async with fleet.open() as engine:
+        await engine.load_model("fake")
+        unhurt, lost = fleet.runners
+        results = {}
+
+        async def ask(name, first, count=30):
+            results[name] = await tokens_of(engine, request(first, count))
+
+        async with trio.open_nursery() as nursery:
+            if phase != "idle":
+                nursery.start_soon(ask, "a", 5)
+                nursery.start_soon(ask, "b", 6)
+                await trio.sleep(5 * STEP_S)
+            if phase == "queued":
+                nursery.start_soon(ask, "c", 7)
+                nursery.start_soon(ask, "d", 8)
+                await trio.sleep(3 * STEP_S)
+            fleet.kill(lost)
+            await wait_for(lambda: ModelState.DEGRADED in states(engine))
+            assert engine.list_models()[0].state is ModelState.READY
+        lost_ones = [name for name, (_, error) in results.items() if isinstance(error, WorkerLost)]
+        assert len(lost_ones) == (0 if phase == "idle" else 1)
+        for name, (_, error) in results.items():
+            assert error is None or name in lost_ones
+        if phase == "queued":
+            assert {"c", "d"} & set(lost_ones) == set()  # in line, they moved
+        await wait_for(lambda: is_whole(engine, 2))
+        restarts = [replica.restarts for replica in engine.list_models()[0].replicas]
+        assert sorted(restarts) == [0, 1]
+        assert (await tokens_of(engine, request(9)))[1] is None
+        assert unhurt.is_alive
+
+
+async def test_the_only_worker_dies_and_who_asks_meanwhile_waits():
+    fleet = Fleet(1)
+    async with fleet.open() as engine:
+        await engine.wait_ready()
+        fleet.kill()
+        await wait_for(lambda: states(engine) == [ModelState.DEGRADED])
+        assert model_states(engine.list_models(), draining=False)["model/fake"] is False
+        assert (await tokens_of(engine, request(5)))[1] is None
+        assert model_states(engine.list_models(), draining=False)["model/fake"] is True
+
+
+async def test_a_worker_whose_step_hangs_is_killed_and_comes_back():
+    fleet = Fleet(1, step_s=30.0)
+    watchdog = Watchdog(0.5)
+    async with fleet.open(watchdog=watchdog) as engine:
+        await engine.wait_ready()
+        fleet._step_s = STEP_S  # the next worker's
+        _, error = await tokens_of(engine, request(5))
+        assert isinstance(error, WorkerLost)
+        assert "took more than" in str(error)
+        assert (await tokens_of(engine, request(5)))[1] is None
+
+
+async def test_a_hundred_kills_at_any_instant_leave_nothing_behind():
+    fleet = Fleet(2, step_s=0.002, max_worker_deaths=1000)
+    rng = random.Random(7)
+    ends = Counter()
+    baseline = resources()
+    async with fleet.open() as engine:
+        await engine.load_model("fake")
+
+        async def client(number):
+            while not is_over:
+                _, error = await tokens_of(engine, request(1 + number, 8))
+                ends["ok" if error is None else error.reason] += 1
+
+        is_over = False
+        async with trio.open_nursery() as nursery:
+            for number in range(8):
+                nursery.start_soon(client, number)
+            for _ in range(100):
+                await trio.sleep(rng.uniform(0, 0.05))
+                fleet.kill(rng.choice(fleet.alive) if fleet.alive else None)
+                await trio.sleep(rng.uniform(0, 0.05))
+                while len(fleet.alive) < 2:  # the operator need not wait for the backoff
+                    await engine.load_model("fake", 2)
+                    await trio.sleep(0.01)
+            is_over = True
+        assert len(fleet.runners) >= 102
+        assert set(ends) == {"ok", "WORKER_LOST"}
+        assert ends["ok"] > ends["WORKER_LOST"]
+        assert engine.statistics().totals.memory_reserved == sum(
+            model.memory_bytes for model in engine.list_models()
+        )
+    await wait_for(lambda: resources()[2] == baseline[2])
+    assert resources()[0] <= baseline[0] + 2
+    assert resources()[1] <= baseline[1] + 20  # Trio keeps its threads for a while
+
+
+async def clients_beside_kills(*, clients, seconds, every_s):
+    """Ends of requests by reason, and their seconds, with a worker of four killed now and then."""
+    fleet = Fleet(4, step_s=0.005, max_worker_deaths=1000)
+    ends, times = Counter(), []
+    async with fleet.open() as engine:
+        await engine.load_model("fake")
+        until = time.monotonic() + seconds
+
+        async def client(number):
+            while time.monotonic() < until:
+                started = time.monotonic()
+                _, error = await tokens_of(engine, request(1 + number, 16))
+                times.append(time.monotonic() - started)
+                ends["ok" if error is None else error.reason] += 1
+
+        async with trio.open_nursery() as nursery:
+            for number in range(clients):
+                nursery.start_soon(client, number)
+            while every_s and time.monotonic() < until:
+                await trio.sleep(every_s)
+                if len(fleet.alive) > 1:
+                    fleet.kill()
+    times.sort()
+    return ends, times[int(0.99 * len(times))]
+
+
+@pytest.mark.parametrize(
+    ("clients", "seconds", "every_s"),
+    [(20, 4.0, 1.0), pytest.param(100, 60.0, 5.0, marks=pytest.mark.full)],
+)
+async def test_clients_beside_workers_that_are_killed_all_hear_how_it_ended(
+    clients, seconds, every_s, capsys
+):
+    undisturbed, quiet_p99 = await clients_beside_kills(
+        clients=clients, seconds=seconds / 2, every_s=None
+    )
+    ends, p99 = await clients_beside_kills(clients=clients, seconds=seconds, every_s=every_s)
+    with capsys.disabled():
+        print(
+            f"\n{clients} clients, a worker of four killed every {every_s:g} s: {dict(ends)}, "
+            f"p99 {p99:.2f} s, undisturbed {quiet_p99:.2f} s"
+        )
+    assert set(undisturbed) == {"ok"}
+    assert set(ends) <= {"ok", "WORKER_LOST"}
+    assert ends["ok"] > 10 * ends["WORKER_LOST"]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+async def test_a_worker_of_the_demo_model_is_killed_five_times_and_writes_on():
+    config = EngineConfig(
+        models=(ModelConfig("demo-stories", runner="process", threads=1),), max_worker_deaths=1000
+    )
+    asked = GenerateRequest(
+        text="Once upon a time", sampling=SamplingParams(max_tokens=20, temperature=0.0)
+    )
+
+    async def text_of(engine):
+        async with engine.generate(asked) as stream:
+            return "".join([event.text async for event in stream if hasattr(event, "text")])
+
+    async with open_engine(config) as engine:
+        await engine.load_model("demo-stories")
+        first = await text_of(engine)
+        assert len(first) > 20
+        for _ in range(5):
+            [pid] = children()
+            os.kill(int(pid), signal.SIGKILL)
+            await wait_for(lambda: states(engine) == [ModelState.DEGRADED])
+            await engine.load_model("demo-stories")
+            assert await text_of(engine) == first

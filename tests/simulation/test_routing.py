@@ -1,0 +1,85 @@
+"""Requests over the replicas of a model, by each way of routing, in virtual time."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import trio
+
+from engine.api import open_engine
+from engine.config import EngineConfig, ModelConfig, WorkerConfig
+from engine.model.fake import FakeRunner, FakeScript
+from engine.requests import GenerateRequest, SamplingParams
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+
+REPLICAS = 3
+FAMILIES = 4  # one more than replicas, or taking turns would find them all
+STEP_S = 0.1
+
+
+def request(family, own, max_tokens=3):
+    prompt = (family,) * 64 + (own % 900 + 1,)
+    return GenerateRequest(token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens))
+
+
+def served(routing, asks, *, gap_s, seed=0, **config):
+    """Ask for each of ``asks`` every ``gap_s`` seconds. How many requests each replica served, and
+    how many prompt tokens all found cached."""
+    threads = VirtualThreads()
+
+    def make_runner(model, config):
+        return FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+
+    async def main():
+        workers = (WorkerConfig(count=REPLICAS),)
+        engine_config = EngineConfig(
+            models=(ModelConfig("fake", workers=workers),), routing=routing, check_level=2, **config
+        )
+        async with open_engine(engine_config, make_runner=make_runner, threads=threads) as engine:
+            await engine.load_model("fake")
+            generations = []
+            for ask in asks:
+                generations.append(engine.submit(ask, buffer=5000))
+                await trio.sleep(gap_s)
+            for generation in generations:
+                await generation.wait_closed()
+                assert generation.error is None
+            found = [replica.processed for replica in engine.list_models()[0].replicas]
+            assert all(r.load == (0, 0) for r in engine._pool.entries["fake"].replicas)
+            return found, engine.statistics().totals.prefix_hits
+
+    return run_deterministically(main, seed)
+
+
+@pytest.mark.parametrize("routing", ["least-tokens", "round-robin", "prefix"])
+def test_equal_requests_are_spread_evenly(routing):
+    asks = [request(own + 1, own) for own in range(30)]
+    counts, _ = served(routing, asks, gap_s=0.01)
+    assert sum(counts) == 30
+    assert max(counts) - min(counts) <= 2
+
+
+def test_a_replica_with_a_long_request_gets_fewer():
+    asks = [request(900, 0, max_tokens=900), *[request(i + 1, i, max_tokens=5) for i in range(40)]]
+    counts, _ = served("least-tokens", asks, gap_s=0.3)
+    assert min(counts) == 1
+    counts, _ = served("round-robin", asks, gap_s=0.3)
+    assert min(counts) >= 13
+
+
+def test_requests_of_a_family_go_where_their_prefix_is_cached():
+    asks = [request(1 + own % FAMILIES, own) for own in range(60)]
+    by_routing = {
+        routing: served(routing, asks, gap_s=1.0)
+        for routing in ("least-tokens", "round-robin", "prefix")
+    }
+    hits = Counter({routing: found for routing, (_, found) in by_routing.items()})
+    assert hits["prefix"] == 64 * (60 - FAMILIES)  # all but the first of each family
+    assert hits["prefix"] > hits["least-tokens"]
+
+
+def test_a_crowd_of_one_family_is_spread_all_the_same():
+    asks = [request(1, own, max_tokens=50) for own in range(30)]
+    counts, _ = served("prefix", asks, gap_s=0.01)
+    assert min(counts) >= 5

@@ -1,0 +1,74 @@
+"""Random-weight checkpoints of the shapes that speed is compared at, made once and kept in the
+user's cache.
+
+The shapes are those of `tools.make_model`, in bfloat16, with room for a context of 8,192. ``thin``
+has s135's vocabulary and next to no model, to see what a step costs outside of it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tools.bench.peers.environments import PEERS, cache_folder
+from tools.bench.wire import ROOT
+from tools.make_model import PRESETS, Shape, make
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_LEN = 8192
+FORMAT = 1  # raised when what is written here changes
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint to measure with."""
+
+    name: str
+    arch: str
+    shape: Shape
+
+    @property
+    def directory(self) -> Path:
+        return cache_folder("triolet-bench") / f"{self.name}-bf16-v{FORMAT}"
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model("s135", "llama", replace(PRESETS["s135"], max_len=MAX_LEN)),
+        Model("q05", "qwen2", replace(PRESETS["q05"], max_len=MAX_LEN)),
+        Model("thin", "llama", Shape(1, 64, 2, 1, 128, 49152, MAX_LEN)),
+    )
+}
+
+
+def checkpoint(name: str) -> Path:
+    """The model's directory; written if it is not there."""
+    model = MODELS[name]
+    if not (model.directory / "complete").exists():
+        print(f"writing {model.directory}", file=sys.stderr)
+        make(model.directory, model.arch, model.shape, dtype="bfloat16")
+        (model.directory / "complete").touch()
+    return model.directory
+
+
+def gguf(name: str) -> Path | None:
+    """The same as a GGUF file; None where llama.cpp is not installed."""
+    peer = PEERS["llama.cpp"]
+    if not peer.is_installed:
+        return None
+    source = checkpoint(name)
+    file = source / "model.gguf"
+    if not file.exists():
+        partial = source / "model.gguf.partial"
+        subprocess.run(
+            [str(peer.python), "-m", "tools.bench.peers.gguf_file", str(source), str(partial)],
+            cwd=ROOT,
+            check=True,
+        )
+        partial.rename(file)
+    return file

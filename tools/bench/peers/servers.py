@@ -1,0 +1,173 @@
+"""Whole servers with their clients, for the benches that compare them.
+
+Rule: a server between its turns is stopped with all its processes, as engines are (`process`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tools.bench.peers.environments import PEERS, PeerError
+from tools.bench.peers.process import OURS, ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tools.bench.peers.environments import Peer
+
+START_LIMIT_S = 600.0  # guess: vLLM compiles at its first start
+END_LIMIT_S = 15.0
+POLL_S = 0.25
+CLIENTS = "tools.bench.peers.clients"
+MAX_LEN = 8192
+NO_PROXY = [("grpc.enable_http_proxy", 0)]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def triolet_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Our server's command and environment, as a user would start it."""
+    command = [
+        *(sys.executable, "-m", "grpc_service", "serve", "--port", str(port)),
+        *("--model", str(model), "--dtype", "bfloat16"),
+    ]
+    return command, os.environ | {"TRIOLET_LOG": "ERROR"}
+
+
+def vllm_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """The same of vLLM's own gRPC server, on all cores."""
+    peer = PEERS["vllm"]
+    command = [
+        *(str(peer.python), "-m", "vllm.entrypoints.launchers.grpc_server"),
+        *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", "bfloat16", "--max-model-len", str(MAX_LEN)),
+    ]
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    settings = {
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    return command, peer.environment() | settings
+
+
+SERVERS: dict[str, tuple[Peer, Callable[[Path, int], tuple[list[str], dict[str, str]]]]] = {
+    "triolet": (OURS, triolet_server),
+    "vllm": (PEERS["vllm"], vllm_server),
+}
+
+
+class ServerWithClients:
+    """A server that is ready, and the process of its clients.
+
+    Raises:
+        PeerError: the server or its clients ended; what they wrote is on standard error.
+    """
+
+    def __init__(self, name: str, model: Path, vocab: int) -> None:
+        peer, command_of = SERVERS[name]
+        self.name = name
+        port = free_port()
+        command, environment = command_of(model, port)
+        started = time.perf_counter()
+        self._server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True
+        )
+        self._clients: subprocess.Popen[str] | None = None
+        try:
+            self._wait_ready(port)
+            self.start_s = time.perf_counter() - started
+            self._clients = subprocess.Popen(
+                [str(peer.python), "-m", CLIENTS, name, f"127.0.0.1:{port}", str(vocab)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, **load: Any) -> dict[str, Any]:
+        """What clients saw of a load (`tools.bench.peers.clients`)."""
+        assert self._clients is not None
+        assert self._clients.stdin is not None
+        self._signal(signal.SIGCONT)
+        try:
+            self._clients.stdin.write(json.dumps(load) + "\n")
+            self._clients.stdin.flush()
+            return self._read()
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        self._signal(signal.SIGCONT)
+        if self._clients is not None:
+            self._clients.communicate()  # the end of its input is its own
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._server.wait(END_LIMIT_S)
+        self._signal(signal.SIGKILL)  # the server's own children too
+        self._server.wait()
+
+    def _wait_ready(self, port: int) -> None:
+        request = health_pb2.HealthCheckRequest()
+        limit = time.monotonic() + START_LIMIT_S
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options=NO_PROXY) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while time.monotonic() < limit:
+                if self._server.poll() is not None:
+                    raise PeerError(f"{self.name}'s server ended with {self._server.returncode}")
+                try:
+                    answer = stub.Check(request, timeout=POLL_S, wait_for_ready=True)
+                except grpc.RpcError:
+                    continue
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                time.sleep(POLL_S)
+        raise PeerError(f"{self.name}'s server is not ready after {START_LIMIT_S:g} s")
+
+    def _read(self) -> dict[str, Any]:
+        assert self._clients is not None
+        assert self._clients.stdout is not None
+        line = self._clients.stdout.readline()
+        if not line:
+            raise PeerError(f"the clients of {self.name} ended with {self._clients.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._server.pid, number)
+
+
+def start_server(name: str, model: Path, vocab: int) -> ServerWithClients | None:
+    """A server; None, and said aloud, where it is not installed or does not start."""
+    if not SERVERS[name][0].is_installed:
+        print(
+            f"{name} is not installed: python -m tools.bench.peers install {name}", file=sys.stderr
+        )
+        return None
+    try:
+        return ServerWithClients(name, model, vocab)
+    except PeerError as error:
+        print(f"{error}; what it wrote stands above", file=sys.stderr)
+        return None

@@ -1,0 +1,119 @@
+"""Our engine without its front: the core's scheduler and the runner that a server would have.
+
+On the clock: plan, execute (laying out, forward, sampling, detokenising), commit, and taking the
+events. Not on it: Trio, the worker's thread and gRPC, which `front-real` and `serve` measure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Any
+
+from engine.config import EngineConfig, ModelConfig, SchedulerConfig
+from engine.core.credit import Credit
+from engine.core.events import Cancel, StepDone, Submit, Tokens
+from engine.core.plan import RowFailure, StepResult
+from engine.core.scheduler import Scheduler
+from engine.core.types import EndReason, Request, RequestId, Sampling, Stops
+from engine.memory import settle_heap
+from engine.model.factory import make_runner
+from tools.bench.peers.asked import answer
+
+if TYPE_CHECKING:
+    from engine.core.plan import StepTimings
+
+TOKENS_AT_ONCE = 2048
+STREAM = 100_000
+ROOM = 256  # tokens for what is decoded while other prompts are computed
+
+
+class TrioletEngine:
+    """`tools.bench.peers.asked.Engine`."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        model = ModelConfig(
+            settings["model"], device="cpu", dtype=settings["dtype"], threads=settings["threads"]
+        )
+        config = EngineConfig(
+            models=(model,),
+            kv_cache_memory=settings["kv_bytes"],
+            max_num_seqs=settings["seqs"],
+            max_num_batched_tokens=TOKENS_AT_ONCE,
+        )
+        self._runner: Any = make_runner(model, config)
+        info = self._runner.load(lambda progress: None)
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=info.num_blocks,
+                block_size=info.block_size,
+                max_model_len=info.max_model_len,
+                max_num_seqs=settings["seqs"],
+                max_num_batched_tokens=TOKENS_AT_ONCE,
+            )
+        )
+        self._names = itertools.count()
+        self._timings: list[StepTimings] = []
+        settle_heap()
+
+    def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        names = self._submit(prompts, steps + ROOM)
+        firsts: dict[RequestId, int] = {}
+        while len(firsts) < len(names):
+            for name, token in self._step():
+                firsts.setdefault(name, token)
+        self._timings.clear()
+        start = time.perf_counter()
+        lasts: dict[RequestId, int] = {}
+        for _ in range(steps):
+            lasts = dict(self._step())
+            assert len(lasts) == len(names)
+        seconds = time.perf_counter() - start
+        self._end(names)
+        return {
+            "seconds": seconds,
+            "first": [firsts[name] for name in names],
+            "last": [lasts[name] for name in names],
+            "forward_s": sum(one.forward_s for one in self._timings),
+            "outside_s": sum(t.prepare_s + t.sample_s + t.text_s for t in self._timings),
+        }
+
+    def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
+        names = self._submit(prompts, 2)
+        firsts: dict[RequestId, int] = {}
+        start = time.perf_counter()
+        while len(firsts) < len(names):
+            for name, token in self._step():
+                firsts.setdefault(name, token)
+        seconds = time.perf_counter() - start
+        self._end(names)
+        return {"seconds": seconds, "first": [firsts[name] for name in names]}
+
+    def _submit(self, prompts: list[list[int]], max_tokens: int) -> list[RequestId]:
+        names = [RequestId(f"r{next(self._names)}") for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            request = Request(
+                name, tuple(prompt), Sampling(temperature=0.0), Stops(max_tokens), 0.0
+            )
+            self._scheduler.apply(Submit(request, Credit(STREAM)), time.monotonic())
+        return names
+
+    def _step(self) -> list[tuple[RequestId, int]]:
+        """One step; who got which token."""
+        plan, _ = self._scheduler.plan(time.monotonic())
+        assert plan is not None
+        result: StepResult = self._runner.execute(plan)
+        self._timings.append(result.timings)
+        for row in result.rows:
+            assert not isinstance(row, RowFailure), row
+        events = self._scheduler.apply(StepDone(result), time.monotonic())
+        return [(one.request_id, one.token_ids[0]) for one in events if isinstance(one, Tokens)]
+
+    def _end(self, names: list[RequestId]) -> None:
+        """Cancel what still runs, and have the worker forget it."""
+        for name in names:
+            self._scheduler.apply(Cancel(name, EndReason.CANCELLED), time.monotonic())
+
+
+if __name__ == "__main__":
+    answer(TrioletEngine)

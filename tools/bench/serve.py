@@ -1,0 +1,116 @@
+"""A whole server under load, beside vLLM's own gRPC server: requests/s, output tokens/s, the time
+to the first token, the time between tokens.
+
+s135 in bfloat16, prompts of 128 ids that no cache has, 64 tokens of output, greedy; clients in a
+process of their own on the same cores. Closed loop: each of 1, 8 or 32 clients asks `WAVES` times,
+again as soon as it is answered; the clock runs until the last is answered. Open loop: requests at
+random instants (Poisson), `RATE` a second. The servers take turns, and whose turn it is not is
+stopped with all its processes. Ours makes text of its tokens too; vLLM's gRPC server sends ids
+only, as its gateway makes the text.
+
+`BENCH_ONLY` is a regular expression: only loads whose names it finds. `BENCH_PEERS=` leaves vLLM
+out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tools.bench.checkpoints import MODELS, checkpoint
+from tools.bench.frame import Row, percentile, repeat_in_turn, row_of
+from tools.bench.peers.servers import ServerWithClients, start_server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MODEL = "s135"
+PROMPT, OUTPUT = 128, 64
+WAVES = {1: 4, 8: 2, 32: 2}  # requests of each client, by the number of clients
+COMPARED = (8, 32)
+RATE, OPEN_REQUESTS = 1.5, 24
+PEER = "vllm"
+
+Answer = dict[str, Any]
+FIGURES: dict[str, tuple[str, str, Callable[[Answer], float]]] = {
+    "output": ("tokens/s", "higher", lambda seen: seen["tokens"] / seen["seconds"]),
+    "requests": ("1/s", "higher", lambda seen: seen["requests"] / seen["seconds"]),
+    "first token p50": ("ms", "lower", lambda seen: 1e3 * percentile(seen["first"], 0.5)),
+    "first token p99": ("ms", "lower", lambda seen: 1e3 * percentile(seen["first"], 0.99)),
+    "between tokens p50": ("ms", "lower", lambda seen: 1e3 * percentile(seen["gaps"], 0.5)),
+    "between tokens p99": ("ms", "lower", lambda seen: 1e3 * percentile(seen["gaps"], 0.99)),
+}
+
+
+def loads() -> dict[str, dict[str, Any]]:
+    """What is asked of each server, by name."""
+    size = {"prompt": PROMPT, "output": OUTPUT}
+    found: dict[str, dict[str, Any]] = {
+        f"{clients} client{'s' * (clients > 1)}": {"clients": clients, "requests": waves, **size}
+        for clients, waves in WAVES.items()
+    }
+    found[f"open loop, {RATE:g} a second"] = {
+        "rate": RATE,
+        "requests": OPEN_REQUESTS,
+        "seed": 1,
+        **size,
+    }
+    return found
+
+
+def measure(server: ServerWithClients, load: dict[str, Any], answers: list[Answer]) -> float:
+    answers.append(server.ask(**load))
+    return float(answers[-1]["seconds"])
+
+
+def compare(name: str, load: dict[str, Any], servers: Sequence[ServerWithClients]) -> list[Row]:
+    """The rows of one load; ours comes first in ``servers``."""
+    answers: list[list[Answer]] = [[] for _ in servers]
+    repeat_in_turn(
+        [
+            partial(measure, server, load, kept)
+            for server, kept in zip(servers, answers, strict=True)
+        ]
+    )
+    found = {
+        server.name: {
+            figure: [of(answer) for answer in kept[1:]] for figure, (_, _, of) in FIGURES.items()
+        }
+        for server, kept in zip(servers, answers, strict=True)
+    }
+    rows = [
+        row_of(f"{name}, {figure}: {server}", samples[figure], unit, better=better)
+        for figure, (unit, better, _) in FIGURES.items()
+        for server, samples in found.items()
+    ]
+    if PEER not in found:
+        return [*rows, Row(f"{name}, output: {PEER}", None, "tokens/s")]
+    has_bar = load.get("clients") in COMPARED
+    for figure in ("output", "first token p50"):
+        ratios = [a / b for a, b in zip(*(one[figure] for one in found.values()), strict=True)]
+        bar, better = 1.0 if has_bar else None, FIGURES[figure][1]
+        rows.append(row_of(f"{name}, {figure} against {PEER}", ratios, "×", bar=bar, better=better))
+    return rows
+
+
+def run() -> list[Row]:
+    wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
+    names = ["triolet", *([PEER] if PEER in os.environ.get("BENCH_PEERS", PEER) else [])]
+    model, vocab = checkpoint(MODEL), MODELS[MODEL].shape.vocab
+    with ExitStack() as stack:
+        servers = []
+        for name in names:
+            server = start_server(name, model, vocab)
+            if server is not None:
+                stack.callback(server.close)
+                servers.append(server)
+        if not servers or servers[0].name != names[0]:
+            raise SystemExit("our own server did not start")
+        rows = [row_of(f"start to ready: {one.name}", [one.start_s], "s") for one in servers]
+        for name, load in loads().items():
+            if wanted.search(name):
+                rows += compare(name, load, servers)
+    return rows

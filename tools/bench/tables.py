@@ -1,0 +1,114 @@
+"""Tables of what the benches wrote: `python -m tools.bench.tables JSON…` prints them, and
+`python -m tools.bench.tables --write docs/performance.md` puts them into the page.
+
+In a page the lines between ``<!-- table: NAME REGEX -->`` and ``<!-- end -->`` are made from
+``figures/NAME.json`` (and ``NAME-1.json`` …, where it was measured in parts) beside it, of the rows
+whose names the regular expression finds, with where and at which commit they were measured.
+
+A row for what was measured, a column for each engine that it was measured of; rows without engines
+are listed as they are. Of rows with the same name the last file's counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+PART = re.compile(
+    r"(?P<head><!-- table: (?P<name>[\w-]+)(?: (?P<pattern>[^\n]*?))? -->)\n"
+    r".*?(?P<tail><!-- end -->)",
+    re.DOTALL,
+)
+ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "transformers-cb")
+
+
+def figure(row: dict[str, Any] | None) -> str:
+    """A cell: the median in bold where a bar was missed, and its spread."""
+    if row is None or row["value"] is None:
+        return "–"
+    text = f"{row['value']:.3g}" if row["value"] < 1000 else f"{row['value']:.0f}"
+    spread = f" ± {row['spread']:.2g}" if row["n"] > 1 and row["spread"] else ""
+    return f"**{text}**{spread}" if row["pass"] is False else f"{text}{spread}"
+
+
+def bar(row: dict[str, Any]) -> str:
+    if row["bar"] is None:
+        return ""
+    sign = "≤" if row["better"] == "lower" else "≥"
+    return f"{sign} {row['bar']:g}, {'met' if row['pass'] else 'missed'}"
+
+
+def tables(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown: the rows with engines first, then the others."""
+    by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    others = []
+    for row in rows:
+        case, _, engine = row["name"].rpartition(": ")
+        if engine in ENGINES:
+            by_case.setdefault((case, row["unit"]), {})[engine] = row
+        else:
+            others.append(row)
+    used = [one for one in ENGINES if any(one in found for found in by_case.values())]
+    lines = []
+    if by_case:
+        lines += [f"| | {' | '.join(used)} | |", "|---" * (len(used) + 2) + "|"]
+        for (case, unit), found in by_case.items():
+            cells = " | ".join(figure(found.get(engine)) for engine in used)
+            lines.append(f"| {case} | {cells} | {unit} |")
+        lines.append("")
+    if others:
+        lines += ["| | | | bar |", "|---|---|---|---|"]
+        lines += [
+            f"| {one['name']} | {figure(one)} | {one['unit']} | {bar(one)} |" for one in others
+        ]
+    return lines
+
+
+def read(files: Iterable[Path], pattern: str = "") -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows whose names are found, and where the files were measured."""
+    found: dict[str, dict[str, Any]] = {}
+    origins = []
+    for file in files:
+        data = json.loads(file.read_text())
+        rows = {row["name"]: row for row in data["rows"] if re.search(pattern, row["name"])}
+        found |= rows
+        where = data["machine"]
+        machine = f"{where['cpu']}, {where['cores']} cores, load {where['load']}"
+        origin = f"{where['when']} on {machine}, commit {data['commit']}"
+        if rows and origin not in origins:
+            origins.append(origin)
+    return list(found.values()), origins
+
+
+def filled(match: re.Match[str], figures: Path) -> str:
+    """A page's part with its table made anew."""
+    name, pattern = match["name"], match["pattern"] or ""
+    files = [*sorted(figures.glob(f"{name}-[0-9]*.json")), figures / f"{name}.json"]
+    rows, origins = read((file for file in files if file.exists()), pattern)
+    body = tables(rows) if rows else ["Not measured yet."]
+    if origins:
+        body += ["", f"Measured {'; '.join(origins)}."]
+    return "\n".join([match["head"], *body, match["tail"]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.tables")
+    parser.add_argument("files", type=Path, nargs="*", metavar="JSON")
+    parser.add_argument("--write", type=Path, metavar="PAGE")
+    args = parser.parse_args()
+    if args.files:
+        print("\n".join(tables(read(args.files)[0])))
+    if args.write:
+        figures = args.write.parent / "figures"
+        page = args.write.read_text("utf-8")
+        args.write.write_text(PART.sub(lambda part: filled(part, figures), page), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

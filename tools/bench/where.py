@@ -1,0 +1,88 @@
+"""Where a step's time goes: which function a decoding engine is in, looked at from outside.
+
+py-spy (`triolet[measure]`) looks at the engine's thread 200 times a second while s135 decodes at 1,
+8 and 32 sequences from a context of 128; an operation of torch, or a kernel of ours, counts for the
+line of Python that called it. A row is the share of one such line, the `TOP` largest of each batch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+
+from tools.bench.frame import Row
+from tools.bench.peers.process import OURS, EngineProcess
+from tools.bench.step import settings
+
+BATCHES = (1, 8, 32)
+TOP = 8
+RATE = 200
+WINDOW_S = int(os.environ.get("BENCH_WINDOW_S", "8"))
+STEPS = 40
+# A frame as py-spy writes it: function (path:line)
+FRAME = re.compile(r"(?P<function>[^;]+) \((?P<path>[^;()]+):(?P<line>\d+)\)")
+
+
+def py_spy() -> str:
+    """The command's path; it stands beside the interpreter, or anywhere."""
+    beside = Path(sys.executable).parent / "py-spy"
+    found = str(beside) if beside.exists() else shutil.which("py-spy")
+    if found is None:
+        raise SystemExit("py-spy is not installed: pip install triolet[measure]")
+    return found
+
+
+def shares(stacks: str) -> Counter[str]:
+    """Samples of each innermost line, of the stacks that are inside a decode."""
+    found: Counter[str] = Counter()
+    for line in stacks.splitlines():
+        stack, _, count = line.rpartition(" ")
+        frames = [match for one in stack.split(";") if (match := FRAME.fullmatch(one))]
+        if not any(frame["function"].endswith("decode") for frame in frames):
+            continue
+        last = frames[-1]
+        where = "/".join(Path(last["path"]).parts[-2:])
+        found[f"{last['function']}, {where}:{last['line']}"] += int(count)
+    return found
+
+
+def sample(engine: EngineProcess, batch: int) -> Counter[str]:
+    """Look while the engine decodes for about the window."""
+    engine.ask("decode", f"where {batch}", batch, 129, STEPS)  # the prompts are cached from here on
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "stacks"
+        command = [py_spy(), "record", "-p", str(engine.pid), "-r", str(RATE), "-f", "raw"]
+        looking = subprocess.Popen(
+            [*command, "-d", str(WINDOW_S), "-o", str(file)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        done = threading.Event()
+        threading.Thread(target=lambda: (looking.wait(), done.set()), daemon=True).start()
+        while not done.is_set():
+            engine.ask("decode", f"where {batch}", batch, 129, STEPS)
+        return shares(file.read_text())
+
+
+def run() -> list[Row]:
+    py_spy()
+    engine = EngineProcess(OURS, settings("s135", max(BATCHES)))
+    rows = []
+    try:
+        for batch in BATCHES:
+            counts = sample(engine, batch)
+            total = counts.total()
+            rows += [
+                Row(f"s135 B={batch}: {where}", 100 * count / total, "%", n=count)
+                for where, count in counts.most_common(TOP)
+            ]
+    finally:
+        engine.close()
+    return rows
