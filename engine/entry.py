@@ -111,9 +111,7 @@ class Entry:
     def degraded_ids(self) -> list[int]:
         """The numbers of the replicas that died and are to come back."""
         count = len(self.missing) + (self.load is not None and self.load.is_restart)
-        taken = {replica.replica_id for replica in self.replicas}
-        numbers = (number for number in itertools.count() if number not in taken)
-        return list(itertools.islice(numbers, count))
+        return self._free_ids(count)
 
     @property
     def num_degraded(self) -> int:
@@ -128,7 +126,7 @@ class Entry:
             progress = replace(before, phase=progress.phase)
         self.progress = progress
 
-    def pick(self, routing: str = "least-tokens") -> Replica | None:
+    def pick(self, routing: str) -> Replica | None:
         """The ready replica for a request whose prompt is not known yet; None: there is none."""
         ready = self.ready
         if len(ready) <= 1:
@@ -136,20 +134,25 @@ class Entry:
         self._turn += 1
         if routing == "round-robin":
             return ready[self._turn % len(ready)]
-        return ready[least_busy([replica.load for replica in ready], self._turn)]
+        return ready[least_busy([replica.work for replica in ready], self._turn)]
 
     def pick_by_prefix(self, request: Request) -> Replica | None:
         """As `pick`, for a request whose tokens are known, by what of them is cached where."""
         ready = self.ready
         if len(ready) <= 1:
             return ready[0] if ready else None
-        loads = [replica.load for replica in ready]
-        return ready[by_prefix(loads, [one.cached_tokens(request) for one in ready], self._turn)]
+        keys = ready[0].prefix_keys(request)  # alike in all: they have one name and one block size
+        cached = [one.cached_tokens(keys) for one in ready]
+        return ready[by_prefix([replica.work for replica in ready], cached, self._turn)]
 
     def free_id(self) -> int:
         """The lowest number that no replica of it has."""
+        return self._free_ids(1)[0]
+
+    def _free_ids(self, count: int) -> list[int]:
         taken = {replica.replica_id for replica in self.replicas}
-        return next(number for number in range(len(taken) + 1) if number not in taken)
+        numbers = (number for number in itertools.count() if number not in taken)
+        return list(itertools.islice(numbers, count))
 
     def status(self, error: str) -> ModelStatus:
         """What ListModels says of it."""

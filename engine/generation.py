@@ -111,7 +111,6 @@ class Lifetime(Generic[EventT]):
         self._timings: Timings | None = None
         self._done = trio.Event()
         self._turn = trio.Event()  # it is closed, or is to move
-        self.is_moving = False
         self._ready: list[EventT] = []  # for `take_ready`
         self._has_left = False
         self.credit = Credit(buffer)
@@ -282,15 +281,14 @@ class Lifetime(Generic[EventT]):
             return
         self._unqueue()
         self.replica = None
-        self.is_moving = True
         self._turn.set()
 
     def take_moving(self) -> bool:
         """Whether it is to run again, elsewhere; once."""
-        was_moving, self.is_moving = self.is_moving, False
-        if was_moving:
+        is_moving = self._turn.is_set() and not self.is_closed
+        if is_moving:
             self._turn = trio.Event()
-        return was_moving and not self.is_closed
+        return is_moving
 
     def _end_early(self, event: Finished) -> None:
         """The core ended it, and not by success."""

@@ -96,12 +96,11 @@ class Governor:
     ) -> list[Reservation | None]:
         """Never waits (rule 1)."""
         granted: list[Reservation | None] = []
-        for index, need in enumerate(needs):
+        for need in needs:
             self._memory.know(need.device, need.limit)
             reserved = self._memory.reserved(need.device) + self._pledged(need.device, load)
             limit = self._memory.limit(need.device)
-            alike = needs[index:].count(need)
-            fits = plan_workers(reserved, need.num_bytes, limit, alike) > 0
+            fits = plan_workers(reserved, need.num_bytes, limit, wanted=1)
             name = entry.config.name
             granted.append(
                 self._memory.reserve(name, need.device, need.num_bytes) if fits else None

@@ -140,9 +140,8 @@ class Pool:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                for (
-                    entry
-                ) in self.entries.values():  # some may be loading: asked for before this runs
+                # some may be loading: asked for before this runs
+                for entry in self.entries.values():
                     is_wanted = not entry.config.lazy and not self._is_closing
                     if is_wanted and entry.state is ModelState.UNLOADED:
                         self.ensure(entry.config.name, is_preload=True)

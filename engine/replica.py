@@ -18,7 +18,7 @@ from engine.constraints import Constraints
 from engine.core.encode_scheduler import EncodeScheduler
 from engine.core.encode_types import EncoderInfo
 from engine.core.plan import ModelInfo
-from engine.core.routing import Load
+from engine.core.routing import Work
 from engine.core.scheduler import Scheduler
 from engine.loop import Deliveries, EngineLoop
 from engine.status import ModelState, ReplicaStatus
@@ -90,9 +90,9 @@ class Replica:
         return self.info
 
     @property
-    def load(self) -> Load:
+    def work(self) -> Work:
         """How much it has to do."""
-        return Load(self.outstanding_tokens, self.num_leases)
+        return Work(self.outstanding_tokens, self.num_leases)
 
     @contextmanager
     def busy_with(self, num_tokens: int) -> Iterator[None]:
@@ -138,10 +138,18 @@ class Replica:
         for cut in list(self._holders.values()):
             cut()
 
-    def cached_tokens(self, request: Request) -> int:
-        """Tokens of a prompt that it need not compute."""
-        scheduler = self.loop.scheduler
-        return scheduler.cached_tokens(request) if isinstance(scheduler, Scheduler) else 0
+    def prefix_keys(self, request: Request) -> list[bytes]:
+        """A text model's: the keys of a prompt's blocks, for `cached_tokens`."""
+        return self._text_scheduler.prefix_keys(request)
+
+    def cached_tokens(self, keys: list[bytes]) -> int:
+        """Tokens of the prefix with these keys that it need not compute."""
+        return self._text_scheduler.cached_tokens(keys)
+
+    @property
+    def _text_scheduler(self) -> Scheduler:
+        assert isinstance(self.loop.scheduler, Scheduler)
+        return self.loop.scheduler
 
     @property
     def state(self) -> ModelState:

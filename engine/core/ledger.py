@@ -174,15 +174,19 @@ class Ledger:
             extend_keys(seq.keys, seq.live.root, seq.tokens(0, num_tokens), size, num_tokens)
         return seq.keys
 
-    def cached_tokens_of(self, request: Request) -> int:
-        """Tokens of a prompt that need not be computed. Hashes the whole prompt."""
-        if not self.uses_cache(request) or request.sampling.prompt_logprobs is not None:
-            return 0
+    def prefix_keys(self, request: Request) -> list[bytes]:
+        """The keys of a prompt's full blocks that may be cached; none where the request does not
+        use the cache. Hashes the whole prompt."""
         keys: list[bytes] = []
-        root = root_key(self.config.cache_namespace, request.cache_salt)
-        size, usable = self.config.block_size, len(request.prompt) - 1
-        extend_keys(keys, root, request.prompt, size, usable)
-        return size * len(self.cache.match(keys))
+        if self.uses_cache(request) and request.sampling.prompt_logprobs is None:
+            root = root_key(self.config.cache_namespace, request.cache_salt)
+            size, usable = self.config.block_size, len(request.prompt) - 1
+            extend_keys(keys, root, request.prompt, size, usable)
+        return keys
+
+    def cached_tokens(self, keys: list[bytes]) -> int:
+        """Tokens of the prefix with these keys that need not be computed."""
+        return self.config.block_size * len(self.cache.match(keys))
 
     def uses_cache(self, request: Request) -> bool:
         """The prefix cache is on and the request does not bypass it."""

@@ -1,6 +1,6 @@
 """Which replica of a model a request goes to.
 
-Rule: pure; a `Load` is all that is known of a replica.
+Rule: pure; `Work` is all that is known of a replica.
 
 The least busy one, by the tokens it has still to compute; each in turn; or the one that has most of
 the prompt cached, unless it is so much busier that computing the prompt again is sooner done.
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 TOKENS_PER_CACHED_TOKEN = 1.0
 
 
-class Load(NamedTuple):
+class Work(NamedTuple):
     """A replica's: tokens it has still to compute, at most, and requests that hold it."""
 
     tokens: int
     requests: int
 
 
-def least_busy(loads: Sequence[Load], turn: int) -> int:
+def least_busy(works: Sequence[Work], turn: int) -> int:
     """The place of the replica with the least to do; in turn among equals."""
-    count = len(loads)
-    return min(((turn + shift) % count for shift in range(count)), key=lambda i: loads[i])
+    count = len(works)
+    return min(((turn + shift) % count for shift in range(count)), key=lambda i: works[i])
 
 
-def by_prefix(loads: Sequence[Load], cached: Sequence[int], turn: int) -> int:
+def by_prefix(works: Sequence[Work], cached: Sequence[int], turn: int) -> int:
     """The place of the replica where the request is done first: what is ahead of it, less what
     it has ``cached`` of its prompt, in tokens."""
-    count = len(loads)
+    count = len(works)
 
     def cost(place: int) -> tuple[float, int]:
-        own = loads[place]
+        own = works[place]
         return own.tokens - TOKENS_PER_CACHED_TOKEN * cached[place], own.requests
 
     return min(((turn + shift) % count for shift in range(count)), key=cost)

@@ -257,7 +257,7 @@ class Scheduler:
         left, length = request.deadline - now, len(request.prompt)
         if self._best_rate.seconds_for(length) <= left:
             return None
-        missing = length - self._ledger.cached_tokens_of(request)
+        missing = length - self._ledger.cached_tokens(self._ledger.prefix_keys(request))
         seconds = self._best_rate.seconds_for(missing)
         if seconds <= left:
             return None
@@ -508,9 +508,13 @@ class Scheduler:
 
     # ---- views
 
-    def cached_tokens(self, request: Request) -> int:
-        """Tokens of a request's prompt that need not be computed here; it is not submitted."""
-        return self._ledger.cached_tokens_of(request)
+    def prefix_keys(self, request: Request) -> list[bytes]:
+        """The keys of a prompt's blocks, for `cached_tokens`; it need not be submitted."""
+        return self._ledger.prefix_keys(request)
+
+    def cached_tokens(self, keys: list[bytes]) -> int:
+        """Tokens of the prefix with these keys that need not be computed here."""
+        return self._ledger.cached_tokens(keys)
 
     def phase_of(self, request_id: RequestId) -> str | None:
         """Where a live request is: queued, prefill, decode or parked; None: it is not live.

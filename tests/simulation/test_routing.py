@@ -46,7 +46,7 @@ def served(routing, asks, *, gap_s, seed=0, **config):
                 await generation.wait_closed()
                 assert generation.error is None
             found = [replica.processed for replica in engine.list_models()[0].replicas]
-            assert all(r.load == (0, 0) for r in engine._pool.entries["fake"].replicas)
+            assert all(r.work == (0, 0) for r in engine._pool.entries["fake"].replicas)
             return found, engine.statistics().totals.prefix_hits
 
     return run_deterministically(main, seed)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.routing import Load, by_prefix, least_busy
+from engine.core.routing import Work, by_prefix, least_busy
 
 
 @pytest.mark.parametrize(
     ("loads", "place"),
     [
-        ([Load(5, 9), Load(4, 9), Load(6, 0)], 1),
-        ([Load(5, 2), Load(5, 1)], 1),
-        ([Load(0, 0)], 0),
+        ([Work(5, 9), Work(4, 9), Work(6, 0)], 1),
+        ([Work(5, 2), Work(5, 1)], 1),
+        ([Work(0, 0)], 0),
     ],
 )
 def test_the_least_busy_has_the_fewest_tokens_then_the_fewest_requests(loads, place):
@@ -20,13 +20,13 @@ def test_the_least_busy_has_the_fewest_tokens_then_the_fewest_requests(loads, pl
 
 
 def test_equals_take_turns():
-    loads = [Load(3, 1)] * 3
+    loads = [Work(3, 1)] * 3
     assert [least_busy(loads, turn) for turn in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [by_prefix(loads, [7, 7, 7], turn) for turn in range(3)] == [0, 1, 2]
 
 
 def test_a_cached_prefix_wins_until_its_replica_is_busier_than_that():
     cached = [0, 512]
-    assert by_prefix([Load(0, 0), Load(100, 1)], cached, 0) == 1
-    assert by_prefix([Load(0, 0), Load(511, 4)], cached, 0) == 1
-    assert by_prefix([Load(0, 0), Load(513, 4)], cached, 0) == 0
+    assert by_prefix([Work(0, 0), Work(100, 1)], cached, 0) == 1
+    assert by_prefix([Work(0, 0), Work(511, 4)], cached, 0) == 1
+    assert by_prefix([Work(0, 0), Work(513, 4)], cached, 0) == 0
