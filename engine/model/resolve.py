@@ -33,8 +33,8 @@ WANTED_FILES = (
     "[0-9]_*/*.json", "[0-9]_*/*.txt", "[0-9]_*/*.safetensors",
 )  # fmt: skip
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# The Hub's own rule: at most one slash, and each part of word characters, dots and dashes.
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# What may be an id of the Hub's; its own rules forbid more (`_is_hub_id`).
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def resolve(model: str, revision: str = "") -> Source:
         return Source(directory, model, is_demo=True)
     if path.exists():
         raise Refusal("it is a file, and a model is a directory", detail=str(path))
-    if not HUB_ID.fullmatch(model) or model.startswith("."):
+    if not _is_hub_id(model):
         raise Refusal("there is no such directory", detail=str(path.absolute()))
     return Source(_hub_directory(model, revision), model)
 
@@ -77,12 +77,25 @@ def resolve(model: str, revision: str = "") -> Source:
 def resolve_local(model: str, revision: str = "") -> Source | None:
     """As `resolve`, without the network and without refusals: None for what is not here whole."""
     path = Path(model).expanduser()
-    if not (path.is_dir() or model in DEMOS) and HUB_ID.fullmatch(model) and not path.exists():
+    if not (path.is_dir() or model in DEMOS or path.exists()) and _is_hub_id(model):
         return _cached(model, revision)
     try:
         return resolve(model, revision)
     except Refusal:
         return None
+
+
+def _is_hub_id(model: str) -> bool:
+    if not HUB_ID.fullmatch(model):
+        return False
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # no __all__
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _cached(model: str, revision: str) -> Source | None:
@@ -95,7 +108,7 @@ def _cached(model: str, revision: str) -> Source | None:
 def _hub_directory(model: str, revision: str) -> Path:
     """The snapshot of a Hugging Face id: the cached one if it is whole, else downloaded."""
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError
 
     snapshot = partial(
         huggingface_hub.snapshot_download,
@@ -107,7 +120,7 @@ def _hub_directory(model: str, revision: str) -> Path:
         cached = Path(snapshot(local_files_only=True))
         if _is_whole(cached):
             return cached
-    except (OSError, ValueError, HFValidationError):
+    except (OSError, ValueError):
         pass  # not cached (or not that revision): ask the Hub
     try:
         directory = Path(snapshot())

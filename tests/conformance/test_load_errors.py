@@ -297,6 +297,13 @@ def test_a_name_that_is_no_id_is_not_asked_for(hub):
             resolve.resolve(name)
 
 
+@pytest.mark.parametrize("name", ["./nothing", "../nothing", "a..b/c", "a--b", "x.git", "x" * 97])
+def test_what_the_hub_would_not_take_for_an_id_is_not_here_and_no_id(hub, name):
+    assert resolve.resolve_local(name) is None
+    with pytest.raises(resolve.Refusal, match="there is no such directory"):
+        resolve.resolve(name)
+
+
 def test_a_demo_that_is_not_installed_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(resolve, "DEMO_ROOT", tmp_path)
     with pytest.raises(resolve.Refusal, match="not part of the installation"):
