@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from engine.errors import MemoryExhausted
-from engine.memory import plan_workers
+from engine.memory import CPU, plan_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -150,11 +150,15 @@ class Governor:
     ) -> MemoryExhausted:
         reserved, limit = self._memory.reserved(need.device), self._memory.limit(need.device)
         names = ", ".join(f"{one.model} ({_mib(one.reservation.num_bytes)})" for one in may_go)
+        never_fits = need.num_bytes > limit
+        ways = ["raise --memory-limit"] * (need.device == CPU)
+        ways += ["lower --kv-cache-memory"] * (not entry.is_encoder)
         return MemoryExhausted(
             f"Memory limit reached for {entry.config.name}: it needs {_mib(need.num_bytes)} on "
             f"{need.device}, where {_mib(reserved)} of {_mib(limit)} are reserved; "
-            f"{f'evicting {names} would not do' if names else 'nothing can be evicted'}",
-            retry_after_s=None if need.num_bytes > limit else 5.0,
+            f"{f'evicting {names} would not do' if names else 'nothing can be evicted'}"
+            + (f"; {' or '.join(ways)}" if never_fits and ways else ""),
+            retry_after_s=None if never_fits else 5.0,
         )
 
     # ---- idling

@@ -65,7 +65,8 @@ def size_pool(
         raise Refusal(
             f"the KV pool of {budget:,} bytes holds {num_blocks} blocks of {block_size} tokens "
             f"({per_block:,} bytes each), and one sequence of {max(length, 1)} tokens needs "
-            f"{needed} blocks, {needed * per_block:,} bytes"
+            f"{needed} blocks, {needed * per_block:,} bytes; raise --kv-cache-memory"
+            + (" or lower --max-model-len" if spec.max_model_len is not None else "")
         )
     return PoolSize(num_blocks, block_size, length, per_block)
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from engine.model.architectures import Architecture
     from engine.model.checkpoint import Checkpoint, StoredTensor
 
+DEVICES = "--device takes auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Tensors that old checkpoints carry and no model of today reads: rotary frequencies and causal
 # masks, both computed. Source: transformers' `_keys_to_ignore_on_load_unexpected` over the years.
@@ -89,14 +90,23 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise Refusal(f"there is no kind of device called {name!r}") from None
+        raise Refusal(f"there is no kind of device called {name!r}; {DEVICES}") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise Refusal(f"the device {name!r} is not there: {torch.cuda.device_count()} CUDA devices")
+        raise _not_there(
+            name,
+            f"{torch.cuda.device_count()} CUDA devices"
+            if torch.backends.cuda.is_built()
+            else "this torch is built without CUDA",
+        )
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise Refusal("the device 'mps' is not there")
+        raise _not_there(name, "it is Apple's")
     if device.type not in ("cpu", "cuda", "mps"):
-        raise Refusal(f"the device {name!r} is not supported; cpu, cuda and mps are")
+        raise Refusal(f"the device {name!r} is not served; {DEVICES}")
     return device
+
+
+def _not_there(name: str, why: str) -> Refusal:
+    return Refusal(f"the device {name!r} is not there: {why}; --device auto takes what there is")
 
 
 def estimate_on(device: torch.device, num_bytes: int) -> MemoryEstimate:

@@ -129,13 +129,13 @@ def _hub_directory(model: str, revision: str) -> Path:
         where = f"revision {revision!r} of it " if revision else "it "
         raise Refusal(
             "there is no directory of this name, and the Hugging Face Hub does not give "
-            f"{where}(status {status})",
+            f"{where}(status {status}){_hint(model)}",
             detail=str(error),
         ) from error
     except Exception as error:  # whatever its HTTP client raises without a network
         raise Refusal(
             "there is no directory of this name, it is not in the Hugging Face cache, and the "
-            "Hub cannot be reached",
+            f"Hub cannot be reached{_hint(model)}",
             detail=f"{type(error).__name__}: {error}",
         ) from error
     if not _is_whole(directory):  # without a network, the Hub's client gives what it has
@@ -145,6 +145,11 @@ def _hub_directory(model: str, revision: str) -> Path:
             detail=str(directory),
         )
     return directory
+
+
+def _hint(model: str) -> str:
+    """For a name without an owner, which may be a demo's mistyped."""
+    return "" if "/" in model else f"; the demos are {', '.join(DEMOS)}"
 
 
 def _is_whole(directory: Path) -> bool:

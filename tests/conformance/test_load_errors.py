@@ -185,9 +185,12 @@ def test_a_sharded_checkpoint_loads(sharded):
     ("fields", "sentence"),
     [
         ({"dtype": "int4"}, "the dtype 'int4' is not one of auto, float32, bfloat16, float16"),
-        ({"device": "abacus"}, "there is no kind of device called 'abacus'"),
-        ({"device": "xpu"}, "the device 'xpu' is not supported"),
-        ({"device": "cuda:99"}, "the device 'cuda:99' is not there"),
+        (
+            {"device": "abacus"},
+            "there is no kind of device called 'abacus'; --device takes auto, cpu, cuda, cuda:N",
+        ),
+        ({"device": "xpu"}, "the device 'xpu' is not served; --device takes auto, cpu, cuda"),
+        ({"device": "cuda:99"}, "; --device auto takes what there is"),
         ({"max_model_len": 1025}, "1025 is more than the model's max_position_embeddings, 1024"),
     ],
 )
@@ -200,12 +203,15 @@ def test_a_pool_too_small_for_one_sequence_is_refused_with_the_arithmetic(stock)
     said = failure(stock, kv_bytes=63 * 12288, max_model_len=1024)
     assert (
         "the KV pool of 774,144 bytes holds 63 blocks of 16 tokens (12,288 bytes each), and one "
-        "sequence of 1024 tokens needs 64 blocks, 786,432 bytes"
+        "sequence of 1024 tokens needs 64 blocks, 786,432 bytes; raise --kv-cache-memory or lower "
+        "--max-model-len"
     ) in said
 
 
 def test_a_pool_without_one_block_is_refused(stock):
-    assert "holds 0 blocks of 16 tokens" in failure(stock, kv_bytes=100)
+    said = failure(stock, kv_bytes=100)
+    assert "holds 0 blocks of 16 tokens" in said
+    assert said.endswith("; raise --kv-cache-memory")
 
 
 def test_a_length_nobody_asked_for_shrinks_to_the_pool(stock):
@@ -276,6 +282,11 @@ def test_an_id_not_cached_without_a_network_is_refused(hub):
         "Worker spawn failed: the model 'some-org/tiny' cannot be loaded: there is no directory "
         "of this name, it is not in the Hugging Face cache, and the Hub cannot be reached"
     )
+
+
+def test_a_name_that_is_almost_a_demos_is_told_what_they_are_called(hub):
+    with pytest.raises(resolve.Refusal, match="; the demos are demo-stories, demo-embed, demo-re"):
+        resolve.resolve("demo-storys")
 
 
 def test_a_cached_id_needs_no_network(hub, stock):

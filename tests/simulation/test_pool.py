@@ -374,6 +374,7 @@ def test_a_model_larger_than_the_limit_evicts_nobody():
         assert isinstance(error, MemoryExhausted)
         assert error.retry_after_s is None
         assert "evicting a (1,024.0 MiB) would not do" in str(error)
+        assert str(error).endswith("; raise --memory-limit or lower --kv-cache-memory")
         assert state(world) is ModelState.READY
 
     world.run(body)
