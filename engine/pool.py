@@ -396,8 +396,8 @@ class Pool:
         finally:
             entry.load = None
             if failure is not None:
-                load.failure = failure
                 self._note_failure(entry, failure, load)
+                load.failure = failure
             entry.settled.set()
             load.settled.set()
             load.done.set()
@@ -410,6 +410,8 @@ class Pool:
         dead replicas back is another death of theirs."""
         if not isinstance(error, TrioletError):
             log.error("model %s failed", entry.config.name, exc_info=error)
+        elif load.failure is None and not isinstance(error, ShuttingDown | NoWorkers):
+            _tell_failure(entry, error)  # no worker's, whose load told of it
         if isinstance(error, ShuttingDown | NoWorkers):
             load.cause = error
         elif load.is_restart:
@@ -524,7 +526,7 @@ class Pool:
             info = await self._threads.run(_as_failure(load_it), self._limiter_of(entry))
             replica = self._register(entry, load, spawn, info, reservation)
         except Exception as error:
-            log.warning("a worker of %s did not load: %s", entry.config.name, error)
+            _tell_failure(entry, error)
             failures.append(error)
         finally:
             if replica is None:
@@ -586,7 +588,9 @@ class Pool:
                     nursery.start_soon(self._watch_worker, replica, runner)
                 try:
                     await replica.loop.run()
-                except (EngineBug, WorkerLost) as error:
+                except WorkerLost as error:
+                    log.error("a worker of %s has died: %s", entry.config.name, error)
+                except EngineBug as error:
                     log.error("a worker of %s has died", entry.config.name, exc_info=error)
                 nursery.cancel_scope.cancel(reason="its loop has ended")
         finally:
@@ -695,6 +699,13 @@ class Pool:
         """What ListModels says of a model."""
         has_failed = entry.state is ModelState.FAILED
         return entry.status(str(self.failure(entry, entry.cause)) if has_failed else "")
+
+
+def _tell_failure(entry: Entry, error: Exception) -> None:
+    """In the log, with what only the operator may see."""
+    detail = getattr(error, "log_detail", "")
+    shown = f" [{detail}]" if detail else ""
+    log.warning("a worker of %s did not load: %s%s", entry.config.name, error, shown)
 
 
 def _as_failure(job: Callable[[], T]) -> Callable[[], T]:

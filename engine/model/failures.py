@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from engine.errors import SpawnFailed
 from engine.model.refusal import Refusal
+
+log = logging.getLogger(__name__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -27,6 +31,7 @@ def spawn_failed(name: str, error: Exception, *, needs: str = "weights and KV po
             f"{needs}",
             log_detail=describe(error),
         )
+    log.error("the load of %s failed in an unexpected way", name, exc_info=error)
     return SpawnFailed(
         f"the model {name!r} cannot be loaded: it failed in an unexpected way "
         f"({type(error).__name__}); the log has the details",

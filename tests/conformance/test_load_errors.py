@@ -232,7 +232,9 @@ def test_an_allocation_that_fails_is_one_sentence(stock, monkeypatch):
     assert "the device has too little free memory" in failure(stock)
 
 
-def test_what_nobody_foresaw_is_still_spawn_failed(stock, monkeypatch):
+def test_what_nobody_foresaw_is_still_spawn_failed_and_the_log_has_it_all(
+    stock, monkeypatch, caplog
+):
     def fail(_self):
         raise KeyError("surprise")
 
@@ -241,6 +243,7 @@ def test_what_nobody_foresaw_is_still_spawn_failed(stock, monkeypatch):
     with pytest.raises(SpawnFailed, match=r"in an unexpected way \(KeyError\)") as failed:
         runner.load(lambda _progress: None)
     assert "surprise" in failed.value.log_detail
+    assert "Traceback" in caplog.text
 
 
 def test_a_load_that_failed_can_be_tried_again(stock, tmp_path):

@@ -16,6 +16,7 @@ from engine.errors import (
     SpawnFailed,
     SpawnTimeout,
     TrioletError,
+    WorkerLost,
 )
 from engine.status import Capability, ModelState
 from tests.support.pools import GB, Model, World
@@ -175,6 +176,25 @@ def test_an_estimate_that_fails_is_a_load_that_fails():
 
     world.run(body)
     assert world.workers
+
+
+@pytest.mark.parametrize("fails", ["estimate", "load"])
+def test_the_log_says_once_why_a_model_did_not_load_and_what_clients_are_not_told(fails, caplog):
+    error = SpawnFailed("no config.json", log_detail="/secret/path")
+    faults = {"estimate_error": error} if fails == "estimate" else {"load_errors": [error]}
+    world = World(Model("a", **faults))
+
+    async def body(world):
+        told, _ = await world.hold("a")
+        assert "/secret/path" not in str(told)
+
+    world.run(body)
+    [line] = [one for one in caplog.records if "no config.json" in one.getMessage()]
+    assert line.levelname == "WARNING"
+    assert line.getMessage() == (
+        "a worker of a did not load: Worker spawn failed: no config.json [/secret/path]"
+    )
+    assert line.exc_info is None
 
 
 def test_one_replica_of_two_that_fails_leaves_the_other():
@@ -662,6 +682,26 @@ def test_what_waits_for_a_thread_is_not_loaded_after_the_end(end):
         assert world.num_loads("b") == 0
 
     world.run(body)
+
+
+def test_a_death_that_has_a_reason_is_a_line_and_a_bug_is_a_traceback(caplog):
+    world = World(Model("lost"), Model("broken"))
+
+    async def body(world):
+        await load(world, "lost")
+        await load(world, "broken")
+        [replica] = world.pool.entries["lost"].replicas
+        replica.loop.lose(WorkerLost("the worker process was killed by signal 9"))
+        world.crash("broken")
+        await trio.sleep(0.01)
+
+    world.run(body)
+    lines = [one for one in caplog.records if "has died" in one.getMessage()]
+    tracebacks = {one.getMessage(): bool(one.exc_info) for one in lines}
+    assert tracebacks == {
+        "a worker of lost has died: the worker process was killed by signal 9": False,
+        "a worker of broken has died": True,
+    }
 
 
 def test_closing_waits_for_no_backoff():
