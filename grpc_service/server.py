@@ -281,9 +281,13 @@ async def _join(asyncio_side: AsyncioSide, front: _Front) -> None:
 
 
 async def _wait_loaded(engine: Engine) -> None:
-    """Wait until every preloaded model that the start waits for is READY or FAILED; raise if every
-    model there is FAILED."""
-    await _wait_settled(awaited(engine.progress()))
+    """Wait until every preloaded model that the start waits for is READY or FAILED, and, if all of
+    these are FAILED, the others; raise if every model there is FAILED."""
+    entries = engine.progress()
+    first = awaited(entries)
+    await _wait_settled(first)
+    if all(entry.state is ModelState.FAILED for entry in first):
+        await _wait_settled(entries)
     models = engine.list_models()
     if all(model.state is ModelState.FAILED for model in models):
         raise ConfigError(models[0].error + _where(engine))

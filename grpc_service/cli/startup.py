@@ -63,8 +63,11 @@ def _progress(entry: Entry) -> tuple[int | None, int]:
 def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
     """One screen: where, what, and a first request."""
     where = f"unix:{config.uds}" if config.uds else f"{config.host}:{port}"
-    lines = [f"Triolet is ready on {where} after {_seconds_since_start():.1f} s."]
-    for model in engine.list_models():
+    models = engine.list_models()
+    failed = [model.name for model in models if model.state is ModelState.FAILED]
+    without = f", but without {', '.join(failed)}" if failed else ""
+    lines = [f"Triolet is ready on {where} after {_seconds_since_start():.1f} s{without}."]
+    for model in models:
         if model.state is ModelState.READY:
             size = model.memory_bytes / 2**20
             has_pool = model.capability is Capability.TEXT_TO_TEXT

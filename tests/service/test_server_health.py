@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 
 import grpc
@@ -136,6 +137,26 @@ def test_a_model_that_cannot_load_shows_under_its_own_name_and_others_serve():
             assert reason(error) == "SPAWN_FAILED"
             assert "secret" not in error.details()
         assert generate(channel, model="good", max_tokens=1).error is None
+
+
+def test_the_summary_says_which_models_are_missing():
+    bad = {"name": "bad", "script": {"load_error": "a secret"}}
+    failures = "model bad failed|Traceback"
+    with fake(models=[{"name": "good"}, bad], is_command=True, may_log=failures) as server:
+        assert re.match(r"Triolet is ready on \S+ after [\d.]+ s, but without bad\.\n", server.out)
+
+
+def test_where_no_text_model_loads_the_encoders_decide_whether_there_is_anything_to_serve():
+    bad = {"name": "bad", "script": {"load_error": "a secret"}}
+    vectors = {"name": "vectors", "capability": "text-embedding", "script": {"load_s": 0.5}}
+    failures = "failed|Traceback"
+    with fake(models=[bad, vectors], is_command=True, may_log=failures) as server:
+        assert "but without bad." in server.out
+        assert "vectors: fake, none on cpu" in server.out
+    vectors["script"]["load_error"] = "another secret"
+    with process(fake_argv(models=[bad, vectors], is_command=True), may_log=failures) as server:
+        assert server.wait() == 1
+        assert "is ready" not in server.out
 
 
 def test_a_server_none_of_whose_models_load_ends_with_one_sentence():
