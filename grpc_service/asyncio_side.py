@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -84,30 +86,53 @@ def check_free(config: ServerConfig) -> None:
     its own on standard error, and would take the path of a Unix socket from a running server.
 
     Raises:
-        ConfigError: the address is in use, or not this machine's.
+        ConfigError: the address is in use, or not this machine's; or no socket can be made there.
     """
     try:
         if config.uds:
-            with socket.socket(socket.AF_UNIX) as client:
-                if client.connect_ex(config.uds) == 0:
-                    raise OSError
-        elif config.port:
-            host = config.host.strip("[]")
-            for family, kind, protocol, _, address in socket.getaddrinfo(
-                host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            ):
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    probe.bind(address)
-    except OSError:
-        raise _cannot_listen(config) from None
+            _check_path(Path(config.uds))
+        else:
+            _check_port(config.host.strip("[]"), config.port)
+    except OSError as error:
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        flag = "--uds" if config.uds else "--port" if is_port else "--host"
+        raise _cannot_listen(config, error.strerror or str(error), flag) from None
 
 
-def _cannot_listen(config: ServerConfig) -> ConfigError:
-    return ConfigError(
-        f"cannot listen on {config.address}: the address is in use or not ours; choose another "
-        f"with {'--uds' if config.uds else '--port'}"
-    )
+def _check_port(host: str, port: int) -> None:
+    """Raise OSError if none of the host's addresses is ours, or another program has the port on
+    one. grpc, too, goes without one that this machine has not, as localhost's of IPv6 may be."""
+    failures = []
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            failures.append(error)
+    if len(failures) == len(found):
+        raise failures[0]
+
+
+def _check_path(path: Path) -> None:
+    """Raise OSError if a running server has this socket, or none can be made."""
+    if path.is_socket():
+        with socket.socket(socket.AF_UNIX) as client:
+            if client.connect_ex(str(path)) == 0:
+                raise OSError(errno.EADDRINUSE, "a running server has it")
+    elif path.exists():
+        raise OSError(errno.EEXIST, "it is there and no socket")
+    elif not path.parent.is_dir():
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+    elif not os.access(path.parent, os.W_OK):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _cannot_listen(config: ServerConfig, reason: str, flag: str) -> ConfigError:
+    return ConfigError(f"cannot listen on {config.address}: {reason}; choose another with {flag}")
 
 
 class AsyncioSide:
@@ -232,4 +257,6 @@ class AsyncioSide:
                 return server.add_secure_port(self._config.address, self._credentials)
             return server.add_insecure_port(self._config.address)
         except RuntimeError:
-            raise _cannot_listen(self._config) from None
+            reason = "the address is in use or not ours"  # since `check_free` looked
+            flag = "--uds" if self._config.uds else "--port"
+            raise _cannot_listen(self._config, reason, flag) from None

@@ -250,7 +250,7 @@ async def serving_metrics(
     except OSError as error:
         raise ConfigError(
             f"cannot serve metrics on {config.metrics_host}:{config.metrics_port}: "
-            f"{error.strerror}; choose another --metrics-port"
+            f"{error.strerror}; choose another --metrics-port or --metrics-host"
         ) from None
     where = f"{config.metrics_host}:{server.server_port}"
     log.info("metrics are served on http://%s/metrics", where)

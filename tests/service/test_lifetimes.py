@@ -635,7 +635,25 @@ def test_a_port_in_use_is_one_sentence_and_a_failure():
         with process(fake_argv(is_command=True, server={"port": port})) as server:
             assert server.wait() == 1
             assert server.sentences() == [
-                f"triolet: cannot listen on 127.0.0.1:{port}: the address is in use or not ours; "
-                "choose another with --port"
+                f"triolet: cannot listen on 127.0.0.1:{port}: Address already in use; choose "
+                "another with --port"
             ]
             assert not server.out
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ({"host": "192.0.2.1"}, "192.0.2.1:0: Cannot assign requested address; choose another "),
+        ({"host": "nobody.invalid"}, "nobody.invalid:0: "),
+        ({"uds": "nowhere/socket"}, "unix:nowhere/socket: No such file or directory; choose "),
+        ({"uds": "README.md"}, "unix:README.md: it is there and no socket; choose another with"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_one_sentence(where, sentence):
+    with process(fake_argv(is_command=True, server={"insecure": True} | where)) as server:
+        assert server.wait() == 1
+        [told] = server.sentences()
+        assert told.startswith(f"triolet: cannot listen on {sentence}")
+        assert told.endswith(f" with --{next(iter(where))}")
+    assert (ROOT / "README.md").is_file()

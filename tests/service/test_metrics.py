@@ -339,7 +339,7 @@ def test_two_servers_cannot_have_one_port():
         argv = fake_argv(server={"metrics_port": int(port)}, is_command=True)
         with process(argv) as second:
             assert second.wait() == 1
-            assert "choose another --metrics-port" in "".join(second.sentences())
+            assert "choose another --metrics-port or --metrics-host" in "".join(second.sentences())
 
 
 # ---- the same snapshot elsewhere -------------------------------------------------------------
