@@ -15,7 +15,7 @@ import grpc
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 
-from grpc_service.cli.security import open_channel
+from grpc_service.cli.security import KEY_VARIABLE, open_channel
 from grpc_service.config import DEFAULT_PORT, is_loopback
 
 if TYPE_CHECKING:
@@ -26,6 +26,22 @@ if TYPE_CHECKING:
 
 # How grpc begins to tell that there never was a connection; it has no code of its own for that.
 NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
+# What its words for that hold, and what of it the command line can change.
+WHY_NOT_CONNECTED = (
+    ("WRONG_VERSION_NUMBER", "the server at {} speaks no TLS: leave out --tls and --tls-ca"),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "the certificate of the server at {} is of no authority that is trusted here: name it by "
+        "--tls-ca",
+    ),
+    ("Hostname Verification", "the certificate of the server at {} is for another name"),
+    (
+        "Socket closed",
+        "the server at {} takes no such connection: it may want TLS (--tls or --tls-ca), or its "
+        "clients need certificates (--tls-cert and --tls-key)",
+    ),
+    ("Failed parsing HTTP/2", "what answers at {} is no gRPC server"),
+)
 DETAILS_KEY = "grpc-status-details-bin"
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -71,18 +87,28 @@ def explain(error: grpc.RpcError, target: str, timeout_s: float | None) -> str:
         text = [error.details() or error.code().name]
         text += _violations(details.get("BadRequest"), text[0])
         text += _retry(details.get("RetryInfo"))
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            text.append(f"give one by --api-key-file or in ${KEY_VARIABLE}")
         return " ".join("; ".join(text).split())
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        if (error.details() or "").startswith(NEVER_CONNECTED):
+        told = error.details() or ""
+        if told.startswith(NEVER_CONNECTED):
             if "://" in target:
                 return f"{target} is no address: --server takes HOST:PORT or unix:PATH, no URL"
-            return f"no server answers at {target}; `triolet serve` starts one"
+            return _not_connected(told, target)
         return f"the connection to the server at {target} was lost"
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
         return f"the server did not finish within {timeout_s:g} s (--timeout)"
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return f"the server at {target} does not know this call; is it a Triolet server?"
     return " ".join(f"{error.code().name}: {error.details()}".split())
+
+
+def _not_connected(told: str, target: str) -> str:
+    for words, sentence in WHY_NOT_CONNECTED:
+        if words in told:
+            return sentence.format(target)
+    return f"no server answers at {target}; `triolet serve` starts one"
 
 
 def _details(error: grpc.RpcError) -> dict[str, Message]:

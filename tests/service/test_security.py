@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -429,6 +430,7 @@ def test_the_client_commands_speak_tls_and_show_a_key(files, keys, tmp_path):
         assert "a key is needed" in err
         code, _, err = command("models", *to, *tls, "--api-key-file", mine, "--timeout", "5")
         assert (code, err.count("\n")) == (1, 1)
+        assert "its clients need certificates (--tls-cert and --tls-key)" in err
         code, _, err = command("models", *to, *tls, "--tls-cert", files.client_cert)
         assert (code, err) == (2, "triolet: --tls-cert and --tls-key go together\n")
         code, _, err = command("models", *to, "--tls-ca", "nowhere")
@@ -436,6 +438,38 @@ def test_the_client_commands_speak_tls_and_show_a_key(files, keys, tmp_path):
             2,
             "triolet: --tls-ca nowhere cannot be read: No such file or directory\n",
         )
+
+
+def test_the_client_commands_say_why_there_is_no_connection(files, keys):
+    """One line each, which names the flag."""
+    with fake() as plain, fake(server=tls_of(files) | {"api_key_file": str(keys)}) as secured:
+        wait_serving(plain.channel)
+        for server, flags, told in (
+            (plain, ["--tls"], "speaks no TLS: leave out --tls and --tls-ca"),
+            (plain, ["--tls-ca", files.ca], "speaks no TLS: leave out"),
+            (secured, [], "it may want TLS (--tls or --tls-ca)"),
+            (secured, ["--tls"], "is of no authority that is trusted here: name it by --tls-ca"),
+            (secured, ["--tls-ca", files.other_ca], "is of no authority that is trusted here"),
+            (secured, ["--tls-ca", files.ca], "give one by --api-key-file or in $TRIOLET_API_KEY"),
+        ):
+            code, out, err = command("stats", "--server", server.address, *flags)
+            assert (code, out, err.count("\n")) == (1, "", 1)
+            assert told in err, err
+
+
+def test_the_client_commands_tell_a_certificate_for_another_name(files):
+    fields = {"tls_cert": str(files.client_cert), "tls_key": str(files.client_key)}
+    with fake(server=fields) as server:
+        code, _, err = command("stats", "--server", server.address, "--tls-ca", files.ca)
+        assert (code, err.count("\n")) == (1, 1)
+        assert "is for another name" in err
+
+
+def test_the_client_commands_tell_what_is_no_grpc_server():
+    with fake(server={"metrics_port": 0}) as server:
+        where = wait_until(lambda: re.search(r"http://(\S+)/metrics", server.log), SOON_S)[1]
+        code, _, err = command("stats", "--server", where)
+        assert (code, err) == (1, f"triolet: what answers at {where} is no gRPC server\n")
 
 
 # ---- encoders --------------------------------------------------------------------------------
