@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
 
+from engine.errors import ConfigError
 from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
 from grpc_service.cli.client import run_client
 
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Returns the exit code.
+
+    Raises:
+        ConfigError: a flag asks for what is not shown as text.
+    """
+    for flag, given in (("logprobs", args.logprobs), ("prompt-logprobs", args.prompt_logprobs)):
+        if given is not None and not args.json:
+            raise ConfigError(f"--{flag} is shown by --json only; give both")
     request = request_of(args, _prompt(args.prompt))
 
     def job(channel: grpc.Channel) -> None:

@@ -73,7 +73,7 @@ def test_generate_sends_what_it_is_told(ask):
     given = "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 0 --seed 7 --stop a --stop b"
     given += " --n 1 --timeout 20 --model stories --min-p 0.1 --typical-p 0.9"
     given += " --repetition-penalty 1.1 --presence-penalty -0.5 --frequency-penalty 0.25"
-    given += " --bad-word c --bad-word d --logprobs 0 --prompt-logprobs 3"
+    given += " --bad-word c --bad-word d --json --logprobs 0 --prompt-logprobs 3"
     assert ask(front, "generate", "x", *given.split())[0] == 0
     request, sampling = front.last.request, front.last.request.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (5, 0.0, 0.5)
@@ -84,6 +84,12 @@ def test_generate_sends_what_it_is_told(ask):
     assert (request.output.logprobs, request.output.prompt_logprobs) == (0, 3)
     assert (request.n, request.model) == (1, "stories")
     assert 15 < request.timeout_s < 21
+
+
+@pytest.mark.parametrize("flag", ["--logprobs", "--prompt-logprobs"])
+def test_what_only_json_shows_is_refused_without_it(flag, capsys):
+    assert main(["generate", "x", flag, "0", "--server", SILENT]) == 2
+    assert capsys.readouterr().err == f"triolet: {flag} is shown by --json only; give both\n"
 
 
 def test_generate_reads_its_prompt_from_standard_input(ask, monkeypatch):
