@@ -119,6 +119,18 @@ def test_the_image_copies_what_there_is_and_does_not_run_as_root():
     build_parser().parse_args(command)
 
 
+def test_the_image_has_the_compiler_of_the_kernels_where_it_runs():
+    """They are compiled for the processor that the server runs on, at its start."""
+    names = [name for name, _ in instructions()]
+    last_stage = instructions()[len(names) - names[::-1].index("FROM") :]
+    assert ("ARG", "PACKAGES=g++") in last_stage
+    assert any(
+        name == "RUN" and "apt-get install" in rest and "${PACKAGES}" in rest
+        for name, rest in last_stage
+    )
+    assert '"g++"' in (ROOT / "engine/model/native.py").read_text()
+
+
 def test_the_image_takes_torchs_build_as_an_argument():
     assert ("ARG", "TORCH_INDEX=https://download.pytorch.org/whl/cpu") in instructions()
 
@@ -136,6 +148,8 @@ def test_the_unit_drains_reloads_and_runs_without_rights():
     assert service["SuccessExitStatus"] == "75"
     assert int(service["TimeoutStopSec"]) > 30 + 60  # --drain-timeout and --step-timeout
     assert service["DynamicUser"] == service["NoNewPrivileges"] == "yes"
+    kept = dict(one.split("=") for one in shlex.split(service["Environment"]))["XDG_CACHE_HOME"]
+    assert kept == f"/var/cache/{service['CacheDirectory']}"  # compiled kernels outlast a start
 
 
 # ---- the dashboard and the alerts ------------------------------------------------------------
@@ -171,6 +185,7 @@ def test_the_dashboard_shows_metrics_that_there_are_and_panels_apart():
     shown = set().union(*map(names_in, expressions))
     new = {"cancel_to_free_seconds", "deadline_missed_total", "parked_seconds", "zombie_calls"}
     new |= {"step_gap_seconds", "plan_discarded_total", "drain_remaining_requests"}
+    new |= {"replicas_degraded", "worker_deaths_total"}
     assert new <= shown
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
