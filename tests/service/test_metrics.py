@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
 from grpc_service.metrics import METRICS, PREFIX
-from tests.support.fake_server import BROKEN_STEP
+from tests.support.fake_server import BROKEN_STEP, HUNG_STEP
 from tests.support.server import ROOT, fake, fake_argv, process
 from tests.support.wire import (
     SMALL_WINDOW,
@@ -213,6 +213,15 @@ def a_worker_that_dies(server):
     yield
 
 
+@contextlib.contextmanager
+def a_step_that_hangs(server):
+    with Generation(server.channel, prompt_ids=[HUNG_STEP], max_tokens=3) as call:
+        wait_until(lambda: Scrape(server).total("replicas_degraded"), SOON_S, "it counts as hung")
+        yield
+        server.tell("release")
+        assert call.finish().error is None
+
+
 SLOW = {"script": {"step_s": 0.02}, "runner": {"max_model_len": 4096}}
 STALLING = {"engine": {"stream_buffer": 16, "stall_timeout_s": 0.5}}
 # name of a cause: the metrics that it moves, the server it needs.
@@ -247,6 +256,10 @@ CAUSES = {
         {"models": [{"name": "fake", "lazy": True}]},
     ),
     a_worker_that_dies: ({"replicas_degraded", "worker_deaths_total"}, {"may_log": "."}),
+    a_step_that_hangs: (
+        {"replicas_degraded"},
+        {"engine": {"step_timeout_s": 0.3}, "may_log": "has been running"},
+    ),
     the_failure_of_a_lazy_model: (
         {"model_ready"},
         {"models": [{"name": "fake", "lazy": True, "fails": 1}], "may_log": "fake|Traceback"},
