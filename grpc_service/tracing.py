@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-FLUSH_MS = 1000  # guess: what the end of the process may wait for a collector
+FLUSH_S = 1.0  # guess: what the end of the process may wait for a collector
 PHASES = ("load", "queue", "wait", "prefill", "decode")  # in their order; a call has some of them
 # gRPC's codes that are the server's fault, by OpenTelemetry's conventions for servers.
 FAULTS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
@@ -47,7 +48,8 @@ def open_tracing(environ: Mapping[str, str]) -> Tracing | None:
         log.warning("no traces: %s is not installed; see triolet[tracing]", error.name)
         return None
     name = environ.get("OTEL_SERVICE_NAME", "triolet")
-    provider = TracerProvider(resource=Resource.create({"service.name": name}))
+    resource = Resource.create({"service.name": name})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `flush` is bounded
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracing(provider)
 
@@ -115,8 +117,11 @@ class Tracing:
         span.end(ended)
 
     def flush(self) -> None:
-        """Send what has not been sent, for as long as `FLUSH_MS`."""
-        self._provider.force_flush(FLUSH_MS)
+        """Send what has not been sent, for as long as `FLUSH_S`, and take nothing more.
+        OpenTelemetry's own timeouts do not hold while an exporter is at work."""
+        thread = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        thread.start()
+        thread.join(FLUSH_S)
 
 
 def _ns(seconds: str | int | float) -> int:

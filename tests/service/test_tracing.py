@@ -112,6 +112,20 @@ def test_nothing_is_imported_unless_it_is_configured():
     assert done.returncode == 0
 
 
+def test_a_collector_that_hangs_does_not_hold_up_the_end():
+    code = (
+        "import time\n"
+        "from opentelemetry.sdk.trace.export import ConsoleSpanExporter\n"
+        "from grpc_service.tracing import open_tracing\n"
+        "ConsoleSpanExporter.export = lambda *_: time.sleep(60)\n"
+        "tracing = open_tracing({'OTEL_TRACES_EXPORTER': 'console'})\n"
+        "tracing.record({'method': 'a/b', 'code': 'OK', 'elapsed_s': 1.0}, [], 'r1')\n"
+        "tracing.flush()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=20, check=False)
+    assert done.returncode == 0
+
+
 def test_a_server_tells_its_spans(monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
     with fake(script={"step_s": 0.01}) as server:
