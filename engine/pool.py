@@ -703,7 +703,7 @@ class Pool:
 
 def _tell_failure(entry: Entry, error: Exception) -> None:
     """In the log, with what only the operator may see."""
-    detail = getattr(error, "log_detail", "")
+    detail = " ".join(getattr(error, "log_detail", "").split())
     shown = f" [{detail}]" if detail else ""
     log.warning("a worker of %s did not load: %s%s", entry.config.name, error, shown)
 
