@@ -387,6 +387,7 @@ OWN_THREADS = {
     "engine.model.child_main": "a process of its own, without Trio",
     "engine.model.vet": "a process of its own, without Trio",
     "grpc_service.asyncio_side": "the asyncio world's own thread",
+    "grpc_service.tracing": "the last flush to a collector, left behind if that does not answer",
 }
 
 
