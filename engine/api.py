@@ -272,6 +272,7 @@ class Engine:
                     replica.replica_id,
                     getattr(replica.loop.scheduler.statistics(), "plans_discarded", 0),
                     replica.loop.telemetry.snapshot() if replica.loop.telemetry else None,
+                    replica.process.rss_bytes() if replica.process else None,
                 )
                 for replica in replicas
             ),

@@ -59,6 +59,10 @@ class Mortal(Protocol):
         """End it, without waiting."""
         ...
 
+    def rss_bytes(self) -> int:
+        """What it has in memory."""
+        ...
+
 
 @dataclass(eq=False)
 class Replica:
@@ -74,6 +78,7 @@ class Replica:
     on_idle: Callable[[Replica], None]
     encoder_tokenizer: EncoderTokenizer | None = None  # an encoder's
     constraints: Constraints | None = None  # a text model's
+    process: Mortal | None = None  # where its runner has one of its own
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # of Trio's clock
     outstanding_tokens: int = 0  # of requests that run or wait here, prompt and output, at most
@@ -225,6 +230,7 @@ class ReplicaMaker:
             self.on_idle,
             encoder_tokenizer=tokenizer,
             constraints=constraints,
+            process=runner if isinstance(runner, Mortal) else None,
         )
 
     def _scheduler_config(self, info: ModelInfo, name: str) -> SchedulerConfig:

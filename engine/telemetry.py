@@ -99,12 +99,14 @@ class TelemetrySnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
-    """One replica's account. ``telemetry`` None: it is off."""
+    """One replica's account. ``telemetry`` None: it is off. ``process_bytes`` None: its worker has
+    no process of its own."""
 
     model: str
     replica: int
     plans_discarded: int
     telemetry: TelemetrySnapshot | None
+    process_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

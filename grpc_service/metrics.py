@@ -89,6 +89,7 @@ DISCARDED = _counter("plan_discarded_total", "steps planned ahead for nothing")
 CANCEL_TO_FREE = _histogram(
     "cancel_to_free_seconds", "an early end to its blocks being free", (*REPLICA, "phase")
 )
+PROCESS_BYTES = _gauge("worker_resident_bytes", "memory in use by a worker with its own process")
 MODEL_READY = _gauge("model_ready", "1 for a model that can be asked, else 0", ("model_name",))
 DEGRADED = _gauge(
     "replicas_degraded", "replicas that died and are to come back, or that hang", ("model_name",)
@@ -105,8 +106,8 @@ RPCS = _counter("rpcs_total", "RPCs ended, by method and status", ("method", "co
 METRICS = (
     *OF_COUNTS.values(),
     *OF_TELEMETRY.values(),
-    *(CACHE_USAGE, SUCCESS, DISCARDED, CANCEL_TO_FREE, MODEL_READY, DEGRADED, DEATHS),
-    *(ENDED, DEADLINES, ZOMBIES, DRAINING, MEMORY, MEMORY_LIMIT, RPCS),
+    *(CACHE_USAGE, SUCCESS, DISCARDED, CANCEL_TO_FREE, PROCESS_BYTES, MODEL_READY),
+    *(DEGRADED, DEATHS, ENDED, DEADLINES, ZOMBIES, DRAINING, MEMORY, MEMORY_LIMIT, RPCS),
 )
 
 
@@ -152,6 +153,8 @@ def _of_replica(
     replica: ReplicaSnapshot, labels: tuple[str, ...]
 ) -> Iterator[tuple[Metric, tuple[str, ...], Any]]:
     yield DISCARDED, labels, replica.plans_discarded
+    if replica.process_bytes is not None:
+        yield PROCESS_BYTES, labels, replica.process_bytes
     telemetry = replica.telemetry
     if telemetry is None:
         return

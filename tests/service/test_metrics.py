@@ -202,6 +202,13 @@ def the_first_use_of_a_lazy_model(server):
 
 
 @contextlib.contextmanager
+def the_first_use_of_a_model_with_a_process(server):
+    with the_first_use_of_a_lazy_model(server):
+        assert Scrape(server).total("worker_resident_bytes") > 10_000_000
+        yield
+
+
+@contextlib.contextmanager
 def the_failure_of_a_lazy_model(server):
     assert reason(generate(server.channel, max_tokens=2).error) == "SPAWN_FAILED"
     yield
@@ -254,6 +261,10 @@ CAUSES = {
     the_first_use_of_a_lazy_model: (
         {"kv_blocks", "memory_reserved_bytes"},
         {"models": [{"name": "fake", "lazy": True}]},
+    ),
+    the_first_use_of_a_model_with_a_process: (
+        {"worker_resident_bytes"},
+        {"models": [{"name": "fake", "lazy": True, "runner": "process"}]},
     ),
     a_worker_that_dies: ({"replicas_degraded", "worker_deaths_total"}, {"may_log": "."}),
     a_step_that_hangs: (

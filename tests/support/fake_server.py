@@ -225,7 +225,8 @@ def start(
     """Serve and return the exit code.
 
     ``models``: ModelConfig's fields, and a model's own ``script``; with ``capability``
-    "text-embedding" or "rerank" it is an encoder. ``replicas``: how many workers it has;
+    "text-embedding" or "rerank" it is an encoder, with ``runner`` "process" one of `child_fakes`.
+    ``replicas``: how many workers it has;
     ``memory_bytes``: what each needs; ``fails``: how many of its loads fail first. ``script``,
     ``runner``, ``engine``, ``server``: fields of make_script, FakeRunner, EngineConfig and
     ServerConfig.
@@ -251,6 +252,10 @@ def start(
         if failing[model.name]:
             failing[model.name] -= 1
             own["load_error"] = "scripted"
+        if model.runner == "process":
+            from tests.support.child_fakes import child
+
+            return child()
         if model.capability in KINDS:
             return FakeEncoder(
                 KINDS[model.capability],
