@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
 from tests.support import http2
 from tests.support.core_driver import expected_tokens
-from tests.support.fuzz import messages
+from tests.support.fuzz import messages, nearly_right
 from tests.support.server import fake
 from tests.support.wire import (
     connect,
@@ -44,6 +44,20 @@ DRAIN = "triolet.v1.Control/Drain"
 FEW = 20
 # The full run draws at least 20,000 in all; a message without fields has only one value.
 MANY = -(-20_000 // sum(bool(method.input_type.fields) for method in METHODS.values()))
+# What would be served; many of an RPC's messages differ little from it (`nearly_right`): of those
+# drawn from nothing hardly one gets as far as the engine.
+SERVED = {
+    "Inference/Generate": inference_pb2.GenerateRequest(text="Once", sampling={"max_tokens": 9}),
+    "Inference/Embed": inference_pb2.EmbedRequest(inputs=[{"text": "Once"}]),
+    "Inference/Rerank": inference_pb2.RerankRequest(query="Who?", documents=["Me"]),
+    "Inference/Tokenize": inference_pb2.TokenizeRequest(text="Once"),
+    "Inference/Detokenize": inference_pb2.DetokenizeRequest(ids=[1, 2, 3]),
+}
+MODELS = (
+    {"name": "fake"},
+    {"name": "vectors", "capability": "text-embedding"},
+    {"name": "ranks", "capability": "rerank"},
+)
 CALL_S = 2.0
 READ_MAX = 20
 SOON_S = 20.0
@@ -56,7 +70,7 @@ CLIENTS_OWN = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 def small_server():
     """Requests on it end soon, whatever they ask for."""
     runner = {"max_model_len": 96, "num_blocks": 64}
-    with fake(runner=runner) as one:
+    with fake(runner=runner, models=MODELS) as one:
         wait_serving(one.channel)
         yield one
 
@@ -118,7 +132,9 @@ def _error_of(channel, name, request, serializer):
 def fuzz_messages(server, name, num_examples):
     """Send ``num_examples`` messages of the RPC's own type."""
     descriptor = METHODS[name].input_type
-    num_sent = 0
+    base = SERVED.get(name.removeprefix("triolet.v1."))
+    drawn = messages(descriptor) if base is None else messages(descriptor) | nearly_right(base)
+    num_sent = num_served = 0
 
     @settings(
         max_examples=num_examples,
@@ -126,15 +142,18 @@ def fuzz_messages(server, name, num_examples):
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(messages(descriptor))
+    @given(drawn)
     def send(message):
-        nonlocal num_sent
+        nonlocal num_sent, num_served
         num_sent += 1
-        call(server.channel, name, message, GetMessageClass(descriptor).SerializeToString)
+        code = call(server.channel, name, message, GetMessageClass(descriptor).SerializeToString)
+        num_served += code is grpc.StatusCode.OK
         if name.endswith("/Pause"):
             resume(server)
 
     send()
+    if base is not None and num_examples > FEW:
+        assert num_served > num_examples / 50, "too few got as far as the engine"
     # a message without fields has one value, and Hypothesis does not repeat it
     while num_sent < num_examples:
         num_sent += 1

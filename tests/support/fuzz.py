@@ -53,6 +53,30 @@ def messages(draw, descriptor, depth=0):
     return message
 
 
+@st.composite
+def nearly_right(draw, base):
+    """``base``, which would be served, with up to two of its fields drawn anew, at any depth."""
+    message = type(base)()
+    message.CopyFrom(base)
+    for _ in range(draw(st.integers(0, 2))):
+        inside, depth = message, 0
+        field = draw(_field_of(inside))
+        while _is_one_message(field) and draw(st.booleans()):
+            inside, depth = getattr(inside, field.name), depth + 1
+            inside.SetInParent()
+            field = draw(_field_of(inside))
+        _set(draw, inside, field, depth)
+    return message
+
+
+def _field_of(message):
+    return st.sampled_from(list(message.DESCRIPTOR.fields))
+
+
+def _is_one_message(field):
+    return field.type == Field.TYPE_MESSAGE and not field.is_repeated
+
+
 def _set(draw, message, field, depth):
     is_message = field.type == Field.TYPE_MESSAGE
     if is_message and field.message_type.GetOptions().map_entry:
