@@ -195,6 +195,11 @@ class EngineLoop:
         return self._watch.is_hung
 
     @property
+    def has_died(self) -> bool:
+        """`run` has ended by an error: nothing of what the scheduler says holds any more."""
+        return self._cause is not None
+
+    @property
     def is_idle(self) -> bool:
         """Nothing live, nothing posted, no step in flight."""
         return self.scheduler.is_idle and not self._commands
@@ -295,8 +300,10 @@ class EngineLoop:
             self._deliver()
             self.scheduler.prepare(trio.current_time())
         finally:
-            outcome = await job.wait()
-            self._watch.end()
+            try:
+                outcome = await job.wait()
+            finally:
+                self._watch.end()
         ended = trio.current_time()
         self.busy_s += ended - started
         if self.telemetry is not None:

@@ -264,6 +264,22 @@ async def load(world, name, replicas=None):
     return stages
 
 
+def test_a_load_is_over_though_a_dead_replica_still_looks_for_room():
+    """Found by the simulator: each look of the watch began the next load at once, for ever."""
+    world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
+
+    async def body(world):
+        await world.hold("a")
+        world.crash("a")
+        await world.hold("b")  # has the room now
+        with trio.fail_after(5.0):
+            assert (await load(world, "a", 2))[-1].state is ModelState.READY
+        assert len(world.pool.entries["a"].ready) == 1
+        assert world.num_loads("a") == 2
+
+    world.run(body)
+
+
 def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff():
     """R141. Who asks meanwhile waits; nobody need ask."""
     world = World(Model("a"))

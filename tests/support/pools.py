@@ -81,25 +81,12 @@ class Worker:
         return getattr(self.runner, name)
 
 
-class Threads(VirtualThreads):
-    """A job that fails takes its time, too."""
-
-    async def run(self, job, limiter):
-        async with limiter:
-            self._slept_s = 0.0
-            try:
-                return job()
-            finally:
-                with trio.CancelScope(shield=True):
-                    await trio.sleep(self._slept_s)
-
-
 class World:
     """A pool, and what is noted of it."""
 
     def __init__(self, *models, limit=100 * GB, **config):
         self.models = {model.name: model for model in models}
-        self.threads = Threads()
+        self.threads = VirtualThreads()
         self.workers = []
         self.loads = []  # (model, when) of each that began
         self.pool = None
