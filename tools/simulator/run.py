@@ -62,10 +62,10 @@ if TYPE_CHECKING:
     from grpc_service.bridge import Bridge
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
-LOAD_ERRORS = {
-    "refused": SpawnFailed("drawn"),
-    "raised": RuntimeError("drawn"),
-    "exited": SystemExit("drawn"),
+LOAD_ERRORS: dict[str, type[BaseException]] = {
+    "refused": SpawnFailed,
+    "raised": RuntimeError,
+    "exited": SystemExit,
 }
 SLEEPY_LOAD_S = 45.0  # above the 30 s its waiters wait
 
@@ -145,7 +145,7 @@ class Simulation:
     def _draw_load_error(self, name: str) -> BaseException | None:
         if name == FRAGILE or self._load_failures[name] > 0:
             self._load_failures[name] -= 1
-            return LOAD_ERRORS[self.world.load_error]
+            return LOAD_ERRORS[self.world.load_error]("drawn")
         return None
 
     # ---- faults, drawn as they come up
