@@ -37,6 +37,7 @@ class Model:
     name: str
     num_bytes: int = GB
     load_s: float = 1.0
+    prepare_s: float = 0.0
     replicas: int = 1
     lazy: bool = True
     capability: Capability | None = None
@@ -66,6 +67,7 @@ class Worker:
     def estimate(self):
         if self.model.estimate_error is not None:
             raise self.model.estimate_error
+        self.world.threads.note_sleep(self.model.prepare_s)
         return MemoryEstimate(self.model.num_bytes)
 
     def load(self, progress):
