@@ -113,12 +113,20 @@ class Parts(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
 
 
-def detect_format(template: str, *, has_tools: bool, prompt: str) -> AnswerFormat:
+def detect_format(
+    template: str, *, has_tools: bool, prompt: str, constraint: str | None = None
+) -> AnswerFormat:
     """How a model with this chat template answers.
 
     Calls are looked for only where the request offers tools. ``prompt`` is what the template wrote
-    for it: if that ends with the opening of the reasoning, the answer begins inside.
+    for it: if that ends with the opening of the reasoning, the answer begins inside. ``constraint``
+    is the source of the form the answer has: that is its text then, whole, unless the source itself
+    spells the end of a reasoning.
     """
+    if constraint is not None:
+        has_tools = False
+        if END_THINK not in constraint:
+            return PLAIN
     reasons = END_THINK in template
     return AnswerFormat(
         tools=_tool_format(template) if has_tools else None,

@@ -23,7 +23,7 @@ from engine.core.types import EndReason
 from engine.errors import InvalidRequest, RequestCancelled, RequestTooLarge, ShuttingDown
 from engine.pool import Pool
 from engine.quota import NOWHERE, Origin
-from engine.status import Capability, Counts, EngineStatistics, ModelState, ReplicaCounts
+from engine.status import LEVELS, Capability, Counts, EngineStatistics, ModelState, ReplicaCounts
 from engine.supervisor import Supervisor
 from engine.telemetry import EngineTelemetry, ReplicaSnapshot
 from engine.threads import Threads, WorkerThreads
@@ -404,6 +404,8 @@ def _replica_counts(replica: Replica) -> Counts:
     stats = replica.loop.scheduler.statistics()
     names = {field.name for field in fields(Counts)}
     known = {name: value for name, value in asdict(stats).items() if name in names}
+    if replica.loop.has_died:  # what it held has gone with it; its worker is still being closed
+        known |= dict.fromkeys(LEVELS & known.keys(), 0)
     return Counts(**known, memory_reserved=replica.reservation.num_bytes)
 
 

@@ -45,7 +45,6 @@ class Encoding(Lifetime[EncodeEvent]):
         else:
             self.num_inputs, self._top_n = len(request.documents), request.top_n
         self._num_done = 0
-        self._is_begun = False
         self._scores: list[Score] = []
         num_kept = min(self.num_inputs, self._top_n or 0)
         super().__init__(

@@ -113,6 +113,7 @@ class Lifetime(Generic[EventT]):
         self._turn = trio.Event()  # it is closed, or is to move
         self._ready: list[EventT] = []  # for `take_ready`
         self._has_left = False
+        self._is_begun = False  # its reader has been told of the start
         self.credit = Credit(buffer)
         self._send, self._receive = trio.open_memory_channel[EventT](buffer + num_beside)
 
@@ -339,7 +340,6 @@ class Generation(Lifetime[StreamEvent]):
         self.echo_text: str | None = None
         self._num_choices = max(1, request.n or 1)  # it may be about to be refused for it
         self._num_finished = 0
-        self._is_begun = False
         self._is_renamed = core_id != request_id
         self.dropped: tuple[int, ...] = ()  # which of a chat's messages were left out
         self._apart: tuple[Apart, ...] = ()  # for each choice, where its answer is told apart

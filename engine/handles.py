@@ -305,12 +305,13 @@ class Chat(Handle):
         """The answer that is not over, if its reader still has it."""
         return None if self._asked is None else self._asked()
 
-    def _settle(self, answer: Answer | None) -> None:
-        """An answer is over; the first time, it becomes part of the conversation."""
+    def _settle(self, answer: Answer | None, *, is_whole: bool = False) -> None:
+        """An answer is over; the first time, it becomes part of the conversation. A whole one does
+        though it be empty: it was the model's."""
         if answer is None or self._current is not answer:
             return
         self._asked = None
-        if answer.error is None and answer.text:
+        if answer.error is None and (answer.text or is_whole):
             self._messages = [
                 *without(self._messages, answer._generation.dropped),
                 {"role": "user", "content": answer.question},
@@ -439,7 +440,7 @@ class Answer:
             if isinstance(event, AnswerTokens):
                 self.reasoning += event.reasoning
         elif isinstance(event, Finished):  # the one choice's: nothing comes after it
-            self._chat._settle(self)
+            self._chat._settle(self, is_whole=True)
 
 
 # ---- encoders

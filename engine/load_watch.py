@@ -63,10 +63,10 @@ class LoadWatch:
         while True:
             self._look_at_end()
             load = self._entry.load
-            if load is None and self._has_enough():
-                break
-            if load is None or load is not self._load:  # a new one: it need not wait for a backoff
-                self._is_own = load is None
+            if load is None or load is not self._load:
+                if self._has_enough():
+                    break
+                self._is_own = load is None  # of another, it need not wait for the backoff
                 self._pool.ensure(self._entry.config.name, replicas=self._count)
                 self._load = self._entry.load
                 continue

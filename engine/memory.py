@@ -1,4 +1,4 @@
-"""What memory this process may use, who has reserved it, and when it looks for garbage.
+"""What memory this process may use, and who has reserved it.
 
 Rule 1: bytes are reserved before a load begins and released exactly once; what has no room is
 never reserved (R119, R120). Rule 2: each device has a limit and books of its own (D16).
@@ -8,7 +8,6 @@ Source: R116 (0.80 of the memory, container limits respected), D16.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +16,6 @@ from engine.errors import EngineBug
 LIMIT_FRACTION = 0.80  # R116
 
 CPU = "cpu"
-
-GC_THRESHOLDS = (50_000, 20, 100)
-"""A step of 1,024 rows makes thousands of tuples that live until the next; at Python's 700 it was
-looked through for cycles in mid-plan, and was a third slower (`python -m tools.bench schedule`)."""
 
 _CGROUP_FILES = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -137,24 +132,3 @@ class MemoryBooks:
         self._peaks[device] = max(self._peaks[device], self._reserved[device])
         if self._reserved[device] < 0:
             raise EngineBug(f"the books of {device} have {self._reserved[device]} bytes")
-
-
-def sweep_heap() -> None:
-    """When a model was closed: what its libraries leave behind are cycles, 1.5 MB of them, and at
-    `GC_THRESHOLDS` nobody else comes for them. After `settle_heap` it takes some 10 ms."""
-    gc.collect()
-
-
-def collect_rarely() -> None:
-    """For a process that will serve, before its imports: looking for garbage among what torch and
-    transformers make while they are imported is a tenth of a start's time."""
-    gc.set_threshold(*GC_THRESHOLDS)
-
-
-def settle_heap() -> None:
-    """For a process that serves, when its models have loaded: what start-up made is never looked
-    through for garbage again (a full look at torch's and transformers' objects stops every thread
-    for a tenth of a second), and what steps make less often. Not for a library to do unasked."""
-    gc.collect()
-    gc.freeze()
-    collect_rarely()

@@ -190,6 +190,7 @@ class Pool:
         entry = self.entry(name, capability)
         self._require_open(entry)
         if entry.load is not None:
+            entry.load.may_evict |= not (is_preload or entry.ready)
             if replicas is not None:
                 entry.deaths.clear()
                 entry.load.hurry.set()

@@ -108,8 +108,9 @@ class Prompts:
         text = await self.render_chat(replica, chat)
         form = detect_format(
             replica.tokenizer.chat_template(has_tools=bool(chat.tools)),
-            has_tools=bool(chat.tools) and asked.constraint is None,
+            has_tools=bool(chat.tools),
             prompt=text,
+            constraint=None if asked.constraint is None else asked.constraint.source,
         )
         return await self.chat_ids(replica, text, bool(add_special)), form
 

@@ -102,6 +102,12 @@ class RequestsTotal:
     refused: int = 0
 
 
+# the counters that go down again, but for memory
+LEVELS = frozenset(
+    {"running", "waiting", "parked", "ending", "free_blocks", "total_blocks", "cached_blocks"}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """The counters of one replica, or their sums: names as in the proto's Totals."""

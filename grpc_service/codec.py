@@ -183,7 +183,8 @@ def _chat_violations(message: inference_pb2.Chat, *, is_set: bool) -> Iterator[F
 
 
 def _decode_struct(struct: Struct) -> dict[str, Any]:
-    return {name: _decode_value(value) for name, value in struct.fields.items()}
+    """By name: protobuf's maps have another order in every process, and templates write it."""
+    return {name: _decode_value(struct.fields[name]) for name in sorted(struct.fields)}
 
 
 def _decode_value(value: Value) -> Any:

@@ -25,7 +25,7 @@ import trio
 from engine import logs
 from engine.api import make_torch_runner, open_engine
 from engine.errors import ConfigError, TrioletError
-from engine.memory import collect_rarely, settle_heap
+from engine.heap import collect_rarely, settle_heap
 from engine.status import ModelState
 from engine.watchdog import EXIT_HUNG, Watchdog
 from grpc_service.asyncio_side import AsyncioSide, check_free, new_event_loop

@@ -38,21 +38,23 @@ class Explainer:
         *,
         pause: PauseMode | None,
         tokens_per_s: float,
+        run_s: float,
         steps: tuple[PlannedStep, ...],
     ) -> Explanation:
         """What the choice that is furthest behind does and waits for. ``steps``: executing and
-        prepared. ``tokens_per_s``: of late; 0 while nothing was computed."""
+        prepared. Of late, 0 while nothing is known: ``tokens_per_s`` were computed, and a sequence
+        ran for ``run_s`` to its end."""
         seq = self._furthest_behind(live)
         position = self._position(seq)
-        estimate: float | None = None
-        if position and tokens_per_s > 0 and pause is None and not seq.is_known_to_worker:
-            ahead = sum([other.num_tokens for other in self._ledger.waiting[: position - 1]])
-            estimate = ahead / tokens_per_s
+        lacking = self._lacking() if position else ""
+        is_to_start = position and pause is None and not seq.is_known_to_worker
         return Explanation(
             state=seq.state.name,
-            waiting_for=self._reason(seq, position, now, pause, steps),
+            waiting_for=self._reason(seq, position, lacking, now, pause, steps),
             position=position,
-            estimate_s=estimate,
+            estimate_s=self._estimate(position, lacking, now, tokens_per_s, run_s)
+            if is_to_start
+            else None,
             computed_tokens=_start_of_rows(seq, steps),
             blocks=len(seq.blocks),
             parked_s=seq.seconds_in("parked", now),
@@ -70,10 +72,39 @@ class Explainer:
         line = self._ledger.waiting
         return 1 + bisect_left(line, first.waiting_key, key=lambda other: other.waiting_key)
 
+    def _lacking(self) -> str:
+        """What keeps the line's head from its start; empty: nothing but the step."""
+        ledger = self._ledger
+        head = ledger.waiting[0]
+        if ledger.num_seats + ledger.seats_of(head) > ledger.config.max_num_seqs:
+            return f"seats: {ledger.num_seats} of {ledger.config.max_num_seqs} sequences run"
+        lacking = self._planner.lacks(head)
+        if lacking > 0:
+            return f"KV blocks: {lacking} are lacking, {ledger.pool.num_free} are free"
+        return ""
+
+    def _estimate(
+        self, position: int, lacking: str, now: float, tokens_per_s: float, run_s: float
+    ) -> float | None:
+        """How long until its start: as long as what is ahead takes to compute or, where the head
+        has to wait for a sequence to end, as long as it takes that many sequences to end (of N
+        that run for T each, N / T end in a second). Before those that run for long have ended, T is
+        at least how long they have run."""
+        line, running = self._ledger.waiting[:position], self._ledger.running
+        if not lacking:
+            ahead = sum([other.num_tokens for other in line[:-1]])
+            return ahead / tokens_per_s if tokens_per_s > 0 else None
+        if run_s <= 0 or not running:
+            return None
+        so_far_s = sum([seq.run_s(now) for seq in running]) / len(running)
+        seats = sum([self._ledger.seats_of(one) for one in line])
+        return seats * max(run_s, so_far_s) / self._ledger.num_seats
+
     def _reason(
         self,
         seq: Sequence,
         position: int,
+        lacking: str,
         now: float,
         pause: PauseMode | None,
         steps: tuple[PlannedStep, ...],
@@ -90,22 +121,17 @@ class Explainer:
             return "token budget: the step has no room for its prompt" if is_left_out else ""
         if not position:
             return "the prompt, which another choice of the request computes"
-        return self._reason_of_line(seq, position, now)
+        return self._reason_of_line(seq, position, lacking, now)
 
-    def _reason_of_line(self, seq: Sequence, position: int, now: float) -> str:
+    def _reason_of_line(self, seq: Sequence, position: int, lacking: str, now: float) -> str:
         """What holds up the line's head, or that what is ahead has a higher priority."""
-        ledger, config = self._ledger, self._ledger.config
-        head = ledger.waiting[0]
         if position > 1:
-            levels = [ledger.waiting_key_of(one, now)[0] for one in (head, seq)]
+            head = self._ledger.waiting[0]
+            levels = [self._ledger.waiting_key_of(one, now)[0] for one in (head, seq)]
             if levels[0] < levels[1]:
                 return "priority: requests that go before it are ahead"
-        seats = ledger.seats_of(head)
-        if ledger.num_seats + seats > config.max_num_seqs:
-            return f"seats: {ledger.num_seats} of {config.max_num_seqs} sequences run"
-        lacking = self._planner.lacks(head)
-        if lacking > 0:
-            return f"KV blocks: {lacking} are lacking, {ledger.pool.num_free} are free"
+        if lacking:
+            return lacking
         return "token budget: the next steps compute what is ahead" if position > 1 else "a step"
 
 

@@ -356,7 +356,8 @@ class Planner:
         one that its reader or its deadline keeps, or that waits for a prefix.
 
         A running sequence gives way only if it comes after the first in the admission order
-        too: aging may have put it before, and it would take its place back at once.
+        too, as the line has it, whose keys may be a second old: aging may have put it before, and
+        it would take its place back at once.
         """
         ledger = self._ledger
         first = self._first_in_line()
@@ -367,7 +368,7 @@ class Planner:
         seats_over = ledger.num_seats + ledger.seats_of(first) - self._config.max_num_seqs
         if (lacking <= 0 and seats_over <= 0) or self._will_be_pending(first, matched):
             return []
-        key = ledger.waiting_key_of(first, self._now)
+        key = first.waiting_key
         later = [
             seq
             for seq in ledger.running

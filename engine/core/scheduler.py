@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 MAX_OOM_RETRIES = 3  # D17
 CLEAN_STEPS = 16  # guess: steps without running out of memory before the chunk budget doubles
 RATE_SMOOTHING = 0.2  # guess: the last five steps weigh two thirds in the queue estimate
+RUN_SMOOTHING = 0.05  # guess: the last twenty ends weigh two thirds, as many sequences run at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Scheduler:
         self._events: list[OutputEvent] = []
         self._suspects: deque[Sequence] = deque()
         self._oom_retries = self._clean_steps = 0
-        self._tokens_per_s = 0.0
+        self._tokens_per_s = self._run_s = 0.0  # of late
         self._best_rate = BestRate(config.max_num_batched_tokens)
         self._steps = self._rows = self._preemptions = self._discarded = 0
         self._prompt_tokens = self._completion_tokens = self._late = 0
@@ -314,8 +315,10 @@ class Scheduler:
         detail: str = "",
         violation: FieldViolation | None = None,
     ) -> None:
-        phase = seq.phase
+        phase, run_s = seq.phase, seq.run_s(now)
         self._ledger.end(seq, now)
+        if run_s > 0:
+            self._run_s += RUN_SMOOTHING * (run_s - self._run_s) if self._run_s else run_s
         self._events.append(
             Finished(
                 seq.request_id,
@@ -532,7 +535,12 @@ class Scheduler:
             return None
         steps = tuple([step for step in (self._step, self._prepared) if step is not None])
         return Explainer(self._ledger, self._planner).explain(
-            live, now, pause=self._pause, tokens_per_s=self._tokens_per_s, steps=steps
+            live,
+            now,
+            pause=self._pause,
+            tokens_per_s=self._tokens_per_s,
+            run_s=self._run_s,
+            steps=steps,
         )
 
     def is_live(self, request_id: RequestId) -> bool:

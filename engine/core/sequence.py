@@ -122,6 +122,10 @@ class Sequence:
         running = max(0.0, now - self.phase_since) if self.phase == phase else 0.0
         return self.phase_seconds[phase] + running
 
+    def run_s(self, now: float) -> float:
+        """Seconds that it has run so far."""
+        return self.seconds_in("prefill", now) + self.seconds_in("decode", now)
+
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Token ids at positions ``start … end - 1``, prompt and output together."""
         prompt = self.live.request.prompt

@@ -27,7 +27,7 @@ import threading
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine import logs
-from engine.memory import settle_heap
+from engine.heap import settle_heap
 from engine.model import frames
 from engine.model.frames import Estimated, Line, LineEnded, LineGarbled, Loaded, raised
 

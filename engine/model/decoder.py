@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from engine.model import native
 from engine.model.attention import KEYWORD
-from engine.model.native_attention import NativeStep
+from engine.model.native_attention import NativeStep, native_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -166,7 +166,7 @@ class NativeDecoder(torch.nn.Module):
             self.register_buffer(f"s{index}", tensor)
 
     def _pack_layer(self, parts: DecoderParts, layer: LayerParts, cache: KvCache) -> native.Layer:
-        packer, call = self._packer, layer.call
+        packer = self._packer
         return native.Layer(
             packer.linear(layer.qkv),
             packer.linear([layer.output]),
@@ -177,16 +177,7 @@ class NativeDecoder(torch.nn.Module):
             packer.keep(layer.key_norm),
             int(layer.is_norm_of_heads),
             layer.rotary,
-            native.Attention(
-                cache.keys[call.layer].data_ptr(),
-                cache.values[call.layer].data_ptr(),
-                parts.heads,
-                parts.kv_heads,
-                parts.head_dim,
-                call.sliding_window or 0,
-                call.scaling,
-                call.softcap or 0.0,
-            ),
+            native_call(layer.call, cache, parts.heads, parts.kv_heads, parts.head_dim),
         )
 
     def _pack_ends(self, parts: DecoderParts) -> native.Model:

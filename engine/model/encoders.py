@@ -13,7 +13,6 @@ makes the checkpoint's dtype torch's default for every thread, and text models r
 from __future__ import annotations
 
 from array import array
-from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +31,12 @@ from engine.core.encode_types import (
 )
 from engine.core.plan import LoadProgress, RowFailure, StepTimings
 from engine.core.types import PlanId, SequenceId
-from engine.errors import EngineBug, SpawnFailed
-from engine.memory import sweep_heap
+from engine.errors import EngineBug
+from engine.heap import sweep_heap
 from engine.model.checkpoint import Checkpoint
 from engine.model.encoder_files import check, check_all_loaded
 from engine.model.encoder_tokenizer import InputTokenizer
-from engine.model.failures import is_out_of_memory, spawn_failed
+from engine.model.failures import load_failures, step_failures
 from engine.model.loader import estimate_on, pick_device, pick_dtype
 from engine.model.refusal import Refusal
 from engine.model.resolve import read_json, resolve, short_name
@@ -47,6 +46,7 @@ from engine.status import Capability
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from engine.core.plan import MemoryEstimate, RunnerSpec
@@ -92,7 +92,7 @@ class EncoderRunner:
         return self._input_tokenizer
 
     def estimate(self) -> MemoryEstimate:
-        with self._telling_failures():
+        with self._load_failures():
             spec = self._spec
             device = pick_device(spec.device)
             directory = resolve(spec.model, spec.revision).directory
@@ -105,29 +105,15 @@ class EncoderRunner:
             return estimate_on(device, num_bytes + _workspace(spec, config, length, dtype))
 
     def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
-        with self._telling_failures(), thread_state(self._spec.threads, self._device):
+        with self._load_failures(), thread_state(self._spec.threads, self._device):
             return self._load(progress)
 
-    @contextmanager
-    def _telling_failures(self) -> Iterator[None]:
-        """Whatever stops a load is told in one sentence, and nothing is kept."""
-        try:
-            yield
-        except BaseException as error:
-            self.close()
-            if isinstance(error, SpawnFailed) or not isinstance(error, Exception):
-                raise
-            name = short_name(self._spec.model)
-            raise spawn_failed(name, error, needs="weights") from error
+    def _load_failures(self) -> AbstractContextManager[None]:
+        return load_failures(short_name(self._spec.model), self.close, needs="weights")
 
     def execute(self, plan: EncodePlan) -> EncodeResult:
-        try:
-            with thread_state(self._spec.threads, self._device):
-                return self._execute(plan)
-        except Exception as error:
-            if is_out_of_memory(error) and not isinstance(error, MemoryError):
-                raise MemoryError(str(error)) from error
-            raise
+        with step_failures(), thread_state(self._spec.threads, self._device):
+            return self._execute(plan)
 
     def close(self) -> None:
         for module in [] if self._model is None else self._model.modules():

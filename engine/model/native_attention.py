@@ -57,21 +57,12 @@ class NativeStep:
         Raises:
             MemoryError: there is no memory to work in; keys and values may be written.
         """
-        library, keys = self.backend.library, self.cache.keys[call.layer]
+        library, dtype = self.backend.library, self.cache.keys[call.layer].dtype
         query, key, value = (one.contiguous() for one in (query, key, value))
         out = torch.empty_like(query)
-        asked = native.Attention(
-            keys.data_ptr(),
-            self.cache.values[call.layer].data_ptr(),
-            query.shape[1],
-            key.shape[1],
-            query.shape[2],
-            call.sliding_window or 0,
-            call.scaling,
-            call.softcap or 0.0,
-        )
+        asked = native_call(call, self.cache, query.shape[1], key.shape[1], query.shape[2])
         status = library.triolet_attend(
-            native.KINDS[keys.dtype],
+            native.KINDS[dtype],
             ctypes.byref(asked),
             ctypes.byref(self.rows),
             query.data_ptr(),
@@ -84,3 +75,19 @@ class NativeStep:
         if status:
             raise MemoryError("no memory for a step's attention")
         return out
+
+
+def native_call(
+    call: AttentionCall, cache: KvCache, heads: int, kv_heads: int, head_dim: int
+) -> native.Attention:
+    """One layer's attention, as the kernels take it; its addresses live as long as ``cache``."""
+    return native.Attention(
+        cache.keys[call.layer].data_ptr(),
+        cache.values[call.layer].data_ptr(),
+        heads,
+        kv_heads,
+        head_dim,
+        call.sliding_window or 0,
+        call.scaling,
+        call.softcap or 0.0,
+    )

@@ -9,7 +9,6 @@ Rule 3: thread-local state is set inside every call, as each may come from anoth
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from time import perf_counter
@@ -27,15 +26,15 @@ from engine.core.plan import (
     StepResult,
     StepTimings,
 )
-from engine.errors import EngineBug, ShuttingDown, SpawnFailed
-from engine.memory import sweep_heap
+from engine.errors import EngineBug, ShuttingDown
+from engine.heap import sweep_heap
 from engine.model import packing
 from engine.model.architectures import context_limit, layer_shapes
 from engine.model.attention import KEYWORD
 from engine.model.backends import pick_backend, prepare
 from engine.model.checkpoint import Checkpoint
 from engine.model.constraints import LEAVES_NOTHING, Grammars, refusal
-from engine.model.failures import describe, is_out_of_memory, spawn_failed
+from engine.model.failures import describe, is_out_of_memory, load_failures, step_failures
 from engine.model.generation import read_generation
 from engine.model.kv_cache import KvCache, size_pool
 from engine.model.loader import estimate_on, load_model, pick_device, pick_dtype, read_config
@@ -49,7 +48,7 @@ from engine.model.tokenizer import load_tokenizer
 from engine.model.warmup import warm_up, workspace_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from engine.core.plan import AdmittedSequence, MemoryEstimate, Row, RunnerSpec, StepPlan
@@ -133,7 +132,7 @@ class TorchRunner:
         return self._tokenizer
 
     def estimate(self) -> MemoryEstimate:
-        with self._telling_failures():
+        with self._load_failures():
             spec = self._spec
             device = pick_device(spec.device)
             source = resolve(spec.model, spec.revision)
@@ -146,19 +145,12 @@ class TorchRunner:
             return estimate_on(device, num_bytes + workspace_bytes(spec, config, dtype))
 
     def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
-        with self._telling_failures(), self._thread_state():
+        with self._load_failures(), self._thread_state():
             return self._load(progress)
 
-    @contextmanager
-    def _telling_failures(self) -> Iterator[None]:
-        """Whatever stops a load is told in one sentence, and nothing is kept."""
-        try:
-            yield
-        except BaseException as error:
-            self.close()
-            if isinstance(error, SpawnFailed) or not isinstance(error, Exception):
-                raise
-            raise spawn_failed(short_name(self._spec.model), error) from error
+    def _load_failures(self) -> AbstractContextManager[None]:
+        name = short_name(self._spec.model)
+        return load_failures(name, self.close, needs="weights and KV pool")
 
     def compile(self, constraint: Constraint) -> int:
         if self._grammars is None:
@@ -170,13 +162,8 @@ class TorchRunner:
             self._grammars.forget(constraint)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        try:
-            with self._thread_state():
-                return self._execute(plan)
-        except Exception as error:
-            if is_out_of_memory(error) and not isinstance(error, MemoryError):
-                raise MemoryError(str(error)) from error
-            raise
+        with step_failures(), self._thread_state():
+            return self._execute(plan)
 
     def close(self) -> None:
         self._model = self._cache = self._tokenizer = self._generator = self._backend = None

@@ -38,7 +38,7 @@ _SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
-# What `render_chat` passes itself; a client's template_args may not override it.
+# What `render_chat`, or Jinja, passes itself; a client's template_args may not override it.
 _RESERVED_ARGS = frozenset(
     {
         "add_generation_prompt",
@@ -47,6 +47,7 @@ _RESERVED_ARGS = frozenset(
         "conversations",
         "messages",
         "return_assistant_tokens_mask",
+        "self",
         "tools",
     }
 )
@@ -146,7 +147,7 @@ class HfTokenizer:
         template = self._template(has_tools=bool(tools))
         args = dict(template_args or {})
         if clash := sorted(_RESERVED_ARGS & args.keys()):
-            raise InvalidRequest.of("chat", f"template_args cannot set {', '.join(clash)}")
+            raise InvalidRequest.of("chat.template_args", f"cannot set {', '.join(clash)}")
         if not messages:
             raise InvalidRequest.of("chat", "a chat needs at least one message")
         return render(

@@ -1,8 +1,9 @@
 """Every parameter of Generate, alone and in every pair of values, over gRPC, against an oracle.
 
-`ALONE` has each value of each parameter with nothing else but a seed; `COMBINED` is a set of rows
-in which every two values of every two parameters meet. What is compared: every token (by D10's
-measure), the end and what it matched, the text, log-probabilities, usage.
+`ALONE` has each value of each parameter with nothing else but a seed and what it needs to show;
+`COMBINED` is a set of rows in which every two values of every two parameters meet. What is
+compared: every token (by D10's measure), the end and what it matched, the text, log-probabilities,
+usage. And each value that means something is heard: without it, the request has another answer.
 """
 
 from __future__ import annotations
@@ -88,8 +89,46 @@ SAMPLING = [field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fiel
 PROMPT = [field.name for field in inference_pb2.PromptOptions.DESCRIPTOR.fields]
 OUTPUT = [field.name for field in inference_pb2.OutputOptions.DESCRIPTOR.fields]
 BASE = {name: values[0] for name, values in PARAMETERS.items()}
-ALONE = [BASE] + [
-    BASE | {name: value} for name, values in PARAMETERS.items() for value in values[1:]
+# What some parameters need beside them for anything to happen.
+BESIDE = {
+    "frequency_penalty": {"max_tokens": UNSET},
+    "presence_penalty": {"max_tokens": UNSET},
+    "min_tokens": {"stop": ("e",)},
+    "ignore_eos": {"logit_bias": {END: 4.0, 70: 3.5}, "max_tokens": UNSET},
+    "stop_token_ids": {"max_tokens": UNSET},
+    "include_stop": {"stop": ("e",)},
+    "bad_words": {"constraint": ("regex", "[a-z ]{4,60}")},
+    "logit_bias": {"max_tokens": UNSET, "seed": 0},
+    "truncate_left": {"truncate_to": 5},
+    "add_special_tokens": {"input": "chat"},
+    "skip_special_tokens": {"echo": True},
+}
+# Values that say what a request without them means.
+NEUTRAL = {
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "include_stop": False,
+    "n": 1,
+    "truncate_left": True,
+    "add_special_tokens": False,
+    "token_ids": False,
+    "echo": False,
+    "skip_special_tokens": True,
+}
+# What changes no answer: it is the scheduler's, or a name.
+UNHEARD = {"cache_salt", "bypass_prefix_cache", "priority", "request_id", "model"}
+
+
+def base_of(name):
+    """The row to compare one with in which a parameter has a value of its own."""
+    return BASE | BESIDE.get(name, {})
+
+
+ALONE = [BASE, *(base_of(name) for name in BESIDE)] + [
+    base_of(name) | {name: value} for name, values in PARAMETERS.items() for value in values[1:]
 ]
 ALONE.append(BASE | {"max_tokens": 1})  # which does not go with a higher min_tokens
 COMBINED = pairwise(PARAMETERS)
@@ -149,6 +188,34 @@ def channel(directory):
     flags = ("--max-model-len", str(MAX_MODEL_LEN), "--served-model-name", "llama")
     with real(*flags, model=directory) as server:
         yield server.channel
+
+
+def said(channel, row):
+    """Everything of an answer that does not depend on what the server did before."""
+    heard = generate(channel, **request_of(row))
+    assert heard.error is None
+    choices = []
+    for choice in range(row["n"] or 1):
+        finished = heard.finished(choice)
+        finished.ClearField("timings")
+        finished.usage.ClearField("cached_tokens")
+        scores = [entry for d in heard.deltas if d.choice == choice for entry in d.logprobs]
+        choices.append((heard.ids(choice), heard.text(choice), scores, finished))
+    return choices, list(heard.started.prompt_logprobs)
+
+
+HEARD = [
+    pytest.param(name, value, id=f"{name}={str(value)[:20]}")
+    for name, values in PARAMETERS.items()
+    for value in values[1:]
+    if name not in UNHEARD and not (name in NEUTRAL and value == NEUTRAL[name])
+]
+
+
+@pytest.mark.parametrize(("name", "value"), HEARD)
+def test_a_value_that_means_something_is_heard(channel, name, value):
+    base = base_of(name)
+    assert said(channel, base | {name: value}) != said(channel, base)
 
 
 class Skipped:

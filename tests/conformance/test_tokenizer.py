@@ -18,7 +18,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from engine.core.plan import Tokenizer  # noqa: E402
 from engine.core.types import Stops  # noqa: E402
-from engine.errors import InvalidRequest, RequestTooLarge, SpawnFailed  # noqa: E402
+from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge, SpawnFailed  # noqa: E402
 from engine.model.detokenizer import TextState  # noqa: E402
 from engine.model.encoder_tokenizer import InputTokenizer  # noqa: E402
 from engine.model.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
@@ -316,8 +316,11 @@ def test_a_chat_that_cannot_be_rendered_at_all(directory):
     ours = load_tokenizer(directory)
     with pytest.raises(InvalidRequest, match="at least one message"):
         ours.render_chat([])
-    with pytest.raises(InvalidRequest, match="template_args cannot set messages"):
-        ours.render_chat(MESSAGES, template_args={"messages": [], "x": 1})
+    for name in ("messages", "self", "add_generation_prompt"):
+        with pytest.raises(InvalidRequest) as caught:
+            ours.render_chat(MESSAGES, template_args={name: [], "x": 1})
+        [violation] = caught.value.violations
+        assert violation == FieldViolation("chat.template_args", f"cannot set {name}")
     plain = HfTokenizer(toy_tokenizers.byte_level())
     assert not plain.has_chat_template
     with pytest.raises(InvalidRequest, match="chat: this model has no chat template"):

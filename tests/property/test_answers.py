@@ -245,3 +245,17 @@ def test_a_prompt_may_have_opened_the_reasoning(prompt, inside):
     form = detect_format("<think> … </think>", has_tools=False, prompt=prompt)
     assert (form.reasons, form.begins_inside) == (True, inside)
     assert detect_format("", has_tools=True, prompt=prompt).is_plain
+
+
+@pytest.mark.parametrize("prompt", ["…<think>\n", "…"])
+def test_an_answer_in_a_form_is_text_unless_the_form_writes_reasoning(prompt):
+    def find(constraint):
+        return detect_format(
+            "</think><tool_call>", has_tools=True, prompt=prompt, constraint=constraint
+        )
+
+    assert find('{"type": "object"}').is_plain
+    assert find("").is_plain  # any JSON object has none
+    reasoned = find('start: /[^<]+/ "</think>" /[0-9]+/')
+    assert (reasoned.tools, reasoned.reasons) == (None, True)
+    assert reasoned.begins_inside == prompt.endswith("<think>\n")

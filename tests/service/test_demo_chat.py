@@ -18,7 +18,7 @@ from grpc_service._generated.triolet.v1 import (
     inference_pb2_grpc,
 )
 from tests.support.server import real
-from tests.support.wire import connect, error_of, reason, wait_idle
+from tests.support.wire import broken_fields, connect, error_of, reason, wait_idle
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 STORY = "Once upon a time there was a small dog named Ada who lived by the sea. "
@@ -82,6 +82,20 @@ def test_tools_reach_a_template_that_has_none_and_do_no_harm(server):
         assert len(stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat)).tokens) == (
             events[0].started.prompt_tokens
         )
+
+
+def test_variables_that_a_template_may_not_be_given_are_named(server):
+    chat = inference_pb2.Chat(messages=[{"role": "user", "content": "Tell me of Ada."}])
+    chat.template_args.update({"self": 1, "messages": []})
+    with connect(server.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        for call in (
+            lambda: list(stub.Generate(inference_pb2.GenerateRequest(chat=chat), timeout=60)),
+            lambda: stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat), timeout=60),
+        ):
+            error = error_of(call)
+            assert broken_fields(error) == ["chat.template_args"]
+            assert error.details() == "chat.template_args: cannot set messages, self"
 
 
 def test_explain_of_a_live_request_and_of_one_that_has_ended(server):

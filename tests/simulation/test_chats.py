@@ -65,10 +65,11 @@ async def events_of(engine, request):
 def told(events, choice=0):
     """A choice's text, reasoning and calls."""
     parts = [e for e in events if isinstance(e, Tokens) and e.choice == choice]
+    beside = [part for part in parts if isinstance(part, AnswerTokens)]
     return (
         "".join(part.text for part in parts),
-        "".join(part.reasoning for part in parts),
-        [call for part in parts for call in part.tool_calls],
+        "".join(part.reasoning for part in beside),
+        [call for part in beside for call in part.tool_calls],
     )
 
 
@@ -105,7 +106,7 @@ def test_only_what_the_request_and_the_template_have_is_looked_for():
         constrained = GenerateRequest(
             chat=Messages(ASK, tools=TOOLS), constraint=Constraint("regex", ".*")
         )
-        assert told(await events_of(engine, constrained))[2] == []
+        assert told(await events_of(engine, constrained)) == ("".join(WORDS), "", [])
         plain = await events_of(engine, GenerateRequest(text="hi"))
         assert not any(isinstance(event, AnswerTokens) for event in plain)
         assert "".join(e.text for e in plain if isinstance(e, Tokens)) == "".join(WORDS)
@@ -119,6 +120,18 @@ def test_a_template_may_have_opened_the_reasoning():
         assert told(events) == ("So", "hm", [])
 
     script = FakeScript(words=["hm", "</th", "ink>\n", "So"], chat_template=TEMPLATE)
+    script.answer_opening = "<think>\n"
+    run(body, script)
+
+
+def test_an_answer_in_a_form_is_its_text_though_the_template_opened_the_reasoning():
+    """Nothing in the form can close it: all of the answer would be reasoning."""
+
+    async def body(engine):
+        request = GenerateRequest(chat=Messages(ASK), constraint=Constraint("json_object", ""))
+        assert told(await events_of(engine, request)) == ('{"a": 1}', "", [])
+
+    script = FakeScript(words=['{"a"', ": 1}"], chat_template=TEMPLATE)
     script.answer_opening = "<think>\n"
     run(body, script)
 

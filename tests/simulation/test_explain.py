@@ -117,10 +117,44 @@ def test_seats_priority_and_places_in_line():
         assert [said[name].position for name in said] == [1, 2, 3]
         assert said["first"].waiting_for == "seats: 1 of 1 sequences run"
         assert said["third"].waiting_for.startswith("priority:")
-        assert said["first"].estimate_s == 0
-        assert 0 < said["second"].estimate_s < said["third"].estimate_s
+        assert all(one.estimate_s is None for one in said.values()), "none has ended yet"
 
     run(body, max_num_seqs=1)
+
+
+@pytest.mark.parametrize(("seats", "waits"), [(1, (5, 10, 15)), (2, (2.5, 5, 7.5))])
+def test_who_waits_for_a_seat_is_told_how_long_such_waits_are(seats, waits):
+    """Each request runs for five steps, so `waits` is what the line moves by."""
+
+    async def body(engine):
+        ask(engine, "earlier")
+        await trio.sleep(7 * STEP_S)
+        line, names = [], ("first", "second", "third")
+        for name in ("runs", "runs too")[:seats] + names:
+            line.append(ask(engine, name))
+            await trio.sleep(STEP_S / 10)
+        await trio.sleep(STEP_S)
+        said = [engine.explain(name) for name in names]
+        assert [one.waiting_for.split(":")[0] for one in said] == ["seats"] * 3
+        assert [one.estimate_s for one in said] == pytest.approx(waits)
+        timings = [await timings_of(generation) for generation in line[seats:]]
+        for one, timing in zip(said, timings, strict=True):
+            assert abs(one.estimate_s - timing.queue_s) <= 5 * STEP_S
+
+    run(body, max_num_seqs=seats)
+
+
+def test_a_line_that_waits_for_the_budget_of_tokens_alone_is_told_by_what_it_computes():
+    async def body(engine):
+        for name in "abcd":
+            ask(engine, name, text="x" * 80)
+            await trio.sleep(0.001)
+        await trio.sleep(1.5 * STEP_S)
+        said = engine.explain("d")
+        assert (said.state, said.position > 1) == ("WAITING", True)
+        assert said.estimate_s > engine.explain("c").estimate_s >= 0
+
+    run(body, max_num_seqs=8, max_num_batched_tokens=40)
 
 
 def test_blocks():

@@ -135,6 +135,18 @@ def test_a_stopped_answer_is_remembered_as_far_as_it_was_read(seed):
 
 
 @seeds
+def test_a_whole_answer_is_remembered_though_it_is_empty(seed):
+    """Its stop string was all that it said; its question was asked all the same."""
+
+    async def body(engine):
+        async with Chat(engine, sampling=SamplingParams(stop=("<",))) as chat:
+            assert await chat.ask("one").read() == ""
+            assert [m["content"] for m in chat.messages] == ["one", ""]
+
+    run(body, seed)
+
+
+@seeds
 def test_a_stop_with_nothing_asked_is_not_remembered(seed):
     """R3: no generation, no effect."""
 

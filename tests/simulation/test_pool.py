@@ -284,6 +284,41 @@ async def load(world, name, replicas=None):
     return stages
 
 
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_preload_takes_nobody_s_room_until_a_request_waits_for_it(is_asked_for):
+    models = Model("a", lazy=False), Model("b", lazy=False, prepare_s=2.0)
+    world = World(*models, limit=GB)
+
+    async def body(world):
+        await trio.sleep(1.5)
+        assert state(world) is ModelState.READY
+        if is_asked_for:
+            assert (await world.hold("b"))[0] is None
+        await trio.sleep(5.0)
+        assert [bool(world.pool.entries[name].ready) for name in "ab"] == [
+            not is_asked_for,
+            is_asked_for,
+        ]
+
+    world.run(body)
+
+
+def test_a_load_is_over_though_a_dead_replica_still_looks_for_room():
+    """Found by the simulator: each look of the watch began the next load at once, for ever."""
+    world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
+
+    async def body(world):
+        await world.hold("a")
+        world.crash("a")
+        await world.hold("b")  # has the room now
+        with trio.fail_after(5.0):
+            assert (await load(world, "a", 2))[-1].state is ModelState.READY
+        assert len(world.pool.entries["a"].ready) == 1
+        assert world.num_loads("a") == 2
+
+    world.run(body)
+
+
 def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff():
     """R141. Who asks meanwhile waits; nobody need ask."""
     world = World(Model("a"))

@@ -7,6 +7,7 @@ import trio
 
 from engine.api import open_engine
 from engine.config import EngineConfig, ModelConfig
+from engine.core.scheduler import Scheduler
 from engine.model.fake import FakeRunner, FakeScript
 from engine.requests import GenerateRequest, SamplingParams
 from tools.simulator.determinism import VirtualThreads, run_deterministically
@@ -71,3 +72,30 @@ def test_cancelled_while_loading(seed):
             await engine.wait_ready()
 
     assert run(body, seed) == 1
+
+
+@pytest.mark.parametrize(("level", "checks"), [(0, 0), (1, 4)])
+def test_an_idle_loop_checks_its_books_once_a_second_and_at_its_end(level, checks, monkeypatch):
+    """Ten requests in a second, then two a second apart: whoever asks again at once does not wait
+    for a check, which takes as long as the pool is large."""
+    num_checks = 0
+
+    def check(scheduler):
+        nonlocal num_checks
+        num_checks += 1
+
+    monkeypatch.setattr(Scheduler, "check", check)
+    threads = VirtualThreads()
+    runner = FakeRunner(script=FakeScript(step_s=0.01, sleep=threads.note_sleep))
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=level)
+        async with open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine:
+            await engine.wait_ready()
+            for pause in [0.0] * 10 + [1.0] * 2:
+                await trio.sleep(pause)
+                await engine.submit(request, buffer=2).wait_closed()
+
+    request = GenerateRequest(token_ids=(1,), sampling=SamplingParams(max_tokens=1))
+    run_deterministically(main, 0)
+    assert num_checks == checks

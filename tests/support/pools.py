@@ -37,6 +37,7 @@ class Model:
     name: str
     num_bytes: int = GB
     load_s: float = 1.0
+    prepare_s: float = 0.0
     replicas: int = 1
     lazy: bool = True
     capability: Capability | None = None
@@ -66,6 +67,7 @@ class Worker:
     def estimate(self):
         if self.model.estimate_error is not None:
             raise self.model.estimate_error
+        self.world.threads.note_sleep(self.model.prepare_s)
         return MemoryEstimate(self.model.num_bytes)
 
     def load(self, progress):
@@ -81,25 +83,12 @@ class Worker:
         return getattr(self.runner, name)
 
 
-class Threads(VirtualThreads):
-    """A job that fails takes its time, too."""
-
-    async def run(self, job, limiter):
-        async with limiter:
-            self._slept_s = 0.0
-            try:
-                return job()
-            finally:
-                with trio.CancelScope(shield=True):
-                    await trio.sleep(self._slept_s)
-
-
 class World:
     """A pool, and what is noted of it."""
 
     def __init__(self, *models, limit=100 * GB, **config):
         self.models = {model.name: model for model in models}
-        self.threads = Threads()
+        self.threads = VirtualThreads()
         self.workers = []
         self.loads = []  # (model, when) of each that began
         self.pool = None

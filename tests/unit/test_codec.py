@@ -29,8 +29,8 @@ from engine.requests import (
     SamplingParams,
     Started,
 )
-from grpc_service import codec
-from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service import codec, encode_codec, operations
+from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, inference_pb2, models_pb2
 
 
 def decode(**fields):
@@ -99,12 +99,53 @@ def test_unset_zero_and_set_are_told_apart(section, field):
     assert (got, type(got)) == (zero, type(zero))
 
 
-def test_top_level_scalars_are_told_apart():
-    assert (decode().n, decode().priority) == (None, None)
-    assert decode(priority=0).priority == 0
-    assert (decode(n=2).n, decode(priority=-5).priority) == (2, -5)
-    with pytest.raises(InvalidRequest, match="n: is 0"):
-        decode(n=0)
+def asked(field, **values):
+    """What a scalar of another request is to the engine, beside what the request must have."""
+    message, name = field.containing_type.name, field.name
+    match message:
+        case "GenerateRequest":
+            return getattr(decode(**values), name)
+        case "Chat":
+            return getattr(decode(chat={"messages": [{"role": "user"}]} | values).chat, name)
+        case "TokenizeRequest":
+            request = inference_pb2.TokenizeRequest(text="a", **values)
+            return codec.decode_tokenize(request)[name]
+        case "EmbedRequest":
+            request = inference_pb2.EmbedRequest(inputs=[{"text": "a"}], **values)
+            return getattr(encode_codec.decode_embed(request), name)
+        case "RerankRequest":
+            request = inference_pb2.RerankRequest(query="q", documents=["d"], **values)
+            return getattr(encode_codec.decode_rerank(request), name)
+        case "LoadModelRequest":
+            return operations.decode_load(models_pb2.LoadModelRequest(model="m", **values))[1]
+    raise AssertionError(f"{message} is not in this test")
+
+
+OTHER_SCALARS = [
+    pytest.param(field, id=f"{message.name}.{field.name}")
+    for file in (inference_pb2, models_pb2, control_pb2, common_pb2)
+    for message in file.DESCRIPTOR.message_types_by_name.values()
+    for field in message.fields
+    if field.containing_oneof is not None and field.containing_oneof.name == f"_{field.name}"
+    # sections of GenerateRequest, above; an answer; `tests/service/test_servicer.py`
+    if not message.name.endswith(("Params", "Options", "Logprob")) and message.name[:5] != "Detok"
+]
+
+
+@pytest.mark.parametrize("field", OTHER_SCALARS)
+def test_unset_zero_and_set_are_told_apart_in_the_other_requests(field):
+    unset = True if field.name == "add_generation_prompt" else None
+    assert asked(field) is unset
+    value = NON_ZERO.get(field.cpp_type, -5)
+    assert asked(field, **{field.name: value}) == value
+    zero = type(value)()
+    if field.name in ("n", "dimensions", "top_n", "replicas"):
+        with pytest.raises(InvalidRequest) as caught:
+            asked(field, **{field.name: zero})
+        assert [violation.field for violation in caught.value.violations] == [field.name]
+        return
+    got = asked(field, **{field.name: zero})
+    assert (got, type(got)) == (zero, type(zero))
 
 
 def test_lists_become_tuples():

@@ -53,6 +53,21 @@ def test_a_chat_comes_in_the_form_of_chat_templates():
     assert again["chat"] == chat
 
 
+def test_the_fields_of_an_object_come_by_their_names():
+    """In every process: what a template writes of them is the same prompt after a restart."""
+    names = [f"p{number:02}" for number in range(40)]
+    inner = dict.fromkeys(reversed(names), 1.5)
+    chat = inference_pb2.Chat(
+        messages=[{"role": "user"}], tools=[{"name": "f", "parameters": {"b": inner, "a": [inner]}}]
+    )
+    chat.template_args.update(inner)
+    decoded = codec.decode_generate(inference_pb2.GenerateRequest(chat=chat)).chat
+    parameters = decoded.tools[0]["function"]["parameters"]
+    assert list(parameters) == ["a", "b"]
+    for one in (parameters["a"][0], parameters["b"], decoded.template_args):
+        assert list(one) == names
+
+
 @pytest.mark.parametrize("written", ["", "x", "[1]", "null", '{"a": NaN}', '{"a": 1', "{" * 9999])
 @pytest.mark.parametrize("kind", ["generate", "tokenize"])
 def test_arguments_that_are_no_object_are_refused_by_name(written, kind):

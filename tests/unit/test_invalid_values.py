@@ -1,7 +1,8 @@
 """Every field of Generate that can have an invalid value, with one, and the violation naming it.
 
 A field stands in exactly one of three tables: what is refused before a model is asked, what only
-the model can tell (`tests/service/test_bad_input.py` sends those), and what has no invalid value.
+the model can tell (`tests/service/test_bad_input.py` sends those, and `test_demo_chat.py` what a
+template is given), and what has no invalid value.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ INVALID = {
 ONLY_THE_MODEL_KNOWS = {
     "model",
     "text",
+    "chat.template_args",
     "sampling.stop_token_ids",
     "sampling.allowed_token_ids",
     "sampling.banned_token_ids",
@@ -83,7 +85,6 @@ ANY_VALUE = {
     "chat.messages.content",
     "chat.messages.name",
     "chat.add_generation_prompt",
-    "chat.template_args",  # the template's own
 }
 # Tools and tool calls are the chat's: their own tests.
 NOT_HERE = ("chat.tools", "chat.messages.tool_call")

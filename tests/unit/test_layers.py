@@ -32,6 +32,7 @@ ENGINE_PUBLIC = {
     "engine.encode_requests",
     "engine.errors",
     "engine.logs",
+    "engine.heap",
     "engine.memory",
     "engine.quota",
     "engine.requests",
@@ -45,6 +46,7 @@ ENGINE_PUBLIC = {
 ALLOWED: dict[str, set[str]] = {
     "engine.errors": set(),
     "engine.logs": set(),
+    "engine.heap": set(),
     "engine.memory": {"engine.errors"},
     "engine.quota": {"engine.errors"},
     "engine.status": set(),
@@ -61,6 +63,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.errors",
         "engine.config",
         "engine.logs",  # how a worker process writes its lines
+        "engine.heap",
         "engine.memory",
         "engine.status",  # what a model is for
     },

@@ -287,6 +287,26 @@ def test_nobody_gives_way_if_the_first_in_line_still_could_not_start():
     assert driver.scheduler.statistics().running == 2
 
 
+def test_nobody_gives_way_to_one_whose_place_in_the_line_is_not_brought_up_to_date_yet():
+    """Both are old enough for the next level; the line, which is sorted once a second, would put
+    whoever joins it now first. Found by the simulator's seed 602."""
+    driver = crowded(16)
+    driver.submit(make_request("older", range(1, 6), max_tokens=9), buffer=1)
+    driver.step(read=False)
+    driver.step(read=False)  # its buffer is full: parked, with its blocks
+    driver.now = 9.5
+    driver.submit(make_request("younger", range(20, 32), max_tokens=4))
+    driver.step(read=False)
+    driver.read("older")  # in line again, without blocks
+    driver.now = 10.2
+    driver.step(read=False)
+    assert preempted(driver) == []
+    driver.now = 10.6
+    driver.step(read=False)
+    assert preempted(driver) == ["younger"]
+    assert driver.scheduler.phase_of("older") in ("prefill", "decode")
+
+
 def test_a_cached_prefix_counts_once_against_the_free_blocks():
     """Nearly all blocks are needed, two thirds of them cached and free: it starts at once."""
     driver = Driver(

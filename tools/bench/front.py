@@ -8,19 +8,27 @@ A tick is a runner's sleep here and a timer there, long enough that neither fall
 to, its messages would hold several tokens and be fewer. That each message held one is checked by
 its size. The figure is the processor time of the server's whole process (engine, planning and both
 event loops included) per message read.
+
+Then the ticks are left out: the engine steps as fast as it can, the writers fall behind, and what
+has come meanwhile goes out as one message. That figure is per token.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from functools import partial
 
-from tools.bench.frame import Row, repeat_in_turn, row_of
-from tools.bench.wire import ENDLESS, Peer, peer
+import grpc
+
+from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
+from tools.bench.frame import Row, repeat, repeat_in_turn, row_of
+from tools.bench.wire import ENDLESS, NO_PROXY, Peer, peer
 
 TICK_S = {1: 0.002, 16: 0.004, 128: 0.015, 512: 0.060}
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "3"))
+UNPACED_WINDOW_S = 0.5  # in which no stream comes to its last token
 BAR = 1.3
 SIZE_TOLERANCE = 1.02
 
@@ -39,14 +47,59 @@ def measure(server: Peer, streams: int, sizes: list[float]) -> float:
     return 1e6 * cpu / count
 
 
+def measure_unpaced(server: Peer, streams: int, per_message: list[float]) -> float:
+    """µs of the server's CPU per token over one window without ticks; the tokens of a mean message
+    go to ``per_message``."""
+    with (
+        peer("readers", address=server.address, streams=streams, max_tokens=ENDLESS) as readers,
+        grpc.insecure_channel(server.address, options=NO_PROXY) as channel,
+    ):
+        stub = control_pb2_grpc.ControlStub(channel)
+
+        def count() -> tuple[int, int]:
+            totals = stub.GetStats(control_pb2.GetStatsRequest()).totals
+            return int(totals.completion_tokens_total), readers.ask()[0]
+
+        tokens, messages = count()
+        cpu = server.cpu_s()
+        time.sleep(UNPACED_WINDOW_S)
+        cpu = server.cpu_s() - cpu
+        later_tokens, later_messages = count()
+    per_message.append((later_tokens - tokens) / (later_messages - messages))
+    return 1e6 * cpu / (later_tokens - tokens)
+
+
+def settings(streams: int, tick: float) -> dict[str, dict[str, float]]:
+    """Of a server of ours."""
+    return {
+        "runner": {
+            "step_s": tick,
+            "num_blocks": 512 + streams * 256,
+            "max_model_len": ENDLESS + 200,
+        },
+        "engine": {"max_num_seqs": streams, "max_num_batched_tokens": max(2048, 2 * streams)},
+    }
+
+
+def unpaced(streams: int) -> Row:
+    """The row without ticks of one number of streams."""
+    per_message: list[float] = []
+    with peer("triolet", **settings(streams, 0.0)) as ours:
+        times = repeat(partial(measure_unpaced, ours, streams, per_message))
+    note = f"{statistics.median(per_message):.1f} tokens a message"
+    return row_of(f"CPU per token without ticks, {name_of(streams)}", times, "µs", note=note)
+
+
+def name_of(streams: int) -> str:
+    return f"{streams} stream{'s' if streams > 1 else ''}"
+
+
 def compare(streams: int) -> list[Row]:
     """The rows of one number of streams."""
     tick = TICK_S[streams]
-    runner = {"step_s": tick, "num_blocks": 512 + streams * 256, "max_model_len": ENDLESS + 200}
-    engine = {"max_num_seqs": streams, "max_num_batched_tokens": max(2048, 2 * streams)}
     sizes: list[list[float]] = [[], [], []]
     with (
-        peer("triolet", runner=runner, engine=engine) as ours,
+        peer("triolet", **settings(streams, tick)) as ours,
         peer("worlds", step_s=tick) as worlds,
         peer("plain", step_s=tick) as plain,
     ):
@@ -58,13 +111,14 @@ def compare(streams: int) -> list[Row]:
         )
     growth = max(sizes[0]) / max(sizes[2])
     note = "" if growth < SIZE_TOLERANCE else f"messages held {growth:.2f} × the bytes"
-    name = f"{streams} stream{'s' if streams > 1 else ''}"
+    name = name_of(streams)
     return [
         row_of(f"CPU per message, {name}", mine, "µs"),
         row_of(f"two worlds and no engine, {name}", bare, "µs"),
         row_of(f"plain grpc.aio, {name}", theirs, "µs"),
         row_of(f"against plain, {name}", _ratios(mine, theirs), "×", bar=BAR, note=note),
         row_of(f"two worlds against plain, {name}", _ratios(bare, theirs), "×"),
+        unpaced(streams),
     ]
 
 

@@ -24,7 +24,7 @@ import grpc
 import trio
 
 import engine
-from engine.memory import settle_heap
+from engine.heap import settle_heap
 from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
 from tools.bench.checkpoints import checkpoint
 from tools.bench.frame import Row, repeat_in_turn, row_of

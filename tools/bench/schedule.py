@@ -17,7 +17,7 @@ from engine.core.plan import Logits, RowResult, StepResult
 from engine.core.plan import Row as PlanRow
 from engine.core.scheduler import Scheduler
 from engine.core.types import Request, RequestId, Sampling, SequenceId, Stops
-from engine.memory import settle_heap
+from engine.heap import settle_heap
 from tools.bench.frame import Row, repeat_in_turn, row_of
 
 STEPS = 200

@@ -33,21 +33,30 @@ def run_deterministically(main: Callable[[], Awaitable[T]], seed: int) -> T:
 
 class VirtualThreads:
     """`engine.threads.Threads` in virtual time: the job runs inline, and what it slept by
-    `note_sleep` is slept on Trio's clock afterwards, beyond the reach of cancels (D3)."""
+    `note_sleep`, or waits for by `note_wait`, comes afterwards on Trio's clock, whether it failed
+    or not, and beyond the reach of cancels (D3)."""
 
     def __init__(self) -> None:
         self._slept_s = 0.0
+        self._wait: Callable[[], Awaitable[None]] | None = None
 
     def note_sleep(self, seconds: float) -> None:
         self._slept_s += seconds
 
+    def note_wait(self, wait: Callable[[], Awaitable[None]]) -> None:
+        self._wait = wait
+
     async def run(self, job: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
         async with limiter:
-            self._slept_s = 0.0
-            result = job()
-            with trio.CancelScope(shield=True):
-                await trio.sleep(self._slept_s)
-            return result
+            self._slept_s, self._wait = 0.0, None
+            try:
+                return job()
+            finally:
+                wait = self._wait
+                with trio.CancelScope(shield=True):
+                    await trio.sleep(self._slept_s)
+                    if wait is not None:
+                        await wait()
 
     def start(
         self, job: Callable[[], T], limiter: trio.CapacityLimiter, *, tells_begin: bool

@@ -1,4 +1,4 @@
-"""What a simulated world does with its models: replicas, little memory, loads and unloads.
+"""What a simulated world does with its models: replicas, little memory, loads, unloads, deaths.
 
 Rule 1: drawn from a seed of its own, so that worlds without it are as they were before there was a
 pool. Rule 2: a world that has it says which ends it may give a request, beside all others.
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FAULT = "model_pool"
 SPARE = "spare"
 SHARE = 0.3  # of worlds
+HANG_SHARE = 0.3  # of workers' deaths in a step
 SPARE_SHARE = 0.2  # of requests, that ask for the spare model
 MAY_END = {
     "WORKER_LOST",
@@ -33,9 +34,9 @@ MAY_END = {
 
 @dataclass(frozen=True)
 class PoolFaults:
-    """``operations`` are (when, verb, model, number): load with a number of replicas, or unload
-    with a time to drain. ``load_failures``: how many of a model's loads fail, by name.
-    ``death_share``: of steps, that their worker does not survive."""
+    """``operations`` are (when, verb, model, number): load with a number of replicas, unload with
+    a time to drain, or kill the worker of a number. ``load_failures``: how many of a model's loads
+    fail, by name. ``death_share``: of steps, that their worker does not survive."""
 
     operations: tuple[tuple[float, str, str, float], ...] = ()
     load_failures: tuple[tuple[str, int], ...] = ()
@@ -77,6 +78,9 @@ def crowd(
         verb = rng.choice(["load", "unload", "unload"])
         number = rng.randint(1, 4) if verb == "load" else rng.choice([0.0, duration / 20, 60.0])
         operations.append((rng.uniform(0, duration), verb, name, float(number)))
+    for _ in range(rng.choice([0, 0, 1, 5])):
+        worker = float(rng.randint(0, 9))
+        operations.append((rng.uniform(0, duration), "kill", rng.choice([MODEL, SPARE]), worker))
     failures = tuple((name, rng.choice([0, 0, 1, 3])) for name in (MODEL, SPARE))
     death_share = rng.choice([0.0, 0.01, 0.05])
     crowded = replace(crowded, max_worker_deaths=rng.choice([5, 1000]))

@@ -10,7 +10,6 @@ import math
 import random
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +28,8 @@ from engine.errors import (
     RequestNotFound,
     ShuttingDown,
     SpawnFailed,
-    WorkerLost,
 )
-from engine.model.fake import FakeRunner, FakeScript
-from engine.model.fake_encoder import FakeEncoder
+from engine.model.fake import FakeScript
 from engine.quota import Origin, Quota
 from engine.requests import Chat, GenerateRequest
 from engine.status import AbortOutcome
@@ -46,6 +43,12 @@ from tools.simulator.oracle import echo_of, expected_output, is_end, prompt_of
 from tools.simulator.readers import EncodeReader, Reader, TextReader, read, reader_of, serve
 from tools.simulator.watch import CoreWatch, Outcome, Violation
 from tools.simulator.wire import Wire, open_wire
+from tools.simulator.workers import (
+    BreakingEncoder,
+    BreakingRunner,
+    VirtualWatchdog,
+    WorkerProcess,
+)
 from tools.simulator.workload import Client, World, draw_world
 
 if TYPE_CHECKING:
@@ -53,44 +56,18 @@ if TYPE_CHECKING:
 
     from engine.api import Engine
     from engine.config import EngineConfig, ModelConfig
-    from engine.core.encode_types import EncodeResult
-    from engine.core.plan import StepResult
     from engine.core.types import Constraint
     from engine.generation import Lifetime
     from engine.replica import AnyRunner
     from grpc_service.bridge import Bridge
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
-LOAD_ERRORS = {
-    "refused": SpawnFailed("drawn"),
-    "raised": RuntimeError("drawn"),
-    "exited": SystemExit("drawn"),
+LOAD_ERRORS: dict[str, type[BaseException]] = {
+    "refused": SpawnFailed,
+    "raised": RuntimeError,
+    "exited": SystemExit,
 }
 SLEEPY_LOAD_S = 45.0  # above the 30 s its waiters wait
-
-
-class BreakingRunner(FakeRunner):
-    """A fake that from step ``broken_at`` on answers for fewer rows than it was asked."""
-
-    broken_at: int | None = None
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = super().execute(plan)
-        if self.broken_at is None or self.steps <= self.broken_at:
-            return result
-        return replace(result, plan_id=result.plan_id + 1)  # type: ignore[operator]
-
-
-class BreakingEncoder(FakeEncoder):
-    """An encoder that from step ``broken_at`` on gives one row's result to another."""
-
-    broken_at: int | None = None
-
-    def execute(self, plan: EncodePlan) -> EncodeResult:
-        result = super().execute(plan)
-        if self.broken_at is None or self.steps <= self.broken_at:
-            return result
-        return replace(result, rows=result.rows[1:] + result.rows[:1])
 
 
 class Simulation:
@@ -100,6 +77,8 @@ class Simulation:
         self.world = world
         self.outcome = Outcome(world.seed)
         self._threads = VirtualThreads()
+        self._watchdog = VirtualWatchdog(world.config.step_timeout_s)
+        self._workers: list[tuple[str, WorkerProcess]] = []  # and the model of each
         self._rng = random.Random(world.seed ^ 0x5EED)
         self._watch = CoreWatch(world.config, len(world.clients), self.outcome)
         self._generations: list[Lifetime[Any]] = []
@@ -124,6 +103,14 @@ class Simulation:
         return self.outcome
 
     def _make_runner(self, model: ModelConfig, config: EngineConfig) -> AnyRunner:
+        runner = self._make_fake(model)
+        if pool_faults.FAULT not in self.world.faults:
+            return runner
+        worker = WorkerProcess(runner, self._draw_death)
+        self._workers.append((model.name, worker))
+        return worker  # type: ignore[return-value]  # it is what it holds, by `__getattr__`
+
+    def _make_fake(self, model: ModelConfig) -> BreakingRunner | BreakingEncoder:
         world = self.world
         script = FakeScript(
             step_s=world.step_s,
@@ -158,7 +145,7 @@ class Simulation:
     def _draw_load_error(self, name: str) -> BaseException | None:
         if name == FRAGILE or self._load_failures[name] > 0:
             self._load_failures[name] -= 1
-            return LOAD_ERRORS[self.world.load_error]
+            return LOAD_ERRORS[self.world.load_error]("drawn")
         return None
 
     # ---- faults, drawn as they come up
@@ -166,9 +153,6 @@ class Simulation:
     def _draw_fault(self, plan: StepPlan | EncodePlan, times: float = 1.0) -> BaseException | None:
         """What a step raises; ``times`` as often as the world has it, but for half of them."""
         world, rng = self.world, self._rng
-        if world.pool.death_share and rng.random() < world.pool.death_share:
-            self._watch.note_death()
-            return WorkerLost("drawn")
         if rng.random() < world.hiccup_share:
             self._threads.note_sleep(50 * world.step_s)
         if rng.random() < min(0.5, times * world.oom_share):
@@ -176,6 +160,31 @@ class Simulation:
         if rng.random() < times * world.step_fault_share:
             return RuntimeError("drawn")
         return None
+
+    def _draw_death(self, worker: WorkerProcess) -> None:
+        """A step that its worker does not survive, at once or because it hangs."""
+        share, rng = self.world.pool.death_share, self._rng
+        if not share or rng.random() >= share:
+            return
+        self._watch.note_death()
+        if rng.random() < pool_faults.HANG_SHARE:
+            self._threads.note_wait(partial(self._hang, worker))
+            raise worker.lost()
+        worker.kill("drawn")
+
+    async def _hang(self, worker: WorkerProcess) -> None:
+        """What a hung step does: nothing, until its worker is killed for it."""
+        await trio.sleep(self._watchdog.limit_s)
+        self._watchdog.look()
+        if not worker.is_dead:
+            self._watch.violation = Violation("a worker whose step hangs was not killed")
+
+    def _kill(self, model: str, number: int) -> None:
+        """Kill one of the model's workers that live, whatever it does."""
+        alive = [worker for name, worker in self._workers if name == model and not worker.is_dead]
+        if alive:
+            self._watch.note_death()
+            alive[number % len(alive)].kill("drawn")
 
     def _draw_row_fault(self, share: float) -> str | None:
         return "sample" if self._rng.random() < share else None
@@ -208,6 +217,7 @@ class Simulation:
                 world.config,
                 make_runner=self._make_runner,
                 threads=self._threads,
+                watchdog=self._watchdog,
                 on_event=self._note,
                 on_change=self._check_memory,
             ) as engine,
@@ -272,8 +282,10 @@ class Simulation:
     async def _move_model(
         self, engine: Engine, at: float, verb: str, model: str, number: float
     ) -> None:
-        """Load or unload, as the operator would; a refusal is an answer like another."""
+        """Load or unload, as the operator would; a refusal is an answer like another. Or kill."""
         await trio.sleep_until(at)
+        if verb == "kill":
+            return self._kill(model, int(number))
         with suppress(NoWorkers, MemoryExhausted, SpawnFailed, ShuttingDown, EngineBug):
             if verb == "load":
                 await engine.load_model(model, int(number))
@@ -524,8 +536,9 @@ class Simulation:
         live = (totals.running, totals.waiting, totals.parked, totals.ending, engine.num_live)
         if any(live):
             raise Violation(f"not idle at the end: {totals}")
-        for generation in self._generations:
-            if generation.credit.reserved and self.world.broken_at_step is None:
+        has_lost_steps = self.world.broken_at_step is not None or self._watch.num_deaths > 0
+        for generation in self._generations:  # one that left during a lost step keeps its slots
+            if generation.credit.reserved and not has_lost_steps:
                 raise Violation(f"{generation} has slots promised to no step")
         if self._quota.queued_tokens:
             raise Violation(f"{self._quota.queued_tokens} tokens of the quota are held at rest")

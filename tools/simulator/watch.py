@@ -87,7 +87,7 @@ class CoreWatch:
         # events do not say whose they are, and models may hear of a pause at different times
         self._pauses: dict[Scheduler, PauseMode | None] = {}
         self._planner: Scheduler | None = None
-        self._num_deaths = 0
+        self.num_deaths = 0
         self._encoders: dict[EncodeScheduler, EncodeWatch] = {}
 
     def note(self, event: object) -> None:
@@ -107,7 +107,7 @@ class CoreWatch:
 
     def note_death(self) -> None:
         """A worker dies in the step that is about to begin."""
-        self._num_deaths += 1
+        self.num_deaths += 1
 
     def _tell(self, reason: str, text: str) -> None:
         if reason:
@@ -120,7 +120,7 @@ class CoreWatch:
                 return self._judge_plan(event)
             case Submit(request):
                 self._submitted[request.request_id] = event
-                if self._num_deaths:  # it may have moved, before anything was computed for it
+                if self.num_deaths:  # it may have moved, before anything was computed for it
                     self._live.pop(request.request_id, None)
             case StepFailed(failure) if "drawn" not in failure.detail:
                 return failure.detail

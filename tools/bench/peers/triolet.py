@@ -16,7 +16,7 @@ from engine.core.events import Cancel, StepDone, Submit, Tokens
 from engine.core.plan import RowFailure, StepResult
 from engine.core.scheduler import Scheduler
 from engine.core.types import EndReason, Request, RequestId, Sampling, Stops
-from engine.memory import settle_heap
+from engine.heap import settle_heap
 from engine.model.factory import make_runner
 from tools.bench.peers.asked import answer
 

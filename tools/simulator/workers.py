@@ -1,0 +1,113 @@
+"""The workers of a simulated world: fakes that answer wrongly, die or hang, and who notices.
+
+Rule: a hung step ends by nothing but the production code's kill: the watchdog here only tells,
+at the limit, that it hangs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from engine.errors import WorkerLost
+from engine.model.fake import FakeRunner
+from engine.model.fake_encoder import FakeEncoder
+from engine.watchdog import StepWatch, Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.core.encode_types import EncodePlan, EncodeResult
+    from engine.core.plan import StepPlan, StepResult
+    from engine.replica import AnyRunner
+
+
+class BreakingRunner(FakeRunner):
+    """A fake that from step ``broken_at`` on answers for fewer rows than it was asked."""
+
+    broken_at: int | None = None
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        if self.broken_at is None or self.steps <= self.broken_at:
+            return result
+        return replace(result, plan_id=result.plan_id + 1)  # type: ignore[operator]
+
+
+class BreakingEncoder(FakeEncoder):
+    """An encoder that from step ``broken_at`` on gives one row's result to another."""
+
+    broken_at: int | None = None
+
+    def execute(self, plan: EncodePlan) -> EncodeResult:
+        result = super().execute(plan)
+        if self.broken_at is None or self.steps <= self.broken_at:
+            return result
+        return replace(result, rows=result.rows[1:] + result.rows[:1])
+
+
+class WorkerProcess:
+    """A fake in a process of its own, which may die and be killed: `engine.replica.Mortal`. Its
+    death is a pipe's end, as there. ``draw_death`` is asked before each step, and may raise."""
+
+    def __init__(self, runner: AnyRunner, draw_death: Callable[[WorkerProcess], None]) -> None:
+        self._runner = runner
+        self._draw_death = draw_death
+        self.sentinel, self._alive = os.pipe()
+        self.is_dead = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def execute(self, plan: Any) -> Any:
+        if not self.is_dead:
+            self._draw_death(self)
+        if self.is_dead:
+            raise self.lost()
+        return self._runner.execute(plan)
+
+    def lost(self) -> WorkerLost:
+        return WorkerLost("drawn")
+
+    def kill(self, why: str) -> None:
+        if not self.is_dead:
+            self.is_dead = True
+            os.close(self._alive)
+
+    def close(self) -> None:
+        self.kill("closed")
+        os.close(self.sentinel)
+        self._runner.close()
+
+
+class VirtualWatchdog(Watchdog):
+    """`engine.watchdog.Watchdog` without its thread: it looks when the world says so."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self._all: list[StepWatch] = []
+
+    def watch(self, name: str, on_change: Callable[[], None]) -> StepWatch:
+        watch = _VirtualStepWatch(name, on_change=on_change)
+        self._all.append(watch)
+        return watch
+
+    def look(self) -> None:
+        """Tell of each step that has run for the limit."""
+        for watch in self._all:
+            if (
+                watch.started_at is not None
+                and trio.current_time() >= watch.started_at + self.limit_s
+            ):
+                watch.note_hung(watch.started_at)
+
+
+class _VirtualStepWatch(StepWatch):
+    __slots__ = ()
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self.started_at = trio.current_time()
