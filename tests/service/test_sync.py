@@ -664,7 +664,8 @@ next(stream)
 def test_the_interpreter_exits_with_a_real_model(text):
     """Before torch's own handlers take it apart: closed by `atexit`, the first of these failed
     with errors of the libraries', or hung."""
-    text = f"sync.EXIT_LIMIT_S = 150\neng = sync.open_engine()\n{text}"
+    config = "engine.EngineConfig(spawn_timeout_s=150)"  # for the same reason
+    text = f"sync.EXIT_LIMIT_S = 150\neng = sync.open_engine({config})\n{text}"
     code, out, err = run_script(text, options=(), limit_s=180)
     assert (code, out, err) == (0, "", "")
 
