@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig, ModelConfig
     from engine.core.types import Constraint
     from engine.generation import Lifetime
-    from engine.replica import AnyRunner
+    from engine.replica import AnyRunner, Mortal
     from grpc_service.bridge import Bridge
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
@@ -108,7 +108,8 @@ class Simulation:
             return runner
         worker = WorkerProcess(runner, self._draw_death)
         self._workers.append((model.name, worker))
-        return worker  # type: ignore[return-value]  # it is what it holds, by `__getattr__`
+        process: Mortal = worker  # a worker that could not be killed would hang for ever
+        return process  # type: ignore[return-value]  # it is what it holds, by `__getattr__`
 
     def _make_fake(self, model: ModelConfig) -> BreakingRunner | BreakingEncoder:
         world = self.world

@@ -77,6 +77,9 @@ class WorkerProcess:
             self.is_dead = True
             os.close(self._alive)
 
+    def rss_bytes(self) -> int:
+        return 0
+
     def close(self) -> None:
         self.kill("closed")
         os.close(self.sentinel)
