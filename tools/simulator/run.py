@@ -31,6 +31,7 @@ from engine.errors import (
 )
 from engine.model.fake import FakeScript
 from engine.quota import Origin, Quota
+from engine.replica import Mortal
 from engine.requests import Chat, GenerateRequest
 from engine.status import AbortOutcome
 from engine.supervisor import ABORT_MEMORY_S
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig, ModelConfig
     from engine.core.types import Constraint
     from engine.generation import Lifetime
-    from engine.replica import AnyRunner, Mortal
+    from engine.replica import AnyRunner
     from grpc_service.bridge import Bridge
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
@@ -108,8 +109,8 @@ class Simulation:
             return runner
         worker = WorkerProcess(runner, self._draw_death)
         self._workers.append((model.name, worker))
-        process: Mortal = worker  # a worker that could not be killed would hang for ever
-        return process  # type: ignore[return-value]  # it is what it holds, by `__getattr__`
+        assert isinstance(worker, Mortal)
+        return worker  # it is what it holds, too, by `__getattr__`
 
     def _make_fake(self, model: ModelConfig) -> BreakingRunner | BreakingEncoder:
         world = self.world
