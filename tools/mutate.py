@@ -39,7 +39,10 @@ TIMEOUT_S = 240.0  # for one command; a mutant that hangs is killed by it
 PYTHON = [sys.executable, "-W", "ignore"]
 UNIT = [
     f"tests/unit/test_{name}.py"
-    for name in ("books", "encode_scheduler", "lifecycle", "prefix", "rate", "scheduler", "types")
+    for name in (
+        *("books", "breaker", "encode_scheduler", "lifecycle", "prefix", "rate", "routing"),
+        *("scheduler", "types"),
+    )
 ]
 COMMANDS = (
     [*PYTHON, "-m", "pytest", "-x", "-q", "tests/golden", *UNIT, "tests/property"],
