@@ -40,8 +40,8 @@ PYTHON = [sys.executable, "-W", "ignore"]
 UNIT = [
     f"tests/unit/test_{name}.py"
     for name in (
-        *("books", "breaker", "encode_scheduler", "lifecycle", "prefix", "rate", "routing"),
-        *("scheduler", "types"),
+        *("books", "breaker", "encode_scheduler", "lifecycle", "prefix", "rate"),
+        *("restarts", "routing", "scheduler", "types"),
     )
 ]
 COMMANDS = (
