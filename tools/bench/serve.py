@@ -9,7 +9,7 @@ stopped with all its processes. Ours makes text of its tokens too; vLLM's gRPC s
 only, as its gateway makes the text.
 
 `BENCH_ONLY` is a regular expression: only loads whose names it finds. `BENCH_PEERS=` leaves vLLM
-out.
+out. `BENCH_FLAGS` are more flags for our server.
 """
 
 from __future__ import annotations

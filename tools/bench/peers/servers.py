@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -46,6 +47,7 @@ def triolet_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
     command = [
         *(sys.executable, "-m", "grpc_service", "serve", "--port", str(port)),
         *("--model", str(model), "--dtype", "bfloat16"),
+        *shlex.split(os.environ.get("BENCH_FLAGS", "")),
     ]
     return command, os.environ | {"TRIOLET_LOG": "ERROR"}
 
