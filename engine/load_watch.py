@@ -64,7 +64,7 @@ class LoadWatch:
             self._look_at_end()
             load = self._entry.load
             if load is None or load is not self._load:
-                if self._has_enough():
+                if self._has_enough() and (load is None or self._entry.ready):
                     break
                 self._is_own = load is None  # of another, it need not wait for the backoff
                 self._pool.ensure(self._entry.config.name, replicas=self._count)

@@ -319,6 +319,25 @@ def test_a_load_is_over_though_a_dead_replica_still_looks_for_room():
     world.run(body)
 
 
+def test_a_load_is_not_over_while_what_it_brought_is_dead_and_comes_back():
+    """A slow watcher, as a client may be: the last it hears is that the model serves."""
+    world = World(Model("a"))
+
+    async def body(world):
+        watch = world.pool.watch_load("a")
+        await trio.sleep(2.0)
+        assert state(world) is ModelState.READY
+        world.crash("a")
+        await trio.sleep(0.01)
+        stages = []
+        while (stage := await watch.next()) is not None:
+            stages.append(stage)
+        assert (stages[-1].progress.phase, stages[-1].state) == ("ready", ModelState.READY)
+        assert world.num_loads("a") == 2
+
+    world.run(body)
+
+
 def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff():
     """R141. Who asks meanwhile waits; nobody need ask."""
     world = World(Model("a"))
