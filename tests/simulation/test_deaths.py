@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import trio
 
@@ -11,6 +13,7 @@ from engine.core.types import Constraint
 from engine.errors import WorkerLost
 from engine.model.fake import FakeRunner, FakeScript
 from engine.requests import GenerateRequest, SamplingParams
+from engine.status import LEVELS, Counts
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 1.0
@@ -88,3 +91,41 @@ def test_who_had_not_begun_goes_on_with_the_next_worker(other, seed):
     assert isinstance(lost, WorkerLost)
     assert error is None
     assert num_starts == 1
+
+
+def test_what_died_holds_nothing_while_its_worker_is_still_being_closed():
+    threads, closing = VirtualThreads(), []
+
+    class SlowToClose(FakeRunner):
+        def close(self):
+            super().close()
+            closing.append(True)
+            threads.note_sleep(10 * STEP_S)
+
+    def make_runner(model, config):
+        faults = {} if closing else {DIES_AT_STEP: WorkerLost("planted")}
+        script = FakeScript(step_s=STEP_S, sleep=threads.note_sleep, step_faults=faults)
+        return SlowToClose(script=script)
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),))
+        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+            await engine.wait_ready()
+            generation = engine.submit(asked(), buffer=500)
+            await trio.sleep(2.5 * STEP_S)
+            [alive] = engine.statistics().replicas
+            assert alive.counts.running == 1
+            await generation.wait_closed()
+            await trio.sleep(STEP_S / 2)
+            assert closing
+            dead = engine.statistics().replicas[0].counts  # and the one that is to come back
+            held = (dead.running, dead.total_blocks, dead.free_blocks, dead.cached_blocks)
+            assert held == (0, 0, 0, 0)
+            assert dead.step_count > alive.counts.step_count
+            assert dead.memory_reserved > 0
+
+    run_deterministically(main, 0)
+
+
+def test_the_levels_are_counts():
+    assert {field.name for field in fields(Counts)} > LEVELS
