@@ -57,6 +57,9 @@ class ServerConfig:
                 "--tls-cert and --tls-key, or --api-key-file, or listen on 127.0.0.1; or add "
                 "--insecure if everyone who can reach it may use it"
             )
+        for flag, host in (("host", self.host), ("metrics-host", self.metrics_host)):
+            if not _is_encodable(host):
+                raise ConfigError(f"--{flag} is {host!r}, which is no name of a host")
         for flag, port in (("port", self.port), ("metrics-port", self.metrics_port or 0)):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"--{flag} is {port}, outside [0, 65535]")
@@ -101,6 +104,15 @@ class ServerConfig:
             return f"unix:{self.uds}"
         host = self.host.strip("[]")
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+
+def _is_encodable(host: str) -> bool:
+    """Whether the system can be asked for its address."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

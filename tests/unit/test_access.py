@@ -257,6 +257,8 @@ def test_other_machines_need_tls_a_key_or_a_word(host):
         ({"key_max_queued_tokens": 0, "api_key_file": "f"}, "must be at least 1"),
         ({"metrics_port": 65536}, "--metrics-port is 65536"),
         ({"log_format": "xml"}, "use auto, human or json"),
+        ({"host": "a..b", "insecure": True}, "--host is 'a..b', which is no name of a host"),
+        ({"metrics_host": "x" * 64}, "--metrics-host is 'x+', which is no name of a host"),
     ],
 )
 def test_what_does_not_go_together_is_told(fields, told):
