@@ -179,7 +179,8 @@ class Pool:
         """The entry of a model; if nothing serves it, its load has begun. Never waits.
 
         ``replicas``: the operator wants so many, and now, however often it has failed.
-        ``is_preload``: the start's own load, which takes no other model's room.
+        ``is_preload``: the start's own load, which takes no other model's room before somebody else
+        asks for it.
 
         Raises:
             ModelNotFound, InvalidRequest: as `entry`. ShuttingDown: the pool takes no more

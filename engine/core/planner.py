@@ -355,9 +355,9 @@ class Planner:
         comes after it does not suffice, or if it would not start for all that: nobody gives way to
         one that its reader or its deadline keeps, or that waits for a prefix.
 
-        A running sequence gives way only if it comes after the first in the admission order
-        too, as the line has it, whose keys may be a second old: aging may have put it before, and
-        it would take its place back at once.
+        A running sequence gives way only if it comes after the first in the admission order too:
+        aging may have put it before, and it would take its place back at once. The first counts
+        by its key in the line, which may be a second old, as that is what it would be put behind.
         """
         ledger = self._ledger
         first = self._first_in_line()
