@@ -297,7 +297,7 @@ def _where(engine: Engine) -> str:
     """Which directory the first model was looked for in, which the operator alone is told."""
     model = next(iter(engine.progress())).config.model
     is_path = model.startswith((".", "/", "~"))
-    return f" [{Path(model).expanduser().absolute()}]" if is_path else ""
+    return f" [{Path(os.path.expanduser(model)).absolute()}]" if is_path else ""
 
 
 async def _wait_settled(entries: Sequence[Entry]) -> bool:

@@ -9,6 +9,7 @@ Three kinds of name, in this order: an existing directory, a demo id, a Hugging 
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -48,8 +49,8 @@ class Source:
 
 def short_name(model: str) -> str:
     """The name for sentences: a directory's last part, never the path to it."""
-    path = Path(model).expanduser()
-    is_path = path.is_dir() or model.startswith((".", "/", "~")) or model.count("/") > 1
+    path = Path(os.path.expanduser(model))
+    is_path = os.path.isdir(path) or model.startswith((".", "/", "~")) or model.count("/") > 1
     return path.resolve().name if is_path else model
 
 
@@ -59,7 +60,7 @@ def resolve(model: str, revision: str = "") -> Source:
     Raises:
         Refusal: there is no such thing; the sentence says where was looked.
     """
-    path = Path(model).expanduser()
+    path = _path_of(model)
     if path.is_dir():
         return Source(path, short_name(model))
     if model in DEMOS:
@@ -76,13 +77,26 @@ def resolve(model: str, revision: str = "") -> Source:
 
 def resolve_local(model: str, revision: str = "") -> Source | None:
     """As `resolve`, without the network and without refusals: None for what is not here whole."""
-    path = Path(model).expanduser()
-    if not (path.is_dir() or model in DEMOS or path.exists()) and _is_hub_id(model):
-        return _cached(model, revision)
     try:
+        if model not in DEMOS and not _path_of(model).exists() and _is_hub_id(model):
+            return _cached(model, revision)
         return resolve(model, revision)
     except Refusal:
         return None
+
+
+def _path_of(model: str) -> Path:
+    """Where the model is, if it is a directory.
+
+    Raises:
+        Refusal: the system does not say whether anything is there.
+    """
+    path = Path(os.path.expanduser(model))  # Path's own fails for a user that is not there
+    try:
+        path.exists()
+    except OSError as error:
+        raise Refusal(f"its path cannot be looked at: {error.strerror}", detail=str(path)) from None
+    return path
 
 
 def _is_hub_id(model: str) -> bool:

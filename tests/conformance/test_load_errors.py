@@ -318,6 +318,20 @@ def test_what_the_hub_would_not_take_for_an_id_is_not_here_and_no_id(hub, name):
         resolve.resolve(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "short", "told"),
+    [
+        ("x" * 300, "x" * 300, "its path cannot be looked at: File name too long"),
+        ("~nobody-here/model", "model", "there is no such directory"),
+    ],
+)
+def test_what_cannot_be_a_path_here_is_refused_and_no_traceback(hub, name, short, told):
+    assert resolve.short_name(name) == short
+    assert resolve.resolve_local(name) is None
+    with pytest.raises(resolve.Refusal, match=told):
+        resolve.resolve(name)
+
+
 def test_a_demo_that_is_not_installed_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(resolve, "DEMO_ROOT", tmp_path)
     with pytest.raises(resolve.Refusal, match="not part of the installation"):
