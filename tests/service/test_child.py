@@ -85,13 +85,17 @@ def inventory():
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing():
-    """Fewer may be left than there were: what another file's tests began to close."""
     before = inventory()
     yield
+    check_left(before)
+
+
+def check_left(before, note=""):
+    """Fewer may be left than there were: what another file's tests began to close."""
     patience = time.monotonic() + SHORT_S  # a thread that was told to end may still be about to
     while not _holds(before) and time.monotonic() < patience:
         time.sleep(0.01)
-    assert _holds(before), f"{inventory()}, before {before}"
+    assert _holds(before), f"{note} {inventory()}, before {before}"
 
 
 def _holds(before):
@@ -594,7 +598,7 @@ def test_a_kill_at_any_instant_is_told_and_leaves_nothing(kill, tmp_path):
             runner.execute(empty_plan())
         runner.close()
         assert is_gone(runner.pid)
-        assert inventory() == before, f"number {number}"
+        check_left(before, f"number {number}")
 
 
 async def test_a_trio_task_hears_at_once_that_an_idle_worker_died():
