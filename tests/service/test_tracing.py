@@ -101,6 +101,12 @@ def test_a_missing_package_is_told_and_the_server_goes_on(monkeypatch, caplog):
     assert "triolet[tracing]" in caplog.text
 
 
+def exit_code_of(code, *, limit_s):
+    """Of a Python process of its own that runs ``code``."""
+    argv = [sys.executable, "-c", code]
+    return subprocess.run(argv, cwd=ROOT, timeout=limit_s, check=False).returncode
+
+
 def test_nothing_is_imported_unless_it_is_configured():
     code = (
         "import sys, grpc_service.server\n"
@@ -108,8 +114,7 @@ def test_nothing_is_imported_unless_it_is_configured():
         "open_tracing({})\n"
         "sys.exit(any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
-    assert done.returncode == 0
+    assert exit_code_of(code, limit_s=60) == 0
 
 
 def test_a_collector_that_hangs_does_not_hold_up_the_end():
@@ -122,8 +127,7 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end():
         "tracing.record({'method': 'a/b', 'code': 'OK', 'elapsed_s': 1.0}, [], 'r1')\n"
         "tracing.flush()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=20, check=False)
-    assert done.returncode == 0
+    assert exit_code_of(code, limit_s=20) == 0
 
 
 def test_a_server_tells_its_spans(monkeypatch):

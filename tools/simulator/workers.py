@@ -89,18 +89,17 @@ class WorkerProcess:
 class VirtualWatchdog(Watchdog):
     """`engine.watchdog.Watchdog` without its thread: it looks when the world says so."""
 
-    def __init__(self, limit_s: float) -> None:
-        super().__init__(limit_s)
-        self._all: list[StepWatch] = []
-
     def watch(self, name: str, on_change: Callable[[], None]) -> StepWatch:
-        watch = _VirtualStepWatch(name, on_change=on_change)
-        self._all.append(watch)
+        watch = _VirtualStepWatch(name, self, on_change)
+        self._watches = (*self._watches, watch)
         return watch
+
+    def wake(self) -> None:
+        """There is no thread that sleeps."""
 
     def look(self) -> None:
         """Tell of each step that has run for the limit."""
-        for watch in self._all:
+        for watch in self._watches:
             if (
                 watch.started_at is not None
                 and trio.current_time() >= watch.started_at + self.limit_s
