@@ -16,8 +16,8 @@ from engine.core.events import Submit, Tokens
 from engine.core.types import Request, RequestId, Sampling, Stops
 from engine.telemetry import ReplicaTelemetry
 from tools.bench.frame import Row, repeat, repeat_in_turn, row_of
-from tools.bench.front import TICK_S, measure
-from tools.bench.wire import ENDLESS, peer
+from tools.bench.front import TICK_S, measure, settings
+from tools.bench.wire import peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,16 +30,12 @@ STEPS = 2000
 
 def compare(streams: int, name: str, bar: float) -> list[Row]:
     """The server with ``streams`` streams, telemetry on and off."""
-    runner = {
-        "step_s": TICK_S[streams],
-        "num_blocks": 512 + streams * 256,
-        "max_model_len": ENDLESS + 200,
-    }
-    engine = {"max_num_seqs": streams, "max_num_batched_tokens": max(2048, 2 * streams)}
+    own = settings(streams, TICK_S[streams])
+    without_it = own | {"engine": own["engine"] | {"telemetry": False}}
     sizes: list[float] = []
     with (
-        peer("triolet", runner=runner, engine=engine) as on,
-        peer("triolet", runner=runner, engine=engine | {"telemetry": False}) as off,
+        peer("triolet", **own) as on,
+        peer("triolet", **without_it) as off,
     ):
         with_it, without = repeat_in_turn(
             [partial(measure, server, streams, sizes) for server in (on, off)]

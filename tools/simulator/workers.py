@@ -20,32 +20,36 @@ from engine.watchdog import StepWatch, Watchdog
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.core.encode_types import EncodePlan, EncodeResult
-    from engine.core.plan import StepPlan, StepResult
+    from engine.core.encode_types import EncodeResult
+    from engine.core.plan import StepResult
     from engine.replica import AnyRunner
 
 
-class BreakingRunner(FakeRunner):
-    """A fake that from step ``broken_at`` on answers for fewer rows than it was asked."""
+class _Breaking:
+    """A fake that keeps its promises up to step ``broken_at``."""
 
     broken_at: int | None = None
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = super().execute(plan)
-        if self.broken_at is None or self.steps <= self.broken_at:
-            return result
+    def execute(self, plan: Any) -> Any:
+        result = super().execute(plan)  # type: ignore[misc]  # of the fake that it is mixed into
+        is_whole = self.broken_at is None or self.steps <= self.broken_at  # type: ignore[attr-defined]
+        return result if is_whole else self._break(result)
+
+    def _break(self, result: Any) -> Any:
+        raise NotImplementedError
+
+
+class BreakingRunner(_Breaking, FakeRunner):
+    """From then on it answers another plan than it was asked."""
+
+    def _break(self, result: StepResult) -> StepResult:
         return replace(result, plan_id=result.plan_id + 1)  # type: ignore[operator]
 
 
-class BreakingEncoder(FakeEncoder):
-    """An encoder that from step ``broken_at`` on gives one row's result to another."""
+class BreakingEncoder(_Breaking, FakeEncoder):
+    """From then on it gives one row's result to another."""
 
-    broken_at: int | None = None
-
-    def execute(self, plan: EncodePlan) -> EncodeResult:
-        result = super().execute(plan)
-        if self.broken_at is None or self.steps <= self.broken_at:
-            return result
+    def _break(self, result: EncodeResult) -> EncodeResult:
         return replace(result, rows=result.rows[1:] + result.rows[:1])
 
 
