@@ -203,7 +203,7 @@ template <class T>
 struct Packed {
     T *keys;    // panels of 16 positions
     T *values;  // panels of 16 numbers of a value; inputs are positions
-    long origin, end, length;  // length: end - origin, rounded up to PART
+    long origin, end, length;  // length: end - origin, rounded up to DEPTH_PAD
 
     static long depth(long width) { return padded_depth<T>(width); }
     static long numbers(long length, long width) {
@@ -211,26 +211,57 @@ struct Packed {
     }
 };
 
+// One position's key becomes a column of its panel, 4 bytes at a time: a number, or a pair.
+template <class T>
+static inline void pack_key(const T *key, long width, T *panel, long lane) {
+    const long words = width * sizeof(T) / 4;
+    for (long word = 0; word < words; word++)
+        memcpy((char *)panel + (word * PANEL + lane) * 4, (const char *)key + word * 4, 4);
+}
+
+// A pair of positions' values become rows of their panels, ``stride`` numbers apart.
+static inline void pack_values(const float *first, const float *second, long width, float *to,
+                               long stride) {
+    for (long d = 0; d < width; d += PANEL, to += stride) {
+        store(to, load(first + d));
+        store(to + PANEL, load(second + d));
+    }
+}
+
+static inline void pack_values(const bf16 *first, const bf16 *second, long width, bf16 *to,
+                               long stride) {
+    for (long d = 0; d < width; d += PANEL, to += stride) {
+        u16v even = __builtin_convertvector(load_as<h16>(first + d), u16v);
+        u16v odd = __builtin_convertvector(load_as<h16>(second + d), u16v);
+        u16v pairs = even | odd << 16;
+        memcpy(to, &pairs, sizeof pairs);
+    }
+}
+
+// The keys and values of 16 positions; those that the row has not are 0.
 template <class T>
 static void pack_positions(const Attention &call, const Rows &rows, long row, long kv_head,
                            Packed<T> &to, long tile) {
-    const long width = call.width, depth = Packed<T>::depth(width);
-    T *keys = to.keys + tile * PANEL * depth;
-    memset(keys, 0, PANEL * depth * sizeof(T));
+    static const T nothing[WIDTH_MOST] = {};
+    const long width = call.width, depth = Packed<T>::depth(width), at = tile * PANEL;
+    T *panel = to.keys + at * depth;
+    if (depth > width) memset(panel, 0, PANEL * depth * sizeof(T));
+    const T *values[PANEL];
     for (long lane = 0; lane < PANEL; lane++) {
-        const long at = tile * PANEL + lane, position = to.origin + at;
+        const long position = to.origin + at + lane;
         const bool is_own = position < to.end;
-        const T zero = {};
-        const T *key = nullptr, *value = nullptr;
+        const long from = kv_head * width;
+        const T *key = nothing;
+        values[lane] = nothing;
         if (is_own) {
-            key = at_position<T>(call.keys, call, rows, row, position) + kv_head * width;
-            value = at_position<T>(call.values, call, rows, row, position) + kv_head * width;
-            for (long d = 0; d < width; d++) keys[panel_index<T>(d, lane)] = key[d];
+            key = at_position<T>(call.keys, call, rows, row, position) + from;
+            values[lane] = at_position<T>(call.values, call, rows, row, position) + from;
         }
-        for (long d = 0; d < width; d++)
-            to.values[d / PANEL * to.length * PANEL + panel_index<T>(at, d % PANEL)] =
-                is_own ? value[d] : zero;
+        pack_key(key, width, panel, lane);
     }
+    for (long lane = 0; lane < PANEL; lane += 2)
+        pack_values(values[lane], values[lane + 1], width,
+                    to.values + panel_index<T>(at + lane, 0), to.length * PANEL);
 }
 
 // What a block of queries of one head has gathered so far.
@@ -353,7 +384,7 @@ static void list_decodes(const Rows &rows, AttentionPlan &plan) {
 
 static inline long packed_length(const Rows &rows, long row, long window) {
     const long origin = first_visible(rows.starts[row], window) / PART * PART;
-    return (rows.ends[row] - origin + PART - 1) / PART * PART;
+    return (rows.ends[row] - origin + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
 }
 
 template <class T>

@@ -128,10 +128,12 @@ static inline v16 exp_of_rest(v16 r) {
 static inline v16 exp16(v16 x) {
     constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f, PER_LN2 = 1.44269504f;
 #if defined(__AVX512F__)
-    // The second operand is what a NaN gives: x stays one, and -inf becomes a number.
-    x = (v16)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
+    // Lanes that are masked out cost nothing; a result too small for a normal number would cost a
+    // hundred cycles. Not less than: a NaN stays one.
+    const __mmask16 is_seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
     v16 n = (v16)_mm512_roundscale_ps((__m512)(x * PER_LN2), _MM_FROUND_TO_NEAREST_INT);
-    return (v16)_mm512_scalef_ps((__m512)exp_of_rest(x - n * LN2_HIGH - n * LN2_LOW), (__m512)n);
+    v16 rest = exp_of_rest(x - n * LN2_HIGH - n * LN2_LOW);
+    return (v16)_mm512_maskz_scalef_ps(is_seen, (__m512)rest, (__m512)n);
 #else
     i16v is_low = x < -87.0f;
     v16 top = pick(x > 88.0f, splat(88.0f), x);
