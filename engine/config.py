@@ -127,6 +127,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
+    step_time_target_s: float = 0.0  # 0: a step's prompts are bounded by its tokens alone
     stall_timeout_s: float = 30.0
     aging_s: float = 10.0
     prefix_cache: bool = True
@@ -159,6 +160,7 @@ class EncoderConfig:
     max_num_batched_tokens: int = 2048
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
+    step_time_target_s: float = 0.0  # 0: a step's prompts are bounded by its tokens alone
     stall_timeout_s: float = 30.0
     aging_s: float = 10.0
 
@@ -183,6 +185,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
+    step_time_target_s: float = 0.2  # 0: none; of text models' steps with prompts in them
     kv_cache_memory: int | None = None
     memory_limit: int | None = None  # None: 0.80 of what the process may use
     stall_timeout_s: float = 30.0
@@ -217,6 +220,7 @@ class EngineConfig:
             ("in-process-buffer", self.in_process_buffer, 1),
             ("max-worker-deaths", self.max_worker_deaths, 1),
             ("drain-timeout", self.drain_timeout_s, 0),
+            ("step-time-target", self.step_time_target_s, 0),
         ):
             _at_least(flag, value, minimum)
         for flag, seconds in (

@@ -79,7 +79,8 @@ class Planner:
     """Builds one `PlannedStep` at a time over a ledger.
 
     ``on_preempt`` hears of every running sequence that lost its blocks. ``chunk_limit`` bounds
-    the prompt tokens of a step; running out of memory halves it (D17).
+    the prompt tokens of a step; running out of memory halves it (D17). So does ``pace_limit``,
+    for the time that a step should take.
     """
 
     def __init__(self, ledger: Ledger, on_preempt: Callable[[Sequence], None]) -> None:
@@ -88,7 +89,7 @@ class Planner:
         self._size = ledger.config.block_size
         self._on_preempt = on_preempt
         self._next_plan = 1
-        self.chunk_limit = self._config.max_num_batched_tokens
+        self.chunk_limit = self.pace_limit = self._config.max_num_batched_tokens
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._may_preempt = True
@@ -149,12 +150,16 @@ class Planner:
         self.undo(step, now)
         return None
 
+    @property
+    def _chunk_most(self) -> int:
+        return min(self.chunk_limit, self.pace_limit)
+
     def _chunk_room(self) -> int:
         """Prompt tokens this step can still take beside its decodes."""
         if self._chunk_left is None:
             decodes = sum(1 for s in self._ledger.running if s.num_tokens - s.num_computed == 1)
             room = self._config.max_num_batched_tokens - decodes
-            self._chunk_left = min(self.chunk_limit, room)
+            self._chunk_left = min(self._chunk_most, room)
         return self._chunk_left
 
     def _chunk_of(self, seq: Sequence, remaining: int) -> int:
@@ -347,8 +352,8 @@ class Planner:
         if free >= 1 + (len(seq.live.attached) if seq.choice == 0 else 0):
             return True
         # a prompt that takes several rows begins without a message
-        limit = min(self.chunk_limit, self._config.max_num_batched_tokens)
-        return free >= 0 and seq.num_tokens - len(self._match(seq)) * self._size > limit
+        missing = seq.num_tokens - len(self._match(seq)) * self._size
+        return free >= 0 and missing > self._chunk_most
 
     def _victims_for_first(self) -> list[Sequence]:
         """Whom to preempt so that the first in line can start; empty if it can already, if what
@@ -475,7 +480,7 @@ class Planner:
         key, end = self._next_key(seq, matched), (len(matched) + 1) * self._size
         if key is None:
             return False
-        ledger, chunk = self._ledger, min(self.chunk_limit, self._config.max_num_batched_tokens)
+        ledger, chunk = self._ledger, self._chunk_most
         for other in ledger.running:
             # what is pending is not known yet, and has no key
             known = min(other.num_known, other.num_computed + chunk)

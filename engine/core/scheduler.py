@@ -100,7 +100,7 @@ class Scheduler:
         self._suspects: deque[Sequence] = deque()
         self._oom_retries = self._clean_steps = 0
         self._tokens_per_s = self._run_s = 0.0  # of late
-        self._best_rate = BestRate(config.max_num_batched_tokens)
+        self._best_rate = BestRate(config.max_num_batched_tokens, config.step_time_target_s)
         self._steps = self._rows = self._preemptions = self._discarded = 0
         self._prompt_tokens = self._completion_tokens = self._late = 0
 
@@ -466,6 +466,7 @@ class Scheduler:
     def _note_rate(self, num_tokens: int, seconds: float) -> None:
         if seconds > 0:
             self._best_rate.note(num_tokens, seconds)
+            self._planner.pace_limit = self._best_rate.chunk
             rate = num_tokens / seconds
             self._tokens_per_s += RATE_SMOOTHING * (rate - self._tokens_per_s)
 

@@ -1,4 +1,4 @@
-"""The best rate measured, and the refusal of what cannot be done at it (D18)."""
+"""The best rate measured: the refusal of what cannot be done at it (D18), and a step's prompts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ def test_the_best_rate_counts_not_the_last():
     assert rate.seconds_for(50) == 0.5
 
 
+@pytest.mark.parametrize("target", [0.0, 0.3, 0.9])
 @pytest.mark.parametrize(("fixed_s", "token_s"), [(0.0, 0.01), (0.5, 0.01), (1.0, 0.0)])
-def test_an_estimate_is_never_above_what_a_prompt_takes_of_fixed_and_linear_cost(fixed_s, token_s):
-    rate = BestRate(BUDGET)
+def test_an_estimate_is_never_above_what_a_prompt_takes_of_fixed_and_linear_cost(
+    fixed_s, token_s, target
+):
+    rate = BestRate(BUDGET, target)
     for step in range(1, BUDGET + 1):
         rate.note(step, fixed_s + token_s * step)
         for prompt in range(1, 250, 7):
-            chunks = -(-prompt // BUDGET)
+            chunks = -(-prompt // rate.chunk)
             assert rate.seconds_for(prompt) <= fixed_s * chunks + token_s * prompt + 1e-9
 
 
@@ -54,6 +57,45 @@ def test_refusals_for_want_of_a_newer_measurement_make_it_doubtful_until_there_i
     assert 1 < tries < 50
     rate.note(BUDGET, 1.0)
     assert rate.seconds_for(BUDGET) == 1.0
+
+
+@pytest.mark.parametrize("budget", [2, 9, 64, 2048, 3000])
+@pytest.mark.parametrize("token_s", [1e-5, 1e-4, 1e-3, 0.1])
+def test_a_steps_prompts_take_the_time_a_step_should_take_within_an_eighth_of_the_budget(
+    budget, token_s
+):
+    rate = BestRate(budget, 0.2)
+    rate.note(1, token_s)
+    assert rate.chunk == budget or budget <= 8  # a small step says nothing
+    for step in (budget, budget // 2 + 1):
+        rate.note(step, token_s * step)
+        assert -(-budget // 8) <= rate.chunk <= budget
+        should_take = max(0.2, 4 * token_s)  # or four of the shortest
+        is_in_time = rate.chunk * token_s <= should_take * (1 + 1e-9)
+        assert is_in_time or rate.chunk == -(-budget // 8)
+        is_full = (rate.chunk + 1) * token_s > should_take * (1 - 1e-9)
+        assert is_full or rate.chunk == budget
+
+
+def test_a_slow_step_makes_the_next_ones_small_and_a_fast_one_of_those_is_enough_to_end_it():
+    rate = BestRate(800, 0.2)
+    rate.note(1, 0.01)
+    rate.note(800, 20.0)  # an accident
+    assert rate.chunk == 100
+    rate.note(rate.chunk, 0.05)
+    assert rate.chunk == 400
+
+
+def test_steps_that_cost_much_whatever_they_compute_are_not_made_small():
+    rate = BestRate(800, 0.2)
+    for tokens in (1, 400, 800):
+        rate.note(tokens, 0.5)
+    assert rate.chunk == 800
+    rate = BestRate(800, 0.2)
+    rate.note(800, 4.5)  # half a second, and 5 ms a token
+    assert rate.chunk == 800  # nothing tells yet what a step costs
+    rate.note(1, 0.505)
+    assert rate.chunk == 359
 
 
 # ---- in the scheduler ------------------------------------------------------------------------
@@ -155,3 +197,25 @@ def test_one_slow_step_does_not_refuse_what_is_feasible_for_ever():
     assert 1 < number < 49
     driver.run()
     assert (name, 0) in driver.finished
+
+
+@pytest.mark.parametrize("prepared_plans", [False, True])
+def test_the_first_of_a_burst_have_their_tokens_in_the_time_that_a_step_should_take(prepared_plans):
+    driver = measured(step_time_target_s=0.5, prepared_plans=prepared_plans)  # 64 tokens a second
+    driver.submit(make_request("small", [1], max_tokens=1))
+    driver.begin_step()
+    driver.now += 0.01
+    driver.end_step()
+    driver.read("small")
+    for index in range(4):
+        name, first = f"r{index}", 100 * (index + 1)
+        driver.submit(make_request(name, range(first, first + 16), max_tokens=1))
+    counts = []
+    while (plan := driver.begin_step()) is not None:
+        counts.append(sorted(row.count for row in plan.rows))
+        driver.now += sum(counts[-1]) / 64
+        driver.end_step()
+        for index in range(4):
+            driver.read(f"r{index}")
+    assert counts == [[16, 16], [16, 16]]
+    driver.check_idle()

@@ -24,6 +24,7 @@ from engine.core import (
     encode_scheduler,
     ledger,
     planner,
+    rate,
     scheduler,
 )
 from grpc_service import bridge
@@ -146,6 +147,14 @@ MUTANTS = (
         "_victims_for_first",
         "if seq.rank > first.rank and ledger.waiting_key_of(seq, self._now) > key",
         "if seq.rank > first.rank",
+    ),
+    Mutant(
+        "a step's prompts take as long as they take",
+        rate.BestRate,
+        "_chunk",
+        "if not best or not self._step_s:",
+        "if True:",
+        seed=26,
     ),
     Mutant(
         "nobody looks at the stall timeout",

@@ -25,6 +25,7 @@ from engine.core.events import (
     Preempted,
     Refused,
     Resume,
+    StepDone,
     StepFailed,
     Submit,
     Tokens,
@@ -34,6 +35,7 @@ from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence
 from engine.core.types import Request
 from tools.simulator.encode_watch import EncodeWatch
+from tools.simulator.pace_watch import PaceWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,6 +91,7 @@ class CoreWatch:
         self._planner: Scheduler | None = None
         self.num_deaths = 0
         self._encoders: dict[EncodeScheduler, EncodeWatch] = {}
+        self._paces: dict[Scheduler, PaceWatch] = {}
 
     def note(self, event: object) -> None:
         """Write an event down and judge it.
@@ -210,6 +213,8 @@ class CoreWatch:
                 self._pauses[scheduler] = mode
             case Resume():
                 self._pauses[scheduler] = None
+            case StepDone():
+                self._pace_of(scheduler).done(args[1])
         return apply(*args)
 
     def _plan(
@@ -225,6 +230,8 @@ class CoreWatch:
         # those lost, of which the rest is enough for the one that had them
         if lost & began == began != set() and not grew:
             self._tell(f"{began} gave way for nobody, and took their places back", "plan")
+        if plan is not None:
+            self._tell(self._pace_of(scheduler).planned(plan, now), "plan")
         return plan, events
 
     def _prepare(self, prepare: Callable[[float], None], scheduler: Scheduler, now: float) -> None:
@@ -249,6 +256,9 @@ class CoreWatch:
         text = "no plan" if planned[0] is None else journal.line(planned[0])
         self._tell(self._books_of(scheduler).planned(planned[0], now), text)
         return planned
+
+    def _pace_of(self, scheduler: Scheduler) -> PaceWatch:
+        return self._paces.setdefault(scheduler, PaceWatch(scheduler.config))
 
     def _books_of(self, scheduler: EncodeScheduler) -> EncodeWatch:
         return self._encoders.setdefault(scheduler, EncodeWatch(scheduler))

@@ -97,7 +97,7 @@ def draw_world(
     families = tuple(
         tuple(rng.randint(1, 900) for _ in range(rng.randint(1, 90))) for _ in range(4)
     )
-    config = _draw_config(rng, seed, active, block_size)
+    config = _draw_config(rng, seed, active, block_size, step_s)
     num_encodes = 3 * num_requests // 10 if "encoders" in active else 0
     clients = tuple(
         draw_client(rng, index, active, duration, families, step_s, config.stream_buffer)
@@ -141,7 +141,7 @@ def draw_world(
 
 
 def _draw_config(
-    rng: random.Random, seed: int, active: frozenset[str], block_size: int
+    rng: random.Random, seed: int, active: frozenset[str], block_size: int, step_s: float
 ) -> EngineConfig:
     max_num_seqs = rng.choice([2, 8, 64])
     models = [ModelConfig(MODEL, lazy=rng.random() < 0.2)]
@@ -162,6 +162,8 @@ def _draw_config(
         prepared_plans=seed % 4 != 0,
         max_queued_tokens=rng.choice([2000, 1_000_000]) if "bursts" in active else 1_000_000,
         check_level=rng.choice([1, 2, 2, 2, 2, 2]),
+        # of its own numbers, so that worlds without it are what they were
+        step_time_target_s=step_s * random.Random(f"pace {seed}").choice([0.0, 0.0, 1.5, 6.0]),
     )
 
 

@@ -23,7 +23,7 @@ from tools.bench.peers.environments import PEERS, PeerError
 from tools.bench.peers.process import OURS, ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from tools.bench.peers.environments import Peer
@@ -76,17 +76,18 @@ SERVERS: dict[str, tuple[Peer, Callable[[Path, int], tuple[list[str], dict[str, 
 
 
 class ServerWithClients:
-    """A server that is ready, and the process of its clients.
+    """A server that is ready, and the process of its clients. ``flags`` are more of its own.
 
     Raises:
         PeerError: the server or its clients ended; what they wrote is on standard error.
     """
 
-    def __init__(self, name: str, model: Path, vocab: int) -> None:
+    def __init__(self, name: str, model: Path, vocab: int, flags: Sequence[str] = ()) -> None:
         peer, command_of = SERVERS[name]
-        self.name = name
+        self.name = " ".join((name, *flags))
         port = free_port()
         command, environment = command_of(model, port)
+        command += flags
         started = time.perf_counter()
         self._server = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True
@@ -161,7 +162,9 @@ class ServerWithClients:
             os.killpg(self._server.pid, number)
 
 
-def start_server(name: str, model: Path, vocab: int) -> ServerWithClients | None:
+def start_server(
+    name: str, model: Path, vocab: int, flags: Sequence[str] = ()
+) -> ServerWithClients | None:
     """A server; None, and said aloud, where it is not installed or does not start."""
     if not SERVERS[name][0].is_installed:
         print(
@@ -169,7 +172,7 @@ def start_server(name: str, model: Path, vocab: int) -> ServerWithClients | None
         )
         return None
     try:
-        return ServerWithClients(name, model, vocab)
+        return ServerWithClients(name, model, vocab, flags)
     except PeerError as error:
         print(f"{error}; what it wrote stands above", file=sys.stderr)
         return None
