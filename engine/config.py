@@ -185,7 +185,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
-    step_time_target_s: float = 0.2  # 0: none; of text models' steps with prompts in them
+    step_time_target_s: float = 0.15  # 0: none; of text models' steps with prompts in them
     kv_cache_memory: int | None = None
     memory_limit: int | None = None  # None: 0.80 of what the process may use
     stall_timeout_s: float = 30.0

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 LOAD = "32 clients"
 SETTINGS = (
     ("--step-time-target", "0"),
-    ("--step-time-target", "0.2"),
-    ("--step-time-target", "0.1"),
+    ("--step-time-target", "0.3"),
+    ("--step-time-target", "0.15"),
+    ("--step-time-target", "0.08"),
     ("--step-time-target", "0", "--max-num-batched-tokens", "512"),
 )
 FIGURES = ("output", "first token p50", "between tokens p99")
