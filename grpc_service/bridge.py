@@ -29,6 +29,7 @@ from engine.core.types import EndReason
 from engine.errors import EngineBug, Overloaded, ShuttingDown, TrioletError
 from engine.quota import NOWHERE, Origin
 from grpc_service.rpc import current
+from grpc_service.straight import StraightWriter
 from grpc_service.zombies import Zombies, address_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from engine.requests import GenerateRequest
     from engine.status import EngineStatistics
     from engine.telemetry import EngineTelemetry
+    from grpc_service.straight import Write
 
     Batch = list[tuple["BridgeCall", list[Any], bool, TrioletError | None]]
 
@@ -66,6 +68,7 @@ class BridgeCall:
         self._cancelled_at = 0.0
         self._error: TrioletError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._straight: StraightWriter | None = None
         self._num_written = 0  # credited events, ever; set on the asyncio thread alone
         self.num_released = 0  # of those, credit given back; set on the Trio thread alone
         self.request = request
@@ -92,6 +95,9 @@ class BridgeCall:
             await self._waiter
         events, self._events = self._events, []
         return events
+
+    def write_straight(self, start: Callable[[Any], Write | None]) -> None:
+        self._straight = StraightWriter(start, self._wrote_straight, self._failed_straight)
 
     def written(self, num_events: int) -> None:
         """Most credit is fetched by the courier when it looks at the stream anyway. A stream that
@@ -132,8 +138,31 @@ class BridgeCall:
             self._is_closed, self._error = True, error
             if not self._is_left:
                 self._bridge.zombies.ended(self, self._address)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Have an event that came alone written, or wake the task that waits."""
+        waiter, straight = self._waiter, self._straight
+        if waiter is None or waiter.done():
+            return
+        if straight is not None:
+            if straight.is_writing:
+                return
+            if len(self._events) == 1 and not self._is_closed:
+                events, self._events = self._events, []
+                if straight.begin(events[0]):
+                    return
+                self._events = events
+        if self._events or self._is_closed:
+            waiter.set_result(None)
+
+    def _wrote_straight(self) -> None:
+        self.written(1)
+        self._advance()
+
+    def _failed_straight(self, error: Exception) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._waiter.set_exception(error)
 
     @property
     def _credit(self) -> Credit:

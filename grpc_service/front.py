@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from engine.core.events import PauseMode
     from engine.core.plan import TokenSpan
@@ -90,6 +90,12 @@ class Call(Protocol):
     @property
     def credited(self) -> tuple[type, ...]:
         """The kinds of its events that hold credit (`engine.generation.Lifetime`)."""
+        ...
+
+    def write_straight(self, start: Callable[[Any], Coroutine[Any, Any, None] | None]) -> None:
+        """Let ``start`` write events that come alone while the task waits in `receive`, which then
+        does not give them; what it has no write for, `receive` gives. A write that fails has
+        `receive` raise what it raised. Called once, before the first `receive`."""
         ...
 
     def written(self, num_events: int) -> None:

@@ -27,7 +27,7 @@ from grpc_service.status import ending_of
 from grpc_service.watching import watch_stats
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
@@ -216,6 +216,12 @@ async def _carry(
     alone, faster (b"" for nothing to tell), or gives None. ``is_large``: the first events take long
     to encode, which is then done off the loop."""
     write = context.write  # waits while the client's window is closed
+
+    def write_short(event: Any) -> Coroutine[Any, Any, None] | None:
+        data = short(event)
+        return write(data) if data else None
+
+    call.write_straight(write_short)
     try:
         while events := await call.receive():
             if len(events) == 1 and (data := short(events[0])) is not None:
