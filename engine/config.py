@@ -160,7 +160,6 @@ class EncoderConfig:
     max_num_batched_tokens: int = 2048
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
-    step_time_target_s: float = 0.0  # 0: a step's prompts are bounded by its tokens alone
     stall_timeout_s: float = 30.0
     aging_s: float = 10.0
 

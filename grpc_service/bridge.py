@@ -106,7 +106,7 @@ class BridgeCall:
             return
         self._num_written += num_events
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("results sent: %d", self._num_written)  # on the call's own task (R157)
+            log.debug("results sent: %d", self._num_written)  # in the call's own context (R157)
         credit = self._credit  # the Trio thread's; a look at it may be a moment late
         if credit.starved or 2 * (self._num_written - self.num_released) >= credit.capacity:
             self._bridge.post(self.release_written)
@@ -122,6 +122,7 @@ class BridgeCall:
         self.cancel()
         if not self._is_left:
             self._is_left = True
+            self._straight = None  # they know each other; a write under way goes on
             self._bridge.zombies.gone(self)
             if self._error is not None:
                 self._error.__traceback__ = None  # its frames know this call
@@ -160,7 +161,7 @@ class BridgeCall:
         self.written(1)
         self._advance()
 
-    def _failed_straight(self, error: Exception) -> None:
+    def _failed_straight(self, error: BaseException) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(error)
 

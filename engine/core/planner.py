@@ -78,9 +78,9 @@ EMPTY_PLAN = StepPlan(PlanId(0), ())
 class Planner:
     """Builds one `PlannedStep` at a time over a ledger.
 
-    ``on_preempt`` hears of every running sequence that lost its blocks. ``chunk_limit`` bounds
-    the prompt tokens of a step; running out of memory halves it (D17). So does ``pace_limit``,
-    for the time that a step should take.
+    ``on_preempt`` hears of every running sequence that lost its blocks. Two limits bound the
+    prompt tokens of a step, and the smaller holds: ``chunk_limit``, which running out of memory
+    halves (D17), and ``pace_limit``, what can be computed in the time a step should take (D4).
     """
 
     def __init__(self, ledger: Ledger, on_preempt: Callable[[Sequence], None]) -> None:
@@ -151,7 +151,8 @@ class Planner:
         return None
 
     @property
-    def _chunk_most(self) -> int:
+    def _prompt_limit(self) -> int:
+        """Prompt tokens of a step at most, beside its decodes."""
         return min(self.chunk_limit, self.pace_limit)
 
     def _chunk_room(self) -> int:
@@ -159,7 +160,7 @@ class Planner:
         if self._chunk_left is None:
             decodes = sum(1 for s in self._ledger.running if s.num_tokens - s.num_computed == 1)
             room = self._config.max_num_batched_tokens - decodes
-            self._chunk_left = min(self._chunk_most, room)
+            self._chunk_left = min(self._prompt_limit, room)
         return self._chunk_left
 
     def _chunk_of(self, seq: Sequence, remaining: int) -> int:
@@ -353,7 +354,7 @@ class Planner:
             return True
         # a prompt that takes several rows begins without a message
         missing = seq.num_tokens - len(self._match(seq)) * self._size
-        return free >= 0 and missing > self._chunk_most
+        return free >= 0 and missing > self._prompt_limit
 
     def _victims_for_first(self) -> list[Sequence]:
         """Whom to preempt so that the first in line can start; empty if it can already, if what
@@ -480,7 +481,7 @@ class Planner:
         key, end = self._next_key(seq, matched), (len(matched) + 1) * self._size
         if key is None:
             return False
-        ledger, chunk = self._ledger, self._chunk_most
+        ledger, chunk = self._ledger, self._prompt_limit
         for other in ledger.running:
             # what is pending is not known yet, and has no key
             known = min(other.num_known, other.num_computed + chunk)

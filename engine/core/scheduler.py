@@ -466,7 +466,7 @@ class Scheduler:
     def _note_rate(self, num_tokens: int, seconds: float) -> None:
         if seconds > 0:
             self._best_rate.note(num_tokens, seconds)
-            self._planner.pace_limit = self._best_rate.chunk
+            self._planner.pace_limit = self._best_rate.prompt_budget
             rate = num_tokens / seconds
             self._tokens_per_s += RATE_SMOOTHING * (rate - self._tokens_per_s)
 

@@ -14,7 +14,7 @@
 namespace triolet {
 
 constexpr long PART = 512;      // positions of a part
-constexpr long AHEAD = 32;      // positions, whose lines a decode asks for before it comes to them
+constexpr long AHEAD = 32;      // a decode asks for keys and values so many positions ahead
 constexpr long QUERIES = 32;    // queries of a block, of a prompt's chunk
 constexpr long HEADS_MOST = 8;  // query heads that share loaded keys
 constexpr long WIDTH_MOST = 256;
@@ -81,7 +81,7 @@ struct Partial {
 };
 
 // Asks for ``width`` numbers that lie where no hardware would look for them: a decode's keys and
-// values are a few lines of each slot, and two thirds of its time were waiting for the first.
+// values are a few lines of each slot, and it mostly waited for the first of them.
 template <class T>
 static inline void fetch(const T *from, long width) {
     const char *end = (const char *)(from + width);
@@ -378,6 +378,7 @@ struct AttentionPlan {
     Partial *partials;          // [num_parts][heads]
     float *sums_;               // [num_parts][heads][width]
     void *packed;               // keys and values of a chunk's row, PACKED_BYTES_MOST or one head
+    long packed_size;           // of it, in bytes
 };
 
 static inline bool is_decode(const Rows &rows, long row) {
@@ -473,7 +474,7 @@ static void attend_chunk(const Attention &call, const Rows &rows, const Attentio
     const long origin = first_visible(rows.starts[row], call.window) / PART * PART;
     const long numbers = Packed<T>::numbers(length, width), tiles = length / PANEL;
     const long heads = larger(1, smaller(call.kv_heads,
-                                         PACKED_BYTES_MOST / (numbers * (long)sizeof(T))));
+                                         plan.packed_size / (numbers * (long)sizeof(T))));
     const long blocks = (count + QUERIES - 1) / QUERIES;
     for (long low = 0; low < call.kv_heads; low += heads) {
         const long own = smaller(heads, call.kv_heads - low);

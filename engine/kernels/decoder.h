@@ -108,7 +108,8 @@ struct Buffers {
         plan.tasks = from.take<DecodeTask>(plan.num_tasks);
         plan.partials = from.take<Partial>(plan.num_parts * call.heads);
         plan.sums_ = from.take<float>(plan.num_parts * call.heads * call.width);
-        plan.packed = from.take<char>(packed_bytes<T>(call, step.rows));
+        plan.packed_size = packed_bytes<T>(call, step.rows);
+        plan.packed = from.take<char>(plan.packed_size);
     }
 
     void clear_padding(const Step &step) {

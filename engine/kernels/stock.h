@@ -17,7 +17,8 @@ struct AttentionMemory {
         plan.tasks = from.take<DecodeTask>(plan.num_tasks);
         plan.partials = from.take<Partial>(plan.num_parts * call.heads);
         plan.sums_ = from.take<float>(plan.num_parts * call.heads * call.width);
-        plan.packed = from.take<char>(packed_bytes<T>(call, rows));
+        plan.packed_size = packed_bytes<T>(call, rows);
+        plan.packed = from.take<char>(plan.packed_size);
         queries = from.take<float>(rows.num_tokens * call.heads * call.width);
         gathered = from.take<Gathered<T>>(num_threads);
     }

@@ -155,7 +155,8 @@ FLAGS = (
         "step_time_target_s",
         SECONDS,
         "how long a step should take that computes prompts: a step gets no more of them than that "
-        "takes at the best speed so far; 0: as many as --max-num-batched-tokens",
+        "takes at the best speed so far, but an eighth of --max-num-batched-tokens in any case; "
+        "0: as many as --max-num-batched-tokens",
     ),
     Flag("block-size", EngineConfig, "block_size", COUNT, "tokens in one block of the KV pool"),
     Flag(

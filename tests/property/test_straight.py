@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from types import SimpleNamespace
 
 import grpc
@@ -143,8 +145,33 @@ def test_events_are_sent_once_and_in_order_and_the_end_comes_after_them(world):
         assert stream.call._num_written == len(stream.made)
 
 
-@pytest.mark.parametrize("broken", ["start", "write"])
+def test_a_stream_that_has_ended_is_let_go_without_looking_for_cycles():
+    async def body():
+        stream = Stream()
+        for _ in range(3):
+            await asyncio.sleep(0)
+            stream.take(1)
+            for _ in range(5):
+                await asyncio.sleep(0)
+                stream.context.let_go()
+        stream.call.take([], True, None)
+        await stream.task
+        left = weakref.ref(stream.context)
+        del stream
+        return left
+
+    gc.disable()
+    try:
+        left = asyncio.run(body())
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("broken", ["start", "write", "future"])
 def test_what_a_write_raises_is_the_tasks(broken):
+    error = asyncio.CancelledError if broken == "future" else ValueError
+
     async def body():
         stream = Stream()
         stream.task.cancel()
@@ -156,7 +183,7 @@ def test_what_a_write_raises_is_the_tasks(broken):
                 raise ValueError("drawn")
 
             async def write():
-                raise ValueError("drawn")
+                raise error("drawn")
 
             return write()
 
@@ -164,7 +191,7 @@ def test_what_a_write_raises_is_the_tasks(broken):
         task = asyncio.create_task(call.receive())
         await asyncio.sleep(0)
         call.take([Tokens(RequestId("r"), 0, (1,), "a")], False, None)
-        with pytest.raises(ValueError, match="drawn"):
+        with pytest.raises(error):
             await task
         assert not call._straight.is_writing
 

@@ -42,7 +42,7 @@ def test_an_estimate_is_never_above_what_a_prompt_takes_of_fixed_and_linear_cost
     for step in range(1, BUDGET + 1):
         rate.note(step, fixed_s + token_s * step)
         for prompt in range(1, 250, 7):
-            chunks = -(-prompt // rate.chunk)
+            chunks = -(-prompt // rate.prompt_budget)
             assert rate.seconds_for(prompt) <= fixed_s * chunks + token_s * prompt + 1e-9
 
 
@@ -66,36 +66,52 @@ def test_a_steps_prompts_take_the_time_a_step_should_take_within_an_eighth_of_th
 ):
     rate = BestRate(budget, 0.2)
     rate.note(1, token_s)
-    assert rate.chunk == budget or budget <= 8  # a small step says nothing
+    assert rate.prompt_budget == budget or budget <= 8  # a small step says nothing
     for step in (budget, budget // 2 + 1):
         rate.note(step, token_s * step)
-        assert -(-budget // 8) <= rate.chunk <= budget
+        assert -(-budget // 8) <= rate.prompt_budget <= budget
         should_take = max(0.2, 4 * token_s)  # or four of the shortest
-        is_in_time = rate.chunk * token_s <= should_take * (1 + 1e-9)
-        assert is_in_time or rate.chunk == -(-budget // 8)
-        is_full = (rate.chunk + 1) * token_s > should_take * (1 - 1e-9)
-        assert is_full or rate.chunk == budget
+        is_in_time = rate.prompt_budget * token_s <= should_take * (1 + 1e-9)
+        assert is_in_time or rate.prompt_budget == -(-budget // 8)
+        is_full = (rate.prompt_budget + 1) * token_s > should_take * (1 - 1e-9)
+        assert is_full or rate.prompt_budget == budget
 
 
 def test_a_slow_step_makes_the_next_ones_small_and_a_fast_one_of_those_is_enough_to_end_it():
     rate = BestRate(800, 0.2)
     rate.note(1, 0.01)
     rate.note(800, 20.0)  # an accident
-    assert rate.chunk == 100
-    rate.note(rate.chunk, 0.05)
-    assert rate.chunk == 400
+    assert rate.prompt_budget == 100
+    rate.note(rate.prompt_budget, 0.05)
+    assert rate.prompt_budget == 400
+
+
+def test_what_one_slow_step_said_of_large_ones_is_corrected_by_the_smaller_ones_after_it():
+    rate = BestRate(2048, 0.15)
+    rate.note(2048, 8.0)  # the first, while everything is cold
+    for _ in range(5):
+        rate.note(20, 0.02)
+        rate.note(rate.prompt_budget, rate.prompt_budget / 3000)
+    assert rate.prompt_budget < 1024, "no step is as large as the first again"
+    assert rate.seconds_for(8192) == pytest.approx(8192 / 3000)
+
+
+def test_a_target_without_end_is_none():
+    rate = BestRate(800, float("inf"))
+    rate.note(800, 20.0)
+    assert rate.prompt_budget == 800
 
 
 def test_steps_that_cost_much_whatever_they_compute_are_not_made_small():
     rate = BestRate(800, 0.2)
     for tokens in (1, 400, 800):
         rate.note(tokens, 0.5)
-    assert rate.chunk == 800
+    assert rate.prompt_budget == 800
     rate = BestRate(800, 0.2)
     rate.note(800, 4.5)  # half a second, and 5 ms a token
-    assert rate.chunk == 800  # nothing tells yet what a step costs
+    assert rate.prompt_budget == 800  # nothing tells yet what a step costs
     rate.note(1, 0.505)
-    assert rate.chunk == 359
+    assert rate.prompt_budget == 359
 
 
 # ---- in the scheduler ------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What `--step-time-target` brings, and what it costs: our server with several, in turn.
 
 The load is `serve`'s with 32 clients, whose prompts come all at once: how soon half of them have
-their first token, and how many tokens a second come out. Beside it smaller steps for all, by
-`--max-num-batched-tokens`.
+their first token, how many tokens a second come out, and how long the longest waits between tokens
+are. Beside it a smaller step budget instead, by `--max-num-batched-tokens`.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ MUTANTS = (
     Mutant(
         "a step's prompts take as long as they take",
         rate.BestRate,
-        "_chunk",
-        "if not best or not self._step_s:",
+        "_prompt_budget",
+        "if not best or not self._target_s:",
         "if True:",
         seed=26,
     ),

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from engine.config import SchedulerConfig
     from engine.core.plan import StepPlan
 
-LARGE = 8  # steps of an eighth of the budget tell how fast prompts are; none need be smaller
-FIXED = 4  # so many of the shortest steps is no step too long
+LARGE = 8  # steps of at least an eighth of the budget tell the speed; every step may take as much
+FIXED = 4  # four times the shortest step is never too long
 ROUNDING = 1e-9
 
 
@@ -32,7 +32,7 @@ class PaceWatch:
         prompts = sum(row.count for row in plan.rows if row.count > 1)
         if prompts <= most:
             return ""
-        return f"{prompts} prompt tokens, of which {most:g} take {self._target_s:g} s"
+        return f"{prompts} prompt tokens, and {most:g} at most for a target of {self._target_s:g} s"
 
     def done(self, now: float) -> None:
         """The step was computed."""
