@@ -236,8 +236,8 @@ MUTANTS = (
     Mutant(
         "a batch that comes over wakes no handler",
         bridge.BridgeCall,
-        "take",
-        "self._waiter.set_result(None)",
+        "_advance",
+        "waiter.set_result(None)",
         "pass",
     ),
     Mutant(
