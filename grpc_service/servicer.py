@@ -27,11 +27,12 @@ from grpc_service.status import ending_of
 from grpc_service.watching import watch_stats
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
     from grpc_service.front import Call, Front
+    from grpc_service.straight import Write
 
     Context = grpc.aio.ServicerContext[Any, Any]
     Behaviour = Callable[[Any, Context], Awaitable[Any]]
@@ -217,7 +218,7 @@ async def _carry(
     to encode, which is then done off the loop."""
     write = context.write  # waits while the client's window is closed
 
-    def write_short(event: Any) -> Coroutine[Any, Any, None] | None:
+    def write_short(event: Any) -> Write | None:
         data = short(event)
         return write(data) if data else None
 

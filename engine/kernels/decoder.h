@@ -75,6 +75,19 @@ struct Allotment {
     }
 };
 
+// A step's decodes are counted, and their plan gets its memory.
+template <class T>
+static void lay_out_plan(Allotment &from, const Attention &call, const Rows &rows,
+                         AttentionPlan &plan) {
+    plan.tasks = nullptr;
+    list_decodes(rows, plan);
+    plan.tasks = from.take<DecodeTask>(plan.num_tasks);
+    plan.partials = from.take<Partial>(plan.num_parts * call.heads);
+    plan.sums_ = from.take<float>(plan.num_parts * call.heads * call.width);
+    plan.packed_size = packed_bytes<T>(call, rows);
+    plan.packed = from.take<char>(plan.packed_size);
+}
+
 static inline long padded_rows(long rows) { return (rows + ROW_PAD - 1) / ROW_PAD * ROW_PAD; }
 
 // A step's activations; each of padded rows. Depths are padded, and the padding is 0.
@@ -103,13 +116,7 @@ struct Buffers {
         last = from.take<T>(padded_rows(step.num_kept) * normed_depth);
         scratch = from.take<Scratch>(step.num_threads);
         gathered = from.take<Gathered<T>>(step.num_threads);
-        plan.tasks = nullptr;
-        list_decodes(step.rows, plan);
-        plan.tasks = from.take<DecodeTask>(plan.num_tasks);
-        plan.partials = from.take<Partial>(plan.num_parts * call.heads);
-        plan.sums_ = from.take<float>(plan.num_parts * call.heads * call.width);
-        plan.packed_size = packed_bytes<T>(call, step.rows);
-        plan.packed = from.take<char>(plan.packed_size);
+        lay_out_plan<T>(from, call, step.rows, plan);
     }
 
     void clear_padding(const Step &step) {

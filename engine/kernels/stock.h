@@ -12,13 +12,7 @@ struct AttentionMemory {
 
     template <class T>
     void lay_out(Allotment &from, const Attention &call, const Rows &rows, long num_threads) {
-        plan.tasks = nullptr;
-        list_decodes(rows, plan);
-        plan.tasks = from.take<DecodeTask>(plan.num_tasks);
-        plan.partials = from.take<Partial>(plan.num_parts * call.heads);
-        plan.sums_ = from.take<float>(plan.num_parts * call.heads * call.width);
-        plan.packed_size = packed_bytes<T>(call, rows);
-        plan.packed = from.take<char>(plan.packed_size);
+        lay_out_plan<T>(from, call, rows, plan);
         queries = from.take<float>(rows.num_tokens * call.heads * call.width);
         gathered = from.take<Gathered<T>>(num_threads);
     }
