@@ -1,15 +1,15 @@
-"""What the servicers ask of the other side: the protocols that `grpc_service.bridge` fills.
+"""What the servicers ask of the engine's side: the protocols that `grpc_service.bridge` fills.
 
-Rule 1: nothing of Trio and nothing of grpc is named here. A test's fake fills the same protocols.
-Rule 2: `Call` is used by one asyncio task; every method may be called after the request's end.
+Rule 1: nothing of HTTP and nothing of grpc is named here. A test's fake fills the same protocols.
+Rule 2: `Call` is used by one task; every method may be called after the request's end.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.core.events import PauseMode
     from engine.core.plan import TokenSpan
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from engine.requests import Chat, GenerateRequest
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
 
-T = TypeVar("T")
-
 
 class LoadWatch(Protocol):
     """A load that is watched (`engine.load_watch`)."""
@@ -29,7 +27,7 @@ class LoadWatch(Protocol):
 
 
 class Engine(Protocol):
-    """The engine's methods that a job of `Front.call` may use, on the Trio side.
+    """The engine's methods that a servicer may use (`engine.api.Engine`).
 
     Each raises a `TrioletError` where it cannot: ModelNotFound, InvalidRequest and so on.
     """
@@ -72,7 +70,7 @@ class Engine(Protocol):
 
 
 class Call(Protocol):
-    """One request of any kind, seen from the asyncio side; it has exactly one end."""
+    """One request of any kind, as its handler sees it; it has exactly one end."""
 
     @property
     def request_id(self) -> str: ...
@@ -92,10 +90,10 @@ class Call(Protocol):
         """The kinds of its events that hold credit (`engine.generation.Lifetime`)."""
         ...
 
-    def write_straight(self, start: Callable[[Any], Coroutine[Any, Any, None] | None]) -> None:
-        """Let ``start`` write events that come alone while the task waits in `receive`, which then
-        does not give them; what it has no write for, `receive` gives. A write that fails has
-        `receive` raise what it raised. Called once, before the first `receive`."""
+    def write_straight(self, write: Callable[[Any], bool]) -> None:
+        """Let ``write`` have events that come alone while the task waits in `receive`, which then
+        does not give them; it never waits, and gives False for one that `receive` is to give. What
+        it raises, `receive` raises. Called once, before the first `receive`."""
         ...
 
     def written(self, num_events: int) -> None:
@@ -113,31 +111,24 @@ class Call(Protocol):
 
 
 class Front(Protocol):
-    """The engine, seen from the asyncio side."""
+    """The engine, as the servicers see it."""
+
+    @property
+    def engine(self) -> Engine: ...
 
     def generate(self, request: GenerateRequest, peer: str = "") -> Call:
-        """Post the request; never waits. A refusal comes from the call's first `receive`.
-        ``peer`` is the client as grpc names it. Every call must be left (`Call.leave`)."""
+        """Hand the request to the engine; never waits. A refusal comes from the call's first
+        `receive`. ``peer`` is the client as grpc names it. Every call must be left (`Call.leave`).
+
+        Raises:
+            Overloaded: too many of the client's calls have ended, and it does not read the end.
+        """
         ...
 
     def encode(self, request: EncodeRequests, peer: str = "") -> Call:
         """As `generate`, for an encoder."""
         ...
 
-    async def call(self, job: Callable[[Engine], Awaitable[T]]) -> T:
-        """Run ``job`` on the Trio thread and give its result.
-
-        Raises:
-            TrioletError: the job's own.
-        Cancellation: the job is cancelled.
-        """
-        ...
-
-    async def ask(self, question: Callable[[Engine], T]) -> T:
-        """As `call`, for a function that does not wait: it is answered between two tasks of the
-        engine's, and goes on if the asker leaves."""
-        ...
-
-    async def statistics(self) -> EngineStatistics:
-        """The counters as they stand, the front's own among them; never waits for a step."""
+    def statistics(self) -> EngineStatistics:
+        """The counters as they stand, the front's own among them."""
         ...

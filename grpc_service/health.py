@@ -8,23 +8,22 @@ A watcher that fell behind gets the newest state only, as the protocol allows.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import trio
 from grpc_health.v1 import health_pb2
 
 from engine.errors import Overloaded
 from engine.status import Capability, ModelState
+from grpc_service.connections import methods_of
 from grpc_service.servicer import CONTROL, INFERENCE, MODELS
-from grpc_service.status import ending_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from engine.status import ModelStatus
-
-    Context = grpc.aio.ServicerContext[Any, Any]
+    from grpc_service.connections import Context, Method
 
 SERVICE_NAME = "grpc.health.v1.Health"
 WATCHERS_MAX = 1024  # guess: as many as zombies in total; beyond: RESOURCE_EXHAUSTED
@@ -33,12 +32,11 @@ Response = health_pb2.HealthCheckResponse
 
 
 class HealthServicer:
-    """Check, List and Watch over a map of names. Lives on one asyncio loop; `set_states` is
-    called there."""
+    """Check, List and Watch over a map of names."""
 
     def __init__(self) -> None:
         self._states: dict[str, bool] = {"": False}
-        self._changed = asyncio.Event()
+        self._changed = trio.Event()
         self._num_watchers = 0
 
     @property
@@ -52,11 +50,12 @@ class HealthServicer:
             return
         self._states = dict(states)
         self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed = trio.Event()
 
     async def Check(self, request: Any, context: Context) -> Any:
         if request.service not in self._states:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service or model")
+            await context.end(grpc.StatusCode.NOT_FOUND, "no such service or model")
+            return None
         return self._response(request.service)
 
     async def List(self, request: Any, context: Context) -> Any:
@@ -68,7 +67,7 @@ class HealthServicer:
         """The state now, and again after each change, until the client goes. A name that is not
         known is SERVICE_UNKNOWN, and may become known."""
         if self._num_watchers >= WATCHERS_MAX:
-            await context.abort(*ending_of(Overloaded("too many health watchers are open")))
+            raise Overloaded("too many health watchers are open")
         self._num_watchers += 1
         try:
             last = None
@@ -79,8 +78,6 @@ class HealthServicer:
                     await context.write(response)
                     last = response
                 await changed.wait()
-        except (grpc.aio.BaseError, asyncio.InvalidStateError):
-            return  # the client has gone
         finally:
             self._num_watchers -= 1
 
@@ -91,21 +88,9 @@ class HealthServicer:
         return Response(status=Response.SERVING if state else Response.NOT_SERVING)
 
 
-def add_health(server: grpc.aio.Server, servicer: HealthServicer) -> None:
-    """Serve grpc.health.v1. Call it before the server starts."""
-    request, listing = health_pb2.HealthCheckRequest, health_pb2.HealthListRequest
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-        "Check": grpc.unary_unary_rpc_method_handler(
-            servicer.Check, request.FromString, Response.SerializeToString
-        ),
-        "List": grpc.unary_unary_rpc_method_handler(
-            servicer.List, listing.FromString, health_pb2.HealthListResponse.SerializeToString
-        ),
-        "Watch": grpc.unary_stream_rpc_method_handler(
-            servicer.Watch, request.FromString, Response.SerializeToString
-        ),
-    }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+def health_methods(servicer: HealthServicer) -> list[Method]:
+    """Those of grpc.health.v1."""
+    return methods_of(health_pb2.DESCRIPTOR.services_by_name["Health"], servicer)
 
 
 def apply_states(servicer: HealthServicer, models: Sequence[ModelStatus], draining: bool) -> None:

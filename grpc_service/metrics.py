@@ -8,12 +8,15 @@ Rule 3: labels are models, replicas, phases, ends, RPCs and status codes, all of
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import trio
+
 from engine.errors import ConfigError, TrioletError
+from engine.threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -184,7 +187,7 @@ class Collector:
         """One family per metric, also one without samples yet."""
         try:
             found = list(self._ask())
-        except (TimeoutError, RuntimeError, TrioletError) as error:
+        except (RuntimeError, TrioletError) as error:
             log.warning("a scrape found nobody to ask: %s", error)
             return
         families = {metric: _family(metric) for metric in METRICS}
@@ -235,14 +238,13 @@ async def serving_metrics(
         return
     from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
 
-    loop = asyncio.get_running_loop()
+    token = trio.lowlevel.current_trio_token()
 
-    async def answer() -> list[tuple[Metric, tuple[str, ...], Any]]:
-        telemetry = await bridge.telemetry()
-        return list(samples_of(telemetry, reception.calls.items()))
+    def answer() -> list[tuple[Metric, tuple[str, ...], Any]]:
+        return list(samples_of(bridge.telemetry(), reception.calls.items()))
 
     def ask() -> list[tuple[Metric, tuple[str, ...], Any]]:
-        return asyncio.run_coroutine_threadsafe(answer(), loop).result(SCRAPE_TIMEOUT_S)
+        return trio.from_thread.run_sync(answer, trio_token=token)
 
     registry = CollectorRegistry()
     registry.register(Collector(ask))
@@ -260,7 +262,8 @@ async def serving_metrics(
     try:
         yield
     finally:
-        await loop.run_in_executor(None, _stop, server, thread)
+        with trio.CancelScope(shield=True):  # a scrape under way is answered
+            await WorkerThreads().run(partial(_stop, server, thread), trio.CapacityLimiter(1))
 
 
 def _stop(server: Any, thread: Any) -> None:

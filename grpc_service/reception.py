@@ -1,150 +1,128 @@
 """What every RPC passes first and last: who may come in, how large a request may be, what a key may
-have at once, and the call's one line in the log.
+have at once, its status, and the call's one line in the log.
 
 Rule 1: nothing of a call that is not admitted is parsed. Rule 2: one line per call, at its end,
-whatever the end; none of them holds text of a prompt, of an answer, or a key.
+whatever the end; none of them holds text of a prompt, of an answer, or a key. Rule 3: what a
+handler raises becomes a status here, and nowhere else.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import time
 import uuid
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from engine import logs
-from engine.errors import RequestTooLarge, TrioletError
+from engine.errors import InvalidRequest
 from grpc_service import access, access_log
+from grpc_service.connections import Disconnected
 from grpc_service.rpc import Rpc, current
-from grpc_service.servicer import _abort
+from grpc_service.status import ending_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Iterable, Iterator
 
-    from engine.quota import Quota
+    from google.protobuf.message import Message
+
+    from grpc_service.connections import Context, Method
     from grpc_service.keys import KeyRing
     from grpc_service.tracing import Tracing
-
-    Context = grpc.aio.ServicerContext[Any, Any]
-    Handler = grpc.RpcMethodHandler[Any, Any]
-    Behaviour = Callable[[Any, Context], Awaitable[Any]]
-    Details = grpc.HandlerCallDetails
 
 LIMITED = "triolet.v1.Inference/"  # the service whose calls count as a key's requests
 
 
-class Reception(grpc.aio.ServerInterceptor):
-    """grpc.aio's interceptor. ``calls`` counts the ended ones by method and status code; asyncio's
-    thread only. ``keys`` None: no key is needed, nor looked at. ``tracing`` None: no spans."""
+class Reception:
+    """Serves every call with one of ``methods``. ``calls`` counts the ended ones by method and
+    status code, but for reflection's. ``keys`` None: no key is needed, nor looked at. ``tracing``
+    None: no spans."""
 
     def __init__(
-        self, keys: KeyRing | None, max_message_bytes: int, tracing: Tracing | None = None
+        self, methods: Iterable[Method], keys: KeyRing | None, tracing: Tracing | None = None
     ) -> None:
+        self._methods = {method.name: method for method in methods}
         self._keys = keys
         self._tracing = tracing
-        self._max_message_bytes = max_message_bytes
         self.calls: Counter[tuple[str, str]] = Counter()
 
-    async def intercept_service(
-        self, continuation: Callable[[Details], Awaitable[Handler | None]], details: Details
-    ) -> Handler | None:
-        handler: Any = await continuation(details)
-        if handler is None or handler.request_streaming:  # unknown; reflection
-            return cast("Handler | None", handler)
-        method = str(details.method).removeprefix("/")
-        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
-        served = self._served(method, behaviour, details.invocation_metadata or ())
-        if method.startswith(access.OURS):
-            handler = handler._replace(request_deserializer=self._sized(handler))
-        name = "unary_stream" if handler.response_streaming else "unary_unary"
-        return cast("Handler", handler._replace(**{name: served}))
+    async def serve(self, context: Context) -> None:
+        """Serve one call to its end. Raises nothing.
 
-    def _served(self, method: str, behaviour: Behaviour, metadata: Any) -> Behaviour:
-        async def serve(request: Any, context: Context) -> Any:
-            rpc = Rpc(method)
+        Cancellation: it is how the call's client ends it; what runs for it ends.
+        """
+        method = self._methods.get(context.method)
+        if method is None:
+            text = f"there is no method {context.method}"
+            await context.end(grpc.StatusCode.UNIMPLEMENTED, text)
+        elif method.takes_stream:  # reflection
+            await self._answer(method, None, context)
+        else:
+            rpc = Rpc(method.name)
             current.set(rpc)  # the call's own task, and so its own context
-            started_at, ended_by_client = time.monotonic(), False
-            try:
-                rpc.quota = await self._admitted(rpc, context, metadata)
-                message = request() if isinstance(request, _Unparsed) else request
-                rpc.request_id = getattr(message, "request_id", "") or uuid.uuid4().hex
-                logs.request_id.set(logs.printable(rpc.request_id))
-                return await self._run(rpc, behaviour, message, context)
-            except asyncio.CancelledError:
-                ended_by_client = True
-                raise
-            finally:
-                code = "CANCELLED" if ended_by_client else _code(context)
-                self.calls[method, code] += 1
-                fields = access_log.fields_of(
-                    rpc, code, context.peer(), time.monotonic() - started_at
-                )
-                access_log.write(rpc, fields)
-                if self._tracing is not None and method.startswith(access.OURS):
-                    self._tracing.record(fields, metadata, rpc.told_id)
+            with self._accounting(rpc, context):
+                await self._admit(rpc, method, context)
 
-        return serve
-
-    async def _admitted(self, rpc: Rpc, context: Context, metadata: Any) -> Quota | None:
+    @contextlib.contextmanager
+    def _accounting(self, rpc: Rpc, context: Context) -> Iterator[None]:
+        """Count the call and write its line, at its end."""
+        started_at = time.monotonic()
         try:
-            return access.admit(rpc.method, context.peer(), metadata, self._keys)
-        except TrioletError as error:
-            await _refuse(context, error)
-
-    async def _run(self, rpc: Rpc, behaviour: Behaviour, message: Any, context: Context) -> Any:
-        quota = rpc.quota
-        if quota is None or not rpc.method.startswith(LIMITED):
-            return await behaviour(message, context)
-        try:
-            quota.enter()
-        except TrioletError as error:
-            await _refuse(context, error)
-        try:
-            return await behaviour(message, context)
+            yield
         finally:
-            quota.leave()
+            # one that has no status was ended by its client
+            code = "CANCELLED" if context.code is None else context.code.name
+            self.calls[rpc.method, code] += 1
+            fields = access_log.fields_of(rpc, code, context.peer, time.monotonic() - started_at)
+            access_log.write(rpc, fields)
+            if self._tracing is not None and rpc.method.startswith(access.OURS):
+                self._tracing.record(fields, context.metadata, rpc.told_id)
 
-    def _sized(self, handler: Any) -> Callable[[bytes], _Unparsed]:
-        parse, limit = handler.request_deserializer, self._max_message_bytes
+    async def _admit(self, rpc: Rpc, method: Method, context: Context) -> None:
+        try:
+            rpc.quota = access.admit(rpc.method, context.peer, context.metadata, self._keys)
+            request = await _read(method, context)
+            rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
+            logs.request_id.set(logs.printable(rpc.request_id))
+            quota = rpc.quota if rpc.method.startswith(LIMITED) else None
+            if quota is not None:
+                quota.enter()
+        except Exception as error:
+            await context.end(*ending_of(error))
+            return
+        try:
+            await self._answer(method, request, context)
+        finally:
+            if quota is not None:
+                quota.leave()
 
-        def take(data: bytes) -> _Unparsed:
-            if len(data) <= limit:
-                return _Unparsed(lambda: parse(data))
-            error = RequestTooLarge(
-                [],
-                message=f"the request has {len(data)} bytes, of at most {limit} "
-                "(--max-message-bytes)",
-            )
-            return _Unparsed(lambda: error)
-
-        return take
-
-
-async def _refuse(context: Context, error: TrioletError) -> NoReturn:
-    """End the call with the status of ``error``; whether its client still hears of it or not."""
-    await _abort(context, error)
-    raise asyncio.CancelledError
-
-
-class _Unparsed:
-    """A request's message, parsed when the call has been admitted."""
-
-    __slots__ = ("_parse",)
-
-    def __init__(self, parse: Callable[[], Any]) -> None:
-        self._parse = parse
-
-    def __call__(self) -> Any:
-        return self._parse()
+    async def _answer(self, method: Method, request: Any, context: Context) -> None:
+        try:
+            answer = await method.behaviour(request, context)
+            if answer is None:
+                await context.end(grpc.StatusCode.OK)
+            else:
+                await context.answer(answer)
+        except Disconnected:
+            pass
+        except Exception as error:
+            await context.end(*ending_of(error))
 
 
-def _code(context: Context) -> str:
-    """The name of the status that the handler left."""
-    code: Any = context.code()
-    if isinstance(code, grpc.StatusCode):
-        return code.name
-    names = {one.value[0]: one.name for one in grpc.StatusCode}
-    return names.get(code or 0, "UNKNOWN")
+async def _read(method: Method, context: Context) -> Message:
+    """The request of a call that has one.
+
+    Raises:
+        InvalidRequest: there is none, or it is not what the method takes.
+    """
+    data = await context.read()
+    if data is None:
+        raise InvalidRequest([], message=f"{method.name} takes a request, and none was sent")
+    try:
+        return method.request.FromString(data)
+    except DecodeError:
+        name = method.request.DESCRIPTOR.full_name
+        raise InvalidRequest([], message=f"the bytes sent are not a valid {name}") from None

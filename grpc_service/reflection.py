@@ -10,21 +10,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import grpc
 from google.protobuf import descriptor_pool
+from google.protobuf.message import DecodeError
 from grpc_reflection.v1alpha import reflection as v1alpha
 from grpc_reflection.v1alpha import reflection_pb2 as v1alpha_pb2
 
+from engine.errors import InvalidRequest
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2 as v1_pb2
+from grpc_service.connections import methods_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from google.protobuf.descriptor import FileDescriptor
 
-SERVICE_NAMES: tuple[str, str] = (
-    v1_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name,
-    v1alpha_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name,
+    from grpc_service.connections import Context, Method
+
+PROTOS = (v1_pb2, v1alpha_pb2)
+SERVICE_NAMES: tuple[str, ...] = tuple(
+    one.DESCRIPTOR.services_by_name["ServerReflection"].full_name for one in PROTOS
 )
 
 
@@ -54,24 +58,30 @@ class PoolWithMethods:
         return getattr(self._pool, name)
 
 
-def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
-    """Lets clients of `server` ask for the descriptors of `service_names`, by v1 and by v1alpha.
+class ReflectionServicer:
+    """Answers a stream of questions with grpcio's servicer, whose answers need no waiting."""
 
-    Call it before the server starts. The names are full ones, such as `triolet.v1.Inference`, and
-    their generated modules must have been imported; both reflection services are listed beside
-    them, unasked. Descriptors come from protobuf's default pool, so a client may also fetch those
-    that no listed service uses (error details, for one).
+    def __init__(self, listed: Iterable[str]) -> None:
+        self._servicer = v1alpha.ReflectionServicer(listed, pool=PoolWithMethods())
+
+    async def ServerReflectionInfo(self, _request: None, context: Context) -> None:
+        while (data := await context.read()) is not None:
+            try:
+                request = v1alpha_pb2.ServerReflectionRequest.FromString(data)
+            except DecodeError:
+                raise InvalidRequest([], message="this is no ServerReflectionRequest") from None
+            for answer in self._servicer.ServerReflectionInfo(iter([request]), None):
+                await context.write(answer)
+
+
+def reflection_methods(service_names: Sequence[str]) -> list[Method]:
+    """Lets clients ask for the descriptors of `service_names`, by v1 and by v1alpha.
+
+    The names are full ones, such as `triolet.v1.Inference`, and their generated modules must have
+    been imported; both reflection services are listed beside them, unasked. Descriptors come from
+    protobuf's default pool, so a client may also fetch those that no listed service uses (error
+    details, for one).
     """
-    listed = {*service_names, *SERVICE_NAMES}
-    servicer = v1alpha.aio.ReflectionServicer(listed, pool=PoolWithMethods())
-    method = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        request_deserializer=v1alpha_pb2.ServerReflectionRequest.FromString,
-        response_serializer=v1alpha_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    server.add_generic_rpc_handlers(
-        tuple(
-            grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": method})
-            for name in SERVICE_NAMES
-        )
-    )
+    servicer = ReflectionServicer({*service_names, *SERVICE_NAMES})
+    services = (one.DESCRIPTOR.services_by_name["ServerReflection"] for one in PROTOS)
+    return [method for service in services for method in methods_of(service, servicer)]

@@ -1,9 +1,10 @@
 """The server as a whole: engine, bridge and front, started and ended in order.
 
-Start: engine (models load in the background) → asyncio thread binds → ready when every preloaded
-text model has settled, or every encoder where there are no text models. End (D17): health
-NOT_SERVING → new requests refused → running ones finish within the drain timeout → the rest cut
-with a status → grpc stopped → all threads joined, but for those that `_Ending` does not wait for.
+Start: engine (models load in the background) → the address is bound, calls are served → ready when
+every preloaded text model has settled, or every encoder where there are no text models. End (D17):
+health NOT_SERVING → new requests refused → running ones finish within the drain timeout → the rest
+cut with a status → connections ended → all threads joined, but for those that `_Ending` does not
+wait for.
 
 Exit codes: 0 all finished, 75 some were cut, 70 an internal error or a step that hangs, 1 could not
 start, 128 + n a second signal.
@@ -15,6 +16,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,16 +29,25 @@ from engine.api import make_torch_runner, open_engine
 from engine.errors import ConfigError, TrioletError
 from engine.heap import collect_rarely, settle_heap
 from engine.status import ModelState
+from engine.threads import WorkerThreads
 from engine.watchdog import EXIT_HUNG, Watchdog
-from grpc_service.asyncio_side import AsyncioSide, check_free, new_event_loop
 from grpc_service.bridge import Bridge
 from grpc_service.cli.startup import awaited, show_loading, show_ready
 from grpc_service.cli.statistics import log_statistics
+from grpc_service.connections import Flusher, RpcServer
+from grpc_service.health import SERVICE_NAME as HEALTH_NAME
+from grpc_service.health import HealthServicer, apply_states, health_methods
 from grpc_service.keys import open_keys, reload_keys
-from grpc_service.tls import server_credentials
+from grpc_service.metrics import serving_metrics
+from grpc_service.reception import Reception
+from grpc_service.reflection import reflection_methods
+from grpc_service.servicer import SERVICE_NAMES, methods
+from grpc_service.sockets import check_free, listen
+from grpc_service.tls import server_context
+from grpc_service.tracing import open_tracing
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
+    import socket
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from engine.api import Engine
@@ -51,27 +62,16 @@ log = logging.getLogger(__name__)
 EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_GRACE_S = 1.0  # guess: for statuses that are written already; all else has ended by then
-JOIN_TIMEOUT_S = 10.0  # guess: grpc's stop takes its grace plus a poll; beyond it is stuck
 LEAVE_PATIENCE_S = 3.0  # guess: for a load under way, which nobody wants any more
 CUT_PATIENCE_S = 3.0  # guess: grpc's grace, and a step of ordinary length
-
-
-@dataclass(eq=False)
-class _Front:
-    """What the Trio side knows of the asyncio thread."""
-
-    bound: trio.Event = field(default_factory=trio.Event)
-    ended: trio.Event = field(default_factory=trio.Event)
-    port: int = 0
-    error: BaseException | None = None
 
 
 @dataclass(eq=False)
 class _Ending:
     """How the process comes to its end, whatever it waits for then (D17).
 
-    The first signal drains. Once grpc has stopped nobody is left to answer, and a thread that is
-    still busy is only joined: a step for as long as `Watchdog` says, a load for
+    The first signal drains. Once connections have ended nobody is left to answer, and a thread that
+    is still busy is only joined: a step for as long as `Watchdog` says, a load for
     `LEAVE_PATIENCE_S`. A second signal ends the process within `CUT_PATIENCE_S` wherever it is.
     """
 
@@ -106,8 +106,8 @@ class _Ending:
                 self.second.set()
 
     def leave(self) -> None:
-        """grpc has stopped: from here on the process only joins its threads. One that could not
-        even listen waits, or its sentence why would be lost."""
+        """Connections have ended: from here on the process only joins its threads. One that could
+        not even listen waits, or its sentence why would be lost."""
         if self.is_serving and self.cut_by is None:
             self.watchdog.leave(self.code, patience_s=LEAVE_PATIENCE_S, waits_for_steps=True)
 
@@ -126,15 +126,14 @@ async def serve(
     *,
     make_runner: RunnerFactory = make_torch_runner,
     shows_progress: bool = False,
-    new_event_loop: Callable[[], AbstractEventLoop] = new_event_loop,
     exit_process: Callable[[int], object] = os._exit,
     task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
 ) -> int:
     """Serve until a signal or a failure; the exit code. `Control.Drain` does not end it.
 
-    ``task_status`` is told once the port is bound; models may still be loading.
-    ``new_event_loop`` makes the asyncio thread's loop. ``exit_process`` is called, on a thread of
-    its own, with the exit code if this cannot return, as a worker thread is busy and will be.
+    ``task_status`` is told once the port is bound; models may still be loading. ``exit_process`` is
+    called, on a thread of its own, with the exit code if this cannot return, as a worker thread is
+    busy and will be.
 
     Raises:
         ConfigError: the address cannot be bound, or every model failed to load; in an
@@ -142,7 +141,7 @@ async def serve(
     Cancellation: running requests are cut at once; the threads are joined.
     """
     check_free(server_config)
-    server_credentials(server_config)  # what is wrong with its files is said before models load
+    server_context(server_config)  # what is wrong with its files is said before models load
     keys = open_keys(server_config)
     ending = _Ending(Watchdog(engine_config.step_timeout_s, exit_process=exit_process), keys)
     # without keys to read again, a terminal that hangs up ends the server as it ends others
@@ -156,7 +155,6 @@ async def serve(
                 ending,
                 make_runner=make_runner,
                 shows_progress=shows_progress,
-                new_event_loop=new_event_loop,
                 task_status=task_status,
             )
             nursery.cancel_scope.cancel(reason="served")
@@ -170,10 +168,9 @@ async def _serve(
     *,
     make_runner: RunnerFactory,
     shows_progress: bool,
-    new_event_loop: Callable[[], AbstractEventLoop],
     task_status: trio.TaskStatus[Server],
 ) -> None:
-    front = _Front()
+    health = HealthServicer()
     show: list[Callable[[], None]] = []
 
     def on_change() -> None:
@@ -184,100 +181,63 @@ async def _serve(
         engine_config, make_runner=make_runner, on_change=on_change, watchdog=ending.watchdog
     ) as engine:
         ending.engine = engine
-        bridge = Bridge(engine)
-        ending.num_zombies = lambda: bridge.zombies.last_count
-        asyncio_side = _asyncio_side(server_config, bridge, front, new_event_loop, ending.keys)
-        show.append(
-            lambda: asyncio_side.show_states(engine.list_models(), is_draining=engine.is_draining)
-        )
+        show.append(lambda: apply_states(health, engine.list_models(), draining=engine.is_draining))
         show[0]()
+        async with _serving_calls(server_config, engine, ending, health) as port:
 
-        async def wait_ready() -> None:
-            await _wait_loaded(engine)
-            settle_heap()
-            if shows_progress and not engine.is_draining:
-                show_ready(engine, server_config, front.port)
-            if await _wait_settled(engine.progress()):
-                settle_heap()  # what encoders brought, which come behind (D14)
+            async def wait_ready() -> None:
+                await _wait_loaded(engine)
+                settle_heap()
+                if shows_progress and not engine.is_draining:
+                    show_ready(engine, server_config, port)
+                if await _wait_settled(engine.progress()):
+                    settle_heap()  # what encoders brought, which come behind (D14)
 
-        async with trio.open_nursery() as nursery:
-            await nursery.start(bridge.run)
-            asyncio_side.start()
-            try:
-                await _wait_bound(front)
-                ending.is_serving = True
-                task_status.started(Server(engine, front.port))
-                async with trio.open_nursery() as watched:
-                    watched.start_soon(_watch_front, front)
-                    if shows_progress:
-                        watched.start_soon(show_loading, engine)
-                    watched.start_soon(wait_ready)
-                    ending.served = await _serve_until_signal(engine, ending)
-                    watched.cancel_scope.cancel(reason="served")
-            finally:
-                asyncio_side.stop(STOP_GRACE_S)
-                with trio.CancelScope(shield=True):  # bounded by JOIN_TIMEOUT_S
-                    await _join(asyncio_side, front)
-                ending.leave()
-            nursery.cancel_scope.cancel(reason="served")
+            ending.is_serving = True
+            task_status.started(Server(engine, port))
+            async with trio.open_nursery() as watched:
+                if shows_progress:
+                    watched.start_soon(show_loading, engine)
+                watched.start_soon(wait_ready)
+                ending.served = await _serve_until_signal(engine, ending)
+                watched.cancel_scope.cancel(reason="served")
 
 
-def _asyncio_side(
-    config: ServerConfig,
-    bridge: Bridge,
-    front: _Front,
-    new_event_loop: Callable[[], AbstractEventLoop],
-    keys: KeyRing | None,
-) -> AsyncioSide:
-    token = trio.lowlevel.current_trio_token()
+@asynccontextmanager
+async def _serving_calls(
+    config: ServerConfig, engine: Engine, ending: _Ending, health: HealthServicer
+) -> AsyncIterator[int]:
+    """Serve gRPC until the block is left, and then for as long as `STOP_GRACE_S`; the port.
 
-    def tell(callback: Callable[[], None]) -> None:
+    Raises:
+        ConfigError: the address was taken since it was looked at.
+    """
+    listeners = listen(config)
+    flusher = Flusher()
+    bridge = Bridge(engine, flusher)
+    ending.num_zombies = lambda: bridge.zombies.last_count
+    tracing = open_tracing(os.environ)
+    names = [*SERVICE_NAMES, HEALTH_NAME]
+    served = [*methods(bridge), *health_methods(health), *reflection_methods(names)]
+    reception = Reception(served, ending.keys, tracing)
+    server = RpcServer(config, flusher, reception.serve, server_context(config))
+    # first in and last out: a drain is watched to its end
+    async with serving_metrics(config, bridge, reception), trio.open_nursery() as nursery:
+        nursery.start_soon(server.run, listeners)
         try:
-            token.run_sync_soon(callback)
-        except trio.RunFinishedError:
-            log.debug("the engine ended before the front")
-
-    def on_bound(port: int) -> None:
-        def bound() -> None:
-            front.port = port
-            front.bound.set()
-
-        tell(bound)
-
-    def on_end(error: BaseException | None) -> None:
-        def ended() -> None:
-            front.error = error
-            front.ended.set()
-            front.bound.set()
-
-        tell(ended)
-
-    return AsyncioSide(config, bridge, on_bound, on_end, new_event_loop, keys)
+            yield _port_of(listeners)
+        finally:
+            with trio.CancelScope(shield=True):  # bounded by the grace
+                await server.stop(STOP_GRACE_S)
+            ending.leave()
+    if tracing is not None:
+        await WorkerThreads().run(tracing.flush, trio.CapacityLimiter(1))
 
 
-async def _wait_bound(front: _Front) -> None:
-    await front.bound.wait()
-    if front.ended.is_set():
-        error, front.error = front.error, None  # told here, and not again by `_join`
-        raise error or ConfigError("the gRPC thread ended at once")
-
-
-async def _watch_front(front: _Front) -> None:
-    """The asyncio thread's death ends the server."""
-    await front.ended.wait()
-    error, front.error = front.error, None
-    raise RuntimeError("the gRPC thread died") from error
-
-
-async def _join(asyncio_side: AsyncioSide, front: _Front) -> None:
-    with trio.move_on_after(JOIN_TIMEOUT_S + STOP_GRACE_S) as scope:
-        await front.ended.wait()
-    if scope.cancelled_caught:
-        log.error("the gRPC thread did not end; leaving it behind")
-        return
-    asyncio_side.join(1.0)
-    if front.error is not None:
-        log.error("the gRPC thread failed", exc_info=front.error)
+def _port_of(listeners: Sequence[socket.socket]) -> int:
+    """0 for a Unix socket."""
+    address = listeners[0].getsockname()
+    return int(address[1]) if isinstance(address, tuple) else 0
 
 
 async def _wait_loaded(engine: Engine) -> None:
@@ -331,7 +291,6 @@ def serve_forever(
     server_config: ServerConfig,
     *,
     make_runner: RunnerFactory = make_torch_runner,
-    new_event_loop: Callable[[], AbstractEventLoop] = new_event_loop,
 ) -> int:
     """`triolet serve`: run until told to end; the process's exit code."""
     collect_rarely()
@@ -341,9 +300,7 @@ def serve_forever(
         return EXIT_FAILED
     try:
         return trio.run(
-            partial(
-                serve, make_runner=make_runner, shows_progress=True, new_event_loop=new_event_loop
-            ),
+            partial(serve, make_runner=make_runner, shows_progress=True),
             engine_config,
             server_config,
         )

@@ -1,4 +1,4 @@
-"""TLS of the server and of its clients: files in, grpc's credentials out.
+"""TLS of the server and of its clients: files in, credentials out.
 
 Rule 1: what is wrong with a file is said at start, in one sentence that names the flag: grpc would
 say it at the first handshake, on standard error, or not at all. Rule 2: a server with --client-ca
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from grpc_service.config import ServerConfig
 
 
-def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+def server_context(config: ServerConfig) -> ssl.SSLContext | None:
     """None: the server speaks without TLS.
 
     Raises:
@@ -27,11 +27,15 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     """
     if not config.tls_cert:
         return None
-    pair = _pair(config.tls_cert, config.tls_key)
-    authority = _authority("--client-ca", config.client_ca) if config.client_ca else None
-    return grpc.ssl_server_credentials(
-        [pair], root_certificates=authority, require_client_auth=authority is not None
-    )
+    _pair(config.tls_cert, config.tls_key)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    context.set_alpn_protocols(["h2"])
+    if config.client_ca:
+        _authority("--client-ca", config.client_ca)
+        context.load_verify_locations(config.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def channel_credentials(

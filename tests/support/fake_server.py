@@ -8,11 +8,8 @@ end of the test that started it, kills it. What JSON may say: `start` below.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import json
 import os
-import selectors
 import signal
 import sys
 import threading
@@ -27,9 +24,9 @@ from engine.model.fake import FakeRunner, FakeScript
 from engine.model.fake_encoder import FakeEncoder
 from engine.status import Capability
 from engine.supervisor import Supervisor
-from grpc_service.asyncio_side import new_event_loop
-from grpc_service.bridge import Bridge
+from grpc_service.bridge import Bridge, BridgeCall
 from grpc_service.config import ServerConfig
+from grpc_service.connections import RpcServer
 from grpc_service.server import serve, serve_forever
 
 POISONED_STEP = 901  # a prompt that begins with it makes every step with one of its rows raise
@@ -98,22 +95,11 @@ class Faults:
     """Bugs of the server's own, planted in the running process by commands."""
 
     def __init__(self):
-        self.asyncio_loop = None
         self.trio_token = None
-        self.is_selector_broken = False
 
     def release(self):
         """Every step that hangs goes on, and none hangs any more."""
         RELEASED.set()
-
-    def break_asyncio(self):
-        """Something in the asyncio thread's loop ends it."""
-        self.asyncio_loop.call_soon_threadsafe(self._exit)
-
-    def break_selector(self):
-        """The asyncio thread's loop fails, and fails again when it is closed (``counts``)."""
-        self.is_selector_broken = True
-        self.asyncio_loop.call_soon_threadsafe(lambda: None)
 
     def break_trio(self):
         """Trio itself fails: none of its tasks is unwound."""
@@ -123,9 +109,28 @@ class Faults:
         """The engine's own task fails when the next request ends."""
         Supervisor._end = self._fail
 
+    def break_accepting(self):
+        """The task that takes new connections fails with the next one."""
+        RpcServer._serve = self._fail
+
     def break_bridge(self):
-        """The bridge's task fails with the next news of a request."""
+        """The bridge fails with the next news of a step."""
         Bridge._carry = self._fail
+
+    def break_call(self):
+        """A call fails with its next news."""
+        BridgeCall.receive = self._fail_once(BridgeCall.receive)
+
+    @staticmethod
+    def _fail_once(method):
+        left = [RuntimeError("planted")]
+
+        async def fail(self):
+            if left:
+                raise left.pop()
+            return await method(self)
+
+        return fail
 
     @staticmethod
     def _fail(*_):
@@ -149,51 +154,29 @@ def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), **field
 
 
 class Counter(trio.abc.Instrument):
-    """How often Trio ran a task, and how often asyncio's loop woke up."""
+    """How often Trio ran a task."""
 
     def __init__(self, faults):
         self.faults = faults
         self.task_steps = 0
-        self.loop_turns = 0
 
     def before_task_step(self, task):
         self.task_steps += 1
-
-    def new_event_loop(self):
-        """asyncio's own loop over a selector that counts: a turn of the loop asks it once."""
-        counter = self
-
-        class CountingSelector(selectors.DefaultSelector):
-            def select(self, timeout=None):
-                if counter.faults.is_selector_broken:
-                    raise OSError("planted")
-                ready = super().select(timeout)
-                counter.loop_turns += 1
-                return ready
-
-        return asyncio.SelectorEventLoop(CountingSelector())
 
     def answer(self, question):
         if question == "tasks":
             return self.living()
         return {
             "task_steps": self.task_steps,
-            "loop_turns": self.loop_turns,
             "switches": {thread.name: switches(thread) for thread in threading.enumerate()},
         }
 
     def living(self):
-        """Tasks of both worlds and Python's threads; asked on the threads they belong to."""
-        loop, asyncio_tasks = self.faults.asyncio_loop, concurrent.futures.Future()
-        loop.call_soon_threadsafe(lambda: asyncio_tasks.set_result(len(asyncio.all_tasks(loop))))
+        """Trio's tasks and Python's threads."""
         statistics = trio.from_thread.run_sync(
             trio.lowlevel.current_statistics, trio_token=self.faults.trio_token
         )
-        return {
-            "trio_tasks": statistics.tasks_living,
-            "asyncio_tasks": asyncio_tasks.result(10),
-            "threads": threading.active_count(),
-        }
+        return {"trio_tasks": statistics.tasks_living, "threads": threading.active_count()}
 
 
 def switches(thread):
@@ -230,7 +213,7 @@ def start(
     ``memory_bytes``: what each needs; ``fails``: how many of its loads fail first. ``script``,
     ``runner``, ``engine``, ``server``: fields of make_script, FakeRunner, EngineConfig and
     ServerConfig.
-    ``counts``: count what happens, on asyncio's own loop. ``is_command``: as `triolet serve` does.
+    ``counts``: count Trio's steps. ``is_command``: as `triolet serve` does.
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
     needs = {model["name"]: model.pop("memory_bytes", None) for model in models}
@@ -247,7 +230,10 @@ def start(
     )
     server_config = ServerConfig(**{"port": 0, "log_format": "human"} | (server or {}))
 
+    faults = Faults()
+
     def make_runner(model, config):
+        faults.trio_token = trio.from_thread.run_sync(trio.lowlevel.current_trio_token)
         own = dict(scripts[model.name])
         if failing[model.name]:
             failing[model.name] -= 1
@@ -269,19 +255,11 @@ def start(
             **{"block_size": config.block_size} | (runner or {}),
         )
 
-    faults = Faults()
     counter = Counter(faults)
     threading.Thread(target=answer_questions, args=(counter,), daemon=True, name="stdin").start()
 
-    def new_loop():
-        faults.trio_token = trio.lowlevel.current_trio_token()  # the engine's thread makes it
-        faults.asyncio_loop = counter.new_event_loop() if counts else new_event_loop()
-        return faults.asyncio_loop
-
     if is_command:
-        return serve_forever(
-            engine_config, server_config, make_runner=make_runner, new_event_loop=new_loop
-        )
+        return serve_forever(engine_config, server_config, make_runner=make_runner)
     logs.configure(os.environ.get("TRIOLET_LOG", "INFO"), server_config.log_format)
 
     async def main():
@@ -294,7 +272,6 @@ def start(
                     server_config,
                     make_runner=make_runner,
                     task_status=task_status,
-                    new_event_loop=new_loop,
                 )
             )
 
