@@ -232,9 +232,10 @@ class Connection:
             if self.is_ending:
                 self.h2.reset_stream(event.stream_id, ErrorCodes.REFUSED_STREAM)
                 return
-            stream = Stream(self, event.stream_id, event.headers)
-            self._streams[stream.id] = stream
-            stream.listener = self._on_stream(stream)
+            if event.stream_id in self.h2.streams:  # else it was reset in the same breath
+                stream = Stream(self, event.stream_id, event.headers)
+                self._streams[stream.id] = stream
+                stream.listener = self._on_stream(stream)
         elif kind is ConnectionTerminated:
             self.is_ending = True  # it opens no more streams; those that run go on
         elif kind is DataReceived:

@@ -212,7 +212,6 @@ async def _serving_calls(
     Raises:
         ConfigError: the address was taken since it was looked at.
     """
-    listeners = listen(config)
     flusher = Flusher()
     bridge = Bridge(engine, flusher)
     ending.num_zombies = lambda: bridge.zombies.last_count
@@ -223,6 +222,7 @@ async def _serving_calls(
     server = RpcServer(config, flusher, reception.serve, server_context(config))
     # first in and last out: a drain is watched to its end
     async with serving_metrics(config, bridge, reception), trio.open_nursery() as nursery:
+        listeners = listen(config)
         nursery.start_soon(server.run, listeners)
         try:
             yield _port_of(listeners)

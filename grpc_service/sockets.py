@@ -1,8 +1,8 @@
 """Sockets of the server: bound, accepted, read and written, with TLS or without.
 
 Without TLS a write is one system call where it is made, and no task has to wake for it: that is
-most of what a token's way out costs (`grpc_service.connections`). TLS is Trio's, over the same
-socket.
+most of what a token's way out costs (`grpc_service.connections`). With TLS a task of the connection
+writes.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import errno
 import logging
 import os
 import socket
+import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import trio
 
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    import ssl
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from grpc_service.config import ServerConfig
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -224,11 +226,14 @@ class PlainTransport:
 
 
 class TlsTransport:
-    """TLS over a socket; every write is Trio's to wait for."""
+    """TLS over a socket. Not Trio's `SSLStream`: that one keeps to itself what TLS says to a client
+    whose certificate it does not take, and the client cannot tell why it is shut out."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
-        stream = trio.SocketStream(trio.socket.from_stdlib_socket(sock))
-        self._stream = trio.SSLStream(stream, context, server_side=True, https_compatible=True)
+        self._plain = PlainTransport(sock)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self._sending = trio.Lock()  # what TLS makes goes out in the order it was made in
 
     async def handshake(self) -> None:
         """Agree with the client, within `HANDSHAKE_TIMEOUT_S`.
@@ -236,32 +241,42 @@ class TlsTransport:
         Raises:
             OSError: there is no agreement.
         """
-        with _as_os_error(), trio.move_on_after(HANDSHAKE_TIMEOUT_S) as scope:
-            await self._stream.do_handshake()
-            if self._stream.selected_alpn_protocol() not in ("h2", None):
-                raise OSError("the client does not speak HTTP/2")
-        if scope.cancelled_caught:
-            raise OSError("the TLS handshake took too long")
+        with trio.move_on_after(HANDSHAKE_TIMEOUT_S):
+            await self._run(self._tls.do_handshake)
+            return
+        raise OSError("the TLS handshake took too long")
 
     async def receive(self) -> bytes:
-        with _as_os_error():
-            return bytes(await self._stream.receive_some(RECEIVE_BYTES))
+        try:
+            return await self._run(lambda: self._tls.read(RECEIVE_BYTES))
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            return b""
 
     def send_now(self, data: bytes | memoryview) -> int:
         return 0
 
     async def send(self, data: bytes) -> None:
-        with _as_os_error():
-            await self._stream.send_all(data)
+        self._tls.write(data)
+        await self._flush()
 
     async def close(self) -> None:
-        with trio.CancelScope(shield=True):
-            await trio.aclose_forcefully(self._stream)
+        await self._plain.close()
 
+    async def _run(self, act: Callable[[], T]) -> T:
+        """What TLS makes of what has come, once enough has."""
+        while True:
+            try:
+                return act()
+            except ssl.SSLWantReadError:
+                pass
+            finally:
+                await self._flush()  # the reason of a refusal, too
+            if data := await self._plain.receive():
+                self._incoming.write(data)
+            else:
+                self._incoming.write_eof()
 
-@contextlib.contextmanager
-def _as_os_error() -> Iterator[None]:
-    try:
-        yield
-    except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-        raise OSError(str(error.__cause__ or error)) from None
+    async def _flush(self) -> None:
+        if self._outgoing.pending:
+            async with self._sending:
+                await self._plain.send(self._outgoing.read())

@@ -40,6 +40,11 @@ WHY_NOT_CONNECTED = (
         "the server at {} takes no such connection: it may want TLS (--tls or --tls-ca), or its "
         "clients need certificates (--tls-cert and --tls-key)",
     ),
+    (
+        "Unwrap failed",  # TLS's alert, which grpc does not tell
+        "the server at {} shuts this client out: its clients need certificates (--tls-cert and "
+        "--tls-key)",
+    ),
     ("Failed parsing HTTP/2", "what answers at {} is no gRPC server"),
 )
 DETAILS_KEY = "grpc-status-details-bin"

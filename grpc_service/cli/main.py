@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reconfigure is not None:
             reconfigure(errors="replace")
     # grpc's C code writes notes such as "Got goaway" to standard error unless told not to.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         run: Run = args.run
         return run(args)

@@ -1,4 +1,4 @@
-"""A front without an engine: calls hand out what a test scripted, all on the asyncio side."""
+"""A front without an engine: calls hand out what a test scripted, on a server in a thread."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import threading
 from dataclasses import dataclass, field
 
 import grpc
+import trio
 
 from engine.core.events import Tokens
 from engine.core.plan import TokenSpan
@@ -22,12 +24,28 @@ from engine.status import (
     ModelStatus,
     RequestsTotal,
 )
-from grpc_service.health import HealthServicer, add_health
-from grpc_service.servicer import add_servicers
+from grpc_service.config import ServerConfig
+from grpc_service.connections import Flusher, RpcServer
+from grpc_service.health import HealthServicer, health_methods
+from grpc_service.reception import Reception
+from grpc_service.reflection import reflection_methods
+from grpc_service.servicer import SERVICE_NAMES, methods
+from grpc_service.sockets import listen
 
 TEST_TIMEOUT_S = 30
 # A client whose window closes after a few KB: the window is the receiver's to set.
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+
+
+class Left:
+    """Set in the server's thread, waited for in the test's loop."""
+
+    def __init__(self):
+        self._event = threading.Event()
+        self.set = self._event.set
+
+    async def wait(self):
+        assert await asyncio.to_thread(self._event.wait, TEST_TIMEOUT_S)
 
 
 @dataclass
@@ -46,17 +64,17 @@ class FakeCall:
     num_written: int = 0
     num_received: int = 0
     num_leaves: int = 0
-    left: asyncio.Event = field(default_factory=asyncio.Event)
+    left: Left = field(default_factory=Left)
 
     async def receive(self):
-        await asyncio.sleep(0)
+        await trio.lowlevel.checkpoint()
         if self.num_received < len(self.batches):
             self.num_received += 1
             return self.batches[self.num_received - 1]
         if self.hangs:
             try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
+                await trio.sleep_forever()
+            except trio.Cancelled:
                 if self.afterwards is None:
                     raise
                 return self.afterwards
@@ -64,7 +82,7 @@ class FakeCall:
             raise self.error
         return ()
 
-    def write_straight(self, start):
+    def write_straight(self, write):
         """It hands everything to the task."""
 
     def written(self, num_events):
@@ -150,28 +168,37 @@ class FakeFront:
 
     encode = generate
 
-    async def call(self, job):
-        return await job(self.engine)
-
-    async def ask(self, question):
-        return question(self.engine)
-
-    async def statistics(self):
+    def statistics(self):
         return STATISTICS
 
 
-@contextlib.asynccontextmanager
-async def serving(front, health=None):
-    """The address of a server of ``front``, gone when the block is left."""
-    server = grpc.aio.server()
-    add_servicers(server, front)
-    add_health(server, health or HealthServicer())
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+@contextlib.contextmanager
+def serving(front, health=None):
+    """The address of a server of ``front``, gone when the block is left, and Trio's token there."""
+    started, told, found = threading.Event(), trio.Event(), []
+
+    async def main():
+        config = ServerConfig(port=0)
+        served = [*methods(front), *reflection_methods(SERVICE_NAMES)]
+        served += health_methods(health or HealthServicer())
+        server = RpcServer(config, Flusher(), Reception(served, None).serve)
+        [listener] = listen(config)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.run, [listener])
+            found.append((listener.getsockname()[1], trio.lowlevel.current_trio_token()))
+            started.set()
+            await told.wait()
+            await server.stop(0)
+
+    thread = threading.Thread(target=trio.run, args=(main,))
+    thread.start()
+    started.wait()
+    [(port, token)] = found
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}", token
     finally:
-        await server.stop(None)
+        token.run_sync_soon(told.set)
+        thread.join()
 
 
 @functools.cache
@@ -189,15 +216,19 @@ def complaints(caplog):
 
 
 def run(front, main, *, health=None, options=()):
-    """Runs ``main(channel)`` against a server of ``front``, on asyncio."""
+    """Runs ``main(channel)`` against a server of ``front``, on asyncio; ``channel.tell`` runs a
+    function on the server's side."""
 
-    async def bounded():
+    async def bounded(address, token):
         async with (
             asyncio.timeout(TEST_TIMEOUT_S),
-            serving(front, health) as address,
             grpc.aio.insecure_channel(address, options=options) as channel,
         ):
             channel.address = address  # for clients of another kind
+            channel.tell = lambda function, *args: trio.from_thread.run_sync(
+                function, *args, trio_token=token
+            )
             return await main(channel)
 
-    return runner().run(bounded())
+    with serving(front, health) as (address, token):
+        return runner().run(bounded(address, token))

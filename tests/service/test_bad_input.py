@@ -325,9 +325,10 @@ def test_a_request_of_5_mib_is_refused_and_the_connection_goes_on(channel):
         assert "4194304" in error.details()
 
 
-def test_a_request_beyond_what_the_transport_takes_is_refused_too(channel):
+def test_a_request_of_any_size_beyond_the_limit_is_told_so(channel):
     error = generate(channel, text="x" * 9 * 2**20).error
-    assert error.code() is StatusCode.RESOURCE_EXHAUSTED
+    assert error.code() is StatusCode.INVALID_ARGUMENT
+    assert reason(error) == "REQUEST_TOO_LARGE"
 
 
 def test_a_request_just_below_4_mib_is_heard(channel):

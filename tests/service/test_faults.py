@@ -18,6 +18,7 @@ from tests.support.wire import (
     NOT_SERVING,
     SERVING,
     Generation,
+    connect,
     details,
     ended,
     generate,
@@ -262,23 +263,25 @@ def serving(**settings):
             yield server, call
 
 
-@pytest.mark.parametrize(
-    ("fault", "settings"),
-    [
-        ("break_asyncio", {}),
-        ("break_asyncio", {"counts": True}),
-        ("break_selector", {"counts": True}),
-        ("break_supervisor", {}),
-        ("break_bridge", {}),
-        ("break_trio", {}),
-    ],
-)
-def test_a_dead_thread_or_a_bug_of_its_tasks_ends_the_process_and_every_call(fault, settings):
-    with serving(**settings) as (server, call):
+PROVOCATIONS = {
+    "break_supervisor": lambda server: generate(server.channel, max_tokens=1),
+    "break_accepting": lambda server: connect_to(server),
+    "break_trio": lambda server: None,
+}
+
+
+def connect_to(server):
+    """One more connection. What becomes of it does not matter."""
+    with connect(server.address) as channel, contextlib.suppress(grpc.RpcError):
+        list_models(channel)
+
+
+@pytest.mark.parametrize("fault", PROVOCATIONS)
+def test_a_bug_in_what_all_calls_need_ends_the_process_and_every_call(fault):
+    with serving() as (server, call):
         start = time.monotonic()
         server.tell(fault)
-        if fault == "break_supervisor":
-            generate(server.channel, max_tokens=1)
+        PROVOCATIONS[fault](server)
         heard = call.finish()
         assert heard.error is not None
         assert heard.error.code() in (UNAVAILABLE, grpc.StatusCode.CANCELLED), heard.error
@@ -288,8 +291,8 @@ def test_a_dead_thread_or_a_bug_of_its_tasks_ends_the_process_and_every_call(fau
         assert "planted" in server.log
 
 
-@pytest.mark.parametrize("fault", ["break_asyncio", "break_bridge", "break_trio"])
-def test_a_dead_thread_ends_the_process_also_while_a_step_hangs(fault):
+@pytest.mark.parametrize("fault", ["break_accepting", "break_trio"])
+def test_such_a_bug_ends_the_process_also_while_a_step_hangs(fault):
     with (
         serving(engine={"step_timeout_s": LIMIT_S}) as (server, call),
         Generation(server.channel, prompt_ids=[HUNG_STEP], max_tokens=3) as hung,
@@ -297,12 +300,22 @@ def test_a_dead_thread_ends_the_process_also_while_a_step_hangs(fault):
         wait_until(lambda: health(server.channel) == NOT_SERVING, SOON_S, "NOT_SERVING")
         start = time.monotonic()
         server.tell(fault)
-        while fault == "break_bridge" and server.is_running and elapsed(start) < SOON_S:
-            generate(server.channel, model="nobody", timeout=1)  # news, before and after the fault
+        PROVOCATIONS[fault](server)
         assert call.finish().error is not None
         assert hung.finish().error is not None
         assert server.wait() == 70
         assert elapsed(start) < 2 * SOON_S
+
+
+def test_a_bug_in_what_serves_one_call_ends_that_call_alone():
+    with serving(is_command=False) as (server, call):
+        server.tell("break_call")
+        error = generate(server.channel, prompt_ids=[3], max_tokens=3).error
+        assert (error.code(), reason(error)) == (INTERNAL, "ENGINE_BUG")
+        assert generate(server.channel, prompt_ids=[3], max_tokens=3).error is None
+        ids = call.read_deltas(5)
+        assert call.heard.ids() == expected_tokens([7], count=len(call.heard.ids())), ids
+        wait_until(lambda: "planted" in server.log, SOON_S)
 
 
 def test_a_bug_in_one_models_loop_ends_its_requests_and_leaves_the_others_alone():

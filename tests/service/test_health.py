@@ -6,7 +6,9 @@ import asyncio
 
 import grpc
 import pytest
+import trio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from trio.testing import wait_all_tasks_blocked
 
 from engine.status import Capability, ModelState, ModelStatus
 from grpc_service import health
@@ -87,7 +89,7 @@ def test_check_and_list():
     async def main(channel, servicer):
         stub = health_pb2_grpc.HealthStub(channel)
         before = await stub.Check(health_pb2.HealthCheckRequest())
-        apply_states(servicer, [model()], False)
+        channel.tell(apply_states, servicer, [model()], False)
         after = await stub.Check(health_pb2.HealthCheckRequest(service="model/a"))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Check(health_pb2.HealthCheckRequest(service="model/b"))
@@ -110,7 +112,7 @@ def test_a_watcher_hears_of_every_change_and_of_nothing_else():
             ([], False),
             ([model()], True),
         ):
-            apply_states(servicer, models, draining)
+            channel.tell(apply_states, servicer, models, draining)
             await asyncio.sleep(0.05)
         heard += [(await call.read()).status for _ in range(4)]
         call.cancel()
@@ -120,34 +122,34 @@ def test_a_watcher_hears_of_every_change_and_of_nothing_else():
     assert run_health(main) == [UNKNOWN, SERVING, NOT_SERVING, UNKNOWN, NOT_SERVING]
 
 
-def test_a_watcher_that_stands_still_delays_nobody_and_misses_what_is_past():
-    """The write is held up by hand: a real window holds thousands of these messages."""
+class Watcher:
+    """A watcher's context, whose client reads as the test lets it."""
 
-    class Stalled:
-        def __init__(self):
-            self.written, self.gate = [], asyncio.Event()
+    def __init__(self, *, is_stalled):
+        self.written, self.gate = [], trio.Event()
+        if not is_stalled:
+            self.gate.set()
 
-        async def write(self, response):
-            await self.gate.wait()
-            self.written.append(response.status)
+    async def write(self, response):
+        await self.gate.wait()
+        self.written.append(response.status)
 
-    async def main(channel, servicer):
-        stalled = Stalled()
-        task = asyncio.create_task(servicer.Watch(health_pb2.HealthCheckRequest(), stalled))
-        call = watch(channel, "")
-        heard = [(await call.read()).status]
-        for state in (READY, LOADING, READY):
-            apply_states(servicer, [model(state=state)], False)
-            heard.append((await call.read()).status)
-        stalled.gate.set()
-        await until(lambda: len(stalled.written) == 2)
-        task.cancel()
-        await until(lambda: servicer.num_watchers == 1)
-        return heard, stalled.written
 
-    heard, written = run_health(main)
-    assert heard == [NOT_SERVING, SERVING, NOT_SERVING, SERVING]
-    assert written == [NOT_SERVING, SERVING]
+async def test_a_watcher_that_stands_still_delays_nobody_and_misses_what_is_past(nursery):
+    servicer, request = HealthServicer(), health_pb2.HealthCheckRequest()
+    stalled, reading = Watcher(is_stalled=True), Watcher(is_stalled=False)
+    for watcher in (stalled, reading):
+        nursery.start_soon(servicer.Watch, request, watcher)
+    await wait_all_tasks_blocked()
+    for state in (READY, LOADING, READY):
+        apply_states(servicer, [model(state=state)], False)
+        await wait_all_tasks_blocked()
+    stalled.gate.set()
+    await wait_all_tasks_blocked()
+    assert reading.written == [NOT_SERVING, SERVING, NOT_SERVING, SERVING]
+    assert stalled.written == [NOT_SERVING, SERVING]
+    assert servicer.num_watchers == 2
+
 
 
 def test_watchers_are_bounded(monkeypatch):

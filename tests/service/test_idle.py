@@ -1,7 +1,5 @@
-"""A server with nothing to do does nothing: no task step in Trio, no turn of asyncio's loop (R183).
-
-Both thread's waits are counted by the kernel too, on the loop that is used in earnest.
-"""
+"""A server with nothing to do does nothing: no task step in Trio (R183), and no wait of its thread
+that the kernel counts."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ from tests.support.server import fake
 from tests.support.wire import Generation, connect, generate, wait_idle, wait_serving
 
 IDLE_S = 10.0
-OURS = ("MainThread", "triolet-grpc")  # Trio's and asyncio's
 
 
 def serve_a_few(server):
@@ -26,15 +23,17 @@ def serve_a_few(server):
     wait_idle(channel)
 
 
+def waits(counts):
+    return counts["main_switches"]
+
+
 def settled(server):
     """The counts once they stand still for half a second: grpc closes connections at leisure."""
     counts = server.ask()
     for _ in range(20):
         time.sleep(0.5)
         before, counts = counts, server.ask()
-        if all(counts[name] == before[name] for name in ("task_steps", "loop_turns")) and all(
-            counts["switches"][name] == before["switches"][name] for name in OURS
-        ):
+        if counts["task_steps"] == before["task_steps"] and waits(counts) == waits(before):
             return counts
     raise AssertionError(f"never still: {before}, {counts}")
 
@@ -50,13 +49,9 @@ def test_an_idle_server_makes_no_wake_ups():
             serve_a_few(server)
             before.append(settled(server))
         assert before[0]["task_steps"] > 20, "nothing is counted"
-        assert before[0]["loop_turns"] > 20, "nothing is counted"
         time.sleep(IDLE_S)  # the claim is about real seconds
         after = [counted.ask(), plain.ask()]
-        for name in ("task_steps", "loop_turns"):
-            assert after[0][name] == before[0][name], name
-        for one, other in zip(before, after, strict=True):
-            for name in OURS:
-                assert other["switches"][name] == one["switches"][name], name
+        assert after[0]["task_steps"] == before[0]["task_steps"]
+        assert list(map(waits, after)) == list(map(waits, before))
         for server in (counted, plain):
             assert generate(server.channel, max_tokens=1).error is None

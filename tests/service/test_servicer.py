@@ -184,12 +184,6 @@ def test_an_unexpected_error_is_internal_logged_and_not_shown(caplog):
     assert "ZeroDivisionError: secret" in caplog.text
 
 
-def test_a_stray_cancellation_is_internal_and_does_not_leave_the_client_hanging(caplog):
-    _, error = generate_all(FakeFront([STARTED], error=asyncio.CancelledError()), timeout=10)
-    assert error.code() is grpc.StatusCode.INTERNAL
-    assert "a cancellation inside the server" in caplog.text
-
-
 def not_utf_8(method):
     """A message whose first string field is not UTF-8; garbage for a message without one."""
     service, name = method.split("/")

@@ -24,7 +24,7 @@ from engine.model.fake import FakeRunner, FakeScript
 from engine.model.fake_encoder import FakeEncoder
 from engine.status import Capability
 from engine.supervisor import Supervisor
-from grpc_service.bridge import Bridge, BridgeCall
+from grpc_service.bridge import BridgeCall
 from grpc_service.config import ServerConfig
 from grpc_service.connections import RpcServer
 from grpc_service.server import serve, serve_forever
@@ -113,10 +113,6 @@ class Faults:
         """The task that takes new connections fails with the next one."""
         RpcServer._serve = self._fail
 
-    def break_bridge(self):
-        """The bridge fails with the next news of a step."""
-        Bridge._carry = self._fail
-
     def break_call(self):
         """A call fails with its next news."""
         BridgeCall.receive = self._fail_once(BridgeCall.receive)
@@ -168,7 +164,7 @@ class Counter(trio.abc.Instrument):
             return self.living()
         return {
             "task_steps": self.task_steps,
-            "switches": {thread.name: switches(thread) for thread in threading.enumerate()},
+            "main_switches": switches(threading.main_thread()),
         }
 
     def living(self):
