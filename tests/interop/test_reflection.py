@@ -3,52 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2 as v1alpha_pb2
 from grpc_reflection.v1alpha import reflection_pb2_grpc as v1alpha_pb2_grpc
 
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2 as v1_pb2
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2_grpc as v1_pb2_grpc
 from grpc_service._generated.triolet.v1 import control_pb2
-from grpc_service.reflection import SERVICE_NAMES, add_reflection
+from grpc_service.health import SERVICE_NAME as HEALTH
+from grpc_service.health import HealthServicer
+from grpc_service.reflection import SERVICE_NAMES
+from grpc_service.servicer import SERVICE_NAMES as OURS
+from tests.service.fake_front import FakeFront, serving
 
-HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
-LISTED = sorted([HEALTH, CONTROL, *SERVICE_NAMES])
+LISTED = sorted([HEALTH, *OURS, *SERVICE_NAMES])
 CALL_TIMEOUT_S = 60
 VERSIONS = {"v1": (v1_pb2, v1_pb2_grpc), "v1alpha": (v1alpha_pb2, v1alpha_pb2_grpc)}
 
 both_versions = pytest.mark.parametrize("version", VERSIONS)
 
 
-@contextlib.asynccontextmanager
-async def serving():
-    """The address of a server that has health and reflection, and names Control beside them."""
-    server = grpc.aio.server()
-    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
-    add_reflection(server, [HEALTH, CONTROL])
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-
-
 def run(main):
     """Runs `main(address)` beside a server of its own; on asyncio, which grpc.aio needs."""
+    health = HealthServicer()
+    health.set_states({"": True})
 
-    async def bounded():
-        async with asyncio.timeout(CALL_TIMEOUT_S), serving() as address:
+    async def bounded(address):
+        async with asyncio.timeout(CALL_TIMEOUT_S):
             return await main(address)
 
-    return asyncio.run(bounded())
+    with serving(FakeFront(), health) as (address, _token):
+        return asyncio.run(bounded(address))
 
 
 def curl(buf, version, path, *arguments):

@@ -26,6 +26,7 @@ from engine.status import (
 )
 from grpc_service.config import ServerConfig
 from grpc_service.connections import Flusher, RpcServer
+from grpc_service.health import SERVICE_NAME as HEALTH_NAME
 from grpc_service.health import HealthServicer, health_methods
 from grpc_service.reception import Reception
 from grpc_service.reflection import reflection_methods
@@ -179,7 +180,7 @@ def serving(front, health=None):
 
     async def main():
         config = ServerConfig(port=0)
-        served = [*methods(front), *reflection_methods(SERVICE_NAMES)]
+        served = [*methods(front), *reflection_methods([*SERVICE_NAMES, HEALTH_NAME])]
         served += health_methods(health or HealthServicer())
         server = RpcServer(config, Flusher(), Reception(served, None).serve)
         [listener] = listen(config)
