@@ -48,7 +48,6 @@ class BridgeCall:
         self._waiter: trio.Event | None = None  # the task waits in `receive`
         self._straight: Callable[[Any], bool] | None = None
         self._failure: Exception | None = None  # of a straight write
-        self._is_left = False
         self._has_ended = False  # it was told to `Zombies`
         self._num_written = 0
         self._context = copy_context()  # of its log's lines
@@ -100,9 +99,6 @@ class BridgeCall:
             self.generation.close_reader(trio.current_time())
 
     def leave(self) -> None:
-        if self._is_left:
-            return
-        self._is_left = True
         self.cancel()
         self._straight = None
         self._failure = None  # its frames know this call, as the error's below

@@ -65,7 +65,7 @@ MUTANTS = (
         "choose_victim",
         "running[-1].rank > rank",
         "running[-1].rank < rank",
-        seed=10,
+        seed=18,
     ),
     Mutant("a command wakes nobody", loop.EngineLoop, "post", "self._wake.set()", "pass"),
     Mutant(
@@ -155,7 +155,7 @@ MUTANTS = (
         "_prompt_budget",
         "if not best or not self._target_s:",
         "if True:",
-        seed=31,
+        seed=26,
     ),
     Mutant(
         "nobody looks at the stall timeout",

@@ -189,11 +189,15 @@ async def read(generation: Lifetime[Any], reader: Reader) -> None:
     await generation.wait_closed()
 
 
+class DrawnBug(Exception):
+    """Of a straight write."""
+
+
 async def serve(
     bridge: Bridge, call: BridgeCall, reader: Reader, is_window_closed: Callable[[], bool]
 ) -> None:
     """A handler of the front's: its writes take as long as its client lets them, and it is
-    cancelled when the client goes."""
+    cancelled when the client goes. ``is_window_closed`` may raise `DrawnBug`."""
     client = reader.client
     busy_until = -math.inf
 
@@ -225,6 +229,8 @@ async def serve(
     except TrioletError as error:
         reader.error = error
         await _linger(bridge, reader)  # the status waits for it
+    except DrawnBug:
+        reader.has_left = True
     except BaseException:
         reader.has_left = True
         raise

@@ -36,13 +36,22 @@ from engine.requests import Chat, GenerateRequest
 from engine.status import AbortOutcome
 from engine.supervisor import ABORT_MEMORY_S
 from grpc_service.bridge import Bridge
+from grpc_service.rpc import Rpc, current
 from tools.simulator import pool_faults
 from tools.simulator.clients import BAD_FORM, FRAGILE, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 from tools.simulator.encode_clients import EMBEDDER, RERANKER
 from tools.simulator.encode_oracle import MAX_INPUT_LEN
 from tools.simulator.oracle import echo_of, expected_output, is_end, prompt_of
-from tools.simulator.readers import EncodeReader, Reader, TextReader, read, reader_of, serve
+from tools.simulator.readers import (
+    DrawnBug,
+    EncodeReader,
+    Reader,
+    TextReader,
+    read,
+    reader_of,
+    serve,
+)
 from tools.simulator.watch import CoreWatch, Outcome, Violation
 from tools.simulator.workers import (
     BreakingEncoder,
@@ -56,6 +65,7 @@ if TYPE_CHECKING:
     from engine.api import Engine
     from engine.config import EngineConfig, ModelConfig
     from engine.core.types import Constraint
+    from engine.encode_requests import AnyRequest
     from engine.generation import Lifetime
     from engine.replica import AnyRunner
     from grpc_service.bridge import BridgeCall
@@ -323,6 +333,8 @@ class Simulation:
         if self.world.drain_at_s is None and self.world.broken_at_step is None and is_served:
             await self._look_at_tokens(bridge.engine)
         statistics = bridge.statistics().totals
+        if bridge.telemetry().statistics.totals != statistics:
+            raise Violation(f"the telemetry tells otherwise: {statistics}")
         if statistics.free_blocks > statistics.total_blocks:
             raise Violation(f"more blocks free than there are: {statistics}")
 
@@ -367,12 +379,10 @@ class Simulation:
 
     async def _call(self, engine: Engine, bridge: Bridge, reader: Reader) -> Lifetime[Any]:
         """One RPC: a handler with a scope, which its client may cancel."""
-        client, request = reader.client, reader.client.request
+        client, scope = reader.client, trio.CancelScope()
         await trio.sleep(self.world.latency_s)
-        is_text = isinstance(request, GenerateRequest)
-        call = bridge.generate(request) if is_text else bridge.encode(request)
-        generation, scope = call.generation, trio.CancelScope()
-        self._calls.append(call)
+        call = self._open(bridge, client.request)
+        generation = call.generation
         self._generations.append(generation)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._wait_for_end, generation, client, generation.started_at)
@@ -392,7 +402,22 @@ class Simulation:
             raise Violation(f"{generation}: {generation.error!r} came over as {reader.error!r}")
         return generation
 
+    def _open(self, bridge: Bridge, request: AnyRequest) -> BridgeCall:
+        """In the task of its handler. Some clients are on a Unix socket, and have no address."""
+        current.set(Rpc("triolet.v1.Inference/Generate"))
+        number = len(self._calls) % 8
+        peer = f"ipv4:10.0.0.{number}:5123" if number else "unix:"
+        if isinstance(request, GenerateRequest):
+            call = bridge.generate(request, peer)
+        else:
+            call = bridge.encode(request, peer)
+        self._calls.append(call)
+        return call
+
     def _is_window_closed(self) -> bool:
+        """Whether a straight write finds its client's window so, if it has no bug."""
+        if self._windows.random() < self.world.bug_share:
+            raise DrawnBug
         return self._windows.random() < self.world.closed_share
 
     async def _wait_for_end(self, generation: Lifetime[Any], client: Client, start: float) -> None:
@@ -499,7 +524,7 @@ class Simulation:
     def _allowed_ends(self, client: Client) -> set[str]:
         world, request = self.world, client.request
         causes = {
-            "CANCELLED": client.leave_after is not None,
+            "CANCELLED": client.leave_after is not None or (client.over_wire and world.bug_share),
             "ABORTED": False,
             "DEADLINE_EXCEEDED": request.timeout_s is not None,
             "DEADLINE_INFEASIBLE": request.timeout_s is not None,
