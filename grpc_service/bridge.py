@@ -47,7 +47,7 @@ class BridgeCall:
         self._events: list[Any] = []  # taken, and not handed out
         self._waiter: trio.Event | None = None  # the task waits in `receive`
         self._straight: Callable[[Any], bool] | None = None
-        self._failure: Exception | None = None  # of a straight write
+        self._failure: Exception | None = None  # of `advance`
         self._has_ended = False  # it was told to `Zombies`
         self._num_written = 0
         self._context = copy_context()  # of its log's lines
