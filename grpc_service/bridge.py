@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -47,8 +47,7 @@ class BridgeCall:
         self._events: list[Any] = []  # taken, and not handed out
         self._waiter: trio.Event | None = None  # the task waits in `receive`
         self._straight: Callable[[Any], bool] | None = None
-        self._failure: Exception | None = None  # of a straight write
-        self._is_left = False
+        self._failure: Exception | None = None  # of `advance`
         self._has_ended = False  # it was told to `Zombies`
         self._num_written = 0
         self._context = copy_context()  # of its log's lines
@@ -100,36 +99,44 @@ class BridgeCall:
             self.generation.close_reader(trio.current_time())
 
     def leave(self) -> None:
-        if self._is_left:
-            return
-        self._is_left = True
         self.cancel()
         self._straight = None
+        self._failure = None  # its frames know this call, as the error's below
+        self._context = Context()  # the call's own has its record, which knows this
         self.generation.on_ready = None
         self._bridge.zombies.gone(self)
         if self.generation.error is not None:
-            self.generation.error.__traceback__ = None  # its frames know this call
+            self.generation.error.__traceback__ = None
 
     # ---- by the bridge
 
     def advance(self) -> None:
-        """There is news: have an event that came alone written, or wake the task that waits."""
+        """There is news: have an event that came alone written, or wake the task that waits. Never
+        raises: what fails, `receive` raises."""
+        try:
+            if self._is_served():
+                return
+        except Exception as error:
+            self._failure = error
+        if self._waiter is not None:
+            self._waiter.set()
+
+    def _is_served(self) -> bool:
+        """Whether the task need not be woken."""
         generation, waiter = self.generation, self._waiter
         if generation.is_closed and not self._has_ended:
             self._has_ended = True
             self._bridge.zombies.ended(self, self._address)
         if waiter is None or waiter.is_set():
-            return  # it looks by itself when it comes back
-        if self._straight is not None and not generation.is_closed and not self._events:
-            self._events = generation.take_ready()
-            try:
-                if len(self._events) == 1 and self._straight(self._events[0]):
-                    self._events = []
-                    self.written(1)
-                    return
-            except Exception as error:
-                self._failure = error
-        waiter.set()
+            return True  # it looks by itself when it comes back
+        if self._straight is None or generation.is_closed:
+            return False
+        self._events = generation.take_ready()
+        if len(self._events) != 1 or not self._straight(self._events[0]):
+            return False
+        self._events = []
+        self.written(1)
+        return True
 
 
 class Bridge:
@@ -197,9 +204,11 @@ class Bridge:
         self._flusher.hold()
 
     def _carry(self) -> None:
-        """Never raises."""
+        """Never raises, as what it calls does not."""
         self._is_holding = False
         ready, self._ready = self._ready, {}
-        for call in ready:
-            call.advance()
-        self._flusher.release()
+        try:
+            for call in ready:
+                call.advance()
+        finally:
+            self._flusher.release()

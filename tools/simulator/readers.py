@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -13,16 +13,18 @@ from engine.core.events import Finished
 from engine.encode_requests import EmbedRequest, Score
 from engine.errors import TrioletError
 from engine.requests import GenerateRequest, Started
+from grpc_service.zombies import ZOMBIE_AGE_S
 from tools.simulator.encode_oracle import expected_results, inputs_of
 from tools.simulator.watch import Violation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.encode_requests import EncodeEvent
     from engine.generation import Lifetime
     from engine.requests import StreamEvent
-    from grpc_service.bridge import BridgeCall
+    from grpc_service.bridge import Bridge, BridgeCall
     from tools.simulator.clients import Client
-    from tools.simulator.wire import Wire
 
 
 @dataclass
@@ -187,29 +189,57 @@ async def read(generation: Lifetime[Any], reader: Reader) -> None:
     await generation.wait_closed()
 
 
-async def serve(wire: Wire, call: BridgeCall, reader: Reader) -> None:
-    """A handler of the front's, on asyncio's loop: its writes take as long as its client lets
-    them, and it is cancelled when the client goes."""
+class DrawnBug(Exception):
+    """Of a straight write."""
+
+
+async def serve(
+    bridge: Bridge, call: BridgeCall, reader: Reader, is_window_closed: Callable[[], bool]
+) -> None:
+    """A handler of the front's: its writes take as long as its client lets them, and it is
+    cancelled when the client goes. ``is_window_closed`` may raise `DrawnBug`."""
     client = reader.client
+    busy_until = -math.inf
+
+    def write(event: Any) -> bool:
+        """A straight one. Its client neither leaves with it, nor is slow, nor has stalled."""
+        nonlocal busy_until
+        if client.leave_after is not None or reader.stalls_now or is_window_closed():
+            return False
+        if trio.current_time() < busy_until or not isinstance(event, call.credited):
+            return False
+        reader.see(event)
+        busy_until = trio.current_time() + client.delay_s
+        return True
+
+    call.write_straight(write)
     try:
         while not reader.leaves_now and (events := await call.receive()):
             for event in events:
                 if reader.leaves_now:
                     break
-                if reader.stalls_now and call.generation is not None:
-                    await wire.wait(call.generation.wait_closed)
-                    await wire.wait(partial(trio.sleep, client.linger_s))
+                if reader.stalls_now:
+                    await call.generation.wait_closed()
+                    await _linger(bridge, reader)
                 reader.see(event)
                 if client.delay_s:
-                    await wire.wait(partial(trio.sleep, client.delay_s))
+                    await trio.sleep(client.delay_s)
             call.written(sum(isinstance(event, call.credited) for event in events))
         reader.has_left = reader.leaves_now
     except TrioletError as error:
         reader.error = error
-        if client.linger_s:  # the status waits for it
-            await wire.wait(partial(trio.sleep, client.linger_s))
+        await _linger(bridge, reader)  # the status waits for it
+    except DrawnBug:
+        reader.has_left = True
     except BaseException:
         reader.has_left = True
         raise
     finally:
         call.leave()
+
+
+async def _linger(bridge: Bridge, reader: Reader) -> None:
+    """Its request has ended, and the client does not read."""
+    await trio.sleep(reader.client.linger_s)
+    if reader.client.linger_s > ZOMBIE_AGE_S and not bridge.statistics().totals.zombies:
+        raise Violation(f"{reader.client.request.request_id} is no zombie")

@@ -35,15 +35,24 @@ from engine.replica import Mortal
 from engine.requests import Chat, GenerateRequest
 from engine.status import AbortOutcome
 from engine.supervisor import ABORT_MEMORY_S
+from grpc_service.bridge import Bridge
+from grpc_service.rpc import Rpc, current
 from tools.simulator import pool_faults
 from tools.simulator.clients import BAD_FORM, FRAGILE, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 from tools.simulator.encode_clients import EMBEDDER, RERANKER
 from tools.simulator.encode_oracle import MAX_INPUT_LEN
 from tools.simulator.oracle import echo_of, expected_output, is_end, prompt_of
-from tools.simulator.readers import EncodeReader, Reader, TextReader, read, reader_of, serve
+from tools.simulator.readers import (
+    DrawnBug,
+    EncodeReader,
+    Reader,
+    TextReader,
+    read,
+    reader_of,
+    serve,
+)
 from tools.simulator.watch import CoreWatch, Outcome, Violation
-from tools.simulator.wire import Wire, open_wire
 from tools.simulator.workers import (
     BreakingEncoder,
     BreakingRunner,
@@ -53,14 +62,13 @@ from tools.simulator.workers import (
 from tools.simulator.workload import Client, World, draw_world
 
 if TYPE_CHECKING:
-    import asyncio
-
     from engine.api import Engine
     from engine.config import EngineConfig, ModelConfig
     from engine.core.types import Constraint
+    from engine.encode_requests import AnyRequest
     from engine.generation import Lifetime
     from engine.replica import AnyRunner
-    from grpc_service.bridge import Bridge
+    from grpc_service.bridge import BridgeCall
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
 LOAD_ERRORS: dict[str, type[BaseException]] = {
@@ -68,6 +76,7 @@ LOAD_ERRORS: dict[str, type[BaseException]] = {
     "raised": RuntimeError,
     "exited": SystemExit,
 }
+MOMENT_S = 1e-6  # a jump of the clock may miss by its rounding
 SLEEPY_LOAD_S = 45.0  # above the 30 s its waiters wait
 
 
@@ -83,11 +92,14 @@ class Simulation:
         self._rng = random.Random(world.seed ^ 0x5EED)
         self._watch = CoreWatch(world.config, len(world.clients), self.outcome)
         self._generations: list[Lifetime[Any]] = []
+        self._calls: list[BridgeCall] = []  # over the wire
+        self._windows = random.Random(world.seed ^ 0x31D0)
         self._engine: Engine | None = None
         self._quota = Quota("clients in process", max_queued_tokens=world.quota_tokens)
         self._aborted_at: dict[str, float] = {}
         self._load_failures = Counter(dict(world.pool.load_failures))
         self._names = Counter(client.request.request_id for client in world.clients)
+        self._cut_at = math.inf if world.cancelled_at_s is None else world.cancelled_at_s
 
     def run(self) -> Outcome:
         """Run the world to its end.
@@ -199,12 +211,14 @@ class Simulation:
     # ---- the world
 
     async def _main(self) -> None:
-        cancelled_at = self.world.cancelled_at_s
-        with trio.CancelScope(deadline=math.inf if cancelled_at is None else cancelled_at) as scope:
+        with trio.CancelScope(deadline=self._cut_at) as scope:
             await self._serve()
         for generation in self._generations:
             if not generation.is_closed:
                 raise Violation(f"{generation} outlives the engine")
+        for call in self._calls:
+            if call.generation.on_ready is not None:
+                raise Violation(f"{call.generation} was not left")
         if self._engine is not None and (left := self._engine.statistics().totals.memory_reserved):
             raise Violation(f"{left} bytes are reserved by nobody")
         if scope.cancelled_caught:
@@ -214,31 +228,29 @@ class Simulation:
 
     async def _serve(self) -> None:
         world = self.world
-        async with (
-            open_engine(
-                world.config,
-                make_runner=self._make_runner,
-                threads=self._threads,
-                watchdog=self._watchdog,
-                on_event=self._note,
-                on_change=self._check_memory,
-            ) as engine,
-            open_wire(engine, world.latency_s) as wire,
-        ):
+        async with open_engine(
+            world.config,
+            make_runner=self._make_runner,
+            threads=self._threads,
+            watchdog=self._watchdog,
+            on_event=self._note,
+            on_change=self._check_memory,
+        ) as engine:
             self._engine = engine
+            bridge = Bridge(engine, clock=trio.current_time)
             async with trio.open_nursery() as nursery:
                 for client in world.clients:
-                    nursery.start_soon(self._client, engine, wire, client)
+                    nursery.start_soon(self._client, engine, bridge, client)
                     if client.abort_before_s is not None:
                         nursery.start_soon(self._abort_early, engine, client)
-                nursery.start_soon(self._operate, engine, wire)
+                nursery.start_soon(self._operate, engine, bridge)
                 for operation in world.pool.operations:
                     nursery.start_soon(self._move_model, engine, *operation)
             with trio.fail_after(PATIENCE_S):
                 await engine.wait_idle()
             self._check_idle(engine)
-            if wire.bridge.zombies.count():
-                raise Violation(f"{wire.bridge.zombies.count()} zombies without a handler")
+            if bridge.zombies.count():
+                raise Violation(f"{bridge.zombies.count()} zombies without a handler")
         self.outcome.statistics = engine.statistics().totals
         late = engine.submit(world.clients[0].request, buffer=2) if world.clients else None
         if late is not None and getattr(late.error, "reason", "") != "SHUTTING_DOWN":
@@ -264,7 +276,7 @@ class Simulation:
             self._watch.violation = self._watch.violation or Violation(f"{generation} {broken}")
             raise self._watch.violation
 
-    async def _operate(self, engine: Engine, wire: Wire) -> None:
+    async def _operate(self, engine: Engine, bridge: Bridge) -> None:
         for at, operation in self.world.operations:
             await trio.sleep_until(at)
             verb, _, mode = operation.partition(" ")
@@ -275,7 +287,7 @@ class Simulation:
             elif verb == "reset":
                 engine.reset_prefix_cache()
             else:
-                await wire.join(await wire.handle(partial(self._look, wire)))
+                await self._look(bridge)
         if self.world.drain_at_s is not None:
             await trio.sleep_until(self.world.drain_at_s)
             engine.resume()
@@ -314,42 +326,43 @@ class Simulation:
         if not engine.is_draining or trio.current_time() > until:
             raise Violation(f"drained until {trio.current_time()} instead of {until}")
 
-    async def _look(self, wire: Wire) -> None:
+    async def _look(self, bridge: Bridge) -> None:
         """An operator looks around, over the wire: none of it may disturb, or fail but for want of
         a model."""
-        bridge = wire.bridge
         is_served = pool_faults.FAULT not in self.world.faults
         if self.world.drain_at_s is None and self.world.broken_at_step is None and is_served:
-            await self._look_at_tokens(bridge)
-        statistics = (await bridge.statistics()).totals
+            await self._look_at_tokens(bridge.engine)
+        statistics = bridge.statistics().totals
+        if bridge.telemetry().statistics.totals != statistics:
+            raise Violation(f"the telemetry tells otherwise: {statistics}")
         if statistics.free_blocks > statistics.total_blocks:
             raise Violation(f"more blocks free than there are: {statistics}")
 
-    async def _look_at_tokens(self, bridge: Bridge) -> None:
+    async def _look_at_tokens(self, engine: Engine) -> None:
         ids = [3, 4] * 700
         text = "".join(f"<{token}>" for token in ids)
         chat = Chat(({"role": "user", "content": text},))
-        spans, _ = await bridge.call(lambda engine: engine.tokenize("", text=text))
-        of_chat, _ = await bridge.call(lambda engine: engine.tokenize("", chat=chat))
+        spans, _ = await engine.tokenize("", text=text)
+        of_chat, _ = await engine.tokenize("", chat=chat)
         found = [span.token_id for span in spans], [span.token_id for span in of_chat]
         if found[0] != ids or found[1][-len(ids) :] != ids:
             raise Violation("wrong tokens of a text or a chat")
-        if await bridge.call(lambda engine: engine.detokenize("", ids)) != text:
+        if await engine.detokenize("", ids) != text:
             raise Violation("a wrong text of tokens")
         try:
-            await bridge.call(lambda engine: engine.detokenize("", [5, 1000]))
+            await engine.detokenize("", [5, 1000])
         except InvalidRequest:
             return
         raise Violation("a text of a token that there is not")
 
     # ---- clients
 
-    async def _client(self, engine: Engine, wire: Wire, client: Client) -> None:
+    async def _client(self, engine: Engine, bridge: Bridge, client: Client) -> None:
         await trio.sleep_until(client.arrival_s)
         reader = reader_of(client)
         with trio.move_on_after(PATIENCE_S) as scope:
             if client.over_wire:
-                generation = await self._call(engine, wire, reader)
+                generation = await self._call(engine, bridge, reader)
             else:
                 generation = engine.submit(
                     client.request, buffer=client.buffer, origin=Origin(quota=self._quota)
@@ -364,38 +377,48 @@ class Simulation:
             raise Violation(f"{client.request.request_id} starves")
         self._check_reader(generation, reader)
 
-    async def _call(self, engine: Engine, wire: Wire, reader: Reader) -> Lifetime[Any]:
-        """One RPC: a handler on asyncio's side, which its client may cancel."""
-        client, calls = reader.client, []
-        arrived = trio.Event()
-
-        async def handler() -> None:
-            request = client.request
-            is_text = isinstance(request, GenerateRequest)
-            call = wire.bridge.generate(request) if is_text else wire.bridge.encode(request)
-            calls.append(call)
-            wire.bridge.post(arrived.set)
-            await serve(wire, call, reader)
-
-        task = await wire.handle(handler)
-        await arrived.wait()
-        [call] = calls
+    async def _call(self, engine: Engine, bridge: Bridge, reader: Reader) -> Lifetime[Any]:
+        """One RPC: a handler with a scope, which its client may cancel."""
+        client, scope = reader.client, trio.CancelScope()
+        await trio.sleep(self.world.latency_s)
+        call = self._open(bridge, client.request)
         generation = call.generation
-        if generation is None:
-            raise Violation(f"{client.request.request_id} was lost on its way")
         self._generations.append(generation)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._wait_for_end, generation, client, call.posted_at)
+            nursery.start_soon(self._wait_for_end, generation, client, generation.started_at)
             if client.cancel_at_s is not None and not client.aborts:
-                nursery.start_soon(self._cancel_call, wire, task, generation, client)
+                nursery.start_soon(self._cancel_call, scope, generation, client)
             else:
                 nursery.start_soon(self._cancel, engine, generation, client)
-            await wire.join(task)
+            try:
+                with scope:
+                    await serve(bridge, call, reader, self._is_window_closed)
+            finally:
+                if trio.current_time() > self._cut_at + MOMENT_S:
+                    raise Violation(f"the handler of {generation} outlives its server")
             nursery.cancel_scope.cancel(reason="served to the end")
         await generation.wait_closed()
         if not reader.has_left and reader.error is not generation.error:
             raise Violation(f"{generation}: {generation.error!r} came over as {reader.error!r}")
         return generation
+
+    def _open(self, bridge: Bridge, request: AnyRequest) -> BridgeCall:
+        """In the task of its handler. Some clients are on a Unix socket, and have no address."""
+        current.set(Rpc("triolet.v1.Inference/Generate"))
+        number = len(self._calls) % 8
+        peer = f"ipv4:10.0.0.{number}:5123" if number else "unix:"
+        if isinstance(request, GenerateRequest):
+            call = bridge.generate(request, peer)
+        else:
+            call = bridge.encode(request, peer)
+        self._calls.append(call)
+        return call
+
+    def _is_window_closed(self) -> bool:
+        """Whether a straight write finds its client's window so, if it has no bug."""
+        if self._windows.random() < self.world.bug_share:
+            raise DrawnBug
+        return self._windows.random() < self.world.closed_share
 
     async def _wait_for_end(self, generation: Lifetime[Any], client: Client, start: float) -> None:
         await generation.wait_closed()
@@ -423,14 +446,14 @@ class Simulation:
                 raise Violation(f"{generation}: a cancel waited for the engine")
 
     async def _cancel_call(
-        self, wire: Wire, task: asyncio.Task[None], generation: Lifetime[Any], client: Client
+        self, scope: trio.CancelScope, generation: Lifetime[Any], client: Client
     ) -> None:
-        """The client goes: grpc cancels the handler."""
-        await trio.sleep(client.cancel_at_s or 0.0)
-        until = trio.current_time() + wire.latency_s
-        wire.post(task.cancel)
+        """The client goes: its reset has the handler cancelled."""
+        await trio.sleep((client.cancel_at_s or 0.0) + self.world.latency_s)
+        scope.cancel(reason="the client ended the call")
+        asked = trio.current_time()
         await generation.wait_closed()
-        if trio.current_time() > until:
+        if trio.current_time() != asked:
             raise Violation(f"{generation}: a client's cancel waited for the engine")
 
     async def _abort_early(self, engine: Engine, client: Client) -> None:
@@ -501,7 +524,7 @@ class Simulation:
     def _allowed_ends(self, client: Client) -> set[str]:
         world, request = self.world, client.request
         causes = {
-            "CANCELLED": client.leave_after is not None,
+            "CANCELLED": client.leave_after is not None or (client.over_wire and world.bug_share),
             "ABORTED": False,
             "DEADLINE_EXCEEDED": request.timeout_s is not None,
             "DEADLINE_INFEASIBLE": request.timeout_s is not None,

@@ -71,7 +71,9 @@ class World:
     drain_at_s: float | None = None
     drain_timeout_s: float = 5.0
     drain_is_left: bool = False  # it goes on in the background, whoever waits for it
-    latency_s: float = 0.0  # of the front's thread
+    latency_s: float = 0.0  # of the wire, for a request and for a cancel
+    closed_share: float = 0.0  # of straight writes that find their client's window closed
+    bug_share: float = 0.0  # of straight writes that fail, by a bug of their call's
     cancelled_at_s: float | None = None
     broken_at_step: int | None = None
     quota_tokens: int | None = None  # that the clients in process may have waiting
@@ -134,6 +136,8 @@ def draw_world(
         drain_is_left=rng.random() < 0.5,
         # a front slower than the stall timeout would make stalled readers of all
         latency_s=min(rng.choice([0.0, 0.0, 0.3, 3.0]) * step_s, config.stall_timeout_s / 4),
+        closed_share=random.Random(f"windows {seed}").choice([0.0, 0.3, 1.0]),
+        bug_share=random.Random(f"bugs {seed}").choice([0.0, 0.0, 0.02]),
         cancelled_at_s=rng.uniform(0, duration) if "engine_cancelled" in active else None,
         broken_at_step=rng.randint(0, num_requests) if "broken_runner" in active else None,
         quota_tokens=rng.choice([None, 2000]) if "bursts" in active else None,
