@@ -11,7 +11,7 @@ Rule 2: what a client can be told is raised as a `TrioletError`; all else is a b
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -464,14 +464,15 @@ async def open_engine(
     config = config or EngineConfig()
     if watchdog is None and threads is None:  # virtual time has no hung steps
         watchdog = Watchdog(config.step_timeout_s)
-    threads = threads or WorkerThreads()
+    own_threads = WorkerThreads()
     if find_capability is None:
         is_own = make_runner is make_torch_runner
         find_capability = capability_by_files if is_own else _unknown_capability
+    threads = threads or own_threads
     pool = Pool(config, make_runner, threads, on_change, on_event, watchdog, find_capability)
     supervisor = Supervisor(config, pool, threads)
     engine = Engine(config, pool, supervisor)
-    with _running(watchdog):
+    with closing(own_threads), _running(watchdog):
         async with trio.open_nursery() as nursery:
             await nursery.start(supervisor.run)
             try:

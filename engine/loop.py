@@ -55,7 +55,9 @@ log = logging.getLogger(__name__)
 
 # From so many events on, the step's thread is waited for before they are delivered: it needs
 # Python's lock to begin, which delivering holds. Hearing of its begin costs a wake-up, about 45 µs,
-# and fewer events hold it up for no longer than that.
+# and fewer events hold it up for no longer than that. To deliver those before the start saves no
+# processor time and makes the gap 0.1-0.2 ms longer (1, 4 and 16 streams, in turn in one server):
+# whoever takes them over wants the lock too.
 EVENTS_TO_HOLD_BACK = 32
 
 
