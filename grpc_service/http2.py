@@ -363,6 +363,12 @@ class _H2(H2Connection):
 
     def _acknowledge_settings(self) -> list[Frame]:
         frames: list[Frame] = super()._acknowledge_settings()
-        if self.encoder.header_table_size > HEADER_TABLE_BYTES_MAX:
-            self.encoder.header_table_size = HEADER_TABLE_BYTES_MAX
+        encoder = self.encoder
+        if encoder.header_table_size > HEADER_TABLE_BYTES_MAX:
+            encoder.header_table_size = HEADER_TABLE_BYTES_MAX
+        # of several sizes the smallest and the last are told, which alone the client surely allows;
+        # hpack would tell all, or none if the last came twice. Source: RFC 7541, section 4.2.
+        if told := encoder.table_size_changes:
+            told[:] = [min(told), told[-1]]
+            encoder.header_table.resized = True
         return frames
