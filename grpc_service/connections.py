@@ -34,7 +34,7 @@ from grpc_service.framing import (
     trailers_of,
 )
 from grpc_service.http2 import Connection, ErrorCodes, ProtocolError
-from grpc_service.sockets import PlainTransport, TlsTransport, accept
+from grpc_service.sockets import SEND_BYTES, PlainTransport, TlsTransport, accept
 
 if TYPE_CHECKING:
     import socket
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STREAMS_PER_CONNECTION_MAX = 1000  # guess: more than a sequence each of the largest batches
+CALLS_PER_CONNECTION_MAX = 2 * STREAMS_PER_CONNECTION_MAX  # with those that a reset has yet to end
 CLOGGED_BYTES = 2**16  # that wait for the transport, from which on messages wait in their streams
 END_PATIENCE_S = 1.0  # guess: for the rest of a message that a status is to follow
 STARTS_PER_TURN = 16  # calls that begin between two looks at anything else: some 3 ms
@@ -160,7 +161,7 @@ class Context:
                     raise InvalidRequest([], message="the request's message breaks off")
                 return None
             await self._wait()
-        return reader.messages.popleft()
+        return reader.take()
 
     # ---- the answer
 
@@ -269,6 +270,8 @@ class _Client:
         self._has_written = trio.Event()  # there is not
         self._heard_at = trio.current_time()
         self._calls: trio.Nursery
+        self._num_calls = 0
+        self._has_room = trio.Event()  # a call has ended
         self._scope = trio.CancelScope()
         self.peer = peer
         self.http2 = Connection(self._on_stream, streams_max=STREAMS_PER_CONNECTION_MAX)
@@ -306,8 +309,7 @@ class _Client:
                 self._heard_at = trio.current_time()
                 http2.receive(data)
                 self.touch()
-                if self._unsent:
-                    await self._wait_unclogged()
+                await self._wait_for_room()
         except ProtocolError as error:
             log.debug("%s: %s", self.peer, error)
             self.flush()
@@ -315,9 +317,12 @@ class _Client:
         except OSError as error:
             log.debug("%s: %s", self.peer, error)
 
-    async def _wait_unclogged(self) -> None:
+    async def _wait_for_room(self) -> None:
         while len(self._unsent) >= CLOGGED_BYTES:
             await self._has_written.wait()
+        while self._num_calls > CALLS_PER_CONNECTION_MAX:  # a client that resets all it begins
+            self._has_room = trio.Event()
+            await self._has_room.wait()
 
     def touch(self) -> None:
         """There is output."""
@@ -351,7 +356,9 @@ class _Client:
             self._may_write = trio.Event()
             try:
                 while data := self._unsent:
-                    await self._transport.send(data)
+                    for begin in range(0, len(data), SEND_BYTES):
+                        await self._transport.send(memoryview(data)[begin : begin + SEND_BYTES])
+                        self._heard_at = trio.current_time()  # who takes bytes is there
                     self._unsent = self._unsent[len(data) :]
             except OSError as error:
                 self.cut(str(error))
@@ -382,21 +389,26 @@ class _Client:
     def _on_stream(self, stream: Stream) -> Context:
         server = self._server
         context = Context(self, stream, trio.current_time(), server.config.max_message_bytes)
+        self._num_calls += 1
         self._calls.start_soon(self._serve, context, stream)
         return context
 
     async def _serve(self, context: Context, stream: Stream) -> None:
-        await self._server.turnstile.enter()
-        if refused := _refusal(dict(stream.headers)):
-            if not stream.is_over:
-                stream.send_headers(refused, is_last=True)
-                self.touch()
-            return
-        with context.scope:
-            await self._server.serve_call(context)
-        if context.scope.cancelled_caught:  # by its deadline, or nobody hears this
-            await context.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
-        self._server.tell_progress()
+        try:
+            await self._server.turnstile.enter()
+            if refused := _refusal(dict(stream.headers)):
+                if not stream.is_over:
+                    stream.send_headers(refused, is_last=True)
+                    self.touch()
+                return
+            with context.scope:
+                await self._server.serve_call(context)
+            if context.scope.cancelled_caught:  # by its deadline, or nobody hears this
+                await context.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
+        finally:
+            self._num_calls -= 1
+            self._has_room.set()
+            self._server.tell_progress()
 
     @property
     def is_quiet(self) -> bool:
@@ -408,7 +420,9 @@ def _refusal(headers: Mapping[bytes, bytes]) -> Headers:
     """The answer to what is no gRPC call. Source: PROTOCOL-HTTP2.md, Responses."""
     if headers.get(b":method") != b"POST":
         return [(b":status", b"405"), (b"allow", b"POST")]
-    if not headers.get(b"content-type", b"").startswith(CONTENT_TYPE):
+    content_type = headers.get(b"content-type", b"")
+    rest = content_type.removeprefix(CONTENT_TYPE)
+    if rest == content_type or rest[:1] not in (b"", b"+", b";"):  # such as application/grpc-web
         return [(b":status", b"415"), (b"accept-post", CONTENT_TYPE)]
     return []
 
@@ -454,6 +468,7 @@ class RpcServer:
         self._tls = tls
         self._clients: dict[_Client, None] = {}
         self._listening = trio.CancelScope()
+        self._serving = trio.CancelScope()
         self._progress = trio.Event()  # for `stop`: a call has ended, or something was sent
 
     async def run(self, listeners: Sequence[socket.socket]) -> None:
@@ -461,15 +476,16 @@ class RpcServer:
 
         Cancellation: every call is cancelled, and its client hears that its connection ends.
         """
-        async with trio.open_nursery() as nursery:
-            try:
-                with self._listening:
-                    async with trio.open_nursery() as accepting:
-                        for listener in listeners:
-                            accepting.start_soon(self._accept, listener, nursery)
-            finally:
-                for listener in listeners:
-                    listener.close()
+        with self._serving:
+            async with trio.open_nursery() as nursery:
+                try:
+                    with self._listening:
+                        async with trio.open_nursery() as accepting:
+                            for listener in listeners:
+                                accepting.start_soon(self._accept, listener, nursery)
+                finally:
+                    for listener in listeners:
+                        listener.close()
 
     async def stop(self, grace_s: float) -> None:
         """Take no more connections and calls; end what still runs after ``grace_s`` seconds."""
@@ -480,8 +496,7 @@ class RpcServer:
             while not all(client.is_quiet for client in self._clients):
                 self._progress = trio.Event()
                 await self._progress.wait()
-        for client in list(self._clients):
-            client.cut("the server stops")
+        self._serving.cancel(reason="the server stops")
 
     def tell_progress(self) -> None:
         """One of the things that `stop` waits for has happened."""
@@ -500,6 +515,8 @@ class RpcServer:
             return
         client = _Client(self, transport, peer)
         self._clients[client] = None
+        if self._listening.cancel_called:  # it was accepted just before
+            client.end_gracefully()
         try:
             await client.run()
         except Exception:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Metadata = tuple[tuple[str, str | bytes], ...]
 
 PREFIX_BYTES = 5
+MESSAGE_BYTES = 64  # that a message takes beside its own: Python's, rounded up
 CONTENT_TYPE = b"application/grpc"
 _WINDOW_BITS = {b"gzip": 31, b"deflate": 15}  # as zlib names the formats
 ENCODINGS = b"identity, deflate, gzip"
@@ -75,7 +76,9 @@ def trailers_of(
     number: int = code.value[0]
     trailers = [(b"grpc-status", b"%d" % number)]
     if message:
-        trailers.append((b"grpc-message", quote(message, safe=_PLAIN).encode()))
+        # half a surrogate pair, which no UTF-8 has, is a question mark
+        told = quote(message, safe=_PLAIN, errors="replace")
+        trailers.append((b"grpc-message", told.encode()))
     for name, value in metadata:
         data = value.encode() if isinstance(value, str) else value
         if name.endswith("-bin"):
@@ -87,16 +90,18 @@ def trailers_of(
 class MessageReader:
     """Takes a body apart into messages of at most ``limit`` bytes each, which it unpacks.
 
-    ``messages`` has those that have come and were not taken. ``error`` is what was wrong with the
-    body, from where on it is not looked at any more; nothing of what is too large is kept.
+    ``messages`` has those that have come and were not taken (`take`); there is no more of them than
+    ``limit`` bytes, or one. ``error`` is what was wrong with the body, from where on it is not
+    looked at any more; nothing of what is too large is kept.
     """
 
-    __slots__ = ("_buffer", "_encoding", "_limit", "error", "messages")
+    __slots__ = ("_buffer", "_encoding", "_limit", "_waiting_bytes", "error", "messages")
 
     def __init__(self, limit: int, encoding: bytes = b"identity") -> None:
         self._limit = limit
         self._encoding = encoding
         self._buffer = bytearray()
+        self._waiting_bytes = 0
         self.messages: deque[bytes] = deque()
         self.error: TrioletError | None = None
 
@@ -120,10 +125,26 @@ class MessageReader:
                 message = bytes(buffer[PREFIX_BYTES : PREFIX_BYTES + size])
                 is_packed = bool(buffer[0])
                 del buffer[: PREFIX_BYTES + size]
-                self.messages.append(self._unpack(message) if is_packed else message)
+                self._keep(self._unpack(message) if is_packed else message)
         except TrioletError as error:
             self.error = error
             buffer.clear()
+
+    def take(self) -> bytes:
+        """The first of ``messages``."""
+        message = self.messages.popleft()
+        self._waiting_bytes -= MESSAGE_BYTES + len(message)
+        return message
+
+    def _keep(self, message: bytes) -> None:
+        self._waiting_bytes += MESSAGE_BYTES + len(message)
+        if self.messages and self._waiting_bytes > self._limit:
+            raise RequestTooLarge(
+                [],
+                message=f"more than {self._limit} bytes of requests came before they were taken "
+                "(--max-message-bytes)",
+            )
+        self.messages.append(message)
 
     def _check_size(self, size: int) -> None:
         if size > self._limit:

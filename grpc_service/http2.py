@@ -35,6 +35,9 @@ from hyperframe.frame import GoAwayFrame
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from h2.events import Event
+    from hyperframe.frame import Frame
+
     Headers = list[tuple[bytes, bytes]]
 
 __all__ = ["Connection", "ErrorCodes", "Listener", "ProtocolError", "Stream"]
@@ -52,6 +55,9 @@ STREAM_WINDOW = 2**18  # guess: a request of usual size comes without waiting fo
 CONNECTION_WINDOW = 2**20
 HEADER_LIST_BYTES_MAX = 2**15
 CLOSED_STREAMS_MAX = 2**12  # remembered, for what still comes for them
+HEADER_TABLE_BYTES_MAX = (
+    2**12
+)  # of ours, however much the client would keep; every client's default
 
 
 class Listener(Protocol):
@@ -85,7 +91,7 @@ class Stream:
     def __init__(self, connection: Connection, stream_id: int, headers: Headers) -> None:
         self._connection = connection
         self._state = connection.h2.streams[stream_id]
-        self._rest = b""
+        self._rest: bytes | memoryview = b""
         self._is_begun = False  # part of the message that waits has been sent
         self.id = stream_id
         self.headers = headers
@@ -100,6 +106,7 @@ class Stream:
 
     def send_headers(self, headers: Headers, *, is_last: bool = False) -> None:
         """Send the first headers or, with ``is_last``, those that end the stream."""
+        assert not (is_last and self._rest), "a message waits"
         connection = self._connection
         self.is_over = is_last
         connection.h2.send_headers(self.id, headers, end_stream=is_last)
@@ -133,7 +140,8 @@ class Stream:
         when the window opens, and `Listener.on_drained` is called then."""
         assert not self._rest, "one message at a time"
         if not self.try_send_message(data):
-            self._rest, self._is_begun = _PREFIX.pack(0, len(data)) + data, False
+            self._rest = memoryview(_PREFIX.pack(0, len(data)) + data)
+            self._is_begun = False
             self.push()
 
     def push(self) -> None:
@@ -144,7 +152,7 @@ class Stream:
             rest = self._rest
             window = min(state.outbound_flow_control_window, h2.outbound_flow_control_window)
             size = min(window, len(rest), h2.max_outbound_frame_size)
-            if size <= 0 or size < len(rest) <= WHOLE_BYTES_MAX:
+            if size <= 0 or (size < len(rest) <= WHOLE_BYTES_MAX and not self._is_begun):
                 break
             state.outbound_flow_control_window -= size
             h2.outbound_flow_control_window -= size
@@ -166,7 +174,7 @@ class Stream:
     def reset(self, code: ErrorCodes) -> None:
         """End the stream without a status."""
         if not self.is_over:
-            self.is_over = True
+            self.cut()
             self._connection.h2.reset_stream(self.id, code)
             self._connection.collect()
             self._connection.forget(self)
@@ -186,6 +194,7 @@ class Connection:
 
     def __init__(self, on_stream: Callable[[Stream], Listener], *, streams_max: int) -> None:
         self._on_stream = on_stream
+        self._streams_max = streams_max
         self.h2 = _H2()
         self.h2.local_settings = Settings(
             client=False,
@@ -217,7 +226,9 @@ class Connection:
                 the output, after which the connection ends.
         """
         try:
-            for event in self.h2.receive_data(data):
+            events = self.h2.receive_data(data)
+            self.collect()  # that settings were heard goes before what they have come to allow
+            for event in events:
                 self._take(event)
         finally:
             self.collect()
@@ -229,13 +240,7 @@ class Connection:
         elif kind is RemoteSettingsChanged:
             self._push_all()  # the windows' first size may have grown
         elif kind is RequestReceived:
-            if self.is_ending:
-                self.h2.reset_stream(event.stream_id, ErrorCodes.REFUSED_STREAM)
-                return
-            if event.stream_id in self.h2.streams:  # else it was reset in the same breath
-                stream = Stream(self, event.stream_id, event.headers)
-                self._streams[stream.id] = stream
-                stream.listener = self._on_stream(stream)
+            self._begin(event.stream_id, event.headers)
         elif kind is ConnectionTerminated:
             self.is_ending = True  # it opens no more streams; those that run go on
         elif kind is DataReceived:
@@ -246,10 +251,25 @@ class Connection:
             if (found := self._streams.get(event.stream_id)) is not None:
                 found.has_ended = True
                 found.listener.on_end()
-        elif kind is StreamReset and (found := self._streams.get(event.stream_id)) is not None:
-            found.cut()
-            self.forget(found)
-            found.listener.on_reset()
+        elif kind is StreamReset:
+            if (found := self._streams.get(event.stream_id)) is not None:
+                found.cut()
+                self.forget(found)
+                found.listener.on_reset()
+            else:
+                self.h2.drop(event.stream_id)
+
+    def _begin(self, stream_id: int, headers: Headers) -> None:
+        state = self.h2.streams.get(stream_id)
+        if state is None or state.closed:
+            return  # by a reset that came with it
+        if self.is_ending or len(self._streams) >= self._streams_max:
+            self.h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
+            self.h2.drop(stream_id)
+            return
+        stream = Stream(self, stream_id, headers)
+        self._streams[stream_id] = stream
+        stream.listener = self._on_stream(stream)
 
     def _open_window(self, stream_id: int) -> None:
         if not stream_id:
@@ -275,6 +295,7 @@ class Connection:
         """A stream is over."""
         self._streams.pop(stream.id, None)
         self.blocked.pop(stream.id, None)
+        self.h2.drop(stream.id)
 
     def ping(self) -> None:
         """Ask whether the client is there."""
@@ -308,7 +329,8 @@ class Connection:
 
 
 class _H2(H2Connection):
-    """A server's; names and values are bytes, and those that we send are not looked at again."""
+    """A server's; names and values are bytes, and those that we send are not looked at again.
+    Streams that are over are dropped one by one (`drop`), and not looked for among all of them."""
 
     MAX_CLOSED_STREAMS = CLOSED_STREAMS_MAX
 
@@ -321,3 +343,32 @@ class _H2(H2Connection):
                 normalize_outbound_headers=False,
             )
         )
+
+    @property
+    def open_inbound_streams(self) -> int:
+        """None that h2 would have to count: it would end the connection for one too many, where
+        `Connection` refuses that one. Source: RFC 9113, section 5.1.2."""
+        return 0
+
+    def drop(self, stream_id: int) -> None:
+        """Forget a stream, if it is closed, but for how it was."""
+        state = self.streams.get(stream_id)
+        if state is not None and state.closed:
+            del self.streams[stream_id]
+            self._closed_streams[stream_id] = state.closed_by
+
+    def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
+        """The client opens no more streams; h2 would let those that run neither speak nor hear."""
+        return [], [ConnectionTerminated()]
+
+    def _acknowledge_settings(self) -> list[Frame]:
+        frames: list[Frame] = super()._acknowledge_settings()
+        encoder = self.encoder
+        if encoder.header_table_size > HEADER_TABLE_BYTES_MAX:
+            encoder.header_table_size = HEADER_TABLE_BYTES_MAX
+        # of several sizes the smallest and the last are told, which alone the client surely allows;
+        # hpack would tell all, or none if the last came twice. Source: RFC 7541, section 4.2.
+        if told := encoder.table_size_changes:
+            told[:] = [min(told), told[-1]]
+            encoder.header_table.resized = True
+        return frames

@@ -30,6 +30,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 2**14  # of a read; so that one client's burst is not all that is done for a while
+SEND_BYTES = (
+    2**14
+)  # that a client which takes any takes within the patience for a ping; a TLS record
 BACKLOG = 1024
 HANDSHAKE_TIMEOUT_S = 20.0  # guess: a phone on a bad line
 ACCEPT_PAUSE_S = 0.1  # guess: until a descriptor is free again
@@ -188,7 +191,7 @@ class Transport(Protocol):
         """How many bytes could be sent without waiting."""
         ...
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes | memoryview) -> None:
         """Send all of it."""
         ...
 
@@ -213,7 +216,7 @@ class PlainTransport:
         except (BlockingIOError, InterruptedError):
             return 0
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         while rest:
             await trio.lowlevel.wait_writable(self._socket)
@@ -255,7 +258,7 @@ class TlsTransport:
     def send_now(self, data: bytes | memoryview) -> int:
         return 0
 
-    async def send(self, data: bytes) -> None:
+    async def send(self, data: bytes | memoryview) -> None:
         self._tls.write(data)
         await self._flush()
 

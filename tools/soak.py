@@ -53,7 +53,7 @@ SERVER = {
     "runner": {"num_blocks": 512, "max_model_len": 2048},
     "engine": {"max_num_seqs": 32, "max_num_batched_tokens": 256, "stream_buffer": 32},
 }
-MEASURES = ("files", "threads", "trio_tasks", "asyncio_tasks", "live", "blocks_in_use")
+MEASURES = ("files", "threads", "trio_tasks", "live", "blocks_in_use")
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,14 @@ class Sample:
     files: int
     threads: int
     trio_tasks: int
-    asyncio_tasks: int
     live: int
     blocks_in_use: int
 
     def line(self) -> str:
         return (
             f"{self.at_s:7.1f} s  {self.requests:7d} requests  {self.memory / MIB:7.1f} MiB  "
-            f"{self.files:4d} files  {self.threads:3d} threads  {self.trio_tasks:4d}+"
-            f"{self.asyncio_tasks:<4d} tasks  {self.live:4d} live  {self.blocks_in_use:5d} blocks"
+            f"{self.files:4d} files  {self.threads:3d} threads  {self.trio_tasks:4d} "
+            f"tasks  {self.live:4d} live  {self.blocks_in_use:5d} blocks"
         )
 
 

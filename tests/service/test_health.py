@@ -151,7 +151,6 @@ async def test_a_watcher_that_stands_still_delays_nobody_and_misses_what_is_past
     assert servicer.num_watchers == 2
 
 
-
 def test_watchers_are_bounded(monkeypatch):
     monkeypatch.setattr(health, "WATCHERS_MAX", 1)
 

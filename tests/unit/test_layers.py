@@ -40,6 +40,7 @@ ENGINE_PUBLIC = {
     "engine.status",
     "engine.sync",
     "engine.telemetry",
+    "engine.threads",
     "engine.watchdog",
     *VOCABULARY,
 }
@@ -173,7 +174,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "engine": {"engine"},  # the public face: re-exports only (`test_engine_only_re_exports`)
     "grpc_service": ENGINE_PUBLIC,
-    "grpc_service.front": set(),  # protocols; nothing of either world
+    "grpc_service.front": set(),  # protocols
 }
 
 MODEL_LIBRARIES = {
@@ -194,12 +195,14 @@ BANNED: dict[str, set[str]] = {
     "engine": {*GRPC, "asyncio", "grpc_service", "tests", "tools"},
     "engine.core": {*IMPURE, *MODEL_LIBRARIES, "numpy", "trio", "engine.model"},
     "engine.model": {"trio"},
-    "grpc_service": {*MODEL_LIBRARIES, "numpy", "engine.model", "tests", "tools"},
-    "grpc_service.codec": {"grpc", "trio", "asyncio"},
-    "grpc_service.front": {"grpc", "trio", "asyncio"},
-    "grpc_service.encode_codec": {"grpc", "trio", "asyncio"},
-    "grpc_service.later": {"grpc", "trio", "asyncio"},
-    "grpc_service.snapshots": {"grpc", "trio", "asyncio"},
+    "grpc_service": {*MODEL_LIBRARIES, "numpy", "asyncio", "engine.model", "tests", "tools"},
+    "grpc_service.codec": {"grpc", "trio"},
+    "grpc_service.front": {"grpc", "h2", "trio"},
+    "grpc_service.encode_codec": {"grpc", "trio"},
+    "grpc_service.framing": {"h2", "socket", "trio"},
+    "grpc_service.http2": {"engine", "grpc", "socket", "trio"},
+    "grpc_service.later": {"grpc", "trio"},
+    "grpc_service.snapshots": {"grpc", "trio"},
 }
 MODEL_ONLY = "engine.model"  # the one package of `engine` that may name MODEL_LIBRARIES
 TRIO_AWARE = {
@@ -209,11 +212,10 @@ TRIO_AWARE = {
     ),
     *(f"engine.{name}" for name in ("api", "constraints", "handles", "sync")),
     *(f"engine.{name}" for name in ("entry", "governor", "load_watch", "replica")),
-    "grpc_service.bridge",
-    "grpc_service.server",
+    *(f"grpc_service.{name}" for name in ("bridge", "connections", "server", "sockets")),
+    *(f"grpc_service.{name}" for name in ("health", "metrics", "servicer", "watching")),
     "grpc_service.cli.startup",
 }
-TWO_WORLDS = {"grpc_service.bridge"}  # the only file that knows both Trio and asyncio
 THREAD_ENTRY = "engine.threads"
 
 LAZY: dict[tuple[str, str], str] = {
@@ -357,14 +359,6 @@ def test_engine_only_re_exports():
     assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, "engine/__init__.py only re-exports"
 
 
-def test_only_the_bridge_knows_two_event_worlds():
-    def worlds(module: str) -> set[str]:
-        found = imports_of(modules()[module].read_text())
-        return {i.target.split(".")[0] for i in found if not i.is_type_only} & {"trio", "asyncio"}
-
-    assert {m for m in product_modules() if len(worlds(m)) == 2} == TWO_WORLDS
-
-
 WAYS_INTO_A_THREAD = {"to_thread", "start_thread_soon"}
 
 
@@ -389,7 +383,6 @@ OWN_THREADS = {
     "job that `engine.threads` runs waits for it, so a step is joined all the same",
     "engine.model.child_main": "a process of its own, without Trio",
     "engine.model.vet": "a process of its own, without Trio",
-    "grpc_service.asyncio_side": "the asyncio world's own thread",
     "grpc_service.tracing": "the last flush to a collector, left behind if that does not answer",
 }
 
@@ -522,7 +515,9 @@ def test_importing_brings_no_torch(module):
         ("engine.model.runner", "import trio"),
         ("engine.model.runner", "import grpc"),
         ("grpc_service.servicer", "from engine.core.scheduler import Scheduler"),
-        ("grpc_service.servicer", "import trio"),
+        ("grpc_service.codec", "import trio"),
+        ("grpc_service.server", "import asyncio"),
+        ("grpc_service.http2", "import trio"),
         ("grpc_service.front", "if TYPE_CHECKING:\n    import grpc"),
         ("grpc_service.codec", "import tests.support"),
     ],
