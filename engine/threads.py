@@ -46,8 +46,7 @@ class Job(Protocol[T_co]):
         ...
 
     async def wait(self) -> T_co:
-        """Wait for the job's end, once, and give its result or raise its exception. The limiter's
-        room is free from then on.
+        """Wait for the job's end, once, and give its result or raise its exception.
 
         Cancellation: the job is waited for all the same, and its result returned.
         """
@@ -65,15 +64,9 @@ class Threads(Protocol):
         """
         ...
 
-    def start(
-        self, job: Callable[[], T], limiter: trio.CapacityLimiter, *, tells_begin: bool
-    ) -> Job[T]:
-        """Start ``job`` in a thread of ``limiter`` now. `Job.wait_begun` is for those that were
-        asked to tell, which costs another wake-up.
-
-        Raises:
-            trio.WouldBlock: the limiter has no room; nothing was started.
-        """
+    def start(self, job: Callable[[], T], *, tells_begin: bool) -> Job[T]:
+        """Start ``job`` in a thread now. `Job.wait_begun` is for those that were asked to tell,
+        which costs another wake-up. How many run at once is the caller's to bound."""
         ...
 
 
@@ -98,10 +91,8 @@ class WorkerThreads:
     async def run(self, job: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
         return await trio.to_thread.run_sync(job, abandon_on_cancel=False, limiter=limiter)
 
-    def start(
-        self, job: Callable[[], T], limiter: trio.CapacityLimiter, *, tells_begin: bool
-    ) -> Job[T]:
-        return _ThreadJob(job, limiter, self._bells, tells_begin=tells_begin)
+    def start(self, job: Callable[[], T], *, tells_begin: bool) -> Job[T]:
+        return _ThreadJob(job, self._bells, tells_begin=tells_begin)
 
 
 class _Bells:
@@ -149,8 +140,10 @@ class _EventBell:
         try:
             while self.num_heard < count:
                 await wait_readable(self._fd)
-                with suppress(BlockingIOError):
+                try:
                     self.num_heard += os.eventfd_read(self._fd)
+                except BlockingIOError:  # it was for nothing
+                    continue
         except (trio.Cancelled, KeyboardInterrupt) as error:
             with trio.CancelScope(shield=True):  # as long as the job, which is not abandoned
                 await self.wait_heard(count)
@@ -188,22 +181,13 @@ class _ThreadJob(Generic[T]):
     """Life: made, which starts it → taken up by a thread → its outcome is there → its bell rings →
     waited for. The outcome is the thread's until then, and the task's afterwards."""
 
-    __slots__ = ("_bell", "_bells", "_job", "_limiter", "_num_rings", "_outcome")
+    __slots__ = ("_bell", "_bells", "_job", "_num_rings", "_outcome")
 
-    def __init__(
-        self,
-        job: Callable[[], T],
-        limiter: trio.CapacityLimiter,
-        bells: _Bells,
-        *,
-        tells_begin: bool,
-    ) -> None:
+    def __init__(self, job: Callable[[], T], bells: _Bells, *, tells_begin: bool) -> None:
         self._job = job
-        self._limiter = limiter
         self._bells = bells
         self._num_rings = 2 if tells_begin else 1
         self._outcome: Outcome[T] | None = None
-        limiter.acquire_on_behalf_of_nowait(self)
         self._bell = bells.take()
         try:
             start_thread_soon(self._run, self._deliver)
@@ -234,6 +218,5 @@ class _ThreadJob(Generic[T]):
         return self._outcome.unwrap()
 
     def _let_go(self) -> None:
-        self._limiter.release_on_behalf_of(self)
         self._bells.put(self._bell)
         del self._bell  # what a job raised refers to the job, and so would to the descriptor

@@ -65,22 +65,22 @@ class Held:
         return self._result
 
 
-async def test_a_jobs_result_and_its_error_come_back(threads, limiter):
+async def test_a_jobs_result_and_its_error_come_back(threads):
     for number in range(100):
-        assert await threads.start(lambda n=number: n, limiter, tells_begin=False).wait() == number
+        assert await threads.start(lambda n=number: n, tells_begin=False).wait() == number
 
     def fail():
         raise LookupError("gone")
 
     with pytest.raises(LookupError, match="gone"):
-        await threads.start(fail, limiter, tells_begin=False).wait()
-    assert await threads.start(lambda: 7, limiter, tells_begin=False).wait() == 7
+        await threads.start(fail, tells_begin=False).wait()
+    assert await threads.start(lambda: 7, tells_begin=False).wait() == 7
 
 
-async def test_its_begin_is_told_while_it_goes_on(threads, limiter):
+async def test_its_begin_is_told_while_it_goes_on(threads):
     for _ in range(3):
         held = Held(5)
-        job = threads.start(held, limiter, tells_begin=True)
+        job = threads.start(held, tells_begin=True)
         with trio.fail_after(LIMIT_S):
             await job.wait_begun()
         assert not held.is_over
@@ -93,13 +93,13 @@ async def test_a_begin_that_is_heard_with_the_end_or_not_waited_for_is_not_the_e
 ):
     for waits in (True, False):
         is_over = threading.Event()
-        job = threads.start(is_over.set, limiter, tells_begin=True)
+        job = threads.start(is_over.set, tells_begin=True)
         assert is_over.wait(LIMIT_S)
         if waits:
             await job.wait_begun()
         await job.wait()
         held = Held(1)
-        job = threads.start(held, limiter, tells_begin=False)
+        job = threads.start(held, tells_begin=False)
         with trio.move_on_after(0.02) as scope:
             await trio.sleep_forever()
         assert scope.cancelled_caught
@@ -108,23 +108,13 @@ async def test_a_begin_that_is_heard_with_the_end_or_not_waited_for_is_not_the_e
         assert await job.wait() == 1
 
 
-async def test_a_limiter_without_room_starts_nothing(threads, limiter):
-    held = Held()
-    job = threads.start(held, limiter, tells_begin=False)
-    with pytest.raises(trio.WouldBlock):
-        threads.start(lambda: None, limiter, tells_begin=False)
-    held.go.set()
-    await job.wait()
-    assert limiter.borrowed_tokens == 0
-
-
 async def test_jobs_that_run_at_once_hear_each_its_own_end(threads):
     for order in [(3, 0, 4, 2, 1), (0, 1, 2, 3, 4)]:
         helds = [Held(number) for number in range(5)]
         send, receive = trio.open_memory_channel(0)
 
         async def wait(held, send=send):
-            job = threads.start(held, trio.CapacityLimiter(1), tells_begin=True)
+            job = threads.start(held, tells_begin=True)
             await job.wait_begun()
             await send.send(await job.wait())
 
@@ -138,13 +128,11 @@ async def test_jobs_that_run_at_once_hear_each_its_own_end(threads):
 
 
 @pytest.mark.parametrize("tells_begin", [False, True])
-async def test_a_cancelled_caller_waits_for_the_end_and_has_the_result(
-    threads, limiter, tells_begin
-):
+async def test_a_cancelled_caller_waits_for_the_end_and_has_the_result(threads, tells_begin):
     held, results = Held(3), []
 
     async def call():
-        job = threads.start(held, limiter, tells_begin=tells_begin)
+        job = threads.start(held, tells_begin=tells_begin)
         if tells_begin:
             await job.wait_begun()
         results.append(await job.wait())
@@ -161,39 +149,37 @@ async def test_a_cancelled_caller_waits_for_the_end_and_has_the_result(
             held.go.set()
     assert held.is_over
     assert results == [3]
-    assert limiter.borrowed_tokens == 0
-    assert await threads.start(lambda: 4, limiter, tells_begin=False).wait() == 4
+    assert await threads.start(lambda: 4, tells_begin=False).wait() == 4
 
 
-async def test_one_that_was_cancelled_before_it_waits_hears_the_end_all_the_same(threads, limiter):
+async def test_one_that_was_cancelled_before_it_waits_hears_the_end_all_the_same(threads):
     with trio.CancelScope() as scope:
         scope.cancel()
         for number in range(10):
-            job = threads.start(lambda n=number: n, limiter, tells_begin=True)
+            job = threads.start(lambda n=number: n, tells_begin=True)
             await job.wait_begun()
             assert await job.wait() == number
         await trio.lowlevel.checkpoint()
     assert scope.cancelled_caught
 
 
-async def test_no_thread_to_be_had_takes_nothing(threads, limiter, monkeypatch):
+async def test_no_thread_to_be_had_takes_nothing(threads, monkeypatch):
     def start(run, deliver):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.threads, "start_thread_soon", start)
         with pytest.raises(RuntimeError, match="new thread"):
-            threads.start(lambda: None, limiter, tells_begin=True)
-    assert limiter.borrowed_tokens == 0
-    assert await threads.start(lambda: 1, limiter, tells_begin=True).wait() == 1
+            threads.start(lambda: None, tells_begin=True)
+    assert await threads.start(lambda: 1, tells_begin=True).wait() == 1
 
 
-def test_ctrl_c_in_trios_main_task_comes_after_the_job(threads, limiter):
+def test_ctrl_c_in_trios_main_task_comes_after_the_job(threads):
     held = Held()
 
     async def main():
         token = trio.lowlevel.current_trio_token()
-        job = threads.start(held, limiter, tells_begin=False)
+        job = threads.start(held, tells_begin=False)
         for delay_s in (0.05, 0.1):
             interrupt = (signal.raise_signal, signal.SIGINT)
             threading.Timer(delay_s, token.run_sync_soon, interrupt).start()
@@ -212,10 +198,10 @@ def test_ctrl_c_in_trios_main_task_comes_after_the_job(threads, limiter):
 @pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")
 def test_descriptors_are_as_many_as_jobs_at_once_and_go_with_close():
     async def main():
-        threads, limiters = WorkerThreads(), [trio.CapacityLimiter(1) for _ in range(4)]
+        threads = WorkerThreads()
         before = open_files()
         for _ in range(10):
-            jobs = [threads.start(lambda: None, one, tells_begin=True) for one in limiters]
+            jobs = [threads.start(lambda: None, tells_begin=True) for _ in range(4)]
             for job in jobs:
                 await job.wait()
             assert open_files() == before + 4
@@ -226,7 +212,7 @@ def test_descriptors_are_as_many_as_jobs_at_once_and_go_with_close():
         gc.disable()  # what failed refers to its job for longer than its bell
         try:
             with pytest.raises(LookupError):
-                await threads.start(fail, limiters[0], tells_begin=False).wait()
+                await threads.start(fail, tells_begin=False).wait()
             threads.close()
             assert len(os.listdir("/proc/self/fd")) == before
         finally:
@@ -241,7 +227,7 @@ def test_a_job_that_outlives_trio_rings_at_nobody_elses_file():
     held, before = Held(), open_files()
 
     async def main():
-        WorkerThreads().start(held, trio.CapacityLimiter(1), tells_begin=True)
+        WorkerThreads().start(held, tells_begin=True)
 
     trio.run(main)
     assert open_files() == before + 1, "it is the thread's now"

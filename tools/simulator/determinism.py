@@ -58,27 +58,21 @@ class VirtualThreads:
                     if wait is not None:
                         await wait()
 
-    def start(
-        self, job: Callable[[], T], limiter: trio.CapacityLimiter, *, tells_begin: bool
-    ) -> VirtualJob[T]:
-        return VirtualJob(self, job, limiter)
+    def start(self, job: Callable[[], T], *, tells_begin: bool) -> VirtualJob[T]:
+        return VirtualJob(self, job)
 
 
 class VirtualJob(Generic[T]):
     """`engine.threads.Job` in virtual time: what is done between its start and `wait` comes
     before the job, and `wait_begun` lets every other task have a turn."""
 
-    def __init__(
-        self, threads: VirtualThreads, job: Callable[[], T], limiter: trio.CapacityLimiter
-    ) -> None:
-        self._threads, self._job, self._limiter = threads, job, limiter
-        limiter.acquire_on_behalf_of_nowait(self)
+    def __init__(self, threads: VirtualThreads, job: Callable[[], T]) -> None:
+        self._threads, self._job = threads, job
 
     async def wait_begun(self) -> None:
         with trio.CancelScope(shield=True):
             await trio.lowlevel.checkpoint()
 
     async def wait(self) -> T:
-        self._limiter.release_on_behalf_of(self)
         with trio.CancelScope(shield=True):
-            return await self._threads.run(self._job, self._limiter)
+            return await self._threads.run(self._job, trio.CapacityLimiter(1))
