@@ -1,4 +1,4 @@
-"""What is known of the RPC that the running asyncio task serves: for its limits and its log line.
+"""What is known of the RPC that the running task serves: for its limits and its log line.
 
 Rule: one record per call, made by `grpc_service.reception` and found by whoever serves the call.
 """

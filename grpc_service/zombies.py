@@ -1,11 +1,10 @@
 """Calls that have ended for the engine and not for their client, who does not read.
 
-Rule 1: a stalled reader can be offered a status and not given one: with its window closed, grpc.aio
-completes neither an abort nor a return until it reads or its connection ends (D1, R71). Such a call
-holds nothing of the engine's; it is counted, and while there are too many no new call is taken.
-Those that were open before may still become zombies: the bound on live requests bounds them.
+Rule 1: a reader that has all that its window allows, and does not read, is owed what its request
+made before it succeeded (D1, R71); a call that failed ends at once. Such a call holds nothing of
+the engine's; it is counted, and while there are too many no new call is taken. Those that were open
+before may still become zombies: the bound on live requests bounds them.
 Rule 2: everything here takes constant time, on average; it is asked at every new call.
-Rule 3: asyncio's thread only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What the front adds: server CPU per message, against a plain grpc.aio handler.
 
 The servers are processes that write the same message, made and serialised afresh, to every stream
-once per tick; the readers are another process. Beside them stands the design's own price: the plain
-handler fed as ours is, by a Trio thread and a worker's thread (D1, D3), with no engine in them.
+once per tick; the readers are another process.
 
 A tick is a runner's sleep here and a timer there, long enough that neither falls behind: were one
 to, its messages would hold several tokens and be fewer. That each message held one is checked by
@@ -97,27 +96,24 @@ def name_of(streams: int) -> str:
 def compare(streams: int) -> list[Row]:
     """The rows of one number of streams."""
     tick = TICK_S[streams]
-    sizes: list[list[float]] = [[], [], []]
+    sizes: list[list[float]] = [[], []]
     with (
         peer("triolet", **settings(streams, tick)) as ours,
-        peer("worlds", step_s=tick) as worlds,
         peer("plain", step_s=tick) as plain,
     ):
-        mine, bare, theirs = repeat_in_turn(
+        mine, theirs = repeat_in_turn(
             [
                 partial(measure, server, streams, seen)
-                for server, seen in zip((ours, worlds, plain), sizes, strict=True)
+                for server, seen in zip((ours, plain), sizes, strict=True)
             ]
         )
-    growth = max(sizes[0]) / max(sizes[2])
+    growth = max(sizes[0]) / max(sizes[1])
     note = "" if growth < SIZE_TOLERANCE else f"messages held {growth:.2f} × the bytes"
     name = name_of(streams)
     return [
         row_of(f"CPU per message, {name}", mine, "µs"),
-        row_of(f"two worlds and no engine, {name}", bare, "µs"),
         row_of(f"plain grpc.aio, {name}", theirs, "µs"),
         row_of(f"against plain, {name}", _ratios(mine, theirs), "×", bar=BAR, note=note),
-        row_of(f"two worlds against plain, {name}", _ratios(bare, theirs), "×"),
         unpaced(streams),
     ]
 

@@ -1,9 +1,9 @@
 """Servers and readers for the benches that go over gRPC, each a process of its own.
 
 `python -m tools.bench.wire KIND JSON` is one of them: ``triolet`` serves a `PacedRunner`,
-``plain`` is a grpc.aio handler that writes the same messages with nothing behind it, ``worlds`` is
-that handler fed by a Trio thread whose steps sleep in a worker's thread, and ``readers`` takes
-every message of so many streams. It prints one line of JSON when it is ready and answers every line
+``plain`` is a grpc.aio handler that writes the same messages with nothing behind it, and
+``readers`` takes every message of so many streams. It prints one line of JSON when it is ready and
+answers every line
 on standard input with another; the input's end is its own.
 
 Rule 1: a server's CPU is read from outside, so that all kinds are measured alike.
@@ -35,7 +35,6 @@ from engine.core.plan import Row as PlanRow
 from engine.core.plan import RowResult, StepPlan, StepResult
 from engine.core.types import EndReason, SequenceId
 from engine.model.fake import FakeRunner
-from engine.threads import WorkerThreads
 from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
 from grpc_service.config import ServerConfig
 from grpc_service.server import serve
@@ -219,7 +218,7 @@ class PlainInference(inference_pb2_grpc.InferenceServicer):
             await context.write(message)
 
 
-async def _start_plain() -> PlainInference:
+async def _serve_plain(step_s: float) -> None:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     inference = PlainInference()
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
@@ -227,15 +226,6 @@ async def _start_plain() -> PlainInference:
     await server.start()
     _answer_lines(lambda: None, _end_by_signal)
     _say({"port": port})
-    _KEPT.append(server)
-    return inference
-
-
-_KEPT: list[object] = []  # a server ends with its last reference
-
-
-async def _serve_plain(step_s: float) -> None:
-    inference = await _start_plain()
     while True:
         await asyncio.sleep(step_s)
         inference.tick()
@@ -245,23 +235,6 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     """The faster one: what is ours is held against the best that grpc.aio does."""
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
-
-
-def _serve_worlds(step_s: float) -> None:
-    """The two event worlds and the worker's thread, and nothing in them: what is the design's own
-    price (D1, D3), whatever the engine does."""
-    loop = _new_event_loop()
-    inference = loop.run_until_complete(_start_plain())
-    threading.Thread(target=loop.run_forever, daemon=True, name="asyncio").start()
-
-    async def step() -> None:
-        threads, limiter = WorkerThreads(), trio.CapacityLimiter(1)
-        while True:
-            job = threads.start(lambda: time.sleep(step_s), limiter, tells_begin=False)
-            await job.wait()
-            loop.call_soon_threadsafe(inference.tick)
-
-    trio.run(step)
 
 
 async def _read_streams(address: str, streams: int, max_tokens: int) -> None:
@@ -307,9 +280,6 @@ def main() -> None:
         trio.run(_serve_triolet, settings["runner"], settings.get("engine", {}))
         return
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    if kind == "worlds":
-        _serve_worlds(settings["step_s"])
-        return
     loop = _new_event_loop()
     if kind == "plain":
         loop.run_until_complete(_serve_plain(settings["step_s"]))
