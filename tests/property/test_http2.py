@@ -111,9 +111,14 @@ class Call:
 
 
 class Client(H2Connection):
-    """Opens more streams than it may."""
+    """Opens more streams than it may, and knows at once how large a frame may be."""
 
     open_outbound_streams = 0
+
+    def _local_settings_acked(self):
+        changes = super()._local_settings_acked()
+        self.incoming_buffer.max_frame_size = self.max_inbound_frame_size
+        return changes
 
 
 def make_client():
@@ -214,7 +219,8 @@ class Schedule(RuleBasedStateMachine):
 
     @initialize(window=windows, is_answered=st.booleans())
     def first_settings(self, window, is_answered):
-        self.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: window})
+        self.exchange()
+        self.change_settings(window, 16_384, 4096)
         if is_answered:
             self.exchange()
 
@@ -263,17 +269,22 @@ class Schedule(RuleBasedStateMachine):
 
     @rule(window=windows, frame=st.sampled_from([16_384, 16_385, 60_000]), table=windows)
     def client_changes_settings(self, window, frame, table):
+        self.change_settings(window, frame, min(table, 2**16))
+
+    def change_settings(self, window, frame, table):
+        """All of them: h2's client takes any answer for that to the next change of each."""
         self.client.update_settings(
             {
                 SettingCodes.INITIAL_WINDOW_SIZE: window,
                 SettingCodes.MAX_FRAME_SIZE: frame,
-                SettingCodes.HEADER_TABLE_SIZE: min(table, 2**16),
+                SettingCodes.HEADER_TABLE_SIZE: table,
             }
         )
 
     @rule()
-    def client_pings(self):
+    def both_ping(self):
         self.client.ping(b"12345678")
+        self.server.ping()
 
     # ---- what the transport does
 
@@ -357,17 +368,15 @@ class Schedule(RuleBasedStateMachine):
             stream.reset(ErrorCodes.CANCEL)
             call.is_reset = True
         else:
-            trailers = [(b"grpc-status", b"0"), (b"x-id", b"%d" % call.id)]
-            stream.send_headers(
-                trailers if call.has_begun else RESPONSE_HEADERS + trailers, is_last=True
-            )
-            call.is_ended = True
+            self.end(call)
         assert stream.is_over
         assert not stream.is_blocked
 
-    @rule()
-    def server_pings(self):
-        self.server.ping()
+    def end(self, call):
+        trailers = [(b"grpc-status", b"0"), (b"x-id", b"%d" % call.id)]
+        headers = trailers if call.has_begun else RESPONSE_HEADERS + trailers
+        self.stream(call).send_headers(headers, is_last=True)
+        call.is_ended = True
 
     # ---- what holds
 
@@ -411,9 +420,7 @@ class Schedule(RuleBasedStateMachine):
             assert call.is_closed == stream.is_over == call.is_ended
             assert self.listeners[call.id].num_drained == call.num_blocked
         for call in self.running:
-            self.stream(call).send_headers(
-                [*RESPONSE_HEADERS, (b"grpc-status", b"0")], is_last=True
-            )
+            self.end(call)
         self.exchange()
         assert not self.server._streams
         assert not self.server.h2.streams
@@ -534,10 +541,12 @@ def test_a_message_that_was_begun_takes_every_byte_that_a_window_gives():
     stream = pair.begin()
     stream.send_message(bytes(400))
     assert stream.is_blocked
+    pair.exchange()
     for _ in range(105):
         assert stream.is_blocked
         pair.client.increment_flow_control_window(1, stream.id)
-        pair.exchange()
+        pair.server.receive(pair.client.data_to_send())
+        assert [one.data for one in pair.exchange() if isinstance(one, DataReceived)] == [b"\0"]
     assert not stream.is_blocked
     assert pair.listeners[stream.id].num_drained == 1
 
