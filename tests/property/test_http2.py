@@ -234,27 +234,32 @@ class Schedule(RuleBasedStateMachine):
                 break
 
     @precondition(lambda self: len(self.calls) < STREAMS_MAX + 3)
-    @rule(is_ended=st.booleans(), body=st.integers(0, 3000))
-    def client_calls(self, is_ended, body):
+    @rule(is_ended=st.booleans(), body=st.integers(0, 3000), arrives=st.booleans())
+    def client_calls(self, is_ended, body, arrives):
         stream_id = self.client.get_next_available_stream_id()
         self.calls[stream_id] = Call(stream_id)
         self.client.send_headers(stream_id, REQUEST)
         body = min(body, self.client.local_flow_control_window(stream_id))
         self.client.send_data(stream_id, bytes(body), end_stream=is_ended)
         self.calls[stream_id].has_ended = is_ended
+        if arrives:
+            self.exchange()
 
+    @precondition(lambda self: self.open)
     @rule(which=pick)
     def client_ends_its_side(self, which):
         if call := self.one_of([one for one in self.open if not one.has_ended], which):
             call.has_ended = True
             self.client.end_stream(call.id)
 
-    @rule(which=pick)
-    def client_resets(self, which):
-        if call := self.one_of(self.open, which):
+    @precondition(lambda self: self.open)
+    @rule(which=pick, is_so=st.sampled_from([True, False, False, False]))
+    def client_resets(self, which, is_so):
+        if is_so and (call := self.one_of(self.open, which)):
             self.client.reset_stream(call.id, ErrorCodes.CANCEL)
             call.is_reset = True
 
+    @precondition(lambda self: self.open)
     @rule(which=pick, size=windows.filter(bool))
     def client_opens_a_streams_window(self, which, size):
         if call := self.one_of(self.open, which):
@@ -310,11 +315,17 @@ class Schedule(RuleBasedStateMachine):
 
     # ---- what the server does
 
-    @rule(which=pick, size=sizes, may_wait=st.booleans())
-    def server_sends(self, which, size, may_wait):
-        call = self.one_of([one for one in self.running if not self.stream(one).is_blocked], which)
-        if call is None:
-            return
+    @precondition(lambda self: self.running)
+    @rule(which=pick, some=st.lists(sizes, min_size=1, max_size=4), may_wait=st.booleans())
+    def server_sends(self, which, some, may_wait):
+        for size in some:
+            call = self.one_of(
+                [one for one in self.running if not self.stream(one).is_blocked], which
+            )
+            if call is not None:
+                self.send(call, size, may_wait)
+
+    def send(self, call, size, may_wait):
         stream = self.stream(call)
         if not call.has_begun:
             call.has_begun = True
@@ -340,6 +351,7 @@ class Schedule(RuleBasedStateMachine):
         )
         return size <= min(window, h2.max_outbound_frame_size) and not self.server.is_clogged
 
+    @precondition(lambda self: self.server.blocked)
     @rule(which=pick)
     def server_drops_a_message(self, which):
         call = self.one_of([one for one in self.running if self.stream(one).is_blocked], which)
@@ -358,11 +370,10 @@ class Schedule(RuleBasedStateMachine):
             assert len(message) + PREFIX_BYTES > WHOLE_BYTES_MAX
         return is_dropped
 
+    @precondition(lambda self: self.running)
     @rule(which=pick)
     def server_ends(self, which):
         call = self.one_of(self.running, which)
-        if call is None:
-            return
         stream = self.stream(call)
         if stream.is_blocked and not self.drop(call):
             stream.reset(ErrorCodes.CANCEL)

@@ -231,6 +231,7 @@ class Running:
         self.flusher = Flusher()
         self.server = Server(config, self.flusher, self.serve)
         self.listener = Listener()
+        self.has_ended = False  # the server
         self.num_running = 0
         self.peak_running = 0
 
@@ -247,6 +248,10 @@ class Running:
             pass
         finally:
             self.num_running -= 1
+
+    async def run(self):
+        await self.server.run([self.listener])
+        self.has_ended = True
 
     @property
     def clients(self):
@@ -284,7 +289,7 @@ def serving(monkeypatch):
     async def run(handler, config=CONFIG):
         running = Running(handler, config)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(running.server.run, [running.listener])
+            nursery.start_soon(running.run)
             yield running
             nursery.cancel_scope.cancel()
 
@@ -809,6 +814,7 @@ async def test_a_server_without_calls_stops_at_once(serving, autojump_clock):
         await running.server.stop(MINUTE)
         await trio.testing.wait_all_tasks_blocked()
         assert trio.current_time() == began_at
+        assert running.has_ended
         assert all(client.wire.is_closed for client in clients)
         assert not running.clients
 
@@ -832,7 +838,8 @@ async def test_a_server_that_stops_waits_for_no_handshake(serving, autojump_cloc
                 await client.settle()
                 assert client.is_told_to_go
         await trio.testing.wait_all_tasks_blocked()
-        assert client.wire.is_closed == is_ready
+        assert running.has_ended
+        assert client.wire.is_closed == is_ready  # the other was not yet anybody's
         assert not running.clients
         assert not running.num_running
 
