@@ -29,6 +29,7 @@ from h2.events import (
     WindowUpdated,
 )
 from h2.exceptions import ProtocolError
+from h2.frame_buffer import FrameBuffer
 from h2.settings import SettingCodes, Settings
 from hyperframe.frame import GoAwayFrame
 
@@ -47,6 +48,7 @@ __all__ = ["Connection", "ErrorCodes", "Listener", "ProtocolError", "Stream"]
 _DATA_AND_PREFIX = Struct(">IBIBI")
 _DATA = Struct(">IBI")
 _PREFIX = Struct(">BI")
+_LENGTH_BYTES = 3
 PREFIX_BYTES = _PREFIX.size
 
 # A receiver's smallest window that grpc allows is four times that.
@@ -328,6 +330,15 @@ class Connection:
         return data
 
 
+class _Frames(FrameBuffer):
+    """Looks at a frame's length before it has come; h2 would wait for 16 MiB to say no."""
+
+    def __next__(self) -> Frame:
+        if len(self._data) >= _LENGTH_BYTES:
+            self._validate_frame_length(int.from_bytes(self._data[:_LENGTH_BYTES], "big"))
+        return super().__next__()
+
+
 class _H2(H2Connection):
     """A server's; names and values are bytes, and those that we send are not looked at again.
     Streams that are over are dropped one by one (`drop`), and not looked for among all of them."""
@@ -343,6 +354,7 @@ class _H2(H2Connection):
                 normalize_outbound_headers=False,
             )
         )
+        self.incoming_buffer = _Frames(server=True)
 
     @property
     def open_inbound_streams(self) -> int:

@@ -111,9 +111,14 @@ class Call:
 
 
 class Client(H2Connection):
-    """Opens more streams than it may."""
+    """Opens more streams than it may, and knows at once how large a frame may be."""
 
     open_outbound_streams = 0
+
+    def _local_settings_acked(self):
+        changes = super()._local_settings_acked()
+        self.incoming_buffer.max_frame_size = self.max_inbound_frame_size
+        return changes
 
 
 def make_client():
@@ -214,7 +219,8 @@ class Schedule(RuleBasedStateMachine):
 
     @initialize(window=windows, is_answered=st.booleans())
     def first_settings(self, window, is_answered):
-        self.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: window})
+        self.exchange()
+        self.change_settings(window, 16_384, 4096)
         if is_answered:
             self.exchange()
 
@@ -228,27 +234,32 @@ class Schedule(RuleBasedStateMachine):
                 break
 
     @precondition(lambda self: len(self.calls) < STREAMS_MAX + 3)
-    @rule(is_ended=st.booleans(), body=st.integers(0, 3000))
-    def client_calls(self, is_ended, body):
+    @rule(is_ended=st.booleans(), body=st.integers(0, 3000), arrives=st.booleans())
+    def client_calls(self, is_ended, body, arrives):
         stream_id = self.client.get_next_available_stream_id()
         self.calls[stream_id] = Call(stream_id)
         self.client.send_headers(stream_id, REQUEST)
         body = min(body, self.client.local_flow_control_window(stream_id))
         self.client.send_data(stream_id, bytes(body), end_stream=is_ended)
         self.calls[stream_id].has_ended = is_ended
+        if arrives:
+            self.exchange()
 
+    @precondition(lambda self: self.open)
     @rule(which=pick)
     def client_ends_its_side(self, which):
         if call := self.one_of([one for one in self.open if not one.has_ended], which):
             call.has_ended = True
             self.client.end_stream(call.id)
 
-    @rule(which=pick)
-    def client_resets(self, which):
-        if call := self.one_of(self.open, which):
+    @precondition(lambda self: self.open)
+    @rule(which=pick, is_so=st.sampled_from([True, False, False, False]))
+    def client_resets(self, which, is_so):
+        if is_so and (call := self.one_of(self.open, which)):
             self.client.reset_stream(call.id, ErrorCodes.CANCEL)
             call.is_reset = True
 
+    @precondition(lambda self: self.open)
     @rule(which=pick, size=windows.filter(bool))
     def client_opens_a_streams_window(self, which, size):
         if call := self.one_of(self.open, which):
@@ -263,17 +274,22 @@ class Schedule(RuleBasedStateMachine):
 
     @rule(window=windows, frame=st.sampled_from([16_384, 16_385, 60_000]), table=windows)
     def client_changes_settings(self, window, frame, table):
+        self.change_settings(window, frame, min(table, 2**16))
+
+    def change_settings(self, window, frame, table):
+        """All of them: h2's client takes any answer for that to the next change of each."""
         self.client.update_settings(
             {
                 SettingCodes.INITIAL_WINDOW_SIZE: window,
                 SettingCodes.MAX_FRAME_SIZE: frame,
-                SettingCodes.HEADER_TABLE_SIZE: min(table, 2**16),
+                SettingCodes.HEADER_TABLE_SIZE: table,
             }
         )
 
     @rule()
-    def client_pings(self):
+    def both_ping(self):
         self.client.ping(b"12345678")
+        self.server.ping()
 
     # ---- what the transport does
 
@@ -299,11 +315,17 @@ class Schedule(RuleBasedStateMachine):
 
     # ---- what the server does
 
-    @rule(which=pick, size=sizes, may_wait=st.booleans())
-    def server_sends(self, which, size, may_wait):
-        call = self.one_of([one for one in self.running if not self.stream(one).is_blocked], which)
-        if call is None:
-            return
+    @precondition(lambda self: self.running)
+    @rule(which=pick, some=st.lists(sizes, min_size=1, max_size=4), may_wait=st.booleans())
+    def server_sends(self, which, some, may_wait):
+        for size in some:
+            call = self.one_of(
+                [one for one in self.running if not self.stream(one).is_blocked], which
+            )
+            if call is not None:
+                self.send(call, size, may_wait)
+
+    def send(self, call, size, may_wait):
         stream = self.stream(call)
         if not call.has_begun:
             call.has_begun = True
@@ -329,6 +351,7 @@ class Schedule(RuleBasedStateMachine):
         )
         return size <= min(window, h2.max_outbound_frame_size) and not self.server.is_clogged
 
+    @precondition(lambda self: self.server.blocked)
     @rule(which=pick)
     def server_drops_a_message(self, which):
         call = self.one_of([one for one in self.running if self.stream(one).is_blocked], which)
@@ -347,27 +370,24 @@ class Schedule(RuleBasedStateMachine):
             assert len(message) + PREFIX_BYTES > WHOLE_BYTES_MAX
         return is_dropped
 
+    @precondition(lambda self: self.running)
     @rule(which=pick)
     def server_ends(self, which):
         call = self.one_of(self.running, which)
-        if call is None:
-            return
         stream = self.stream(call)
         if stream.is_blocked and not self.drop(call):
             stream.reset(ErrorCodes.CANCEL)
             call.is_reset = True
         else:
-            trailers = [(b"grpc-status", b"0"), (b"x-id", b"%d" % call.id)]
-            stream.send_headers(
-                trailers if call.has_begun else RESPONSE_HEADERS + trailers, is_last=True
-            )
-            call.is_ended = True
+            self.end(call)
         assert stream.is_over
         assert not stream.is_blocked
 
-    @rule()
-    def server_pings(self):
-        self.server.ping()
+    def end(self, call):
+        trailers = [(b"grpc-status", b"0"), (b"x-id", b"%d" % call.id)]
+        headers = trailers if call.has_begun else RESPONSE_HEADERS + trailers
+        self.stream(call).send_headers(headers, is_last=True)
+        call.is_ended = True
 
     # ---- what holds
 
@@ -411,9 +431,7 @@ class Schedule(RuleBasedStateMachine):
             assert call.is_closed == stream.is_over == call.is_ended
             assert self.listeners[call.id].num_drained == call.num_blocked
         for call in self.running:
-            self.stream(call).send_headers(
-                [*RESPONSE_HEADERS, (b"grpc-status", b"0")], is_last=True
-            )
+            self.end(call)
         self.exchange()
         assert not self.server._streams
         assert not self.server.h2.streams
@@ -534,10 +552,12 @@ def test_a_message_that_was_begun_takes_every_byte_that_a_window_gives():
     stream = pair.begin()
     stream.send_message(bytes(400))
     assert stream.is_blocked
+    pair.exchange()
     for _ in range(105):
         assert stream.is_blocked
         pair.client.increment_flow_control_window(1, stream.id)
-        pair.exchange()
+        pair.server.receive(pair.client.data_to_send())
+        assert [one.data for one in pair.exchange() if isinstance(one, DataReceived)] == [b"\0"]
     assert not stream.is_blocked
     assert pair.listeners[stream.id].num_drained == 1
 
