@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
@@ -34,7 +35,7 @@ from grpc_service.framing import (
     trailers_of,
 )
 from grpc_service.http2 import Connection, ErrorCodes, ProtocolError
-from grpc_service.sockets import SEND_BYTES, PlainTransport, TlsTransport, accept
+from grpc_service.sockets import RECEIVE_BYTES, SEND_BYTES, PlainTransport, TlsTransport, accept
 
 if TYPE_CHECKING:
     import socket
@@ -56,6 +57,10 @@ STREAMS_PER_CONNECTION_MAX = 1000  # guess: more than a sequence each of the lar
 CALLS_PER_CONNECTION_MAX = 2 * STREAMS_PER_CONNECTION_MAX  # with those that a reset has yet to end
 CLOGGED_BYTES = 2**16  # that wait for the transport, from which on messages wait in their streams
 END_PATIENCE_S = 1.0  # guess: for the rest of a message that a status is to follow
+PART_S = 0.002  # of what one client sent is looked at in one go, about
+PART_BYTES_MIN = 256
+SHARE_S = 0.004
+PARTS_PER_TURN_MAX = 16
 STARTS_PER_TURN = 16  # calls that begin between two looks at anything else: some 3 ms
 
 
@@ -137,6 +142,12 @@ class Context:
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None: it has none."""
         return None if self.deadline == math.inf else self.deadline - trio.current_time()
+
+    @property
+    def fate(self) -> grpc.StatusCode:
+        """How it has ended, without a status of ours: by its deadline, or by its client."""
+        is_late = trio.current_time() >= self.deadline
+        return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
 
     @property
     def is_over(self) -> bool:
@@ -269,6 +280,7 @@ class _Client:
         self._may_write = trio.Event()  # there is something unsent
         self._has_written = trio.Event()  # there is not
         self._heard_at = trio.current_time()
+        self._part_bytes = RECEIVE_BYTES  # that are looked at in one go
         self._calls: trio.Nursery
         self._num_calls = 0
         self._has_room = trio.Event()  # a call has ended
@@ -307,8 +319,7 @@ class _Client:
         try:
             while data := await transport.receive():
                 self._heard_at = trio.current_time()
-                http2.receive(data)
-                self.touch()
+                await self._take(data)
                 await self._wait_for_room()
         except ProtocolError as error:
             log.debug("%s: %s", self.peer, error)
@@ -316,6 +327,23 @@ class _Client:
             http2.cut()  # h2 says nothing any more
         except OSError as error:
             log.debug("%s: %s", self.peer, error)
+
+    async def _take(self, data: bytes) -> None:
+        """Have what came looked at in parts of about `PART_S`: 16 KiB may be a page of a prompt, or
+        1,800 empty frames that take 60 ms."""
+        while data:
+            await self._server.share.enter()
+            started = time.perf_counter()
+            self.http2.receive(data[: self._part_bytes])
+            data = data[self._part_bytes :]
+            took = time.perf_counter() - started
+            self.touch()
+            if took > PART_S:
+                self._part_bytes = max(self._part_bytes // 2, PART_BYTES_MIN)
+            elif took < PART_S / 4:
+                self._part_bytes = min(self._part_bytes * 2, RECEIVE_BYTES)
+            if took > PART_S / 4:
+                self._server.share.spend(took)
 
     async def _wait_for_room(self) -> None:
         while len(self._unsent) >= CLOGGED_BYTES:
@@ -450,6 +478,33 @@ class _Turnstile:
             self._token.run_sync_soon(self._turn)
 
 
+class _Share:
+    """What clients' frames may take of each turn of Trio's loop: about `SHARE_S`. A step's end, and
+    whatever else is due, waits for that long at most, however many clients send."""
+
+    def __init__(self) -> None:
+        self._spent_s = 0.0
+        self._line = trio.lowlevel.ParkingLot()
+        self._token = trio.lowlevel.current_trio_token()
+
+    async def enter(self) -> None:
+        """Wait until there is something left of a turn's share."""
+        while self._spent_s >= SHARE_S:
+            await self._line.park()
+
+    def spend(self, seconds: float) -> None:
+        """So long was spent in this turn."""
+        if not self._spent_s:
+            self._token.run_sync_soon(self._turn)
+        self._spent_s += seconds
+
+    def _turn(self) -> None:
+        self._spent_s = 0.0
+        self._line.unpark(count=PARTS_PER_TURN_MAX)
+        if self._line:  # those in front may have been cancelled, and spend nothing
+            self._token.run_sync_soon(self._turn)
+
+
 class RpcServer:
     """Serves methods to whoever connects. ``serve_call`` is the way of every call from its begin to
     its end (`grpc_service.reception`): it raises nothing but cancellation."""
@@ -465,6 +520,7 @@ class RpcServer:
         self.flusher = flusher
         self.serve_call = serve_call
         self.turnstile = _Turnstile()
+        self.share = _Share()
         self._tls = tls
         self._clients: dict[_Client, None] = {}
         self._listening = trio.CancelScope()

@@ -73,8 +73,7 @@ class Reception:
         try:
             yield
         finally:
-            # one that has no status was ended by its client
-            code = "CANCELLED" if context.code is None else context.code.name
+            code = (context.code or context.fate).name
             self.calls[rpc.method, code] += 1
             fields = access_log.fields_of(rpc, code, context.peer, time.monotonic() - started_at)
             access_log.write(rpc, fields)

@@ -346,7 +346,7 @@ def test_what_floods_leave_behind_does_not_add_up():
             for _ in range(4):
                 reset(server)
         assert server.memory_bytes() - memory < GROWTH_MAX / 2
-        assert stats(server.channel).running == 0
+        wait_idle(server.channel)
 
 
 def reset(server):

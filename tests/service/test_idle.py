@@ -24,7 +24,7 @@ def serve_a_few(server):
 
 
 def waits(counts):
-    return counts["main_switches"]
+    return counts["switches"]["MainThread"]
 
 
 def settled(server):

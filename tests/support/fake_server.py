@@ -8,6 +8,7 @@ end of the test that started it, kills it. What JSON may say: `start` below.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -164,7 +165,7 @@ class Counter(trio.abc.Instrument):
             return self.living()
         return {
             "task_steps": self.task_steps,
-            "main_switches": switches(threading.main_thread()),
+            "switches": dict(all_switches()),
         }
 
     def living(self):
@@ -175,8 +176,14 @@ class Counter(trio.abc.Instrument):
         return {"trio_tasks": statistics.tasks_living, "threads": threading.active_count()}
 
 
+def all_switches():
+    """How often each thread has given its core away because it waited."""
+    for thread in threading.enumerate():
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            yield thread.name, switches(thread)
+
+
 def switches(thread):
-    """How often a thread has given its core away because it waited."""
     with open(f"/proc/self/task/{thread.native_id}/status") as status:
         [line] = [line for line in status if line.startswith("voluntary_ctxt_switches")]
     return int(line.split()[1])
