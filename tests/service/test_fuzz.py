@@ -28,7 +28,6 @@ from tests.support.wire import (
     connect,
     details,
     generate,
-    stats,
     wait_idle,
     wait_serving,
     wait_until,
