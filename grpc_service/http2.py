@@ -57,9 +57,7 @@ STREAM_WINDOW = 2**18  # guess: a request of usual size comes without waiting fo
 CONNECTION_WINDOW = 2**20
 HEADER_LIST_BYTES_MAX = 2**15
 CLOSED_STREAMS_MAX = 2**12  # remembered, for what still comes for them
-HEADER_TABLE_BYTES_MAX = (
-    2**12
-)  # of ours, however much the client would keep; every client's default
+HEADER_TABLE_BYTES_MAX = 2**12  # of ours, a client's default, however much one would keep
 
 
 class Listener(Protocol):
