@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
@@ -34,7 +35,7 @@ from grpc_service.framing import (
     trailers_of,
 )
 from grpc_service.http2 import Connection, ErrorCodes, ProtocolError
-from grpc_service.sockets import SEND_BYTES, PlainTransport, TlsTransport, accept
+from grpc_service.sockets import RECEIVE_BYTES, SEND_BYTES, PlainTransport, TlsTransport, accept
 
 if TYPE_CHECKING:
     import socket
@@ -56,6 +57,8 @@ STREAMS_PER_CONNECTION_MAX = 1000  # guess: more than a sequence each of the lar
 CALLS_PER_CONNECTION_MAX = 2 * STREAMS_PER_CONNECTION_MAX  # with those that a reset has yet to end
 CLOGGED_BYTES = 2**16  # that wait for the transport, from which on messages wait in their streams
 END_PATIENCE_S = 1.0  # guess: for the rest of a message that a status is to follow
+READ_TURN_S = 0.002  # guess: that reading one client holds up all else for; then it reads less
+SLICE_BYTES = 2**8  # the least that it reads then
 STARTS_PER_TURN = 16  # calls that begin between two looks at anything else: some 3 ms
 
 
@@ -132,11 +135,16 @@ class Context:
         self.metadata = metadata_of(stream.headers)
         self.peer = client.peer
         self.code: grpc.StatusCode | None = None
-        self.scope = trio.CancelScope(deadline=self.deadline)
+        self.scope = trio.CancelScope()
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None: it has none."""
         return None if self.deadline == math.inf else self.deadline - trio.current_time()
+
+    @property
+    def is_late(self) -> bool:
+        """The client's deadline passed before there was a status."""
+        return self.code is None and not self.is_over and trio.current_time() >= self.deadline
 
     @property
     def is_over(self) -> bool:
@@ -153,6 +161,8 @@ class Context:
                 one; no other will come.
         """
         reader = self._reader
+        if self._has_begun:  # thousands may have come at once, and answers need no waiting
+            await trio.lowlevel.checkpoint()
         while not reader.messages:
             if reader.error is not None:
                 raise reader.error
@@ -303,13 +313,20 @@ class _Client:
 
     async def _read(self) -> None:
         """Take what comes until nothing more will."""
-        http2, transport = self.http2, self._transport
+        http2, transport, size = self.http2, self._transport, RECEIVE_BYTES
         try:
             while data := await transport.receive():
                 self._heard_at = trio.current_time()
-                http2.receive(data)
-                self.touch()
-                await self._wait_for_room()
+                while data:
+                    began_at = perf_counter()
+                    http2.receive(data[:size])
+                    self.touch()
+                    data = data[size:]
+                    is_slow = perf_counter() - began_at > READ_TURN_S
+                    size = max(size // 2, SLICE_BYTES) if is_slow else min(2 * size, RECEIVE_BYTES)
+                    await self._wait_for_room()
+                    if data:
+                        await trio.lowlevel.checkpoint()
         except ProtocolError as error:
             log.debug("%s: %s", self.peer, error)
             self.flush()
@@ -395,13 +412,14 @@ class _Client:
 
     async def _serve(self, context: Context, stream: Stream) -> None:
         try:
-            await self._server.turnstile.enter()
-            if refused := _refusal(dict(stream.headers)):
-                if not stream.is_over:
-                    stream.send_headers(refused, is_last=True)
-                    self.touch()
-                return
             with context.scope:
+                await self._server.turnstile.enter()  # one that is reset leaves the line
+                if refused := _refusal(dict(stream.headers)):
+                    if not stream.is_over:
+                        stream.send_headers(refused, is_last=True)
+                        self.touch()
+                    return
+                context.scope.deadline = context.deadline
                 await self._server.serve_call(context)
             if context.scope.cancelled_caught:  # by its deadline, or nobody hears this
                 await context.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")

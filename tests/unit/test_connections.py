@@ -1000,6 +1000,59 @@ async def test_a_flood_of_resets_leaves_nothing_and_others_are_served_meanwhile(
         assert bad.ends[call] == "0"
 
 
+async def test_calls_that_are_reset_in_the_line_leave_it(serving, autojump_clock):
+    """Other clients' calls waited behind them."""
+    async with serving(echo) as running:
+        client = await running.connect()
+        calls = [client.call(b"a", is_last=False) for _ in range(900)]
+        await trio.lowlevel.checkpoint()
+        for call in calls:
+            client.reset(call)
+        await client.settle()
+        assert len(running.contexts) < len(calls) / 2
+        running.check_idle()
+
+
+async def test_a_client_whose_bytes_take_long_is_read_a_little_at_a_time(
+    serving, autojump_clock, monkeypatch
+):
+    sizes = []
+    monkeypatch.setattr(connections, "READ_TURN_S", -1.0)  # all of them do
+    async with serving(echo) as running:
+        client = await running.connect()
+        http2 = running.clients[0].http2
+        receive = http2.receive
+        monkeypatch.setattr(http2, "receive", lambda data: (sizes.append(len(data)), receive(data)))
+        call = client.call(bytes(16_000))
+        await client.settle()
+        assert client.messages[call] == [bytes(16_000)]
+        assert client.ends == {call: "0"}
+    assert sizes[20:]
+    assert max(sizes[20:]) <= connections.SLICE_BYTES
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_a_call_is_late_if_its_deadline_ended_it(serving, autojump_clock, is_reset):
+    found = []
+
+    async def serve(context):
+        try:
+            await wait(context)
+        finally:
+            found.append(context.is_late)
+
+    async with serving(serve) as running:
+        client = await running.connect()
+        call = client.call(b"a", grpc_timeout="100m")
+        await trio.testing.wait_all_tasks_blocked()
+        if is_reset:
+            client.reset(call)
+        await trio.sleep(1)
+        await client.settle()
+        assert found == [not is_reset]
+        assert client.ends == {call: "reset by the client" if is_reset else "4"}
+
+
 # ---- TLS
 
 
