@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from time import perf_counter
+from time import thread_time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
@@ -247,8 +247,10 @@ class Context:
     # ---- news from the client (`grpc_service.http2.Listener`)
 
     def on_data(self, data: bytes) -> None:
-        self._reader.feed(data)
-        self._tell()
+        reader = self._reader
+        reader.feed(data)
+        if reader.messages or reader.error is not None:  # of a large one's parts nobody need wake
+            self._tell()
 
     def on_end(self) -> None:
         self._tell()
@@ -318,11 +320,11 @@ class _Client:
             while data := await transport.receive():
                 self._heard_at = trio.current_time()
                 while data:
-                    began_at = perf_counter()
+                    began_at = thread_time()
                     http2.receive(data[:size])
                     self.touch()
                     data = data[size:]
-                    is_slow = perf_counter() - began_at > READ_TURN_S
+                    is_slow = thread_time() - began_at > READ_TURN_S
                     size = max(size // 2, SLICE_BYTES) if is_slow else min(2 * size, RECEIVE_BYTES)
                     await self._wait_for_room()
                     if data:
