@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
+from time import thread_time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
@@ -35,7 +35,7 @@ from grpc_service.framing import (
     trailers_of,
 )
 from grpc_service.http2 import Connection, ErrorCodes, ProtocolError
-from grpc_service.sockets import RECEIVE_BYTES, SEND_BYTES, PlainTransport, TlsTransport, accept
+from grpc_service.sockets import SEND_BYTES, PlainTransport, TlsTransport, accept
 
 if TYPE_CHECKING:
     import socket
@@ -57,11 +57,11 @@ STREAMS_PER_CONNECTION_MAX = 1000  # guess: more than a sequence each of the lar
 CALLS_PER_CONNECTION_MAX = 2 * STREAMS_PER_CONNECTION_MAX  # with those that a reset has yet to end
 CLOGGED_BYTES = 2**16  # that wait for the transport, from which on messages wait in their streams
 END_PATIENCE_S = 1.0  # guess: for the rest of a message that a status is to follow
-PART_S = 0.002  # of what one client sent is looked at in one go, about
-PART_BYTES_MIN = 256
-SHARE_S = 0.004
+PART_S = 0.002  # guess: that looking at what one client sent holds up all else for
+PART_BYTES_MIN, PART_BYTES_MAX = 2**8, 2**14  # of which such a part is made
+SHARE_S = 0.004  # guess: the same for all clients together, in one turn of Trio's loop
 PARTS_PER_TURN_MAX = 16
-STARTS_PER_TURN = 16  # calls that begin between two looks at anything else: some 3 ms
+STARTS_PER_TURN = 6  # calls that begin between two looks at anything else: some 3 ms
 
 
 class Method(NamedTuple):
@@ -137,17 +137,16 @@ class Context:
         self.metadata = metadata_of(stream.headers)
         self.peer = client.peer
         self.code: grpc.StatusCode | None = None
-        self.scope = trio.CancelScope(deadline=self.deadline)
+        self.scope = trio.CancelScope()
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None: it has none."""
         return None if self.deadline == math.inf else self.deadline - trio.current_time()
 
     @property
-    def fate(self) -> grpc.StatusCode:
-        """How it has ended, without a status of ours: by its deadline, or by its client."""
-        is_late = trio.current_time() >= self.deadline
-        return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
+    def is_late(self) -> bool:
+        """The client's deadline passed before there was a status."""
+        return self.code is None and not self.is_over and trio.current_time() >= self.deadline
 
     @property
     def is_over(self) -> bool:
@@ -164,6 +163,8 @@ class Context:
                 one; no other will come.
         """
         reader = self._reader
+        if self._has_begun:  # thousands may have come at once, and answers need no waiting
+            await trio.lowlevel.checkpoint()
         while not reader.messages:
             if reader.error is not None:
                 raise reader.error
@@ -248,8 +249,10 @@ class Context:
     # ---- news from the client (`grpc_service.http2.Listener`)
 
     def on_data(self, data: bytes) -> None:
-        self._reader.feed(data)
-        self._tell()
+        reader = self._reader
+        reader.feed(data)
+        if reader.messages or reader.error is not None:  # of a large one's parts nobody need wake
+            self._tell()
 
     def on_end(self) -> None:
         self._tell()
@@ -280,7 +283,7 @@ class _Client:
         self._may_write = trio.Event()  # there is something unsent
         self._has_written = trio.Event()  # there is not
         self._heard_at = trio.current_time()
-        self._part_bytes = RECEIVE_BYTES  # that are looked at in one go
+        self._part_bytes = PART_BYTES_MAX  # that are looked at in one go
         self._calls: trio.Nursery
         self._num_calls = 0
         self._has_room = trio.Event()  # a call has ended
@@ -320,7 +323,6 @@ class _Client:
             while data := await transport.receive():
                 self._heard_at = trio.current_time()
                 await self._take(data)
-                await self._wait_for_room()
         except ProtocolError as error:
             log.debug("%s: %s", self.peer, error)
             self.flush()
@@ -333,17 +335,20 @@ class _Client:
         1,800 empty frames that take 60 ms."""
         while data:
             await self._server.share.enter()
-            started = time.perf_counter()
+            began_at = thread_time()
             self.http2.receive(data[: self._part_bytes])
-            data = data[self._part_bytes :]
-            took = time.perf_counter() - started
+            took = thread_time() - began_at
             self.touch()
+            data = data[self._part_bytes :]
             if took > PART_S:
                 self._part_bytes = max(self._part_bytes // 2, PART_BYTES_MIN)
             elif took < PART_S / 4:
-                self._part_bytes = min(self._part_bytes * 2, RECEIVE_BYTES)
+                self._part_bytes = min(self._part_bytes * 2, PART_BYTES_MAX)
             if took > PART_S / 4:
                 self._server.share.spend(took)
+            await self._wait_for_room()
+            if data:
+                await trio.lowlevel.checkpoint()
 
     async def _wait_for_room(self) -> None:
         while len(self._unsent) >= CLOGGED_BYTES:
@@ -423,13 +428,14 @@ class _Client:
 
     async def _serve(self, context: Context, stream: Stream) -> None:
         try:
-            await self._server.turnstile.enter()
-            if refused := _refusal(dict(stream.headers)):
-                if not stream.is_over:
-                    stream.send_headers(refused, is_last=True)
-                    self.touch()
-                return
             with context.scope:
+                await self._server.turnstile.enter()  # one that is reset leaves the line
+                if refused := _refusal(dict(stream.headers)):
+                    if not stream.is_over:
+                        stream.send_headers(refused, is_last=True)
+                        self.touch()
+                    return
+                context.scope.deadline = context.deadline
                 await self._server.serve_call(context)
             if context.scope.cancelled_caught:  # by its deadline, or nobody hears this
                 await context.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")

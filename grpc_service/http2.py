@@ -31,7 +31,7 @@ from h2.events import (
 from h2.exceptions import ProtocolError
 from h2.frame_buffer import FrameBuffer
 from h2.settings import SettingCodes, Settings
-from hyperframe.frame import GoAwayFrame
+from hyperframe.frame import DataFrame, GoAwayFrame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -209,6 +209,7 @@ class Connection:
         self.is_clogged = False
         self.is_ending = False
         self._streams: dict[int, Stream] = {}
+        self._are_windows_open = False  # more may be sent on any stream
         self.h2.initiate_connection()
         self.h2.increment_flow_control_window(CONNECTION_WINDOW - 65_535)
         self.collect()
@@ -230,6 +231,9 @@ class Connection:
             self.collect()  # that settings were heard goes before what they have come to allow
             for event in events:
                 self._take(event)
+            if self._are_windows_open:  # once, however often it was said: it is a look at each
+                self._are_windows_open = False
+                self._push_all()
         finally:
             self.collect()
 
@@ -238,7 +242,7 @@ class Connection:
         if kind is WindowUpdated:
             self._open_window(event.stream_id)
         elif kind is RemoteSettingsChanged:
-            self._push_all()  # the windows' first size may have grown
+            self._are_windows_open = True  # their first size may have grown
         elif kind is RequestReceived:
             self._begin(event.stream_id, event.headers)
         elif kind is ConnectionTerminated:
@@ -273,7 +277,7 @@ class Connection:
 
     def _open_window(self, stream_id: int) -> None:
         if not stream_id:
-            self._push_all()
+            self._are_windows_open = True
         elif (stream := self.blocked.get(stream_id)) is not None:
             self._push(stream)
 
@@ -334,7 +338,16 @@ class _Frames(FrameBuffer):
     def __next__(self) -> Frame:
         if len(self._data) >= _LENGTH_BYTES:
             self._validate_frame_length(int.from_bytes(self._data[:_LENGTH_BYTES], "big"))
-        return super().__next__()
+        frame = super().__next__()
+        if frame.__class__ is DataFrame:
+            frame.__class__ = _DataFrame
+        return frame
+
+
+class _DataFrame(DataFrame):
+    """Tells nothing of its body: h2 has every frame described, for a log that is off."""
+
+    __repr__ = object.__repr__
 
 
 class _H2(H2Connection):
@@ -353,6 +366,7 @@ class _H2(H2Connection):
             )
         )
         self.incoming_buffer = _Frames(server=True)
+        self._frame_dispatch_table[_DataFrame] = self._receive_data_frame
 
     @property
     def open_inbound_streams(self) -> int:

@@ -73,7 +73,9 @@ class Reception:
         try:
             yield
         finally:
-            code = (context.code or context.fate).name
+            # one that has no status was ended by its client
+            late = grpc.StatusCode.DEADLINE_EXCEEDED if context.is_late else None
+            code = (context.code or late or grpc.StatusCode.CANCELLED).name
             self.calls[rpc.method, code] += 1
             fields = access_log.fields_of(rpc, code, context.peer, time.monotonic() - started_at)
             access_log.write(rpc, fields)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-RECEIVE_BYTES = 2**14  # of a read; so that one client's burst is not all that is done for a while
+RECEIVE_BYTES = 2**16  # of a read
 SEND_BYTES = (
     2**14
 )  # that a client which takes any takes within the patience for a ping; a TLS record

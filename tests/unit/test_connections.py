@@ -40,7 +40,6 @@ from grpc_service.connections import (
     RpcServer,
 )
 from grpc_service.framing import MessageReader
-from grpc_service.sockets import RECEIVE_BYTES
 
 MINUTE = 60.0
 CONFIG = ServerConfig()
@@ -701,8 +700,8 @@ async def test_a_client_that_takes_no_bytes_is_held_little_for_and_not_read_from
             client.h2.ping(b"12345678")
         client.say()
         await client.settle()
-        assert len(client.wire.incoming) == 170_000 - RECEIVE_BYTES  # it was waiting to read
-        assert len(connection._unsent) < CLOGGED_BYTES + 20_000 + RECEIVE_BYTES
+        assert len(client.wire.incoming) == 170_000 - 2**14  # it was waiting to read
+        assert len(connection._unsent) < CLOGGED_BYTES + 20_000 + 2**14
         assert not connection.http2.take_output()
         client.wire.room = math.inf
         client.wire.change()
@@ -998,6 +997,59 @@ async def test_a_flood_of_resets_leaves_nothing_and_others_are_served_meanwhile(
         call = bad.call(b"b", **{":path": "/good/Call"})
         await bad.settle()
         assert bad.ends[call] == "0"
+
+
+async def test_calls_that_are_reset_in_the_line_leave_it(serving, autojump_clock):
+    """Other clients' calls waited behind them."""
+    async with serving(echo) as running:
+        client = await running.connect()
+        calls = [client.call(b"a", is_last=False) for _ in range(900)]
+        await trio.lowlevel.checkpoint()
+        for call in calls:
+            client.reset(call)
+        await client.settle()
+        assert len(running.contexts) < len(calls) / 2
+        running.check_idle()
+
+
+async def test_a_client_whose_bytes_take_long_is_read_a_little_at_a_time(
+    serving, autojump_clock, monkeypatch
+):
+    sizes = []
+    monkeypatch.setattr(connections, "PART_S", -1.0)  # all of them do
+    async with serving(echo) as running:
+        client = await running.connect()
+        http2 = running.clients[0].http2
+        receive = http2.receive
+        monkeypatch.setattr(http2, "receive", lambda data: (sizes.append(len(data)), receive(data)))
+        call = client.call(bytes(16_000))
+        await client.settle()
+        assert client.messages[call] == [bytes(16_000)]
+        assert client.ends == {call: "0"}
+    assert sizes[20:]
+    assert max(sizes[20:]) <= connections.PART_BYTES_MIN
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_a_call_is_late_if_its_deadline_ended_it(serving, autojump_clock, is_reset):
+    found = []
+
+    async def serve(context):
+        try:
+            await wait(context)
+        finally:
+            found.append(context.is_late)
+
+    async with serving(serve) as running:
+        client = await running.connect()
+        call = client.call(b"a", grpc_timeout="100m")
+        await trio.testing.wait_all_tasks_blocked()
+        if is_reset:
+            client.reset(call)
+        await trio.sleep(1)
+        await client.settle()
+        assert found == [not is_reset]
+        assert client.ends == {call: "reset by the client" if is_reset else "4"}
 
 
 # ---- TLS
