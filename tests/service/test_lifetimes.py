@@ -162,6 +162,7 @@ def test_clients_that_cancel_at_random_moments_leave_another_ones_output_as_it_i
         engine={"max_num_seqs": 8, "max_num_batched_tokens": 64},
     ) as server:
         wait_serving(server.channel)
+        generate(server.channel, max_tokens=1)  # a first step brings its eventfd
         files = server.num_files()
 
         def cancel_some(number):
@@ -185,7 +186,7 @@ def test_clients_that_cancel_at_random_moments_leave_another_ones_output_as_it_i
         assert heard.ids() == expected_tokens([77], count=500), f"seed {seed}"
         wait_idle(server.channel)
         ends = ended(server.channel)
-        assert sum(ends.values()) <= 101  # one that is cancelled at once may never have come
+        assert sum(ends.values()) <= 102  # one that is cancelled at once may never have come
         assert ends["cancelled"] > 50
         wait_until(lambda: server.num_files() <= files, 5, "the connections' files are closed")
 
