@@ -1,7 +1,7 @@
-"""Which way a model is run: compiled as a whole, stock with compiled attention, or all stock.
+"""Which way a model is run: compiled as a whole, stock with a kernel's attention, or all stock.
 
-Rule 1: what is chosen follows from device, dtype and architecture alone, and is logged once with
-its reason. Rule 2: whichever it is, the runner's one call is the same.
+Rule 1: what is chosen follows from device, dtype and the model's layers alone, and is logged once
+with its reason. Rule 2: whichever it is, the runner's one call is the same.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.core.plan import SCORED_TOKENS_MAX
-from engine.model import native
+from engine.model import native, varlen_attention
 from engine.model.decoder import NativeDecoder, pack_linears
 from engine.model.native_attention import NativeBackend
 from engine.model.reference import ReferenceBackend
 from engine.model.refusal import Refusal
 from engine.model.rewrites import WIDTH_MOST, WIDTH_STEP, NotRewritten, take_apart
+from engine.model.varlen_attention import VarlenBackend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,10 +50,18 @@ class Execution:
 
 
 def pick_backend(
-    device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: Sequence[LayerShape],
+    calls: Sequence[AttentionCall],
 ) -> tuple[AttentionBackend, str]:
     """The fastest attention that serves this device, dtype and these layers, and why not a
     faster one ("" where there is none)."""
+    if device.type == "cuda":
+        why = varlen_attention.objection(device, dtype, shapes, calls)
+        if why:
+            return ReferenceBackend(), why
+        return VarlenBackend(), "there is no compiled decoder for cuda"
     if device.type != "cpu":
         return ReferenceBackend(), f"there is no kernel for {device.type}"
     if dtype not in native.KINDS:
@@ -88,7 +97,8 @@ def prepare(
     if not isinstance(backend, NativeBackend):
         if is_int8:
             raise Refusal(f"int8 weights need the compiled kernels, and {reason}")
-        return _told(Execution(model, backend, f"{name} runs stock with reference attention"
+        what = "CUDA's variable-length" if isinstance(backend, VarlenBackend) else "reference"
+        return _told(Execution(model, backend, f"{name} runs stock with {what} attention"
                                f"{f': {reason}' if reason else ''}"))  # fmt: skip
     library = backend.library
     kind = native.kind(library)

@@ -3,6 +3,8 @@
 Rule 1: a row's token is the one `engine.model.draw_rows` gives for it, seeded and greedy rows
 exactly and unseeded ones in distribution; one test suite holds both to that.
 Rule 2: no Python loop over rows but to make small tensors of their settings.
+Rule 3: tokens come to the host in one copy, with whether their rows could be drawn from; only
+top_k and top_p ask the device before, whether the likeliest tokens were enough.
 
 Unseeded draws use an inverse CDF in two levels, blocks of the vocabulary and then tokens of one
 block; seeded ones Gumbel-max over all candidates.
@@ -39,24 +41,36 @@ def sample_batch(
     logits: torch.Tensor, rows: Sequence[SampleRow], generator: torch.Generator
 ) -> list[int]:
     """One token for each row; ``logits`` [rows, vocab] float32."""
-    tokens = [0] * len(rows)
+    if not rows:
+        return []
+    looked: list[int] = []  # rows, in the order of `states`
+    states: list[torch.Tensor] = []
+    drawn: list[int] = []  # rows, in the order of `tokens`
+    tokens: list[torch.Tensor] = []  # [n] int64 each
     for kind, members, scores in _groups(logits, rows):
+        looked.extend(members)
+        states.append(_states(scores))
         if kind.is_greedy:
-            _fill(tokens, members, scores.argmax(1))
+            drawn.extend(members)
+            tokens.append(scores.argmax(1))
             continue
         for part in _candidates(kind, members, scores, rows):
             if kind.is_seeded:
                 columns = _perturbed(part, rows).argmax(1, keepdim=True)
             else:
                 columns = _draw_unseeded(part.scores, generator)
-            _fill(tokens, part.rows, part.token_ids(columns)[:, 0])
-    return tokens
+            drawn.extend(part.rows)
+            tokens.append(part.token_ids(columns)[:, 0])
+    found, told = torch.stack((torch.cat(tokens), torch.cat(states))).tolist()
+    _check(looked, told)
+    return [token for _, token in sorted(zip(drawn, found, strict=True))]
 
 
 def margins(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[float]:
     """By how much each row's token won; see `engine.model.sampler.gumbel_margin`."""
     found = [0.0] * len(rows)
     for kind, members, scores in _groups(logits, rows):
+        _check(members, _states(scores).tolist())
         if kind.is_greedy:
             _fill(found, members, _lead(scores.to(torch.float64)))
             continue
@@ -88,7 +102,6 @@ def _groups(
         if kind.is_edited:
             scores = logits.clone() if scores is logits else scores
             _process(scores, [rows[i] for i in members])
-        _check_best(scores, members)
         yield kind, tuple(members), scores
 
 
@@ -115,13 +128,21 @@ def _ban(scores: torch.Tensor, rows: Sequence[SampleRow]) -> None:
         scores[at[0], at[1]] = -torch.inf
 
 
-def _check_best(scores: torch.Tensor, members: Sequence[int]) -> None:
-    """Every row's best score is finite; NaN anywhere in a row makes its best NaN."""
+_FINE, _EMPTY, _NOT_FINITE = range(3)
+
+
+def _states(scores: torch.Tensor) -> torch.Tensor:
+    """Whether each row's best score is finite, [rows] int64; NaN anywhere in a row makes its best
+    NaN. What is drawn for another row means nothing."""
     best = scores.amax(1)
-    is_fine = best.abs() < LOGIT_MAX
-    if not bool(is_fine.all()):
-        first = is_fine.tolist().index(False)
-        raise NothingToSample(members[first], is_empty=bool(best[first] == -torch.inf))
+    trouble = torch.where(best == -torch.inf, _EMPTY, _NOT_FINITE)
+    return torch.where(best.abs() < LOGIT_MAX, _FINE, trouble)
+
+
+def _check(members: Sequence[int], states: Sequence[int]) -> None:
+    for row, state in zip(members, states, strict=True):
+        if state != _FINE:
+            raise NothingToSample(row, is_empty=state == _EMPTY)
 
 
 def _candidates(
@@ -153,7 +174,8 @@ def _draw_unseeded(scores: torch.Tensor, generator: torch.Generator) -> torch.Te
     u = torch.rand((num_rows, 2), dtype=torch.float64, device=weights.device, generator=generator)
     blocks = _inverse_cdf(weights.sum(2), u[:, :1])  # [rows, 1] int64
     chosen = weights[torch.arange(num_rows, device=weights.device), blocks[:, 0]]
-    return blocks * _BLOCK + _inverse_cdf(chosen, u[:, 1:])
+    columns = blocks * _BLOCK + _inverse_cdf(chosen, u[:, 1:])
+    return columns.clamp_(max=scores.shape[1] - 1)  # as in `_inverse_cdf`
 
 
 def _block_weights(scores: torch.Tensor) -> torch.Tensor:
@@ -169,10 +191,11 @@ def _inverse_cdf(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Columns [rows, 1] int64 drawn by ``weights`` [rows, n] float32 and u [rows, 1] in [0, 1).
 
     ``right=True`` finds the first column whose running sum exceeds the target, which is never
-    one of weight 0.
+    one of weight 0. Rows that are not finite find none, and must index nothing outside.
     """
     sums = weights.cumsum(1, dtype=torch.float64)
-    return torch.searchsorted(sums, sums[:, -1:] * u, right=True)
+    columns = torch.searchsorted(sums, sums[:, -1:] * u, right=True)
+    return columns.clamp_(max=weights.shape[1] - 1)
 
 
 def _perturbed(part: Candidates, rows: Sequence[SampleRow]) -> torch.Tensor:

@@ -12,9 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from engine.model.refusal import Refusal
+from engine.model.transfer import send
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,8 +120,8 @@ class KvCache:
         self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
 
     def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at ``slots`` [num_rows, length], each as
-        [num_rows, length, num_kv_heads, head_dim]."""
+        """Keys and values at ``slots``, which has any shape, each as
+        [*slots.shape, num_kv_heads, head_dim]."""
         size = (*slots.shape, *self.keys[layer].shape[2:])
         flat = slots.flatten()
         keys = self.keys[layer].flatten(0, 1).index_select(0, flat)
@@ -130,8 +132,6 @@ class KvCache:
         """Copy whole blocks, source to target, as if all at once."""
         if not pairs:
             return
-        device = self.keys[0].device
-        sources = torch.tensor([source for source, _ in pairs], device=device)
-        targets = torch.tensor([target for _, target in pairs], device=device)
+        sources, targets = send(tuple(np.array(pairs, np.int64).T), self.keys[0].device)
         for tensor in (*self.keys, *self.values):
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))

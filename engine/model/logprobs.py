@@ -75,11 +75,12 @@ def _score_batch(logits: torch.Tensor, wanted: Sequence[Wanted]) -> list[_Scored
     device = logits.device
     rows = logits[torch.tensor([one.row for one in wanted], device=device)].log_softmax(1)
     tokens = torch.tensor([[one.token] for one in wanted], device=device)
-    own = rows.gather(1, tokens)[:, 0].tolist()
+    own = rows.gather(1, tokens)
     width = min(max(one.alternatives for one in wanted), logits.shape[1])
     values, ids = rows.topk(width, dim=1)
-    pairs = zip(ids.tolist(), values.tolist(), strict=True)
-    return [
-        (logprob, list(zip(some, theirs, strict=True))[: one.alternatives])
-        for one, logprob, (some, theirs) in zip(wanted, own, pairs, strict=True)
-    ]
+    told = torch.cat((own, values, ids), 1).tolist()  # one copy; float32 holds ids below 2**24
+    scored: list[_Scored] = []
+    for one, (logprob, *rest) in zip(wanted, told, strict=True):
+        likely = zip(map(int, rest[width:]), rest[:width], strict=True)
+        scored.append((logprob, list(likely)[: one.alternatives]))
+    return scored

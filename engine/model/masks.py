@@ -67,7 +67,8 @@ def apply_batch(scores: torch.Tensor, masks: Sequence[Mask | None]) -> None:
     is_shut = (wide & 1).flatten(1)[:, :vocab] == 0
     own = scores[at].masked_fill_(is_shut, -torch.inf)
     is_empty = own.amax(1) == -torch.inf
-    if bool(is_empty.any()):
-        for index in is_empty.nonzero()[:, 0].tolist():
-            own[index, given[index].open_ends(vocab)] = 0.0
+    ends = [(index, end) for index, mask in enumerate(given) for end in mask.open_ends(vocab)]
+    if ends:
+        places, tokens = torch.tensor(ends, device=device).T
+        own[places, tokens] = own[places, tokens].masked_fill_(is_empty[places], 0.0)
     scores[at] = own

@@ -45,6 +45,7 @@ from engine.model.sampler import NothingToSample, sample
 from engine.model.sequences import SequenceState
 from engine.model.thread_state import thread_state
 from engine.model.tokenizer import load_tokenizer
+from engine.model.transfer import send
 from engine.model.warmup import warm_up, workspace_bytes
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class TorchRunner:
         self._cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
         backend, reason = self._chosen, "it was chosen"
         if backend is None:
-            backend, reason = pick_backend(device, dtype, shapes)
+            backend, reason = pick_backend(device, dtype, shapes, calls)
         execution = prepare(
             model, backend, reason, calls, self._cache, quantization=spec.quantization
         )
@@ -335,12 +336,14 @@ class TorchRunner:
         assert self._model is not None
         assert self._cache is not None
         assert self._backend is not None
-        device = self._device
+        ids, positions, keep = send(
+            (batch.input_ids, batch.rows.positions, batch.keep), self._device
+        )
         output = self._model.module(
-            input_ids=torch.from_numpy(batch.input_ids)[None].to(device),
-            position_ids=torch.from_numpy(batch.rows.positions)[None].to(device),
+            input_ids=ids[None],
+            position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(batch.keep).to(device),
+            logits_to_keep=keep,
             **{KEYWORD: self._backend.prepare(batch.rows, self._cache)},
         )
         return output.logits[0].to(torch.float32)

@@ -77,6 +77,13 @@ def test_scores_are_log_softmax_and_its_likeliest(way, vocab):
         assert [p for _, p in likely] == pytest.approx(values.tolist(), abs=1e-5)
 
 
+def test_scores_of_a_batch_come_to_the_host_in_one_copy(monkeypatch):
+    logits, copies, stock = torch.randn(4, 60), [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda one: copies.append(one) or stock(one))
+    logprobs_module._score_batch(logits, [Wanted(0, 3, 2), Wanted(2, 5, 0)])
+    assert len(copies) == 1
+
+
 def test_alternatives_have_their_text_and_rank_and_equal_ones_go_by_id():
     logits = torch.tensor([[0.0, 2.0, -math.inf, 2.0]])
     [entry] = score(logits, [Wanted(0, 2, 3)], text_of)

@@ -117,7 +117,7 @@ def test_without_it_the_reference_serves_and_says_why(fresh, monkeypatch, tmp_pa
     why = trouble(monkeypatch, tmp_path)
     with pytest.raises(native.Unavailable, match=why):
         native.load()
-    backend, reason = pick_backend(CPU, torch.float32, NARROW)
+    backend, reason = pick_backend(CPU, torch.float32, NARROW, ())
     assert isinstance(backend, ReferenceBackend)
     assert reason
     assert not list(fresh.glob("*.tmp"))
@@ -144,7 +144,7 @@ def test_a_server_without_a_compiler_starts_and_says_so_once(fresh, monkeypatch,
     ],
 )
 def test_what_the_kernels_cannot_do_the_reference_does(device, dtype, width, why):
-    backend, reason = pick_backend(torch.device(device), dtype, [LayerShape(2, width)])
+    backend, reason = pick_backend(torch.device(device), dtype, [LayerShape(2, width)], ())
     assert isinstance(backend, ReferenceBackend)
     assert why in reason
 
@@ -153,7 +153,7 @@ def test_a_cache_that_others_can_write_is_not_used(fresh):
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)
     assert native.cache_directory() is None
-    assert isinstance(pick_backend(CPU, torch.float32, NARROW)[0], NativeBackend)
+    assert isinstance(pick_backend(CPU, torch.float32, NARROW, ())[0], NativeBackend)
     assert not list(fresh.iterdir())
 
 

@@ -63,10 +63,10 @@ class Built:
             parameter.data = rounded(parameter.data)
         shapes = layer_shapes(model.config)
         self.cache = KvCache(shapes, 64, 16, dtype=dtype, device=CPU)
+        calls = probe(model, shapes)
         backend, reason = ReferenceBackend(), "it was chosen"
         if not is_stock:
-            backend, reason = pick_backend(CPU, dtype, shapes)
-        calls = probe(model, shapes)
+            backend, reason = pick_backend(CPU, dtype, shapes, calls)
         self.execution = prepare(
             model, backend, reason, calls, self.cache, quantization=quantization
         )

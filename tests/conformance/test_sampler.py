@@ -23,7 +23,8 @@ from transformers.generation.logits_process import (  # noqa: E402
 )
 
 from engine.core.types import Sampling  # noqa: E402
-from engine.model import draw_rows, noise, sampler, truncation  # noqa: E402
+from engine.model import draw_batch, draw_rows, noise, sampler, truncation  # noqa: E402
+from engine.model.masks import Mask  # noqa: E402
 from engine.model.sample_row import needs_prefix  # noqa: E402
 from engine.model.sampler import (  # noqa: E402
     NothingToSample,
@@ -548,6 +549,27 @@ def test_a_row_with_nothing_to_sample_is_named(way, bad, sampling):
         sample(logits, rows, generator())
     assert caught.value.row == 2
     assert isinstance(caught.value, ValueError)
+
+
+COPIES = ("tolist", "item", "numpy", "__bool__", "__int__", "__float__")
+
+
+def test_rows_of_every_kind_come_to_the_host_in_one_copy(monkeypatch):
+    """Greedy, unseeded and seeded, edited and masked; top_k and top_p ask in between."""
+    kinds = [Sampling(temperature=0.0), Sampling(), Sampling(seed=1), Sampling(min_p=0.1, seed=2)]
+    rows = [SampleRow(kind, 0, banned) for kind in kinds for banned in (frozenset(), {3})]
+    mask = Mask(2, (0,))
+    mask.words[:] = -1
+    rows += [SampleRow(kind, 0, mask=mask) for kind in kinds]
+    logits = torch.randn(len(rows), 60, generator=generator())
+    drawer, copies = generator(), []
+    for name in COPIES:
+        stock = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda one, s=stock, n=name: copies.append(n) or s(one)
+        )
+    assert len(draw_batch.sample_batch(logits, rows, drawer)) == len(rows)
+    assert copies == ["tolist"]
 
 
 def test_rows_and_logits_must_agree_and_no_rows_are_fine():

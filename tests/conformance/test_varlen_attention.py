@@ -1,0 +1,316 @@
+"""CUDA's attention hands its kernel what it needs: with a stand-in for the kernel, its outputs are
+the reference's, and a model's tokens are transformers' own (D12).
+
+The stand-in is attention as `varlen_attn` documents it, in plain torch, over arguments that must
+fit the kernel's own signature and checks. Where there is a GPU, the last tests run the kernel.
+"""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from engine.core.plan import RunnerSpec  # noqa: E402
+from engine.model import varlen_attention  # noqa: E402
+from engine.model.architectures import LayerShape  # noqa: E402
+from engine.model.attention import AttentionCall  # noqa: E402
+from engine.model.backends import pick_backend, prepare  # noqa: E402
+from engine.model.kv_cache import KvCache  # noqa: E402
+from engine.model.packing import pack  # noqa: E402
+from engine.model.reference import ReferenceBackend  # noqa: E402
+from engine.model.refusal import Refusal  # noqa: E402
+from engine.model.runner import TorchRunner  # noqa: E402
+from engine.model.varlen_attention import VarlenBackend, VarlenStep, varlen_attn  # noqa: E402
+from tests.support.mini_planner import MiniPlanner  # noqa: E402
+from tests.support.model_zoo import REFERENCE, ZOO, Zoo  # noqa: E402
+from tests.support.parity import Tally  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda:0")
+CAPPED = "gemma2"  # its scores are, which the kernel cannot
+
+
+def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **keywords):
+    """`varlen_attn` without a GPU, one row and one query after another."""
+    check_arguments(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, keywords)
+    groups = query.shape[1] // key.shape[1]
+    left, right = keywords["window_size"]
+    assert right == 0
+    out = torch.full_like(query, math.nan)
+    offsets = zip(cu_seq_q.tolist(), cu_seq_k.tolist(), strict=True)
+    low_q, low_k = next(offsets)
+    for high_q, high_k in offsets:
+        for token in range(low_q, high_q):
+            end = high_k - (high_q - 1 - token)  # the last query is at the last key
+            first = low_k if left < 0 else max(low_k, end - 1 - left)
+            keys = key[first:end].repeat_interleave(groups, 1)
+            values = value[first:end].repeat_interleave(groups, 1)
+            scores = torch.einsum("hd,lhd->hl", query[token], keys) * keywords["scale"]
+            out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
+        low_q, low_k = high_q, high_k
+    return out
+
+
+def check_arguments(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, keywords):
+    """What the kernel checks, and what it trusts."""
+    tensors = [one.to("meta") for one in (query, key, value, cu_seq_q, cu_seq_k)]
+    assert varlen_attn(*tensors, max_q, max_k, **keywords).shape == query.shape
+    assert query.dtype == key.dtype == value.dtype
+    assert key.shape == value.shape
+    assert all(one.stride(-1) == 1 for one in (query, key, value))
+    for offsets, tokens, most in ((cu_seq_q, query, max_q), (cu_seq_k, key, max_k)):
+        assert offsets.dtype == torch.int32
+        assert offsets.is_contiguous()
+        assert len(offsets) == len(cu_seq_q)
+        assert (int(offsets[0]), int(offsets[-1])) == (0, len(tokens))
+        assert int(offsets.diff().max()) == most
+        assert int(offsets.diff().min()) > 0
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(varlen_attention, "varlen_attn", stand_in)
+
+
+# --- one layer ------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw):
+    """Rows of a step: chunks of prompts and decodes, some behind a prefix that they share."""
+    block_size = draw(st.sampled_from([1, 2, 4, 16, 256]))
+    prefixes = draw(st.lists(st.integers(1, 3), max_size=2))  # blocks of each
+    rows = draw(st.lists(st.tuples(
+        st.sampled_from([None, *range(len(prefixes))]),  # which prefix
+        st.integers(0, 40),  # tokens known beside it
+        st.one_of(st.just(1), st.integers(1, 40)),  # tokens computed
+    ), min_size=1, max_size=6))  # fmt: skip
+    return block_size, prefixes, rows
+
+
+SHAPES = st.sampled_from([(1, 1, 8), (4, 4, 16), (4, 2, 8), (6, 2, 24), (9, 3, 8), (8, 1, 16)])
+WINDOWS = st.sampled_from([None, 1, 2, 7, 40, 600])
+
+
+def lay_out(layout, rng):
+    """Packed rows over shuffled blocks, and how many blocks there are."""
+    block_size, prefixes, rows = layout
+    starts = [(0 if p is None else prefixes[p] * block_size) + known for p, known, _ in rows]
+    counts = [count for _, _, count in rows]
+    needed = [-(-(s + c) // block_size) for s, c in zip(starts, counts, strict=True)]
+    num_blocks = sum(prefixes) + sum(needed) + 1
+    free = rng.sample(range(num_blocks), num_blocks)
+    shared = [[free.pop() for _ in range(count)] for count in prefixes]
+    tables = []
+    for (prefix, _, _), blocks in zip(rows, needed, strict=True):
+        table = [] if prefix is None else list(shared[prefix])
+        table += [free.pop() for _ in range(blocks - len(table))]
+        tables.append(np.array(table))
+    return pack(starts, counts, tables, block_size), num_blocks
+
+
+def fill(cache, rows):
+    """Numbers wherever an earlier step wrote; NaN elsewhere."""
+    written = {
+        int(slot)
+        for row, start in enumerate(rows.starts.tolist())
+        for slot in rows.slots_at(np.array([row]), np.arange(start)[None])[0]
+    }
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(math.nan)
+        at = sorted(written)
+        tensor.flatten(0, 1)[at] = torch.randn(len(at), *tensor.shape[2:]).to(tensor)
+
+
+def caches(rows, num_blocks, shape, *kinds):
+    """The same numbers in each of ``kinds``, (dtype, device)."""
+    _, kv_heads, width = shape
+    made = [
+        KvCache([LayerShape(kv_heads, width)] * 2, num_blocks, rows.block_size,
+                dtype=dtype, device=device)
+        for dtype, device in kinds
+    ]  # fmt: skip
+    fill(made[0], rows)
+    for other in made[1:]:
+        for to, source in zip((*other.keys, *other.values),
+                              (*made[0].keys, *made[0].values), strict=True):  # fmt: skip
+            to.copy_(source)
+    return made
+
+
+def numbers(rows, shape, dtype):
+    """Query, key and value, strided as a model's are."""
+    heads, kv_heads, width = shape
+    return [
+        torch.randn(n, rows.num_tokens, width).to(dtype).transpose(0, 1)
+        for n in (heads, kv_heads, kv_heads)
+    ]
+
+
+@given(layout=layouts(), shape=SHAPES, windows=st.tuples(WINDOWS, WINDOWS), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=150)
+def test_any_step_is_the_references(layout, shape, windows, seed):
+    """Two layers, each with a window of its own, over one prepared step."""
+    torch.manual_seed(seed)
+    rows, num_blocks = lay_out(layout, random.Random(seed))
+    kind = (torch.float64, CPU)
+    cache, other = caches(rows, num_blocks, shape, kind, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen_attention, "varlen_attn", stand_in)
+        step, oracle = VarlenBackend().prepare(rows, cache), ReferenceBackend().prepare(rows, other)
+        for layer, window in enumerate(windows):
+            call = AttentionCall(layer, 0.3, window)
+            inputs = numbers(rows, shape, torch.float64)
+            out = step.attend(call, *inputs)
+            torch.testing.assert_close(out, oracle.attend(call, *inputs), rtol=0, atol=1e-12)
+    for own, wanted in zip((*cache.keys, *cache.values), (*other.keys, *other.values), strict=True):
+        assert torch.equal(own, wanted) or torch.equal(own.isnan(), wanted.isnan())
+
+
+def test_a_layer_sends_the_device_nothing(without_gpu, monkeypatch):
+    """Everything is made in `prepare`, and sent in one copy."""
+    sent = []
+    monkeypatch.setattr(
+        varlen_attention, "send", lambda *inputs: sent.append(inputs) or SEND(*inputs)
+    )
+    rows, num_blocks = lay_out((4, [2], [(0, 3, 5), (0, 0, 1), (None, 7, 1)]), random.Random(1))
+    [cache] = caches(rows, num_blocks, (4, 2, 8), (torch.float32, CPU))
+    step = VarlenBackend().prepare(rows, cache)
+    assert len(sent) == 1
+    for layer in range(2):
+        step.attend(AttentionCall(layer, 1.0), *numbers(rows, (4, 2, 8), torch.float32))
+    assert len(sent) == 1
+    made = {name: getattr(step, name) for name in VarlenStep.__slots__}
+    assert {type(made[name]) for name in ("queries_most", "keys_most")} == {int}
+
+
+SEND = varlen_attention.send
+
+
+# --- a model --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
+    yield zoo
+    zoo.close()
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name != CAPPED])
+def test_a_models_tokens_are_transformers_own(zoo, without_gpu, name):
+    """Chunks of prompts beside decodes, windows shorter than the prompts."""
+    loaded = zoo.load(name)
+    spec = RunnerSpec(str(loaded.directory), dtype="float32", kv_bytes=1 << 24, threads=1)
+    runner = TorchRunner(spec, VarlenBackend())
+    info = runner.load(lambda _progress: None)
+    rng = random.Random(name)
+    planner = MiniPlanner(runner, info, seed=3, chunks=24)
+    done = [
+        planner.add([rng.randrange(1, 512) for _ in range(length)], 8) for length in (1, 17, 40, 61)
+    ]
+    planner.run()
+    counts = [[row.count for row in plan.rows] for plan in planner.plans]
+    assert any(1 in own and max(own) > 1 for own in counts)
+    tally = Tally()
+    loaded.oracle.compare(done, tally)
+    assert not tally.wrong
+    assert tally.compared
+    runner.close()
+
+
+# --- which backend --------------------------------------------------------------------------
+
+PLAIN = [AttentionCall(0, 1.0), AttentionCall(1, 1.0, sliding_window=24)]
+
+
+def pick(monkeypatch, device=CUDA, dtype=torch.bfloat16, width=64, calls=PLAIN, capability=(8, 0)):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    return pick_backend(device, dtype, [LayerShape(2, width)], calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [8, 64, 80, 256])
+def test_cuda_has_its_own(monkeypatch, dtype, width):
+    backend, _ = pick(monkeypatch, dtype=dtype, width=width)
+    assert isinstance(backend, VarlenBackend)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"dtype": torch.float32}, "does not compute in torch.float32"),
+        ({"width": 12}, "its heads are 12 wide"),
+        ({"width": 264}, "its heads are 264 wide"),
+        ({"calls": [*PLAIN, AttentionCall(2, 1.0, softcap=50.0)]}, "does not cap scores"),
+        ({"capability": (7, 5)}, "needs compute capability 8.0, and cuda:0 has 7.5"),
+        ({"device": torch.device("mps")}, "no kernel for mps"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_kernel_cannot_do_the_reference_does(monkeypatch, fields, why):
+    backend, reason = pick(monkeypatch, **fields)
+    assert isinstance(backend, ReferenceBackend)
+    assert why in reason
+
+
+def test_a_cpu_never_has_it(monkeypatch):
+    assert not isinstance(pick(monkeypatch, device=CPU)[0], VarlenBackend)
+
+
+def test_it_says_what_it_runs_and_refuses_int8(zoo, monkeypatch):
+    runner = zoo.load("llama", REFERENCE).runner
+    chosen = pick(monkeypatch)
+    told = prepare(runner._model, *chosen, PLAIN, runner._cache).reason
+    assert "runs stock with CUDA's variable-length attention" in told
+    with pytest.raises(Refusal, match=r"int8 .* no compiled decoder for cuda"):
+        prepare(runner._model, *chosen, PLAIN, runner._cache, quantization="int8")
+
+
+# --- the kernel itself ----------------------------------------------------------------------
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+@needs_gpu
+@given(layout=layouts(), shape=SHAPES, window=WINDOWS, seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=150)
+def test_the_kernel_is_the_reference(layout, shape, window, seed):
+    torch.manual_seed(seed)
+    rows, num_blocks = lay_out(layout, random.Random(seed))
+    near, exact = caches(rows, num_blocks, shape, (torch.bfloat16, CUDA), (torch.float64, CPU))
+    call = AttentionCall(0, 0.3, window)
+    inputs = numbers(rows, shape, torch.bfloat16)
+    out = VarlenBackend().prepare(rows, near).attend(call, *(one.to(CUDA) for one in inputs))
+    wanted = ReferenceBackend().prepare(rows, exact).attend(call, *(one.double() for one in inputs))
+    torch.testing.assert_close(out.cpu().double(), wanted, rtol=0, atol=6e-2)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", [name for name in ZOO if name != CAPPED])
+def test_a_model_on_a_gpu_is_near_the_reference(zoo, name):
+    """First tokens of 32 prompts, against float32. The reference in bfloat16, on a CPU, has up to
+    4 others, and attention that is wrong has nearly all."""
+    loaded = zoo.load(name)
+    spec = RunnerSpec(
+        str(loaded.directory), device="cuda", dtype="bfloat16", kv_bytes=1 << 24, threads=1
+    )
+    runner = TorchRunner(spec)
+    info = runner.load(lambda _progress: None)
+    assert isinstance(runner._backend, VarlenBackend)
+    rng = random.Random(name)
+    planner = MiniPlanner(runner, info, seed=3, chunks=24)
+    done = [planner.add([rng.randrange(1, 512) for _ in range(40)], 1) for _ in range(32)]
+    planner.run()
+    tally = Tally()
+    loaded.oracle.compare(done, tally)
+    assert len(tally.wrong) <= 8
+    runner.close()
