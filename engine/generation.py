@@ -148,8 +148,8 @@ class Lifetime(Generic[EventT]):
     def close_reader(self, left_at: float | None = None) -> None:
         """The reader leaves: what is buffered is dropped, the request ends if it has not.
 
-        ``left_at``: when grpc ended the call, on Trio's clock. Close to the client's own deadline
-        that was the client's timer, and the request ends by its deadline (D18).
+        ``left_at``: when the client ended the call, on Trio's clock. Close to its own deadline that
+        was its timer, and the request ends by its deadline (D18).
         """
         is_timer = left_at is not None and left_at >= self.client_deadline - DEADLINE_MARGIN_S
         self.cancel(EndReason.DEADLINE if is_timer else EndReason.CANCELLED)

@@ -60,5 +60,6 @@ def configure(level: str | int = "INFO", style: str = "auto") -> None:
     is_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
     handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(FORMAT))
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    for noisy in ("transformers", "grpc", "asyncio", "urllib3", "filelock"):
+    # hpack tells every header at DEBUG, and so every key
+    for noisy in ("transformers", "grpc", "hpack", "urllib3", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

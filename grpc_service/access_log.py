@@ -45,7 +45,6 @@ def fields_of(rpc: Rpc, code: str, peer: str, seconds: float) -> dict[str, str |
     }
     if rpc.quota is not None:
         fields["key"] = rpc.quota.name
-    generation = rpc.call.generation if rpc.call is not None else None
-    if generation is not None:
-        fields |= generation.account(seconds)
+    if rpc.generation is not None:
+        fields |= rpc.generation.account(seconds)
     return fields

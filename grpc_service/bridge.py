@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,6 @@ class BridgeCall:
         self.cancel()
         self._straight = None
         self._failure = None  # its frames know this call, as the error's below
-        self._context = Context()  # the call's own has its record, which knows this
         self.generation.on_ready = None
         self._bridge.zombies.gone(self)
         if self.generation.error is not None:
@@ -155,7 +154,7 @@ class Bridge:
         self._ready: dict[BridgeCall, None] = {}
         self._is_holding = False  # a loop hands events out, and says when it is done
         engine.deliveries.on_begin = self._hold
-        engine.deliveries.on_end = self._carry
+        engine.deliveries.on_end = self._release
 
     def generate(self, request: GenerateRequest, peer: str = "") -> BridgeCall:
         return self._open(request, peer)
@@ -185,7 +184,7 @@ class Bridge:
         )
         call = BridgeCall(self, generation, address)
         if rpc is not None:
-            rpc.call = call
+            rpc.generation = generation
         generation.on_ready = partial(self._mark, call)
         self._mark(call)
         return call
@@ -203,8 +202,9 @@ class Bridge:
         self._is_holding = True
         self._flusher.hold()
 
-    def _carry(self) -> None:
-        """Never raises, as what it calls does not."""
+    def _release(self) -> None:
+        """End `_hold`: let every call with news advance, then send what was written. Never raises,
+        as what it calls does not."""
         self._is_holding = False
         ready, self._ready = self._ready, {}
         try:

@@ -99,7 +99,7 @@ class ServerConfig:
 
     @property
     def address(self) -> str:
-        """The address as grpc takes it."""
+        """The address as a grpc client takes it."""
         if self.uds:
             return f"unix:{self.uds}"
         host = self.host.strip("[]")

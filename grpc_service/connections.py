@@ -1,7 +1,7 @@
 """The gRPC server on Trio: connections, and a task with a cancel scope for each call.
 
-grpcio's own server lives on asyncio's loop, in a thread of its own, so that a token crossed two
-threads and a poller on its way out, and nobody could end a call whose client had stopped reading.
+grpcio's own server needs asyncio's loop, in a thread of its own: a token would cross two threads
+and a poller on its way out, and nobody could end a call whose client has stopped reading (D1).
 Here a call is a task in the nursery of its connection: a reset or a lost connection cancels it,
 and what the engine makes in a step is written from where it is made, one system call for all
 streams of a connection (`Flusher`). `python -m tools.bench front` measures both.
@@ -55,12 +55,12 @@ log = logging.getLogger(__name__)
 
 STREAMS_PER_CONNECTION_MAX = 1000  # guess: more than a sequence each of the largest batches
 CALLS_PER_CONNECTION_MAX = 2 * STREAMS_PER_CONNECTION_MAX  # with those that a reset has yet to end
-CLOGGED_BYTES = 2**16  # that wait for the transport, from which on messages wait in their streams
+CLOGGED_BYTES = 2**16  # guess: unsent ones, from which on messages wait in their streams
 END_PATIENCE_S = 1.0  # guess: for the rest of a message that a status is to follow
 PART_S = 0.002  # guess: that looking at what one client sent holds up all else for
 PART_BYTES_MIN, PART_BYTES_MAX = 2**8, 2**14  # of which such a part is made
 SHARE_S = 0.004  # guess: the same for all clients together, in one turn of Trio's loop
-PARTS_PER_TURN_MAX = 16
+PARTS_PER_TURN_MAX = 16  # guess: clients that are let on at once when a turn begins
 STARTS_PER_TURN = 6  # calls that begin between two looks at anything else: some 3 ms
 
 

@@ -54,9 +54,9 @@ PREFIX_BYTES = _PREFIX.size
 # A receiver's smallest window that grpc allows is four times that.
 WHOLE_BYTES_MAX = 256
 STREAM_WINDOW = 2**18  # guess: a request of usual size comes without waiting for the window
-CONNECTION_WINDOW = 2**20
-HEADER_LIST_BYTES_MAX = 2**15
-CLOSED_STREAMS_MAX = 2**12  # remembered, for what still comes for them
+CONNECTION_WINDOW = 2**20  # guess: four of them
+HEADER_LIST_BYTES_MAX = 2**15  # guess
+CLOSED_STREAMS_MAX = 2**12  # guess: remembered, for what still comes for them
 HEADER_TABLE_BYTES_MAX = 2**12  # of ours, a client's default, however much one would keep
 
 

@@ -3,7 +3,6 @@
 Rule 1: a set field is refused also at its neutral value (a flag that is false), so that a client
 learns of a missing feature at its first try and not at the first other value.
 Rule 2: the work that brings a feature takes its entries out of here, and decodes the fields.
-RPCs that come later need no table: a method without behaviour is one (`grpc_service.servicer`).
 """
 
 from __future__ import annotations

@@ -7,36 +7,30 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.generation import Lifetime
     from engine.quota import Quota
 
 
-class EngineCall(Protocol):
-    """What tells more of a call; ``generation`` is None until the engine has one."""
-
-    @property
-    def generation(self) -> Lifetime[Any] | None: ...
-
-
 @dataclass(eq=False, slots=True)
 class Rpc:
     """One call. ``method`` is ``triolet.v1.Inference/Generate``, ``request_id`` the client's own
-    or one made for it, ``quota`` None without a key. ``call`` is set by whoever starts a
-    generation for it."""
+    or one made for it, ``quota`` None without a key. ``generation`` is set by whoever
+    starts one for it."""
 
     method: str
     request_id: str = ""
     quota: Quota | None = None
-    call: EngineCall | None = None
+    generation: Lifetime[Any] | None = None
 
     @property
     def told_id(self) -> str:
         """The id that the engine knows the request by, or else the call's own; "-" for none."""
-        generation = self.call.generation if self.call is not None else None
-        return generation.request_id if generation is not None else self.request_id or "-"
+        if self.generation is not None:
+            return self.generation.request_id
+        return self.request_id or "-"
 
 
 current: ContextVar[Rpc | None] = ContextVar("rpc", default=None)

@@ -63,7 +63,7 @@ EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_GRACE_S = 1.0  # guess: for statuses that are written already; all else has ended by then
 LEAVE_PATIENCE_S = 3.0  # guess: for a load under way, which nobody wants any more
-CUT_PATIENCE_S = 3.0  # guess: grpc's grace, and a step of ordinary length
+CUT_PATIENCE_S = 3.0  # guess: `STOP_GRACE_S`, and a step of ordinary length
 
 
 @dataclass(eq=False)

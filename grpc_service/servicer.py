@@ -229,7 +229,7 @@ async def _in_thread(job: Callable[[], T]) -> T:
 
 
 def clients_timeout(remaining_s: float | None) -> float | None:
-    """What is left at least until the client's own timer ends the call, of what grpc says is left.
+    """What is left at least until the client's own timer ends the call, of what it said is left.
 
     A timeout of a second or more travels in three digits, rounded up: 10.01 s arrive as 10.1 s, and
     the client would end the call long before the server's status (D18). Below a second it travels

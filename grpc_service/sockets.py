@@ -29,11 +29,10 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-RECEIVE_BYTES = 2**16  # of a read
-SEND_BYTES = (
-    2**14
-)  # that a client which takes any takes within the patience for a ping; a TLS record
-BACKLOG = 1024
+RECEIVE_BYTES = 2**16  # guess: of a read
+# a TLS record; a client that takes any bytes takes so many within the patience for a ping
+SEND_BYTES = 2**14
+BACKLOG = 1024  # guess: a burst of clients that connect
 HANDSHAKE_TIMEOUT_S = 20.0  # guess: a phone on a bad line
 ACCEPT_PAUSE_S = 0.1  # guess: until a descriptor is free again
 LATER_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

@@ -1,7 +1,7 @@
 """TLS of the server and of its clients: files in, credentials out.
 
-Rule 1: what is wrong with a file is said at start, in one sentence that names the flag: grpc would
-say it at the first handshake, on standard error, or not at all. Rule 2: a server with --client-ca
+Rule 1: what is wrong with a file is said at start, in one sentence that names the flag: else
+it would show at the first handshake, or not at all. Rule 2: a server with --client-ca
 takes no connection without a certificate of that authority's.
 """
 
@@ -45,7 +45,7 @@ def channel_credentials(
     ``certificate`` and ``key`` are the client's own, for a server that asks for one.
 
     Raises:
-        ConfigError: as `server_credentials`; or one of certificate and key is given alone.
+        ConfigError: as `server_context`; or one of certificate and key is given alone.
     """
     if bool(certificate) != bool(key):
         raise ConfigError("--tls-cert and --tls-key go together")

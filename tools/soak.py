@@ -6,7 +6,7 @@
 Processes of clients (`tools.soak_clients`) load a server in a process of its own; in the first form
 some of them are killed now and then. Meanwhile one more client asks for the same thing again and
 again and compares every byte. Every few seconds a line of what the server holds; at the end,
-everything must be as it was at rest: blocks, live requests, tasks of both event loops, threads and
+everything must be as it was at rest: blocks, live requests, Trio's tasks, threads and
 descriptors, while the memory may have grown by less than 1 MiB per 1,000 requests in the second
 half. Exit 1 if not, or if any output was wrong.
 """

@@ -98,14 +98,14 @@ def test_an_early_end_says_how_far_it_got():
         assert line["reason"] == "DEADLINE_EXCEEDED"
 
 
-def test_the_keys_holder_is_named_and_the_key_is_not(tmp_path):
+def test_the_keys_holder_is_named_and_the_key_is_not(tmp_path, debugged):
     keys = tmp_path / "keys"
     keys.write_text("alice the-key-of-alice-1\n")
     with json_server(server={"api_key_file": str(keys)}) as server:
         wait_serving(server.channel)
         stub = server.channel.unary_unary("/triolet.v1.Control/GetStats")
         stub(b"", metadata=[("authorization", "Bearer the-key-of-alice-1")], timeout=SOON_S)
-        [line] = access_lines(server, code="OK")
+        [line] = access_lines(server, method="triolet.v1.Control/GetStats")
         assert line["key"] == "alice"
         with pytest.raises(grpc.RpcError):
             stub(b"", metadata=[("authorization", "Bearer not-a-key-of-anyone")], timeout=SOON_S)

@@ -94,7 +94,7 @@ def test_watchers_hear_of_the_load_and_of_the_drain_and_of_nothing_else(watch):
 
 @pytest.mark.model
 def test_a_real_server_answers_while_it_imports_and_loads(demo):
-    """Neither the import of torch nor the load holds up the two event loops."""
+    """Neither the import of torch nor the load holds up the event loop."""
     assert len(demo.heard) > 10
     assert demo.heard[:-1] == [NOT_SERVING] * (len(demo.heard) - 1)
 

@@ -2,7 +2,7 @@
 
 It prints one line of JSON with its port once it is bound. Every line on standard input is a
 command (`Faults`), or "tasks", or empty, and is answered with one line of JSON: about what lives in
-the server (which wakes both its loops) or else about its idleness. The input's end, which is the
+the server (which wakes its loop) or else about its idleness. The input's end, which is the
 end of the test that started it, kills it. What JSON may say: `start` below.
 """
 

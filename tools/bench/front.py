@@ -5,8 +5,8 @@ once per tick; the readers are another process.
 
 A tick is a runner's sleep here and a timer there, long enough that neither falls behind: were one
 to, its messages would hold several tokens and be fewer. That each message held one is checked by
-its size. The figure is the processor time of the server's whole process (engine, planning and both
-event loops included) per message read.
+its size. The figure is the processor time of the server's whole process (engine, planning and event
+loop included) per message read.
 
 Then the ticks are left out: the engine steps as fast as it can, the writers fall behind, and what
 has come meanwhile goes out as one message. That figure is per token.

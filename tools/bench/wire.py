@@ -2,9 +2,8 @@
 
 `python -m tools.bench.wire KIND JSON` is one of them: ``triolet`` serves a `PacedRunner`,
 ``plain`` is a grpc.aio handler that writes the same messages with nothing behind it, and
-``readers`` takes every message of so many streams. It prints one line of JSON when it is ready and
-answers every line
-on standard input with another; the input's end is its own.
+``readers`` takes every message of so many streams. It prints one line of JSON when it is ready
+and answers every line on standard input with another; the input's end is its own.
 
 Rule 1: a server's CPU is read from outside, so that all kinds are measured alike.
 Rule 2: readers look at the bytes of a message only to count them.

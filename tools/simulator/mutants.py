@@ -295,7 +295,7 @@ MUTANTS = (
     Mutant(
         "of the calls with news in a step one is forgotten",
         bridge.Bridge,
-        "_carry",
+        "_release",
         "for call in ready:",
         "for call in list(ready)[1:]:",
     ),
