@@ -303,16 +303,14 @@ class EngineLoop:
         is_few = max(len(self._outbox), len(plan.rows)) <= EVENTS_TO_SEND_FIRST
         is_held_back = len(self._outbox) >= EVENTS_TO_HOLD_BACK
         if is_few:
-            self._deliver()
-            self.scheduler.prepare(self._time())
+            self._work_ahead()
         job = self._threads.start(lambda: self._execute(plan), tells_begin=is_held_back)
         self._watch.begin(plan.plan_id)
         try:
             if is_held_back:
                 await job.wait_begun()
             if not is_few:
-                self._deliver()
-                self.scheduler.prepare(self._time())
+                self._work_ahead()
         finally:
             try:
                 outcome = await job.wait()
@@ -325,6 +323,12 @@ class EngineLoop:
         self._apply(outcome, ended)
         if self._check_level >= 2:
             self.scheduler.check()
+
+    def _work_ahead(self) -> None:
+        """What is done of a step's time, or right before it: deliver what the last one caused, and
+        prepare the next plan."""
+        self._deliver()
+        self.scheduler.prepare(self._time())
 
     def _execute(self, plan: StepPlan | EncodePlan) -> StepDone | StepFailed:
         """In the worker's thread: whatever the model raises becomes a value (R51, R140)."""

@@ -135,6 +135,7 @@ class Context:
         self.deadline = math.inf if timeout_s is None else arrived_at + timeout_s
         self.method = found.get(b":path", b"").decode("latin-1").removeprefix("/")
         self.metadata = metadata_of(stream.headers)
+        self.refusal = _refusal(found)  # headers, where it is no gRPC call
         self.peer = client.peer
         self.code: grpc.StatusCode | None = None
         self.scope = trio.CancelScope()
@@ -187,8 +188,7 @@ class Context:
         await trio.lowlevel.checkpoint_if_cancelled()
         self._send(message)
         self._client.touch()
-        while self._stream.is_blocked:
-            await self._wait()
+        await self._wait_sent()
         if self._stream.is_over:
             raise Disconnected
 
@@ -207,8 +207,7 @@ class Context:
         self._send(message)
         if self._stream.is_blocked:
             self._client.touch()
-            while self._stream.is_blocked:
-                await self._wait()
+            await self._wait_sent()
         await self.end(grpc.StatusCode.OK)
 
     async def end(
@@ -226,8 +225,7 @@ class Context:
         self.code = code
         if not stream.drop_message():
             with trio.move_on_after(END_PATIENCE_S):
-                while stream.is_blocked:
-                    await self._wait()
+                await self._wait_sent()
             if stream.is_blocked:
                 stream.reset(ErrorCodes.CANCEL)
         if not stream.is_over:
@@ -245,6 +243,11 @@ class Context:
             self._stream.send_headers(RESPONSE_HEADERS)
         data = message if isinstance(message, bytes) else message.SerializeToString()
         self._stream.send_message(data)
+
+    async def _wait_sent(self) -> None:
+        """Until no part of a message waits for the client's window."""
+        while self._stream.is_blocked:
+            await self._wait()
 
     # ---- news from the client (`grpc_service.http2.Listener`)
 
@@ -430,9 +433,9 @@ class _Client:
         try:
             with context.scope:
                 await self._server.turnstile.enter()  # one that is reset leaves the line
-                if refused := _refusal(dict(stream.headers)):
+                if context.refusal:
                     if not stream.is_over:
-                        stream.send_headers(refused, is_last=True)
+                        stream.send_headers(context.refusal, is_last=True)
                         self.touch()
                     return
                 context.scope.deadline = context.deadline

@@ -171,18 +171,16 @@ async def _serve(
     task_status: trio.TaskStatus[Server],
 ) -> None:
     health = HealthServicer()
-    show: list[Callable[[], None]] = []
 
     def on_change() -> None:
-        for callback in show:
-            callback()
+        if (engine := ending.engine) is not None:  # else there is nothing to tell of yet
+            apply_states(health, engine.list_models(), draining=engine.is_draining)
 
     async with open_engine(
         engine_config, make_runner=make_runner, on_change=on_change, watchdog=ending.watchdog
     ) as engine:
         ending.engine = engine
-        show.append(lambda: apply_states(health, engine.list_models(), draining=engine.is_draining))
-        show[0]()
+        on_change()
         async with _serving_calls(server_config, engine, ending, health) as port:
 
             async def wait_ready() -> None:

@@ -167,6 +167,8 @@ def test_a_drain_does_not_wait_for_a_load_that_nobody_needs(has_waiter):
     with fake(script=script, engine=engine) as server, contextlib.ExitStack() as stack:
         if has_waiter:
             call = stack.enter_context(waiting_for_load(server, [1], FEW))
+        else:
+            stats(server.channel)  # once it answers, the load is under way
         start = time.monotonic()
         server.signal()
         if has_waiter:

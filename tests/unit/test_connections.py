@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import ssl
@@ -1055,29 +1056,30 @@ async def test_a_call_is_late_if_its_deadline_ended_it(serving, autojump_clock, 
 # ---- TLS
 
 
-async def test_a_socket_is_closed_when_its_handshake_is_cut(autojump_clock):
-    server = RpcServer(CONFIG, Flusher(), wait, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-    theirs, ours = socket.socketpair()
-    ours.setblocking(False)
-    with theirs, trio.move_on_after(1):
-        await server._serve(ours, "unix:")
-    assert ours.fileno() == -1
-
-
-async def test_a_handshake_has_its_time(autojump_clock):
-    server = RpcServer(CONFIG, Flusher(), wait, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-    theirs, ours = socket.socketpair()
-    ours.setblocking(False)
-    with theirs, trio.fail_after(MINUTE):
-        await server._serve(ours, "unix:")
-    assert ours.fileno() == -1
-
-
-async def test_garbage_instead_of_a_handshake_is_closed(autojump_clock):
+@contextlib.contextmanager
+def shaking_hands(said=b""):
+    """Serves a TLS server's socket whose client has ``said`` that; it is closed at the end."""
     server = RpcServer(CONFIG, Flusher(), wait, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
     theirs, ours = socket.socketpair()
     ours.setblocking(False)
     with theirs:
-        theirs.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        await server._serve(ours, "unix:")
+        theirs.send(said)
+        yield lambda: server._serve(ours, "unix:")
     assert ours.fileno() == -1
+
+
+async def test_a_socket_is_closed_when_its_handshake_is_cut(autojump_clock):
+    with shaking_hands() as serve:
+        with trio.move_on_after(1):
+            await serve()
+
+
+async def test_a_handshake_has_its_time(autojump_clock):
+    with shaking_hands() as serve:
+        with trio.fail_after(MINUTE):
+            await serve()
+
+
+async def test_garbage_instead_of_a_handshake_is_closed(autojump_clock):
+    with shaking_hands(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n") as serve:
+        await serve()
