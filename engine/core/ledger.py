@@ -168,11 +168,12 @@ class Ledger:
 
     def extend_keys(self, seq: Sequence, num_tokens: int) -> list[bytes]:
         """The keys of the sequence's full blocks within its first ``num_tokens`` tokens."""
-        size = self.config.block_size
-        if len(seq.keys) < num_tokens // size:
+        size, keys = self.config.block_size, seq.keys
+        if len(keys) < num_tokens // size:
             assert num_tokens <= seq.num_known, f"{seq}: a block's key needs all of its tokens"
-            extend_keys(seq.keys, seq.live.root, seq.tokens(0, num_tokens), size, num_tokens)
-        return seq.keys
+            # what has its key is not looked at again: a block costs the same at every length
+            extend_keys(keys, seq.live.root, seq.tokens(len(keys) * size, num_tokens), size)
+        return keys
 
     def prefix_keys(self, request: Request) -> list[bytes]:
         """The keys of a prompt's full blocks that may be cached; none where the request does not
@@ -180,8 +181,7 @@ class Ledger:
         keys: list[bytes] = []
         if self.uses_cache(request) and request.sampling.prompt_logprobs is None:
             root = root_key(self.config.cache_namespace, request.cache_salt)
-            size, usable = self.config.block_size, len(request.prompt) - 1
-            extend_keys(keys, root, request.prompt, size, usable)
+            extend_keys(keys, root, request.prompt[:-1], self.config.block_size)
         return keys
 
     def cached_tokens(self, keys: list[bytes]) -> int:

@@ -173,8 +173,8 @@ class Planner:
         self._chunk_left = self._chunk_room() - count
 
     def _plan_all_running(self) -> None:
-        """One pass in rank order. A decode within its last block is the common case and costs
-        what it costs (`python -m tools.bench schedule`); all else goes the general way."""
+        """One pass in rank order. A decode is the common case and costs what it costs
+        (`python -m tools.bench schedule`); all else goes the general way."""
         step, size, is_running = self._step, self._size, State.RUNNING
         rows, sequences = step.rows, step.sequences
         make, last = tuple.__new__, Logits.LAST
@@ -186,8 +186,13 @@ class Planner:
             if num_decoded >= seq.max_tokens:
                 continue  # the token that the step in flight samples is its last
             is_decode = num_decoded > 0 and known - start == 1
-            if is_decode and start < len(seq.blocks) * size and seq.credit.try_reserve():
-                rows.append(make(Row, (seq.sequence_id, start, 1, None, last, ())))
+            if is_decode and seq.credit.try_reserve():
+                delta = None
+                if start >= len(seq.blocks) * size and (delta := self._take_next(seq)) is None:
+                    seq.credit.cancel()
+                    self._plan_running(seq)
+                    continue
+                rows.append(make(Row, (seq.sequence_id, start, 1, delta, last, ())))
                 sequences.append(seq)
                 seq.in_step += 1
                 seq.num_computed = known
@@ -195,6 +200,15 @@ class Planner:
                 seq.num_pending += 1
             else:
                 self._plan_running(seq)
+
+    def _take_next(self, seq: Sequence) -> BlockDelta | None:
+        """The next block for a decode; None: none is free."""
+        taken = self._ledger.take(self._step.reservation, 1)
+        if taken is None:
+            return None
+        delta = BlockDelta(len(seq.blocks), taken)
+        seq.blocks += taken
+        return delta
 
     def _plan_alone(self, seq: Sequence) -> None:
         if seq.state is State.RUNNING:

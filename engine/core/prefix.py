@@ -30,15 +30,14 @@ def root_key(namespace: str, salt: str) -> bytes:
     return blake2b(text, digest_size=KEY_BYTES).digest()
 
 
-def extend_keys(
-    keys: list[bytes], root: bytes, tokens: Sequence[int], block_size: int, num_tokens: int
-) -> None:
-    """Append the keys of the full blocks within the first ``num_tokens`` tokens that ``keys``
-    lacks. ``tokens`` holds at least ``num_tokens`` ids."""
-    for index in range(len(keys), num_tokens // block_size):
-        parent = keys[-1] if keys else root
-        own = array("I", tokens[index * block_size : (index + 1) * block_size])
-        keys.append(blake2b(parent + own.tobytes(), digest_size=KEY_BYTES).digest())
+def extend_keys(keys: list[bytes], root: bytes, tokens: Sequence[int], block_size: int) -> None:
+    """Append the keys of the full blocks of ``tokens``: the ids that come after those of the
+    blocks that ``keys`` has already."""
+    key = keys[-1] if keys else root
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        own = array("I", tokens[start : start + block_size])
+        key = blake2b(key + own.tobytes(), digest_size=KEY_BYTES).digest()
+        keys.append(key)
 
 
 class PrefixCache:

@@ -128,10 +128,10 @@ class Sequence:
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Token ids at positions ``start … end - 1``, prompt and output together."""
-        prompt = self.live.request.prompt
-        if end <= len(prompt):
-            return prompt[start:end]
-        return (prompt + tuple(self.output))[start:end]
+        past = self.num_prompt
+        if start >= past:
+            return tuple(self.output[start - past : end - past])
+        return self.live.request.prompt[start:end] + tuple(self.output[: max(0, end - past)])
 
     def usage(self) -> Usage:
         """Tokens so far; cached ones belong to the choice that computed the prompt."""

@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -11,9 +11,13 @@ from hypothesis.stateful import (
     rule,
 )
 
+from engine.config import SchedulerConfig
 from engine.core.blocks import BlockPool
+from engine.core.credit import Credit
+from engine.core.ledger import Ledger
 from engine.core.prefix import PrefixCache, extend_keys, root_key
 from engine.errors import EngineBug
+from tests.support.core_driver import make_request
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -163,7 +167,7 @@ TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 def test_keys_are_equal_exactly_for_equal_prefixes_of_full_blocks():
     def keys(tokens, salt="", size=4):
         found = []
-        extend_keys(found, root_key("model", salt), tokens, size, len(tokens))
+        extend_keys(found, root_key("model", salt), tokens, size)
         return found
 
     tokens = list(range(20, 31))
@@ -174,6 +178,28 @@ def test_keys_are_equal_exactly_for_equal_prefixes_of_full_blocks():
     assert not set(keys(changed)) & set(keys(tokens))
     assert not set(keys(tokens, salt="other")) & set(keys(tokens))
     assert root_key("ab", "c") != root_key("a", "bc")
+
+
+@given(
+    prompt=st.lists(st.integers(0, 99), min_size=1, max_size=20),
+    output=st.lists(st.integers(0, 99), max_size=20),
+    size=st.sampled_from([1, 2, 4, 16]),
+    steps=st.lists(st.integers(0, 40), max_size=6),
+)
+def test_a_sequences_keys_are_those_of_its_tokens_however_it_grew(prompt, output, size, steps):
+    ledger = Ledger(SchedulerConfig(num_blocks=64, block_size=size, max_model_len=64))
+    seq = ledger.admit(make_request("r", prompt), Credit(1), 0.0).parent
+    seq.output.extend(output)
+    seq.num_tokens += len(output)
+    whole = (*prompt, *output)
+    for end in (min(step, len(whole)) for step in steps):
+        ledger.extend_keys(seq, end)
+        for start in range(end + 1):
+            assert seq.tokens(start, end) == whole[start:end]
+    expected = []
+    extend_keys(expected, seq.live.root, whole, size)
+    assert seq.keys == expected[: len(seq.keys)]
+    assert ledger.extend_keys(seq, len(whole)) == expected
 
 
 def test_a_pool_of_100000_blocks_takes_and_releases_in_constant_time_each():

@@ -10,7 +10,7 @@ from engine.core.prefix import PrefixCache, extend_keys, root_key
 
 def keys_of(tokens, *, size=4, salt=""):
     keys = []
-    extend_keys(keys, root_key("model", salt), tokens, size, len(tokens))
+    extend_keys(keys, root_key("model", salt), tokens, size)
     return keys
 
 
@@ -30,7 +30,7 @@ def test_keys_grow_where_they_stopped():
     tokens, keys = list(range(1, 17)), []
     root = root_key("model", "")
     for end in (3, 4, 9, 16):
-        extend_keys(keys, root, tokens, 4, end)
+        extend_keys(keys, root, tokens[4 * len(keys) : end], 4)
         assert len(keys) == end // 4
     assert keys == keys_of(tokens)
     assert len(set(keys)) == 4

@@ -2,7 +2,8 @@
 
 Prefix cache and cheap checks on, garbage looked for as a server does; the runner's part is left
 out (results are made beforehand, outside the clock). Beside it, the floor: a bare loop that makes a
-row tuple and an event; and 1,024 rows with Python's own thresholds for garbage.
+row tuple and an event; 64 rows of long contexts; and 1,024 rows with Python's own thresholds for
+garbage.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from tools.bench.frame import Row, repeat_in_turn, row_of
 
 STEPS = 200
 COUNTS = (1, 64, 256, 1024)
+SHORT, LONG = 32, 4096  # tokens of each prompt
 PYTHONS_THRESHOLDS = gc.get_threshold()
 BAR_US_64 = 100.0
 BAR_RATIO_1024 = 20.0
 
 
-def decoding_scheduler(count: int) -> Scheduler:
-    """``count`` sequences, their prompts computed, with room to decode."""
+def decoding_scheduler(count: int, context: int) -> Scheduler:
+    """``count`` sequences, their prompts of ``context`` tokens computed, with room to decode."""
     config = SchedulerConfig(
-        num_blocks=count * 64 + 64,
-        max_model_len=1024,
+        num_blocks=count * (context + 1024) // 16,
+        max_model_len=context + 1024,
         max_num_seqs=count,
-        max_num_batched_tokens=max(2048, 40 * count),
+        max_num_batched_tokens=max(2048, (context + 8) * count),
     )
     scheduler = Scheduler(config)
     for index in range(count):
-        prompt = tuple(range(index, index + 32))
+        prompt = tuple(range(index, index + context))
         request = Request(
             RequestId(f"r{index}"), prompt, Sampling(temperature=0.0), Stops(900), float(index)
         )
@@ -62,9 +64,9 @@ def step(scheduler: Scheduler, now: float) -> float:
     return planned - started + time.perf_counter() - committing
 
 
-def measure(count: int) -> float:
+def measure(count: int, context: int = SHORT) -> float:
     """µs of plan + commit per step at ``count`` rows."""
-    scheduler = decoding_scheduler(count)
+    scheduler = decoding_scheduler(count, context)
     step(scheduler, 2.0)
     steps = STEPS if count <= 256 else STEPS // 4
     total = sum(step(scheduler, 3.0 + index) for index in range(steps))
@@ -99,8 +101,12 @@ def measure_unsettled(count: int) -> float:
 
 def run() -> list[Row]:
     settle_heap()
-    measures = [*(lambda c=c: measure(c) for c in COUNTS), lambda: measure_unsettled(COUNTS[-1])]
-    *settled, unsettled = repeat_in_turn(measures)
+    measures = [
+        *(lambda c=c: measure(c) for c in COUNTS),
+        lambda: measure(64, LONG),
+        lambda: measure_unsettled(COUNTS[-1]),
+    ]
+    *settled, long, unsettled = repeat_in_turn(measures)
     samples = dict(zip(COUNTS, settled, strict=True))
     floors = repeat_in_turn([lambda: floor(64)])[0]
     rows = [
@@ -114,6 +120,7 @@ def run() -> list[Row]:
     ]
     ratios = [large / small for large, small in zip(samples[1024], samples[64], strict=True)]
     rows.append(row_of("1024 rows against 64", ratios, "×", bar=BAR_RATIO_1024))
+    rows.append(row_of(f"64 rows of {LONG} tokens each", long, "µs"))
     rows.append(row_of("1024 rows, Python's own garbage thresholds", unsettled, "µs"))
     rows.append(row_of("floor: a row tuple and an event, 64 rows", floors, "µs"))
     return rows
