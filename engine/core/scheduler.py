@@ -386,21 +386,25 @@ class Scheduler:
         the general way that all else takes."""
         results = iter(result.rows)
         size, is_running, make = self.config.block_size, State.RUNNING, tuple.__new__
+        emit = self._events.append
         for seq, row in zip(step.sequences, step.rows, strict=True):
             got = next(results)
             if got.__class__ is RowResult and seq.output and seq.state is is_running:
                 name, tokens, text, logprobs, prompt_logprobs, finish, _ = got
                 if tokens and finish is None and row.count == 1 and name == seq.sequence_id:
                     seq.in_step -= 1
-                    if (row.start + 1) % size == 0:
-                        self._ledger.publish_computed(seq, row.start, row.start + 1)
+                    end = row.start + 1
+                    if end % size == 0:
+                        self._ledger.publish_computed(seq, end - 1, end)
+                    count = len(tokens)
                     seq.output += tokens
                     seq.num_pending -= 1
-                    seq.num_tokens += len(tokens) - 1
-                    self._completion_tokens += len(tokens)
+                    if count > 1:
+                        seq.num_tokens += count - 1
+                    self._completion_tokens += count
                     seq.credit.fill()
                     event = (seq.request_id, seq.choice, tokens, text, logprobs, prompt_logprobs)
-                    self._events.append(make(Tokens, event))
+                    emit(make(Tokens, event))
                     continue
             self._commit_row(seq, row, got, now)
             for child in step.forks.get(seq.sequence_id, ()):
