@@ -15,6 +15,7 @@ change the one step that is being planned.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from engine.core.lifecycle import State
@@ -27,7 +28,7 @@ from engine.core.plan import (
     Row,
     StepPlan,
 )
-from engine.core.policy import blocks_for, choose_victim
+from engine.core.policy import blocks_for, order_victims
 from engine.core.types import PlanId
 from engine.errors import EngineBug
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from engine.core.blocks import Reservation
     from engine.core.ledger import Ledger
-    from engine.core.sequence import Rank, Sequence
+    from engine.core.sequence import Sequence
     from engine.core.types import BlockId, SequenceId
 
 
@@ -298,17 +299,40 @@ class Planner:
         """``count`` blocks, preempting what comes after ``seq`` if allowed; None: not enough."""
         if count == 0:
             return ()
-        while (taken := self._ledger.take(self._step.reservation, count)) is None:
-            victim = self._victim_for(seq.rank) if may_preempt else None
-            if victim is None or victim is seq:
-                return None
-            self._preempt(victim)
+        taken = self._ledger.take(self._step.reservation, count)
+        if taken is None and may_preempt and (victims := self._victims_for(seq, count)):
+            for victim in victims:
+                self._preempt(victim)
+            taken = self._ledger.take(self._step.reservation, count)
         return taken
 
-    def _victim_for(self, rank: Rank) -> Sequence | None:
-        last = self._ledger.running[-1:]
-        running = [seq for seq in last if not seq.in_step]
-        return choose_victim(self._parked_residents(), running, rank)
+    def _victims_for(self, seq: Sequence, count: int) -> list[Sequence]:
+        """Whom to preempt so that ``count`` blocks are free for a running sequence; nobody if all
+        that may give way hold too few: they would take their places back at once."""
+        running = [other for other in self._ledger.running if not other.in_step]
+        lacking = count - self._ledger.pool.num_free
+        victims: list[Sequence] = []
+        released: Counter[BlockId] = Counter()
+        for victim in order_victims(self._parked_residents(), running, seq.rank):
+            victims.append(victim)
+            lacking -= self._frees(victim, released)
+            if lacking <= 0:
+                return victims
+        return []
+
+    def _frees(
+        self, victim: Sequence, released: Counter[BlockId], *, but: tuple[BlockId, ...] = ()
+    ) -> int:
+        """How many blocks can be taken once the victim has given its own back, after those in
+        ``released``, to which they are added: a block may be shared by several victims. ``but``:
+        those that whoever it gives way to will share."""
+        released.update(victim.blocks)
+        references = self._ledger.pool.references
+        return sum(
+            1
+            for block in victim.blocks
+            if references(block) == released[block] and block not in but
+        )
 
     def _parked_residents(self) -> list[Sequence]:
         return [
@@ -373,7 +397,7 @@ class Planner:
     def _victims_for_first(self) -> list[Sequence]:
         """Whom to preempt so that the first in line can start; empty if it can already, if what
         comes after it does not suffice, or if it would not start for all that: nobody gives way to
-        one that its reader or its deadline keeps, or that waits for a prefix.
+        one that its reader, its deadline or the step's budget keeps, or that waits for a prefix.
 
         A running sequence gives way only if it comes after the first in the admission order too:
         aging may have put it before, and it would take its place back at once. The first counts
@@ -396,23 +420,51 @@ class Planner:
         ]
         parked = sorted(self._parked_residents(), key=lambda seq: seq.rank)
         victims: list[Sequence] = []
+        released: Counter[BlockId] = Counter()
         candidates = later + parked if lacking > 0 else later
         while candidates and (lacking > 0 or seats_over > 0):
             victim = candidates.pop()
             if lacking <= 0 and victim.state is not State.RUNNING:
                 continue  # parked ones hold no seat
             victims.append(victim)
-            lacking -= self._freed_by(victim)
+            lacking -= self._frees(victim, released, but=matched)
+            if victim.state is State.RUNNING:
+                lacking -= self._promised(first, [victim])
             seats_over -= ledger.seats_of(victim) if victim.state is State.RUNNING else 0
-        return victims if lacking <= 0 and seats_over <= 0 else []
+        if lacking > 0 or seats_over > 0 or not self._has_tokens_left(victims):
+            return []
+        return victims
 
-    def _freed_by(self, victim: Sequence) -> int:
-        """By how much preempting it lowers a `_shortfall`: the blocks it holds alone, and what
-        a running one was promised."""
-        alone = sum(1 for block in victim.blocks if self._ledger.pool.references(block) == 1)
-        if victim.state is not State.RUNNING:
-            return alone
-        return alone + max(0, blocks_for(victim.num_tokens, self._size) - len(victim.blocks))
+    def _has_tokens_left(self, victims: list[Sequence]) -> bool:
+        """Running prompts leave some of the step's tokens, once the victims are gone; if not, it
+        is too early to preempt anybody."""
+        staying = [seq for seq in self._ledger.running if seq not in victims]
+        remaining = [seq.num_tokens - seq.num_computed for seq in staying]
+        room = self._config.max_num_batched_tokens - remaining.count(1)
+        return sum(count for count in remaining if count > 1) < min(self._prompt_limit, room)
+
+    def _still_needs(self, seq: Sequence, *, with_next: bool = False) -> int:
+        """Blocks that a sequence lacks for the tokens that are known, and for the choices that
+        fork from it (n > 1), which copy its last block if that is not full. ``with_next``: for the
+        token after those too, of each choice."""
+        length = seq.num_known
+        if with_next:
+            length = seq.num_tokens + (not seq.num_pending)
+        copies = len(seq.live.attached) if seq.choice == 0 else 0
+        if length % self._size == 0 and not with_next:
+            copies = 0
+        return max(0, blocks_for(length, self._size) + copies - len(seq.blocks))
+
+    def _promised(self, first: Sequence, running: list[Sequence]) -> int:
+        """Blocks that ``running`` still needs beside ``first``; the same before their rows are
+        planned and after. One that comes before ``first`` would preempt it for its next token, one
+        that comes after it can wait for that."""
+        size, needed = self._size, 0
+        for seq in running:  # once for each that may start: what has all it needs is passed over
+            may_fork = not seq.output and len(seq.live.sequences) > 1
+            if may_fork or len(seq.blocks) * size <= seq.num_tokens:
+                needed += self._still_needs(seq, with_next=seq.rank < first.rank)
+        return needed
 
     def _may_go_on(self, seq: Sequence) -> bool:
         return seq.is_known_to_worker or not self._only_begun
@@ -518,12 +570,9 @@ class Planner:
         Counting the whole, and what running prompts still need, keeps prompts from starting
         only to preempt each other half-way.
         """
-        pool, size = self._ledger.pool, self._size
-        promised = sum(
-            max(0, blocks_for(s.num_tokens, size) - len(s.blocks)) for s in self._ledger.running
-        )
-        copies = len(seq.live.attached) if seq.num_tokens % size else 0
-        needed = blocks_for(seq.num_tokens, size) - len(matched) + copies
+        pool = self._ledger.pool
+        promised = self._promised(seq, self._ledger.running)
+        needed = self._still_needs(seq) - len(matched)
         free_matched = sum(1 for block in matched if pool.references(block) == 0)
         return needed - (pool.num_free - free_matched - promised)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from collections.abc import Sequence as SequenceOf
 
     from engine.core.sequence import Rank, Sequence
     from engine.core.types import Request
@@ -27,23 +26,21 @@ def waiting_key(request: Request, now: float, aging_s: float, tie: int) -> tuple
     return (level, deadline, request.arrival, tie)
 
 
-def choose_victim(
-    parked: Iterable[Sequence], running: SequenceOf[Sequence], rank: Rank
-) -> Sequence | None:
-    """Who loses its blocks so that a sequence of ``rank`` gets them, or None.
+def order_victims(
+    parked: Iterable[Sequence], running: Iterable[Sequence], rank: Rank
+) -> list[Sequence]:
+    """Who may lose its blocks so that a sequence of ``rank`` gets them, the first to go first.
 
     Parked ones first, newest first: whoever does not read costs nobody else anything, so a
     parked sequence gives way even to a newer one (D6 lets a sequence preempt only what comes
-    after it; parked counts as after every running one). Then the running one that comes last
-    by (priority, arrival), if that is after ``rank``: the oldest always goes on.
-    ``running`` is sorted by rank.
+    after it; parked counts as after every running one). Then the running ones that come after
+    ``rank`` by (priority, arrival), the last first: the oldest always goes on.
     """
-    victim = max(parked, key=lambda seq: seq.rank, default=None)
-    if victim is not None:
-        return victim
-    if running and running[-1].rank > rank:
-        return running[-1]
-    return None
+    later = [seq for seq in running if seq.rank > rank]
+    return [
+        *sorted(parked, key=lambda seq: seq.rank, reverse=True),
+        *sorted(later, key=lambda seq: seq.rank, reverse=True),
+    ]
 
 
 def retry_after(queued_tokens: int, tokens_per_s: float) -> float:

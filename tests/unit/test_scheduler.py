@@ -287,6 +287,29 @@ def test_nobody_gives_way_if_the_first_in_line_still_could_not_start():
     assert driver.scheduler.statistics().running == 2
 
 
+@pytest.mark.parametrize(("new", "gives_way"), [(6, ["later"]), (7, []), (8, [])])
+def test_blocks_that_the_first_in_line_would_share_do_not_count_as_given_up(new, gives_way):
+    """The later one holds four, of which the first in line finds two in the cache: it lacks new
+    ones, and of those only two come free. Found by the simulator's seed 5086."""
+    driver = Driver(
+        block_size=4,
+        num_blocks=24,
+        max_model_len=96,
+        max_num_seqs=8,
+        max_num_batched_tokens=200,
+        prepared_plans=False,
+    )
+    driver.submit(make_request("older", range(100, 160), max_tokens=9))
+    driver.submit(make_request("later", range(1, 17), max_tokens=9, arrival=1.0, priority=1))
+    driver.step()
+    prompt = [*range(1, 9), *range(200, 200 + 4 * new)]
+    driver.submit(make_request("first", prompt, max_tokens=2, arrival=2.0))
+    plan = driver.begin_step()
+    assert preempted(driver) == gives_way
+    assert [one.prompt for one in plan.admitted] == [tuple(prompt)] * len(gives_way)
+    driver.end_step()
+
+
 def test_nobody_gives_way_to_one_whose_place_in_the_line_is_not_brought_up_to_date_yet():
     """Both are old enough for the next level; the line, which is sorted once a second, would put
     whoever joins it now first. Found by the simulator's seed 602."""

@@ -60,12 +60,12 @@ MUTANTS = (
         seed=2,
     ),
     Mutant(
-        "the oldest gives way to the newest",
+        "no running sequence gives way to an older one",
         planner,
-        "choose_victim",
-        "running[-1].rank > rank",
-        "running[-1].rank < rank",
-        seed=18,
+        "order_victims",
+        "if seq.rank > rank",
+        "if False",
+        seed=27,
     ),
     Mutant("a command wakes nobody", loop.EngineLoop, "post", "self._wake.set()", "pass"),
     Mutant(
@@ -148,6 +148,14 @@ MUTANTS = (
         "_victims_for_first",
         "if seq.rank > first.rank and ledger.waiting_key_of(seq, self._now) > key",
         "if seq.rank > first.rank",
+    ),
+    Mutant(
+        "room is made as if nobody had a next token",
+        planner.Planner,
+        "_promised",
+        "with_next=seq.rank < first.rank",
+        "with_next=bool(seq.num_pending) and seq.rank < first.rank",
+        seed=83,
     ),
     Mutant(
         "a step's prompts take as long as they take",

@@ -224,12 +224,9 @@ class CoreWatch:
         plan, events = make(now)
         rows = () if plan is None else plan.rows
         lost = {event.sequence for event in events if isinstance(event, Preempted)}
-        began = {row.sequence for row in rows if row.blocks is not None and not row.blocks.keep}
-        grew = {row.sequence for row in rows if row.blocks is not None and row.blocks.keep}
-        # with others, there was more room than it seemed; one that grew may have taken a block of
-        # those lost, of which the rest is enough for the one that had them
-        if lost & began == began != set() and not grew:
-            self._tell(f"{began} gave way for nobody, and took their places back", "plan")
+        got = {row.sequence for row in rows if row.blocks is not None or row.children}
+        if lost and not got - lost:
+            self._tell(f"{lost} gave way for nobody", "plan")
         if plan is not None:
             self._tell(self._pace_of(scheduler).planned(plan, now), "plan")
         return plan, events
