@@ -40,7 +40,7 @@ struct Model {
 // [num_tokens][rotary_width / 2].
 struct Step {
     Rows rows;
-    const int64_t *ids, *keep;
+    const int64_t *ids, *keep;  // keep: whose logits are computed, ascending
     const float *const *cosines, *const *sines;
     int64_t rotary_width, num_kept, num_threads;
     float *logits;  // [num_kept][vocab]
@@ -176,10 +176,10 @@ static void embed(const Model &model, const Step &step, float *residual) {
 }
 
 template <class T>
-static void norm_rows(const Model &model, const Step &step, const float *from, const float *weight,
-                      T *to, long depth) {
+static void norm_rows(const Model &model, long rows, const float *from, const float *weight, T *to,
+                      long depth) {
 #pragma omp for
-    for (long token = 0; token < step.rows.num_tokens; token++)
+    for (long token = 0; token < rows; token++)
         norm(from + token * model.hidden, weight, model.eps, model.hidden, to + token * depth);
 }
 
@@ -275,9 +275,8 @@ static void project_and_add(const Linear &layer, const T *x, long ldx, long rows
 
 // A branch's last product, normed where the model says so, onto the residual.
 template <class T>
-static void end_branch(const Model &model, const Step &step, const Linear &layer, const T *x,
-                       long ldx, const float *after, const Buffers<T> &has, Scratch &scratch) {
-    const long rows = step.rows.num_tokens;
+static void end_branch(const Model &model, long rows, const Linear &layer, const T *x, long ldx,
+                       const float *after, const Buffers<T> &has, Scratch &scratch) {
     if (!after) {
         project_and_add(layer, x, ldx, rows, model.residual_scale, has.residual, scratch);
         return;
@@ -294,9 +293,9 @@ static void end_branch(const Model &model, const Step &step, const Linear &layer
 
 // Panels of gate and up take turns, so that one task has both.
 template <class T>
-static void gate(const Model &model, const Layer &layer, const Step &step, const Buffers<T> &has,
+static void gate(const Model &model, const Layer &layer, long rows, const Buffers<T> &has,
                  Scratch &scratch) {
-    linear(layer.gate_up, has.normed, has.normed_depth, step.rows.num_tokens, scratch,
+    linear(layer.gate_up, has.normed, has.normed_depth, rows, scratch,
            [&](long row, long count, long panel, long panels, const float *sums_) {
                for (long m = 0; m < count; m++)
                    for (long n = 0; n < panels; n += 2) {
@@ -311,20 +310,41 @@ static void gate(const Model &model, const Layer &layer, const Step &step, const
            });
 }
 
+// Moves the rows whose logits are asked for to the front, in order (``keep`` ascends).
 template <class T>
-static void run_layer(const Model &model, const Layer &layer, const Step &step,
+static void gather_kept(const Model &model, const Step &step, const Buffers<T> &has) {
+#pragma omp single
+    for (long i = 0; i < step.num_kept; i++) {
+        const long from = step.keep[i];
+        if (from == i) continue;
+        memcpy(has.residual + i * model.hidden, has.residual + from * model.hidden,
+               model.hidden * sizeof(float));
+        memcpy(has.attended + i * has.attended_depth, has.attended + from * has.attended_depth,
+               has.attended_depth * sizeof(T));
+    }
+}
+
+// In the last layer a row whose logits nobody asks for has all it is for with its keys and values:
+// of a prompt's thousand rows one goes on. The others' rows of ``residual`` hold anything then.
+template <class T>
+static void run_layer(const Model &model, const Layer &layer, const Step &step, bool is_last,
                       const Buffers<T> &has, Scratch &scratch, Gathered<T> &gathered) {
-    const long rows = step.rows.num_tokens;
-    norm_rows(model, step, has.residual, layer.before_attention, has.normed, has.normed_depth);
+    long rows = step.rows.num_tokens;
+    norm_rows(model, rows, has.residual, layer.before_attention, has.normed, has.normed_depth);
     project(layer.qkv, has.normed, has.normed_depth, rows, has.qkv, scratch);
     prepare_attention(model, layer, step, has);
+    if (is_last && !step.num_kept) return;
     attend<T>(layer.attention, step.rows, has.plan, has.qkv, has.qkv_width, has.attended,
               has.attended_depth, gathered);
-    end_branch(model, step, layer.output, has.attended, has.attended_depth, layer.after_attention,
+    if (is_last) {
+        gather_kept(model, step, has);
+        rows = step.num_kept;
+    }
+    end_branch(model, rows, layer.output, has.attended, has.attended_depth, layer.after_attention,
                has, scratch);
-    norm_rows(model, step, has.residual, layer.before_mlp, has.normed, has.normed_depth);
-    gate(model, layer, step, has, scratch);
-    end_branch(model, step, layer.down, has.gated, has.gated_depth, layer.after_mlp, has, scratch);
+    norm_rows(model, rows, has.residual, layer.before_mlp, has.normed, has.normed_depth);
+    gate(model, layer, rows, has, scratch);
+    end_branch(model, rows, layer.down, has.gated, has.gated_depth, layer.after_mlp, has, scratch);
 }
 
 template <class T>
@@ -333,7 +353,7 @@ static void run_head(const Model &model, const Step &step, const Buffers<T> &has
     if (!step.num_kept) return;
 #pragma omp for
     for (long i = 0; i < step.num_kept; i++)
-        norm(has.residual + step.keep[i] * model.hidden, model.final_norm, model.eps, model.hidden,
+        norm(has.residual + i * model.hidden, model.final_norm, model.eps, model.hidden,
              has.last + i * has.normed_depth);
     linear(model.head, has.last, has.normed_depth, step.num_kept, scratch,
            [&](long row, long count, long panel, long panels, const float *sums_) {
@@ -372,7 +392,8 @@ static int run_step(const Model &model, const Step &step, Arena &arena) {
         Gathered<T> &gathered = has.gathered[omp_get_thread_num()];
         embed<T>(model, step, has.residual);
         for (long i = 0; i < model.num_layers; i++)
-            run_layer(model, model.layers[i], step, has, scratch, gathered);
+            run_layer(model, model.layers[i], step, i + 1 == model.num_layers, has, scratch,
+                      gathered);
         run_head(model, step, has, scratch);
     }
     return 0;
