@@ -33,7 +33,7 @@ from engine.core.types import PlanId
 from engine.errors import EngineBug
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from engine.core.blocks import Reservation
     from engine.core.ledger import Ledger
@@ -321,7 +321,7 @@ class Planner:
         return []
 
     def _frees(
-        self, victim: Sequence, released: Counter[BlockId], *, but: tuple[BlockId, ...] = ()
+        self, victim: Sequence, released: Counter[BlockId], *, but: Collection[BlockId] = ()
     ) -> int:
         """How many blocks can be taken once the victim has given its own back, after those in
         ``released``, to which they are added: a block may be shared by several victims. ``but``:
@@ -421,13 +421,14 @@ class Planner:
         parked = sorted(self._parked_residents(), key=lambda seq: seq.rank)
         victims: list[Sequence] = []
         released: Counter[BlockId] = Counter()
+        shared = frozenset(matched)
         candidates = later + parked if lacking > 0 else later
         while candidates and (lacking > 0 or seats_over > 0):
             victim = candidates.pop()
             if lacking <= 0 and victim.state is not State.RUNNING:
                 continue  # parked ones hold no seat
             victims.append(victim)
-            lacking -= self._frees(victim, released, but=matched)
+            lacking -= self._frees(victim, released, but=shared)
             if victim.state is State.RUNNING:
                 lacking -= self._promised(first, [victim])
             seats_over -= ledger.seats_of(victim) if victim.state is State.RUNNING else 0
@@ -438,10 +439,19 @@ class Planner:
     def _has_tokens_left(self, victims: list[Sequence]) -> bool:
         """Running prompts leave some of the step's tokens, once the victims are gone; if not, it
         is too early to preempt anybody."""
-        staying = [seq for seq in self._ledger.running if seq not in victims]
-        remaining = [seq.num_tokens - seq.num_computed for seq in staying]
-        room = self._config.max_num_batched_tokens - remaining.count(1)
-        return sum(count for count in remaining if count > 1) < min(self._prompt_limit, room)
+        room, wanted, score_left = self._config.max_num_batched_tokens, 0, SCORED_TOKENS_MAX
+        for seq in self._ledger.running:
+            if seq in victims:
+                continue
+            count = seq.num_tokens - seq.num_computed
+            if seq.is_scoring:  # as `_chunk_of`
+                count = min(count, max(1, score_left))
+                score_left -= count
+            if count == 1:
+                room -= 1
+            else:
+                wanted += count
+        return wanted < min(self._prompt_limit, room)
 
     def _still_needs(self, seq: Sequence, *, with_next: bool = False) -> int:
         """Blocks that a sequence lacks for the tokens that are known, and for the choices that
@@ -456,9 +466,9 @@ class Planner:
         return max(0, blocks_for(length, self._size) + copies - len(seq.blocks))
 
     def _promised(self, first: Sequence, running: list[Sequence]) -> int:
-        """Blocks that ``running`` still needs beside ``first``; the same before their rows are
-        planned and after. One that comes before ``first`` would preempt it for its next token, one
-        that comes after it can wait for that."""
+        """Blocks that ``running`` still needs beside ``first``; where no step is in flight, the
+        same before their rows are planned and after. One that comes before ``first`` would preempt
+        it for its next token, one that comes after it can wait for that."""
         size, needed = self._size, 0
         for seq in running:  # once for each that may start: what has all it needs is passed over
             may_fork = not seq.output and len(seq.live.sequences) > 1

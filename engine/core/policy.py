@@ -34,13 +34,11 @@ def order_victims(
     Parked ones first, newest first: whoever does not read costs nobody else anything, so a
     parked sequence gives way even to a newer one (D6 lets a sequence preempt only what comes
     after it; parked counts as after every running one). Then the running ones that come after
-    ``rank`` by (priority, arrival), the last first: the oldest always goes on.
+    ``rank`` by (priority, arrival), the last first: the oldest always goes on. ``running`` is
+    sorted by rank.
     """
     later = [seq for seq in running if seq.rank > rank]
-    return [
-        *sorted(parked, key=lambda seq: seq.rank, reverse=True),
-        *sorted(later, key=lambda seq: seq.rank, reverse=True),
-    ]
+    return sorted(parked, key=lambda seq: seq.rank, reverse=True) + later[::-1]
 
 
 def retry_after(queued_tokens: int, tokens_per_s: float) -> float:

@@ -31,8 +31,8 @@ def root_key(namespace: str, salt: str) -> bytes:
 
 
 def extend_keys(keys: list[bytes], root: bytes, tokens: Sequence[int], block_size: int) -> None:
-    """Append the keys of the full blocks of ``tokens``: the ids that come after those of the
-    blocks that ``keys`` has already."""
+    """Append the keys of the full blocks of ``tokens``, the first of which is the sequence's token
+    number ``len(keys) * block_size``."""
     key = keys[-1] if keys else root
     for start in range(0, len(tokens) - block_size + 1, block_size):
         own = array("I", tokens[start : start + block_size])

@@ -40,7 +40,7 @@ struct Model {
 // [num_tokens][rotary_width / 2].
 struct Step {
     Rows rows;
-    const int64_t *ids, *keep;  // keep: whose logits are computed, ascending
+    const int64_t *ids, *keep;  // keep: whose logits are computed, strictly ascending
     const float *const *cosines, *const *sines;
     int64_t rotary_width, num_kept, num_threads;
     float *logits;  // [num_kept][vocab]
@@ -310,7 +310,7 @@ static void gate(const Model &model, const Layer &layer, long rows, const Buffer
            });
 }
 
-// Moves the rows whose logits are asked for to the front, in order (``keep`` ascends).
+// Moves the rows whose logits are asked for to the front, in place (``keep`` ascends strictly).
 template <class T>
 static void gather_kept(const Model &model, const Step &step, const Buffers<T> &has) {
 #pragma omp single

@@ -211,7 +211,7 @@ class NativeDecoder(torch.nn.Module):
         self,
         input_ids: torch.Tensor,  # [1, num_tokens] int64
         position_ids: torch.Tensor,  # [1, num_tokens] int64
-        logits_to_keep: torch.Tensor,  # [num_kept] int64, ascending
+        logits_to_keep: torch.Tensor,  # [num_kept] int64, strictly ascending
         **keywords: Any,
     ) -> Output:
         """The step's one forward.

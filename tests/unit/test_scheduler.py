@@ -310,6 +310,28 @@ def test_blocks_that_the_first_in_line_would_share_do_not_count_as_given_up(new,
     driver.end_step()
 
 
+def test_a_long_prompt_that_is_scored_leaves_tokens_to_the_first_in_line():
+    """It takes 64 of them a step, whatever is left of it; the others are the first in line's, and
+    so is the room of a later one."""
+    driver = Driver(
+        block_size=4,
+        num_blocks=50,
+        max_model_len=200,
+        max_num_seqs=8,
+        max_num_batched_tokens=90,
+        prepared_plans=False,
+    )
+    scored = Sampling(temperature=0.0, prompt_logprobs=0)
+    driver.submit(make_request("scored", range(1, 161), max_tokens=1, sampling=scored))
+    driver.submit(make_request("later", range(200, 216), max_tokens=9, arrival=1.0, priority=1))
+    driver.step()
+    driver.submit(make_request("first", range(220, 244), max_tokens=2, arrival=2.0))
+    plan = driver.begin_step()
+    assert preempted(driver) == ["later"]
+    assert [one.prompt[0] for one in plan.admitted] == [220]
+    driver.end_step()
+
+
 def test_nobody_gives_way_to_one_whose_place_in_the_line_is_not_brought_up_to_date_yet():
     """Both are old enough for the next level; the line, which is sorted once a second, would put
     whoever joins it now first. Found by the simulator's seed 602."""
