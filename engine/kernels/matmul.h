@@ -135,7 +135,7 @@ struct Tiles {
 
 // The sums of a block, in registers. The loops over them are unrolled by request: GCC else unrolls
 // them after it has given the array a place on the stack, through which every sum then goes at the
-// begin and end of a block (7 % of a prompt's time).
+// begin and end of a block.
 template <int ROWS, int PANELS>
 struct Sums {
     v16 of[ROWS][PANELS];
