@@ -418,20 +418,20 @@ class Planner:
             for seq in ledger.running
             if seq.rank > first.rank and ledger.waiting_key_of(seq, self._now) > key
         ]
-        parked = sorted(self._parked_residents(), key=lambda seq: seq.rank)
+        parked = self._parked_residents() if lacking > 0 else []
         victims: list[Sequence] = []
         released: Counter[BlockId] = Counter()
         shared = frozenset(matched)
-        candidates = later + parked if lacking > 0 else later
-        while candidates and (lacking > 0 or seats_over > 0):
-            victim = candidates.pop()
+        for victim in order_victims(parked, later, first.rank):
+            if lacking <= 0 and seats_over <= 0:
+                break
             if lacking <= 0 and victim.state is not State.RUNNING:
                 continue  # parked ones hold no seat
             victims.append(victim)
             lacking -= self._frees(victim, released, but=shared)
             if victim.state is State.RUNNING:
-                lacking -= self._promised(first, [victim])
-            seats_over -= ledger.seats_of(victim) if victim.state is State.RUNNING else 0
+                lacking -= self._still_needs(victim)
+                seats_over -= ledger.seats_of(victim)
         if lacking > 0 or seats_over > 0 or not self._has_tokens_left(victims):
             return []
         return victims
@@ -457,20 +457,18 @@ class Planner:
         """Blocks that a sequence lacks for the tokens that are known, and for the choices that
         fork from it (n > 1), which copy its last block if that is not full. ``with_next``: for the
         token after those too, of each choice."""
-        length = seq.num_known
-        if with_next:
-            length = seq.num_tokens + (not seq.num_pending)
-        copies = len(seq.live.attached) if seq.choice == 0 else 0
-        if length % self._size == 0 and not with_next:
-            copies = 0
+        length = seq.num_tokens + (not seq.num_pending) if with_next else seq.num_known
+        has_own_last = with_next or length % self._size != 0
+        copies = len(seq.live.attached) if has_own_last and seq.choice == 0 else 0
         return max(0, blocks_for(length, self._size) + copies - len(seq.blocks))
 
-    def _promised(self, first: Sequence, running: list[Sequence]) -> int:
-        """Blocks that ``running`` still needs beside ``first``; where no step is in flight, the
+    def _promised(self, first: Sequence) -> int:
+        """Blocks that what runs still needs beside ``first``; where no step is in flight, the
         same before their rows are planned and after. One that comes before ``first`` would preempt
         it for its next token, one that comes after it can wait for that."""
         size, needed = self._size, 0
-        for seq in running:  # once for each that may start: what has all it needs is passed over
+        # asked for each that may start: what has all it needs is passed over
+        for seq in self._ledger.running:
             may_fork = not seq.output and len(seq.live.sequences) > 1
             if may_fork or len(seq.blocks) * size <= seq.num_tokens:
                 needed += self._still_needs(seq, with_next=seq.rank < first.rank)
@@ -581,7 +579,7 @@ class Planner:
         only to preempt each other half-way.
         """
         pool = self._ledger.pool
-        promised = self._promised(seq, self._ledger.running)
+        promised = self._promised(seq)
         needed = self._still_needs(seq) - len(matched)
         free_matched = sum(1 for block in matched if pool.references(block) == 0)
         return needed - (pool.num_free - free_matched - promised)

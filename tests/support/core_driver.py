@@ -12,7 +12,6 @@ from engine.core.events import (
     Admitted,
     Cancel,
     Finished,
-    Preempted,
     ReaderDrained,
     Refused,
     StepDone,
@@ -25,6 +24,7 @@ from engine.core.plan import FailureKind, StepFailure
 from engine.core.scheduler import Scheduler
 from engine.core.types import EndReason, Request, RequestId, Sampling, Stops
 from engine.model.fake import EOS, FakeRunner, FakeScript, digest_after, next_token
+from tools.simulator.watch import gave_way_for_nobody
 
 
 def expected_tokens(prompt, *, count, seed=None, choice=0, eos_at=None):
@@ -105,7 +105,7 @@ class Driver:
         self.in_flight = plan
         if plan is not None:
             self._check_starts(plan)
-            self._check_that_nobody_gave_way_for_nothing(plan, events)
+            assert not gave_way_for_nobody(plan, events)
             self.scheduler.prepare(self.now)  # as the loop does while the step runs
             self.scheduler.check()
         return plan
@@ -116,14 +116,6 @@ class Driver:
         for live in self.scheduler._ledger.requests.values():
             if live.parent.sequence_id in starts and live.request.deadline is not None:
                 assert live.request.deadline > self.now, f"{live.request} is started too late"
-
-    @staticmethod
-    def _check_that_nobody_gave_way_for_nothing(plan, events):
-        """Who lost its blocks to a plan lost them to a row of that plan: if nobody else got any,
-        work was thrown away, and may be again in the next."""
-        lost = {event.sequence for event in events if isinstance(event, Preempted)}
-        got = {row.sequence for row in plan.rows if row.blocks is not None or row.children}
-        assert not lost or got - lost, f"{lost} gave way for nobody"
 
     def end_step(self):
         plan, self.in_flight = self.in_flight, None

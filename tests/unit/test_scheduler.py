@@ -229,17 +229,17 @@ def test_phases_add_up_to_a_choice_s_life(driver):
 # ---- who gives way to the first in line ------------------------------------------------------
 
 
-def crowded(num_blocks, *, max_num_seqs=8, max_model_len=16):
-    """A pool of blocks of one token: every count in these tests is exact."""
-    return Driver(
-        block_size=1,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=64,
-        prefix_cache=False,
-        prepared_plans=False,
-    )
+def crowded(num_blocks, **config):
+    """A pool of blocks of one token, if nothing else is said: every count here is exact."""
+    exact = {
+        "block_size": 1,
+        "max_model_len": 16,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "prefix_cache": False,
+        "prepared_plans": False,
+    }
+    return Driver(num_blocks=num_blocks, **(exact | config))
 
 
 def preempted(driver):
@@ -291,13 +291,8 @@ def test_nobody_gives_way_if_the_first_in_line_still_could_not_start():
 def test_blocks_that_the_first_in_line_would_share_do_not_count_as_given_up(new, gives_way):
     """The later one holds four, of which the first in line finds two in the cache: it lacks new
     ones, and of those only two come free. Found by the simulator's seed 5086."""
-    driver = Driver(
-        block_size=4,
-        num_blocks=24,
-        max_model_len=96,
-        max_num_seqs=8,
-        max_num_batched_tokens=200,
-        prepared_plans=False,
+    driver = crowded(
+        24, block_size=4, max_model_len=96, max_num_batched_tokens=200, prefix_cache=True
     )
     driver.submit(make_request("older", range(100, 160), max_tokens=9))
     driver.submit(make_request("later", range(1, 17), max_tokens=9, arrival=1.0, priority=1))
@@ -313,13 +308,8 @@ def test_blocks_that_the_first_in_line_would_share_do_not_count_as_given_up(new,
 def test_a_long_prompt_that_is_scored_leaves_tokens_to_the_first_in_line():
     """It takes 64 of them a step, whatever is left of it; the others are the first in line's, and
     so is the room of a later one."""
-    driver = Driver(
-        block_size=4,
-        num_blocks=50,
-        max_model_len=200,
-        max_num_seqs=8,
-        max_num_batched_tokens=90,
-        prepared_plans=False,
+    driver = crowded(
+        50, block_size=4, max_model_len=200, max_num_batched_tokens=90, prefix_cache=True
     )
     scored = Sampling(temperature=0.0, prompt_logprobs=0)
     driver.submit(make_request("scored", range(1, 161), max_tokens=1, sampling=scored))
@@ -354,14 +344,7 @@ def test_nobody_gives_way_to_one_whose_place_in_the_line_is_not_brought_up_to_da
 
 def test_a_cached_prefix_counts_once_against_the_free_blocks():
     """Nearly all blocks are needed, two thirds of them cached and free: it starts at once."""
-    driver = Driver(
-        block_size=1,
-        num_blocks=16,
-        max_model_len=16,
-        max_num_seqs=2,
-        max_num_batched_tokens=64,
-        prepared_plans=False,
-    )
+    driver = crowded(16, max_num_seqs=2, prefix_cache=True)
     driver.submit(make_request("before", range(1, 12), max_tokens=1))
     driver.run()
     driver.submit(make_request("after", range(1, 16), max_tokens=1))
@@ -438,14 +421,7 @@ def test_the_phase_of_a_request_is_where_its_first_choice_is(driver):
 
 
 def test_what_is_computed_again_after_a_preemption_is_found_by_others():
-    driver = Driver(
-        block_size=2,
-        num_blocks=16,
-        max_model_len=32,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        prepared_plans=False,
-    )
+    driver = crowded(16, block_size=2, max_model_len=32, max_num_seqs=4, prefix_cache=True)
     driver.submit(make_request("late", range(1, 13), max_tokens=9, arrival=2.0, priority=1))
     driver.step()
     driver.step()

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from engine.core.encode_types import EncodePlan
     from engine.core.events import InputEvent, OutputEvent
     from engine.core.lifecycle import Event
+    from engine.core.types import SequenceId
 
     _Planned = tuple[StepPlan | None, list[OutputEvent]]
     _EncodePlanned = tuple[EncodePlan | None, list[OutputEvent]]
@@ -53,6 +54,15 @@ EVENTS_PER_REQUEST = 500  # the worst of 1000 drawn worlds needs 60; beyond it s
 
 class Violation(AssertionError):
     """A watcher saw what must never happen."""
+
+
+def gave_way_for_nobody(plan: StepPlan | None, events: list[OutputEvent]) -> set[SequenceId]:
+    """Who lost its blocks to a plan in which nobody else gets any: work was thrown away, and may be
+    again in the next. ``events``: what planning it caused."""
+    rows = () if plan is None else plan.rows
+    lost = {event.sequence for event in events if isinstance(event, Preempted)}
+    got = {row.sequence for row in rows if row.blocks is not None or row.children}
+    return set() if got - lost else lost
 
 
 @dataclass
@@ -222,10 +232,7 @@ class CoreWatch:
     ) -> _Planned:
         self._cause, self._planner = "plan", scheduler
         plan, events = make(now)
-        rows = () if plan is None else plan.rows
-        lost = {event.sequence for event in events if isinstance(event, Preempted)}
-        got = {row.sequence for row in rows if row.blocks is not None or row.children}
-        if lost and not got - lost:
+        if lost := gave_way_for_nobody(plan, events):
             self._tell(f"{lost} gave way for nobody", "plan")
         if plan is not None:
             self._tell(self._pace_of(scheduler).planned(plan, now), "plan")
