@@ -18,12 +18,12 @@ from engine.errors import EngineBug
 class Credit:
     """Message slots of one stream. Not thread-safe: lives on the engine's thread.
 
-    ``capacity`` is at least 1; ``free``, ``reserved`` and ``filled`` always add up to it and are
-    read-only outside. ``starved`` is set by `mark_starved` when a reservation failed
-    and cleared by the first `release` after it, which returns True.
+    ``capacity`` is at least 1; ``free``, ``reserved`` and ``filled`` are read-only outside.
+    ``starved`` is set by `mark_starved` when a reservation failed and cleared by the first
+    `release` after it, which returns True.
     """
 
-    __slots__ = ("beside", "capacity", "filled", "free", "reserved", "starved")
+    __slots__ = ("beside", "capacity", "free", "reserved", "starved")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -32,18 +32,21 @@ class Credit:
         self.beside = 0  # slots of the capacity that no plan ever gets
         self.free = capacity  # slots that neither hold a message nor are promised to a plan
         self.reserved = 0  # slots promised to plans in flight
-        self.filled = 0  # messages made and not yet taken by the reader
         self.starved = False
 
     def __repr__(self) -> str:
         return f"<Credit {self.filled}+{self.reserved}/{self.capacity}>"
+
+    @property
+    def filled(self) -> int:
+        """Messages made and not yet taken by the reader."""
+        return self.capacity - self.free - self.reserved
 
     def widen(self, count: int) -> None:
         """Add ``count`` slots for messages that come beside those of plans: as if they were made
         already, and waited for the reader."""
         self.capacity += count
         self.beside += count
-        self.filled += count
 
     def try_reserve(self, count: int = 1) -> bool:
         """Promise ``count`` slots to a plan, all or none."""
@@ -65,7 +68,6 @@ class Credit:
         if count > self.reserved:
             raise EngineBug(f"{count} slots filled of {self.reserved} reserved")
         self.reserved -= count
-        self.filled += count
 
     def mark_starved(self) -> None:
         """Ask the reader's side to report its next release."""
@@ -75,7 +77,6 @@ class Credit:
         """The reader took ``count`` messages. True: somebody waits to hear of it (once)."""
         if count > self.filled:
             raise EngineBug(f"{count} messages released of {self.filled} filled")
-        self.filled -= count
         self.free += count
         was_starved = self.starved
         if count:

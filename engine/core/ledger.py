@@ -163,7 +163,8 @@ class Ledger:
     def take(self, reservation: Reservation, count: int) -> tuple[BlockId, ...] | None:
         """Fresh blocks, with the cache told of what they held."""
         taken = self.pool.take(reservation, count)
-        self.cache.forget(self.pool.drain_reused())
+        if reused := self.pool.drain_reused():
+            self.cache.forget(reused)
         return taken
 
     def extend_keys(self, seq: Sequence, num_tokens: int) -> list[bytes]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -90,6 +91,9 @@ class Row(NamedTuple):
     children: tuple[ChildFork, ...] = ()
 
 
+_COUNT = itemgetter(Row._fields.index("count"))
+
+
 class ChildFork(NamedTuple):
     """A choice that starts as a copy of its parent's prompt: its id, choice index and the
     whole block table it has after the step (shared full blocks, then its own copy)."""
@@ -126,7 +130,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens the forward computes: the sum over the rows."""
-        return sum(row.count for row in self.rows)
+        return sum(map(_COUNT, self.rows))
 
 
 class RowResult(NamedTuple):

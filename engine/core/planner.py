@@ -189,10 +189,12 @@ class Planner:
             is_decode = num_decoded > 0 and known - start == 1
             if is_decode and seq.credit.try_reserve():
                 delta = None
-                if start >= len(seq.blocks) * size and (delta := self._take_next(seq)) is None:
-                    seq.credit.cancel()
-                    self._plan_running(seq)
-                    continue
+                if not start % size and start >= len(seq.blocks) * size:
+                    delta = self._take_next(seq)
+                    if delta is None:
+                        seq.credit.cancel()
+                        self._plan_running(seq)
+                        continue
                 rows.append(make(Row, (seq.sequence_id, start, 1, delta, last, ())))
                 sequences.append(seq)
                 seq.in_step += 1

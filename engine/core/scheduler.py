@@ -386,14 +386,15 @@ class Scheduler:
         the general way that all else takes."""
         results = iter(result.rows)
         size, is_running, make = self.config.block_size, State.RUNNING, tuple.__new__
-        emit = self._events.append
+        emit, num_sampled = self._events.append, 0
         for seq, row in zip(step.sequences, step.rows, strict=True):
             got = next(results)
             if got.__class__ is RowResult and seq.output and seq.state is is_running:
                 name, tokens, text, logprobs, prompt_logprobs, finish, _ = got
-                if tokens and finish is None and row.count == 1 and name == seq.sequence_id:
+                _, start, computed, _, _, _ = row
+                if tokens and finish is None and computed == 1 and name == seq.sequence_id:
                     seq.in_step -= 1
-                    end = row.start + 1
+                    end = start + 1
                     if end % size == 0:
                         self._ledger.publish_computed(seq, end - 1, end)
                     count = len(tokens)
@@ -401,7 +402,7 @@ class Scheduler:
                     seq.num_pending -= 1
                     if count > 1:
                         seq.num_tokens += count - 1
-                    self._completion_tokens += count
+                    num_sampled += count
                     seq.credit.fill()
                     event = (seq.request_id, seq.choice, tokens, text, logprobs, prompt_logprobs)
                     emit(make(Tokens, event))
@@ -410,6 +411,7 @@ class Scheduler:
             for child in step.forks.get(seq.sequence_id, ()):
                 child.in_step -= 1
                 self._take_result(child, next(results), now, has_slot=True)
+        self._completion_tokens += num_sampled
 
     def _commit_row(
         self, seq: Sequence, row: Row, result: RowResult | RowFailure, now: float
