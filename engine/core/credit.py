@@ -18,7 +18,8 @@ from engine.errors import EngineBug
 class Credit:
     """Message slots of one stream. Not thread-safe: lives on the engine's thread.
 
-    ``capacity`` is at least 1; ``free``, ``reserved`` and ``filled`` are read-only outside.
+    ``capacity`` is at least 1. ``free``, ``reserved`` and ``filled`` are read-only outside, except
+    that the two loops over a step's decodes reserve and fill a slot in place, for the calls' cost.
     ``starved`` is set by `mark_starved` when a reservation failed and cleared by the first
     `release` after it, which returns True.
     """

@@ -171,7 +171,8 @@ class Ledger:
         """The keys of the sequence's full blocks within its first ``num_tokens`` tokens."""
         size, keys = self.config.block_size, seq.keys
         if len(keys) < num_tokens // size:
-            assert num_tokens <= seq.num_known, f"{seq}: a block's key needs all of its tokens"
+            known = seq.num_tokens - seq.num_pending
+            assert num_tokens <= known, f"{seq}: a block's key needs all of its tokens"
             # what has its key is not looked at again: a block costs the same at every length
             extend_keys(keys, seq.live.root, seq.tokens(len(keys) * size, num_tokens), size)
         return keys

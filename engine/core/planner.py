@@ -187,12 +187,15 @@ class Planner:
             if num_decoded >= seq.max_tokens:
                 continue  # the token that the step in flight samples is its last
             is_decode = num_decoded > 0 and known - start == 1
-            if is_decode and seq.credit.try_reserve():
+            credit = seq.credit
+            if is_decode and credit.free:
+                credit.free -= 1  # `Credit.try_reserve`, without the call
+                credit.reserved += 1
                 delta = None
                 if not start % size and start >= len(seq.blocks) * size:
                     delta = self._take_next(seq)
                     if delta is None:
-                        seq.credit.cancel()
+                        credit.cancel()
                         self._plan_running(seq)
                         continue
                 rows.append(make(Row, (seq.sequence_id, start, 1, delta, last, ())))

@@ -403,7 +403,7 @@ class Scheduler:
                     if count > 1:
                         seq.num_tokens += count - 1
                     num_sampled += count
-                    seq.credit.fill()
+                    seq.credit.reserved -= 1  # `Credit.fill`, without the call
                     event = (seq.request_id, seq.choice, tokens, text, logprobs, prompt_logprobs)
                     emit(make(Tokens, event))
                     continue
@@ -587,6 +587,12 @@ class Scheduler:
         rows.update(seq for step in steps for forks in step.forks.values() for seq in forks)
         for seq in self._ledger.live_sequences():
             assert seq.in_step == rows[seq], f"{seq} is in {rows[seq]} steps, not {seq.in_step}"
-        if not steps:
-            for live in self._ledger.requests.values():
-                assert live.credit.reserved == 0, f"{live.request.request_id}: slots leaked"
+        promised: Counter[LiveRequest] = Counter()
+        for step in steps:
+            for seq, row in zip(step.sequences, step.rows, strict=True):
+                forks = step.forks.get(seq.sequence_id, ())
+                promised[seq.live] += (1 + len(forks)) if row.logits.samples else 0
+        for name, live in self._ledger.requests.items():
+            credit = live.credit
+            assert credit.reserved == promised[live], f"{name}: {credit} for {promised[live]} rows"
+            assert min(credit.free, credit.filled) >= 0, f"{name}: {credit} holds what it has not"

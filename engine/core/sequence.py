@@ -126,12 +126,12 @@ class Sequence:
         """Seconds that it has run so far."""
         return self.seconds_in("prefill", now) + self.seconds_in("decode", now)
 
-    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+    def tokens(self, start: int, end: int) -> list[int]:
         """Token ids at positions ``start … end - 1``, prompt and output together."""
         past = self.num_prompt
         if start >= past:
-            return tuple(self.output[start - past : end - past])
-        return self.live.request.prompt[start:end] + tuple(self.output[: max(0, end - past)])
+            return self.output[start - past : end - past]
+        return [*self.live.request.prompt[start:end], *self.output[: max(0, end - past)]]
 
     def usage(self) -> Usage:
         """Tokens so far; cached ones belong to the choice that computed the prompt."""

@@ -191,7 +191,7 @@ def test_a_sequences_keys_are_those_of_its_tokens_however_it_grew(prompt, output
     seq = ledger.admit(make_request("r", prompt), Credit(1), 0.0).parent
     seq.output.extend(output)
     seq.num_tokens += len(output)
-    whole = (*prompt, *output)
+    whole = [*prompt, *output]
     for end in (min(step, len(whole)) for step in steps):
         ledger.extend_keys(seq, end)
         for start in range(end + 1):

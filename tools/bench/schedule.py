@@ -22,6 +22,7 @@ from engine.heap import settle_heap
 from tools.bench.frame import Row, repeat_in_turn, row_of
 
 STEPS = 200
+TURNS = 21  # of 20 ms for the row with the bar: a busy host's bad moments last as long
 COUNTS = (1, 64, 256, 1024)
 SHORT, LONG = 32, 4096  # tokens of each prompt
 PYTHONS_THRESHOLDS = gc.get_threshold()
@@ -105,10 +106,10 @@ def run() -> list[Row]:
         *(lambda c=c: measure(c) for c in COUNTS),
         lambda: measure(64, LONG),
         lambda: measure_unsettled(COUNTS[-1]),
+        lambda: floor(64),
     ]
-    *settled, long, unsettled = repeat_in_turn(measures)
+    *settled, long, unsettled, floors = repeat_in_turn(measures, TURNS)
     samples = dict(zip(COUNTS, settled, strict=True))
-    floors = repeat_in_turn([lambda: floor(64)])[0]
     rows = [
         row_of(
             f"plan + commit, {count} rows",

@@ -91,6 +91,20 @@ MUTANTS = (
         "pass",
     ),
     Mutant(
+        "a decode is planned without a slot",
+        planner.Planner,
+        "_plan_all_running",
+        "credit.free -= 1",
+        "pass",
+    ),
+    Mutant(
+        "a decode's slot stays promised",
+        scheduler.Scheduler,
+        "_commit_rows",
+        "seq.credit.reserved -= 1",
+        "pass",
+    ),
+    Mutant(
         "a late result is delivered",
         scheduler.Scheduler,
         "_take_result",
