@@ -1,8 +1,9 @@
 // Attention over the paged cache, reading its blocks in place.
 //
-// A row of one token (a decode) walks its keys once, in parts of PART positions; the parts of a
-// long context are computed by different threads and joined in order. A row of several tokens (a
-// prompt's chunk) packs its keys and values as matmul.h's panels and multiplies with them.
+// A row of one token (a decode) walks its keys and values once, in parts of PART positions; the
+// parts of a long context are computed by different threads and joined in order. A row of several
+// tokens (a prompt's chunk) packs its keys and values as matmul.h's panels and multiplies with
+// them. Both round queries and weights to the cache's type, and add up in float32.
 //
 // Rule 1: parts begin at multiples of PART of the position, whatever the batch, so that a row's
 // result does not depend on what is beside it.
@@ -13,11 +14,12 @@
 
 namespace triolet {
 
-constexpr long PART = 512;      // positions of a part
-constexpr long AHEAD = 32;      // a decode asks for keys and values so many positions ahead
-constexpr long QUERIES = 32;    // queries of a block, of a prompt's chunk
-constexpr long HEADS_MOST = 8;  // query heads that share loaded keys
+constexpr long PART = 512;         // positions of a part
+constexpr long TILE = LANES;       // positions that a decode looks at together
+constexpr long AHEAD = 2 * TILE;   // it asks for keys and values so many positions ahead
+constexpr long QUERIES = 32;       // queries of a block: of a chunk's head, or of a decode's heads
 constexpr long WIDTH_MOST = 256;
+constexpr long TASKS_OF_THREAD = 4;  // guess: with as many for each, threads end about together
 constexpr long PACKED_BYTES_MOST = 32 << 20;  // guess: what packed keys and values may take
 
 // As ctypes has it: `engine.model.native.Rows`.
@@ -73,6 +75,16 @@ static void write_token(const Attention &call, const Rows &rows, long token, con
     }
 }
 
+// What a block of queries has gathered so far.
+template <class T>
+struct Gathered {
+    alignas(64) T query[QUERIES * WIDTH_MOST];
+    alignas(64) float scores[QUERIES * PART];
+    alignas(64) T weights[QUERIES * PART];
+    alignas(64) float out[QUERIES * WIDTH_MOST];
+    float best[QUERIES], total[QUERIES];
+};
+
 // --- decodes ------------------------------------------------------------------------------------
 
 // The joined result of some keys for one head: values weighted by e^(score - best).
@@ -80,36 +92,92 @@ struct Partial {
     float best, total;
 };
 
-// Asks for ``width`` numbers that lie where no hardware would look for them: a decode's keys and
-// values are a few lines of each slot, and it mostly waited for the first of them.
+// What a decode reads of a part, in order: each position's keys, then each one's values, of several
+// key heads that lie beside each other. The part's last position fills up the last tile.
 template <class T>
-static inline void fetch(const T *from, long width) {
-    const char *end = (const char *)(from + width);
-    for (const char *line = (const char *)from; line < end; line += 64) __builtin_prefetch(line);
-}
+struct Stream {
+    const T *at[2 * PART];
+    long count, length;  // positions; the same, filled up
 
-template <class T>
-static void score_keys(const Attention &call, const T *const *keys, long count, const float *query,
-                       long heads, long width, float *scores, long ld) {
-    v16 acc[LANES];
-    alignas(64) float wide[LANES][WIDTH_MOST];
-    for (long j = 0; j < LANES; j++) {
-        const T *key = keys[smaller(j, count - 1)];
-        for (long d = 0; d < width; d += LANES) store(&wide[j][d], load(key + d));
-    }
-    for (long head = 0; head < heads; head++) {
-        const float *own = query + head * width;
-        for (long j = 0; j < LANES; j++) {
-            v16 total = load(own) * load(&wide[j][0]);
-            for (long d = LANES; d < width; d += LANES) total += load(own + d) * load(&wide[j][d]);
-            acc[j] = total;
+    Stream(const Attention &call, const Rows &rows, long row, long key_head, long begin, long end)
+        : count(end - begin), length((end - begin + TILE - 1) / TILE * TILE) {
+        const long stride = call.kv_heads * call.width, size = rows.block_size;
+        const int64_t *table = rows.tables + row * rows.table_width;
+        for (long position = begin, j = 0; position < end;) {
+            const long slot = table[position / size] * size + position % size;
+            const long own = smaller(size - position % size, end - position);
+            const T *key = (const T *)call.keys + slot * stride + key_head * call.width;
+            const T *value = (const T *)call.values + slot * stride + key_head * call.width;
+            for (long i = 0; i < own; i++, j++) {
+                at[j] = key + i * stride;
+                at[length + j] = value + i * stride;
+            }
+            position += own;
         }
-        store(scores + head * ld, shape_scores(call, sums(acc)));
+        for (long j = count; j < length; j++) {
+            at[j] = at[count - 1];
+            at[length + j] = at[length + count - 1];
+        }
+    }
+
+    const T *const *keys() const { return at; }
+    const T *const *values() const { return at + length; }
+
+    // Asks for numbers offset … offset + width - 1 of a tile, which lie where no hardware would look
+    // for them. Into the second cache, and a head's at a time: a core can wait for some two dozen
+    // lines that are to come into its first one, and all that follows waits with the next.
+    void fetch(long tile, long offset, long width) const {
+        for (long j = tile; j < smaller(tile + TILE, 2 * length); j++) {
+            const char *line = (const char *)(at[j] + offset);
+            for (const char *end = line + width * sizeof(T); line < end; line += 64)
+                __builtin_prefetch(line, 0, 2);
+        }
+    }
+};
+
+// Adds the products of a query's numbers with a key's: 16 of float32, 32 of bfloat16.
+static inline v16 add_products(v16 acc, const float *query, const float *key) {
+    return acc + load(query) * load(key);
+}
+
+static inline v16 add_products(v16 acc, const bf16 *query, const bf16 *key) {
+    return add_pairs(acc, load_as<u16v>(query), load_as<u16v>(key));
+}
+
+// The same of a bfloat16 key's last 16 numbers; the query's are filled up with 0.
+static inline v16 add_rest(v16 acc, const float *, const float *) { return acc; }
+
+static inline v16 add_rest(v16 acc, const bf16 *query, const bf16 *key) {
+    u16v own = {};
+    memcpy(&own, key, LANES * sizeof *key);
+    return add_pairs(acc, load_as<u16v>(query), own);
+}
+
+// Scores of one tile's keys for ``heads`` queries, which are ``depth`` numbers apart.
+template <class T>
+static void score_keys(const Attention &call, const T *const *keys, long offset, const T *query,
+                       long heads, long depth, float *scores) {
+    constexpr long STEP = 64 / sizeof(T);
+    const long whole = call.width / STEP * STEP;
+    for (long head = 0; head < heads; head++, query += depth, scores += PART) {
+        v16 acc[TILE];
+#pragma GCC unroll 16
+        for (int j = 0; j < TILE; j++) acc[j] = splat(0.0f);
+        for (long d = 0; d < whole; d += STEP)
+#pragma GCC unroll 16
+            for (int j = 0; j < TILE; j++)
+                acc[j] = add_products(acc[j], query + d, keys[j] + offset + d);
+        if (whole < call.width)
+#pragma GCC unroll 16
+            for (int j = 0; j < TILE; j++)
+                acc[j] = add_rest(acc[j], query + whole, keys[j] + offset + whole);
+        store(scores, shape_scores(call, sums(acc)));
     }
 }
 
-// Turns scores [count] into weights in place; padded ones (to a multiple of 16) become 0.
-static Partial weigh(float *scores, long count) {
+// Turns scores [count] into ``weights``; those that fill up the last tile become 0.
+template <class T>
+static Partial weigh(float *scores, long count, T *weights) {
     const i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     v16 best = splat(-INFINITY);
     for (long j = 0; j < count; j += LANES) {
@@ -122,72 +190,95 @@ static Partial weigh(float *scores, long count) {
     v16 total = splat(0.0f);
     for (long j = 0; j < count; j += LANES) {
         v16 weight = exp16(load(scores + j) - base);
-        store(scores + j, weight);
+        store(weights + j, weight);
         total += weight;
     }
     return {top, sum(total)};
 }
 
-template <class T, int HEADS, int VECTORS>
-static void add_values(const T *const *values, long count, const float *weights, long ld,
-                       float *out, long width) {
-    v16 acc[HEADS][VECTORS];
-    for (int h = 0; h < HEADS; h++)
-        for (int c = 0; c < VECTORS; c++) acc[h][c] = load(out + h * width + c * LANES);
-    for (long j = 0; j < count; j++) {
+// Adds one tile's values, ``VECTORS`` vectors of each from ``offset`` on, by ``weights`` to ``out``
+// [HEADS], ``width`` numbers apart.
+template <int HEADS, int VECTORS>
+static void add_values(const float *const *values, long offset, const float *weights, float *out,
+                       long width) {
+    Sums<HEADS, VECTORS> sums;
+    sums.begin(out, width, true);
+    for (long j = 0; j < TILE; j++) {
         v16 own[VECTORS];
-        if (j + AHEAD < count) fetch(values[j + AHEAD], VECTORS * LANES);
-        for (int c = 0; c < VECTORS; c++) own[c] = load(values[j] + c * LANES);
+#pragma GCC unroll 4
+        for (int c = 0; c < VECTORS; c++) own[c] = load(values[j] + offset + c * LANES);
+#pragma GCC unroll 4
         for (int h = 0; h < HEADS; h++)
-            for (int c = 0; c < VECTORS; c++) acc[h][c] += own[c] * weights[h * ld + j];
+#pragma GCC unroll 4
+            for (int c = 0; c < VECTORS; c++) sums.of[h][c] += own[c] * weights[h * PART + j];
     }
-    for (int h = 0; h < HEADS; h++)
-        for (int c = 0; c < VECTORS; c++) store(out + h * width + c * LANES, acc[h][c]);
+    sums.end(out, width);
 }
 
-template <class T, int VECTORS>
-static void add_values_of(const T *const *values, long count, const float *weights, long ld,
-                          float *out, long width, long heads) {
-    long h = 0;
-    for (; heads - h >= 4; h += 4)
-        add_values<T, 4, VECTORS>(values, count, weights + h * ld, ld, out + h * width, width);
-    for (; heads - h >= 2; h += 2)
-        add_values<T, 2, VECTORS>(values, count, weights + h * ld, ld, out + h * width, width);
-    for (; heads - h >= 1; h++)
-        add_values<T, 1, VECTORS>(values, count, weights + h * ld, ld, out + h * width, width);
+template <int HEADS, int VECTORS>
+static void add_values(const bf16 *const *values, long offset, const bf16 *weights, float *out,
+                       long width) {
+    Sums<HEADS, VECTORS> sums;
+    sums.begin(out, width, true);
+    for (long j = 0; j < TILE; j += 2) {
+        u16v pairs[VECTORS];
+        pair_up<VECTORS>(values[j] + offset, values[j + 1] + offset, pairs);
+#pragma GCC unroll 4
+        for (int h = 0; h < HEADS; h++) {
+            const uint32_t pair = load_as<uint32_t>(weights + h * PART + j);
+#pragma GCC unroll 4
+            for (int c = 0; c < VECTORS; c++)
+                sums.of[h][c] = add_pairs(sums.of[h][c], pairs[c], pair);
+        }
+    }
+    sums.end(out, width);
 }
 
-// One query's heads of one key head over positions begin … end - 1 (at most PART): ``out``
-// [heads][width] float32, not yet divided by the totals.
+template <int VECTORS, class T>
+static void add_values_of(const T *const *values, long offset, const T *weights, float *out,
+                          long width, long heads) {
+    for (; heads >= 4; heads -= 4, weights += 4 * PART, out += 4 * width)
+        add_values<4, VECTORS>(values, offset, weights, out, width);
+    if (heads == 3) add_values<3, VECTORS>(values, offset, weights, out, width);
+    if (heads == 2) add_values<2, VECTORS>(values, offset, weights, out, width);
+    if (heads == 1) add_values<1, VECTORS>(values, offset, weights, out, width);
+}
+
+// One position's queries, ``group`` for each of ``key_heads``, over a part's keys and values:
+// ``partials`` [key_heads x group], and their values in ``has.out`` [key_heads x group][width], not
+// yet divided by the totals.
 template <class T>
-static void attend_part(const Attention &call, const Rows &rows, long row, long kv_head,
-                        long begin, long end, const float *query, long heads, float *out,
-                        Partial *partials) {
-    const long width = call.width, count = end - begin;
-    const T *keys[PART], *values[PART];
-    alignas(64) float scores[HEADS_MOST][PART];
-    for (long j = 0; j < count; j++) {
-        keys[j] = at_position<T>(call.keys, call, rows, row, begin + j) + kv_head * width;
-        values[j] = at_position<T>(call.values, call, rows, row, begin + j) + kv_head * width;
-    }
-    for (long j = 0; j < smaller(AHEAD, count); j++) fetch(keys[j], width);
-    for (long j = 0; j < count; j += LANES) {
-        for (long i = j + AHEAD; i < smaller(j + AHEAD + LANES, count); i++) fetch(keys[i], width);
-        score_keys<T>(call, keys + j, smaller(LANES, count - j), query, heads, width,
-                      &scores[0][j], PART);
-    }
-    for (long j = 0; j < smaller(AHEAD, count); j++) fetch(values[j], width);
-    for (long h = 0; h < heads; h++) partials[h] = weigh(scores[h], count);
-    memset(out, 0, heads * width * sizeof *out);
-    long d = 0;
-    for (; width - d >= 4 * LANES; d += 4 * LANES) {
-        add_values_of<T, 4>(values, count, scores[0], PART, out + d, width, heads);
-        for (long j = 0; j < count; j++) values[j] += 4 * LANES;
-    }
-    for (; width - d >= LANES; d += LANES) {
-        add_values_of<T, 1>(values, count, scores[0], PART, out + d, width, heads);
-        for (long j = 0; j < count; j++) values[j] += LANES;
-    }
+static void attend_part(const Attention &call, const Stream<T> &stream, long key_heads, long group,
+                        const float *query, Gathered<T> &has, Partial *partials) {
+    const long width = call.width, depth = padded_depth<T>(width), heads = key_heads * group;
+    stream.fetch(0, 0, key_heads * width);
+    stream.fetch(TILE, 0, key_heads * width);
+    if (depth > width) memset(has.query, 0, heads * depth * sizeof(T));
+    for (long i = 0; i < heads; i++)
+        for (long d = 0; d < width; d += LANES)
+            store(has.query + i * depth + d, load(query + i * width + d));
+    for (long j = 0; j < stream.length; j += TILE)
+        for (long g = 0; g < key_heads; g++) {
+            stream.fetch(j + AHEAD, g * width, width);
+            score_keys(call, stream.keys() + j, g * width, has.query + g * group * depth, group,
+                       depth, has.scores + g * group * PART + j);
+        }
+    for (long h = 0; h < heads; h++)
+        partials[h] = weigh(has.scores + h * PART, stream.count, has.weights + h * PART);
+    memset(has.out, 0, heads * width * sizeof *has.out);
+    for (long j = 0; j < stream.length; j += TILE)
+        for (long g = 0; g < key_heads; g++) {
+            stream.fetch(stream.length + j + AHEAD, g * width, width);
+            const T *weights = has.weights + g * group * PART + j;
+            float *out = has.out + g * group * width;
+            long d = 0;
+            for (; width - d >= 4 * LANES; d += 4 * LANES)
+                add_values_of<4>(stream.values() + j, g * width + d, weights, out + d, width,
+                                 group);
+            for (; d < width; d += LANES)
+                add_values_of<1>(stream.values() + j, g * width + d, weights, out + d, width,
+                                 group);
+        }
 }
 
 // Joins the parts of one head, in order, and divides: ``out`` [width].
@@ -245,9 +336,7 @@ static inline void pack_values(const float *first, const float *second, long wid
 static inline void pack_values(const bf16 *first, const bf16 *second, long width, bf16 *to,
                                long stride) {
     for (long d = 0; d < width; d += PANEL, to += stride) {
-        u16v even = __builtin_convertvector(load_as<h16>(first + d), u16v);
-        u16v odd = __builtin_convertvector(load_as<h16>(second + d), u16v);
-        u16v pairs = even | odd << 16;
+        const u16v pairs = pair_up(first + d, second + d);
         memcpy(to, &pairs, sizeof pairs);
     }
 }
@@ -277,16 +366,6 @@ static void pack_positions(const Attention &call, const Rows &rows, long row, lo
         pack_values(values[lane], values[lane + 1], width,
                     to.values + panel_index<T>(at + lane, 0), to.length * PANEL);
 }
-
-// What a block of queries of one head has gathered so far.
-template <class T>
-struct Gathered {
-    alignas(64) T query[QUERIES * WIDTH_MOST];
-    alignas(64) float scores[QUERIES * PART];
-    alignas(64) T weights[QUERIES * PART];
-    alignas(64) float out[QUERIES * WIDTH_MOST];
-    float best[QUERIES], total[QUERIES];
-};
 
 // Scales scores [columns] in place, and returns their highest. Columns before ``low`` and from
 // ``high`` on are hidden.
@@ -414,43 +493,54 @@ static long packed_bytes(const Attention &call, const Rows &rows) {
     return most;
 }
 
+// A part of a decode, for ``key_heads`` from ``first`` on.
 template <class T>
 static void run_decode(const Attention &call, const Rows &rows, const AttentionPlan &plan,
-                       const DecodeTask &task, long kv_head, const float *queries, long ldq,
-                       T *out, long ldo) {
+                       const DecodeTask &task, long first, long key_heads, const float *queries,
+                       long ldq, T *out, long ldo, Gathered<T> &has) {
     const long width = call.width, group = call.heads / call.kv_heads;
     const long token = rows.offsets[task.row], end = rows.ends[task.row];
     const long from = larger(task.part * PART, first_visible(end - 1, call.window));
     const long to = smaller(end, (task.part + 1) * PART);
-    for (long h = 0; h < group; h += HEADS_MOST) {
-        const long head = kv_head * group + h, own = smaller(HEADS_MOST, group - h);
-        alignas(64) float sums_[HEADS_MOST * WIDTH_MOST];
-        Partial partials[HEADS_MOST];
-        for (long i = 0; i < own; i++) partials[i] = {-INFINITY, 0.0f};
+    for (long h = 0; h < group; h += QUERIES) {
+        const long own = smaller(QUERIES, group - h), heads = key_heads * own;
+        const long head = first * group + h;
+        Partial partials[QUERIES];
+        for (long i = 0; i < heads; i++) partials[i] = {-INFINITY, 0.0f};
         if (from < to)
-            attend_part<T>(call, rows, task.row, kv_head, from, to,
-                           queries + token * ldq + head * width, own, sums_, partials);
+            attend_part(call, Stream<T>(call, rows, task.row, first, from, to), key_heads, own,
+                        queries + token * ldq + head * width, has, partials);
         if (task.num_parts == 1) {
-            for (long i = 0; i < own; i++)
-                join_parts<T>(partials + i, sums_ + i * width, 1, 1, width,
-                              out + token * ldo + (head + i) * width);
+            for (long i = 0; i < heads; i++)
+                join_parts(partials + i, has.out + i * width, 1, 1, width,
+                           out + token * ldo + (head + i) * width);
             continue;
         }
-        const long place = task.place + task.part;
-        memcpy(plan.partials + place * call.heads + head, partials, own * sizeof *partials);
+        const long place = (task.place + task.part) * call.heads + head;
+        memcpy(plan.partials + place, partials, heads * sizeof *partials);
         if (from < to)
-            memcpy(plan.sums_ + (place * call.heads + head) * width, sums_,
-                   own * width * sizeof *sums_);
+            memcpy(plan.sums_ + place * width, has.out, heads * width * sizeof *has.out);
     }
+}
+
+// How many key heads a task takes. They lie beside each other, so that memory is read in order where
+// a task takes them all; where tasks are few, the threads share them out.
+static inline long key_heads_of_task(const Attention &call, const AttentionPlan &plan) {
+    if (plan.num_tasks < TASKS_OF_THREAD * omp_get_num_threads()) return 1;
+    return larger(1, smaller(call.kv_heads, QUERIES / (call.heads / call.kv_heads)));
 }
 
 template <class T>
 static void attend_decodes(const Attention &call, const Rows &rows, const AttentionPlan &plan,
-                           const float *queries, long ldq, T *out, long ldo) {
+                           const float *queries, long ldq, T *out, long ldo, Gathered<T> &has) {
+    const long most = key_heads_of_task(call, plan);
+    const long shares = (call.kv_heads + most - 1) / most;
 #pragma omp for schedule(dynamic, 1)
-    for (long i = 0; i < plan.num_tasks * call.kv_heads; i++)
-        run_decode<T>(call, rows, plan, plan.tasks[i / call.kv_heads], i % call.kv_heads, queries,
-                      ldq, out, ldo);
+    for (long i = 0; i < plan.num_tasks * shares; i++) {
+        const long first = i % shares * most;
+        run_decode(call, rows, plan, plan.tasks[i / shares], first,
+                   smaller(most, call.kv_heads - first), queries, ldq, out, ldo, has);
+    }
     if (!plan.num_parts) return;
 #pragma omp for schedule(dynamic, 1)
     for (long i = 0; i < plan.num_tasks; i++) {
@@ -506,7 +596,7 @@ static void attend_chunk(const Attention &call, const Rows &rows, const Attentio
 template <class T>
 static void attend(const Attention &call, const Rows &rows, const AttentionPlan &plan,
                    const float *queries, long ldq, T *out, long ldo, Gathered<T> &has) {
-    attend_decodes<T>(call, rows, plan, queries, ldq, out, ldo);
+    attend_decodes<T>(call, rows, plan, queries, ldq, out, ldo, has);
     for (long row = 0; row < rows.num_rows; row++)
         if (!is_decode(rows, row))
             attend_chunk<T>(call, rows, plan, row, queries, ldq, out, ldo, has);

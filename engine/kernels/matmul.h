@@ -177,17 +177,47 @@ static void block(const float *x, long ldx, const float *w, long stride, long be
     sums.end(out, ldo);
 }
 
-// Adds the products of a pair of inputs to each of 16 sums.
-static inline v16 add_pairs(v16 acc, u16v weights, uint32_t pair) {
+// Adds the products of 16 pairs with 16 others, each pair's to its own sum.
+static inline v16 add_pairs(v16 acc, u16v weights, u16v pairs) {
 #if defined(__AVX512BF16__)
-    return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)pair),
-                                 (__m512bh)weights);
+    return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)weights);
 #else
-    bf16 even = {(uint16_t)pair}, odd = {(uint16_t)(pair >> 16)};
-    acc += (v16)(weights << 16) * to_float(even);
-    acc += (v16)(weights & 0xffff0000u) * to_float(odd);
+    acc += (v16)(weights << 16) * (v16)(pairs << 16);
+    acc += (v16)(weights & 0xffff0000u) * (v16)(pairs & 0xffff0000u);
     return acc;
 #endif
+}
+
+// The same with one pair for all sums.
+static inline v16 add_pairs(v16 acc, u16v weights, uint32_t pair) {
+    return add_pairs(acc, weights, pair - (u16v){});
+}
+
+// 16 pairs: a number of the one, and the other's in its place.
+static inline u16v pair_up(const bf16 *first, const bf16 *second) {
+    u16v even = __builtin_convertvector(load_as<h16>(first), u16v);
+    u16v odd = __builtin_convertvector(load_as<h16>(second), u16v);
+    return even | odd << 16;
+}
+
+template <int VECTORS>
+static inline void pair_up(const bf16 *first, const bf16 *second, u16v *pairs) {
+#if defined(__AVX512BW__)
+    if constexpr (VECTORS % 2 == 0) {
+        const i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const i16v low = lane * 0x10001 + 0x200000, high = low + 0x100010;  // 16 bits: i, 32 + i
+#pragma GCC unroll 2
+        for (int c = 0; c < VECTORS; c += 2) {
+            const auto a = load_as<__m512i>(first + c * LANES);
+            const auto b = load_as<__m512i>(second + c * LANES);
+            pairs[c] = (u16v)_mm512_permutex2var_epi16(a, (__m512i)low, b);
+            pairs[c + 1] = (u16v)_mm512_permutex2var_epi16(a, (__m512i)high, b);
+        }
+        return;
+    }
+#endif
+#pragma GCC unroll 4
+    for (int c = 0; c < VECTORS; c++) pairs[c] = pair_up(first + c * LANES, second + c * LANES);
 }
 
 template <int ROWS, int PANELS>

@@ -178,8 +178,11 @@ static inline v16 fold(v16 a, v16 b) {
 }
 
 static inline v16 sums(v16 *parts) {
+#pragma GCC unroll 8
     for (int i = 0; i < 8; i++) parts[i] = fold<1>(parts[2 * i], parts[2 * i + 1]);
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) parts[i] = fold<2>(parts[2 * i], parts[2 * i + 1]);
+#pragma GCC unroll 2
     for (int i = 0; i < 2; i++) parts[i] = fold<4>(parts[2 * i], parts[2 * i + 1]);
     return fold<8>(parts[0], parts[1]);
 }
