@@ -1,7 +1,7 @@
 // Attention over the paged cache, reading its blocks in place.
 //
-// A row of one token (a decode) walks its keys and values once, in parts of PART positions; the
-// parts of a long context are computed by different threads and joined in order. A row of several
+// A row of one token (a decode) walks its keys and values in parts of PART positions; the parts of
+// a long context are computed by different threads and joined in order. A row of several
 // tokens (a prompt's chunk) packs its keys and values as matmul.h's panels and multiplies with
 // them. Both round queries and weights to the cache's type, and add up in float32.
 //
@@ -9,6 +9,8 @@
 // result does not depend on what is beside it.
 // Rule 2: no slot that the sequence has not written is multiplied: a stale NaN times 0 is a NaN.
 #pragma once
+
+#include <omp.h>
 
 #include "matmul.h"
 
@@ -123,9 +125,9 @@ struct Stream {
     const T *const *keys() const { return at; }
     const T *const *values() const { return at + length; }
 
-    // Asks for numbers offset … offset + width - 1 of a tile, which lie where no hardware would look
-    // for them. Into the second cache, and a head's at a time: a core can wait for some two dozen
-    // lines that are to come into its first one, and all that follows waits with the next.
+    // Asks for numbers offset … offset + width - 1 of a tile, as each block lies elsewhere. Into
+    // the second cache, and one head's at a time: a core has room for some two dozen lines on their
+    // way to its first cache, and stalls at the next.
     void fetch(long tile, long offset, long width) const {
         for (long j = tile; j < smaller(tile + TILE, 2 * length); j++) {
             const char *line = (const char *)(at[j] + offset);
@@ -144,9 +146,8 @@ static inline v16 add_products(v16 acc, const bf16 *query, const bf16 *key) {
     return add_pairs(acc, load_as<u16v>(query), load_as<u16v>(key));
 }
 
-// The same of a bfloat16 key's last 16 numbers; the query's are filled up with 0.
-static inline v16 add_rest(v16 acc, const float *, const float *) { return acc; }
-
+// The same of a key's last 16 numbers, filled up with 0 as the query's are: what follows them in
+// the cache is another head's, or nobody's.
 static inline v16 add_rest(v16 acc, const bf16 *query, const bf16 *key) {
     u16v own = {};
     memcpy(&own, key, LANES * sizeof *key);
@@ -167,10 +168,12 @@ static void score_keys(const Attention &call, const T *const *keys, long offset,
 #pragma GCC unroll 16
             for (int j = 0; j < TILE; j++)
                 acc[j] = add_products(acc[j], query + d, keys[j] + offset + d);
-        if (whole < call.width)
+        if constexpr (sizeof(T) == 2) {
+            if (whole < call.width)
 #pragma GCC unroll 16
-            for (int j = 0; j < TILE; j++)
-                acc[j] = add_rest(acc[j], query + whole, keys[j] + offset + whole);
+                for (int j = 0; j < TILE; j++)
+                    acc[j] = add_rest(acc[j], query + whole, keys[j] + offset + whole);
+        }
         store(scores, shape_scores(call, sums(acc)));
     }
 }
@@ -251,8 +254,7 @@ template <class T>
 static void attend_part(const Attention &call, const Stream<T> &stream, long key_heads, long group,
                         const float *query, Gathered<T> &has, Partial *partials) {
     const long width = call.width, depth = padded_depth<T>(width), heads = key_heads * group;
-    stream.fetch(0, 0, key_heads * width);
-    stream.fetch(TILE, 0, key_heads * width);
+    for (long tile = 0; tile < AHEAD; tile += TILE) stream.fetch(tile, 0, key_heads * width);
     if (depth > width) memset(has.query, 0, heads * depth * sizeof(T));
     for (long i = 0; i < heads; i++)
         for (long d = 0; d < width; d += LANES)
@@ -493,23 +495,47 @@ static long packed_bytes(const Attention &call, const Rows &rows) {
     return most;
 }
 
+// The positions of its part that a task sees: from ``begin`` on, none if ``end`` is not after it.
+struct Seen {
+    long begin, end;
+
+    Seen(const Attention &call, const Rows &rows, const DecodeTask &task)
+        : begin(larger(task.part * PART, first_visible(rows.ends[task.row] - 1, call.window))),
+          end(smaller(rows.ends[task.row], (task.part + 1) * PART)) {}
+};
+
+// How many key heads a task takes. Those of a position lie beside each other: a task that takes
+// them all reads memory in order. Where few tasks see anything, each takes one, so that every thread
+// has work.
+static inline long key_heads_of_task(const Attention &call, const Rows &rows,
+                                     const AttentionPlan &plan) {
+    long num_tasks = 0;
+    for (long i = 0; i < plan.num_tasks; i++) {
+        const Seen seen(call, rows, plan.tasks[i]);
+        num_tasks += seen.begin < seen.end;
+    }
+    if (num_tasks < TASKS_OF_THREAD * omp_get_num_threads()) return 1;
+    const long most = larger(1, smaller(call.kv_heads, QUERIES / (call.heads / call.kv_heads)));
+    const long shares = (call.kv_heads + most - 1) / most;
+    return (call.kv_heads + shares - 1) / shares;
+}
+
 // A part of a decode, for ``key_heads`` from ``first`` on.
 template <class T>
 static void run_decode(const Attention &call, const Rows &rows, const AttentionPlan &plan,
                        const DecodeTask &task, long first, long key_heads, const float *queries,
                        long ldq, T *out, long ldo, Gathered<T> &has) {
     const long width = call.width, group = call.heads / call.kv_heads;
-    const long token = rows.offsets[task.row], end = rows.ends[task.row];
-    const long from = larger(task.part * PART, first_visible(end - 1, call.window));
-    const long to = smaller(end, (task.part + 1) * PART);
+    const long token = rows.offsets[task.row];
+    const Seen seen(call, rows, task);
     for (long h = 0; h < group; h += QUERIES) {
         const long own = smaller(QUERIES, group - h), heads = key_heads * own;
         const long head = first * group + h;
         Partial partials[QUERIES];
         for (long i = 0; i < heads; i++) partials[i] = {-INFINITY, 0.0f};
-        if (from < to)
-            attend_part(call, Stream<T>(call, rows, task.row, first, from, to), key_heads, own,
-                        queries + token * ldq + head * width, has, partials);
+        if (seen.begin < seen.end)
+            attend_part(call, Stream<T>(call, rows, task.row, first, seen.begin, seen.end),
+                        key_heads, own, queries + token * ldq + head * width, has, partials);
         if (task.num_parts == 1) {
             for (long i = 0; i < heads; i++)
                 join_parts(partials + i, has.out + i * width, 1, 1, width,
@@ -518,22 +544,15 @@ static void run_decode(const Attention &call, const Rows &rows, const AttentionP
         }
         const long place = (task.place + task.part) * call.heads + head;
         memcpy(plan.partials + place, partials, heads * sizeof *partials);
-        if (from < to)
+        if (seen.begin < seen.end)
             memcpy(plan.sums_ + place * width, has.out, heads * width * sizeof *has.out);
     }
-}
-
-// How many key heads a task takes. They lie beside each other, so that memory is read in order where
-// a task takes them all; where tasks are few, the threads share them out.
-static inline long key_heads_of_task(const Attention &call, const AttentionPlan &plan) {
-    if (plan.num_tasks < TASKS_OF_THREAD * omp_get_num_threads()) return 1;
-    return larger(1, smaller(call.kv_heads, QUERIES / (call.heads / call.kv_heads)));
 }
 
 template <class T>
 static void attend_decodes(const Attention &call, const Rows &rows, const AttentionPlan &plan,
                            const float *queries, long ldq, T *out, long ldo, Gathered<T> &has) {
-    const long most = key_heads_of_task(call, plan);
+    const long most = key_heads_of_task(call, rows, plan);
     const long shares = (call.kv_heads + most - 1) / most;
 #pragma omp for schedule(dynamic, 1)
     for (long i = 0; i < plan.num_tasks * shares; i++) {

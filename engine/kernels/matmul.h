@@ -178,28 +178,29 @@ static void block(const float *x, long ldx, const float *w, long stride, long be
 }
 
 // Adds the products of 16 pairs with 16 others, each pair's to its own sum.
-static inline v16 add_pairs(v16 acc, u16v weights, u16v pairs) {
+static inline v16 add_pairs(v16 acc, u16v pairs, u16v others) {
 #if defined(__AVX512BF16__)
-    return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)weights);
+    return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)others, (__m512bh)pairs);
 #else
-    acc += (v16)(weights << 16) * (v16)(pairs << 16);
-    acc += (v16)(weights & 0xffff0000u) * (v16)(pairs & 0xffff0000u);
+    acc += (v16)(pairs << 16) * (v16)(others << 16);
+    acc += (v16)(pairs & 0xffff0000u) * (v16)(others & 0xffff0000u);
     return acc;
 #endif
 }
 
 // The same with one pair for all sums.
-static inline v16 add_pairs(v16 acc, u16v weights, uint32_t pair) {
-    return add_pairs(acc, weights, pair - (u16v){});
+static inline v16 add_pairs(v16 acc, u16v pairs, uint32_t pair) {
+    return add_pairs(acc, pairs, pair - (u16v){});
 }
 
-// 16 pairs: a number of the one, and the other's in its place.
+// 16 pairs: a number of ``first``, then ``second``'s of the same place.
 static inline u16v pair_up(const bf16 *first, const bf16 *second) {
     u16v even = __builtin_convertvector(load_as<h16>(first), u16v);
     u16v odd = __builtin_convertvector(load_as<h16>(second), u16v);
     return even | odd << 16;
 }
 
+// The same of VECTORS vectors of each.
 template <int VECTORS>
 static inline void pair_up(const bf16 *first, const bf16 *second, u16v *pairs) {
 #if defined(__AVX512BW__)

@@ -124,12 +124,13 @@ def test_random_rows_and_blocks(backend, seed, dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (36, 12, 48), (40, 40, 16)], ids=str)
-def test_a_row_does_not_see_what_is_beside_it(backend, shape, dtype):
+def test_a_row_does_not_see_what_is_beside_it(backend, shape, window, dtype):
     """Bit for bit, also where a prompt is computed in other chunks, and where a task takes one key
     head and not all."""
     case = make_case(3, shape, dtype, MIXED)
-    call = AttentionCall(0, 0.125, None, None)
+    call = AttentionCall(0, 0.125, window, None)
     together = attend(backend, case, call)
     rows = case.rows
     for row in range(len(MIXED)):

@@ -1,18 +1,28 @@
 """What the machine could do at most, on the threads that `step` has: how fast its cores multiply
-matrices, and how fast weights stream through them for one row.
+matrices, and how fast weights stream through them for one row; and how fast our decodes' attention
+reads what is cached.
 
 The product is 2048 by 2048 by 2048. The stream is s135's head, 49,152 by 576 in bfloat16, 57 MB,
 times a vector: plainly, and packed beforehand by oneDNN where it can be. Bytes are those of the
-weights.
+weights. The attention is a step's of s135, its blocks in no order: of 8 sequences of 4,096 tokens,
+and of 32 of 128. Bytes are those of keys and values.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from engine.model import native
+from engine.model.architectures import LayerShape
+from engine.model.attention import AttentionCall
+from engine.model.kv_cache import KvCache
+from engine.model.native_attention import NativeBackend
+from engine.model.packing import pack
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.step import THREADS
 
@@ -22,6 +32,8 @@ if TYPE_CHECKING:
 SIDE = 2048
 VOCAB, HIDDEN = 49_152, 576
 TURNS = 20
+HEADS, LAYERS, CACHED, BLOCK = 9, 30, LayerShape(3, 64), 16
+READ = ((8, 4096), (32, 128))  # sequences, tokens of each
 
 
 def per_turn(do: Callable[[], object]) -> float:
@@ -53,18 +65,53 @@ def streams() -> dict[str, Callable[[], float]]:
     return found
 
 
+def attention(count: int, length: int) -> Callable[[], float]:
+    """GB/s of the decodes' attention in all layers of ``count`` sequences of ``length`` tokens."""
+    blocks = length // BLOCK
+    cache = KvCache(
+        [CACHED] * LAYERS, count * blocks, BLOCK, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_()
+    order = random.Random(0).sample(range(count * blocks), count * blocks)
+    tables = np.array(order).reshape(count, blocks)
+    rows = pack([length - 1] * count, [1] * count, list(tables), BLOCK)
+    step = NativeBackend(native.load()).prepare(rows, cache)
+    query, key = (
+        torch.randn(count, heads, CACHED.head_dim).bfloat16()
+        for heads in (HEADS, CACHED.num_kv_heads)
+    )
+    size = 2e-9 * LAYERS * count * length * CACHED.numbers_per_token
+
+    def attend() -> None:
+        for layer in range(LAYERS):
+            step.attend(AttentionCall(layer, 0.125), query, key, key)
+
+    return lambda: size / per_turn(attend)
+
+
 @torch.inference_mode()
 def run() -> list[Row]:
     torch.set_num_threads(THREADS)
     ways = streams()
-    fast, plain, *streamed = repeat_in_turn(
-        [product(torch.bfloat16), product(torch.float32), *ways.values()]
+    fast, plain, *others = repeat_in_turn(
+        [
+            product(torch.bfloat16),
+            product(torch.float32),
+            *ways.values(),
+            *(attention(*size) for size in READ),
+        ]
     )
+    streamed, read = others[: len(ways)], others[len(ways) :]
     return [
         row_of("product of matrices, bfloat16", fast, "GFLOP/s", better="higher"),
         row_of("product of matrices, float32", plain, "GFLOP/s", better="higher"),
         *(
             row_of(f"weights streamed for one row, {name}", found, "GB/s", better="higher")
             for name, found in zip(ways, streamed, strict=True)
+        ),
+        *(
+            row_of(f"cache read by attention, {count} × {length}", found, "GB/s", better="higher")
+            for (count, length), found in zip(READ, read, strict=True)
         ),
     ]
