@@ -280,7 +280,8 @@ class Ledger:
         assert len(seq.blocks) >= needed, seq
         assert seq.num_computed <= seq.num_tokens, seq
         assert seq.num_tokens == seq.num_prompt + len(seq.output) + seq.num_pending, seq
-        assert seq.num_pending <= seq.in_step <= 2, seq
+        assert min(seq.num_pending, seq.num_chunks) >= 0, seq
+        assert seq.in_step <= 2, seq
         known_blocks = seq.num_known // self.config.block_size
         assert len(seq.keys) <= known_blocks, f"{seq}: keys of unknown tokens"
 

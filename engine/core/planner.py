@@ -200,7 +200,6 @@ class Planner:
                         continue
                 rows.append(make(Row, (seq.sequence_id, start, 1, delta, last, ())))
                 sequences.append(seq)
-                seq.in_step += 1
                 seq.num_computed = known
                 seq.num_tokens = known + 1
                 seq.num_pending += 1
@@ -699,20 +698,22 @@ class Planner:
 
 def _run_ahead(seq: Sequence, end: int, *, samples: bool) -> None:
     """Count a planned row as computed up to ``end``, and the token it samples as there."""
-    seq.in_step += 1
     seq.num_computed = end
     if samples:
         seq.num_tokens += 1
         seq.num_pending += 1
+    else:
+        seq.num_chunks += 1
 
 
 def _fall_back(seq: Sequence, start: int, *, samples: bool) -> None:
     """Undo `_run_ahead` of a row that began at ``start``."""
-    seq.in_step -= 1
     seq.num_computed = start
     if samples:
         seq.num_tokens -= 1
         seq.num_pending -= 1
+    else:
+        seq.num_chunks -= 1
 
 
 def _admission(seq: Sequence) -> AdmittedSequence:

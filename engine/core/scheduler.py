@@ -393,7 +393,6 @@ class Scheduler:
                 name, tokens, text, logprobs, prompt_logprobs, finish, _ = got
                 _, start, computed, _, _, _ = row
                 if tokens and finish is None and computed == 1 and name == seq.sequence_id:
-                    seq.in_step -= 1
                     end = start + 1
                     if end % size == 0:
                         self._ledger.publish_computed(seq, end - 1, end)
@@ -409,7 +408,6 @@ class Scheduler:
                     continue
             self._commit_row(seq, row, got, now)
             for child in step.forks.get(seq.sequence_id, ()):
-                child.in_step -= 1
                 self._take_result(child, next(results), now, has_slot=True)
         self._completion_tokens += num_sampled
 
@@ -418,7 +416,8 @@ class Scheduler:
     ) -> None:
         if result.sequence != seq.sequence_id:
             raise EngineBug(f"a result for {result.sequence} came in the row of {seq}")
-        seq.in_step -= 1
+        if not row.logits.samples:
+            seq.num_chunks -= 1
         if seq.state is State.RUNNING and isinstance(result, RowResult):
             self._ledger.publish_computed(seq, row.start, row.start + row.count)
         self._take_result(seq, result, now, has_slot=row.logits.samples)

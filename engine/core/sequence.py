@@ -23,12 +23,12 @@ class Sequence:
 
     Progress (D4): ``num_computed`` of ``num_tokens`` tokens are in the KV pool; a step computes
     some of the rest. Both run ahead of the steps in flight: a plan counts its rows as computed,
-    and the token each will sample as there (``num_pending`` of them), so that the next plan can
-    be prepared meanwhile (D9); undoing a plan takes both back.
+    and the token each will sample as there (``num_pending`` of them; the other rows,
+    ``num_chunks``, compute a prompt's chunk and sample none), so that the next plan can be
+    prepared meanwhile (D9); undoing a plan takes all of it back.
     ``blocks`` is the block table, empty unless the sequence holds blocks. ``keys`` are the
     prefix-cache keys of its full blocks, computed as needed.
     ``is_attached``: a further choice of n > 1 whose prompt is still its parent's work.
-    ``in_step`` counts the plans, executing or prepared, that have a row (or a fork) for it.
     """
 
     __slots__ = (
@@ -36,12 +36,12 @@ class Sequence:
         "cached_tokens",
         "choice",
         "credit",
-        "in_step",
         "is_attached",
         "is_known_to_worker",
         "keys",
         "live",
         "max_tokens",
+        "num_chunks",
         "num_computed",
         "num_pending",
         "num_prompt",
@@ -68,7 +68,6 @@ class Sequence:
         self.state = State.WAITING
         self.is_attached = choice > 0
         self.is_known_to_worker = False
-        self.in_step = 0
         self.blocks: list[BlockId] = []
         self.keys: list[bytes] = []
         self.output: list[int] = []
@@ -77,6 +76,7 @@ class Sequence:
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.num_pending = 0
+        self.num_chunks = 0
         self.cached_tokens = 0
         asked = live.request.sampling.prompt_logprobs
         self.wants_scores = choice == 0 and asked is not None
@@ -90,6 +90,11 @@ class Sequence:
             f"<Sequence {self.sequence_id} {self.state.value} "
             f"{self.num_computed}/{self.num_tokens} in {len(self.blocks)} blocks>"
         )
+
+    @property
+    def in_step(self) -> int:
+        """How many plans, executing or prepared, have a row (or a fork) for it."""
+        return self.num_pending + self.num_chunks
 
     @property
     def num_known(self) -> int:

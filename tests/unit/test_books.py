@@ -121,7 +121,7 @@ def jump_the_line(driver):
 
 @damage
 def keep_a_step(driver):
-    sequence(driver, "running").in_step = 1
+    sequence(driver, "running").num_chunks = 1
 
 
 @damage
