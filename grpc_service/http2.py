@@ -1,8 +1,8 @@
 """One HTTP/2 connection of a gRPC server, without its socket: bytes in, streams and bytes out.
 
 h2 speaks the protocol: states, settings, header compression, windows, what is an error. Messages
-go past it: h2 makes a DATA frame in 8 µs, which is half of what a token costs end to end, and this
-makes it in 1, keeping h2's count of the windows (`python -m tools.bench front`).
+go past it: making a DATA frame takes h2 eight times as long or more, much of what a token costs
+from end to end (`python -m tools.bench primitives`, `front`). h2's count of the windows is kept.
 
 Rule 1: nothing here waits, and nothing knows Trio. Rule 2: what is sent goes to the output in the
 order of the calls; whoever holds the connection takes it (`take_output`). Rule 3: a message that

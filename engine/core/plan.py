@@ -4,8 +4,8 @@ Rule 1: every class here is a value that pickles without torch, so that a runner
 child process. Rule 2: a plan is executed exactly once or failed exactly once.
 
 `Row`, `RowResult` and the events made once per row and step are named tuples, the rest frozen
-dataclasses: making a frozen dataclass of seven fields costs 1.1 µs, a named tuple 0.3 µs, and the
-whole budget of plan + commit is 1.5 µs a row (`python -m tools.bench schedule`).
+dataclasses: one of seven fields takes three times as long to make as a named tuple
+(`python -m tools.bench primitives`), and the whole budget of plan + commit is 1.5 µs a row.
 
 Index spaces: a *token position* counts a sequence's tokens from 0, prompt and output together;
 a *block* is ``block_size`` consecutive positions' place in the KV pool; a *slot* is

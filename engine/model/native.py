@@ -27,7 +27,7 @@ SOURCES = Path(__file__).resolve().parent.parent / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-w")
 SWITCH = "ENGINE_KERNELS"  # "off": do without
-COMPILE_TIMEOUT_S = 120  # guess: it takes 2 to 6 s
+COMPILE_TIMEOUT_S = 120  # guess: it takes 4 to 10 s
 
 
 class Unavailable(Exception):

@@ -72,6 +72,7 @@ def unload(channel, name, drain_s=None, timeout=60):
 # ---- cold starts
 
 
+@pytest.mark.alone
 def test_ten_clients_of_a_cold_model_of_two_replicas():
     """R130, R132: two loads, 4 GB, and nobody waits for longer than the load takes."""
     cold = {"name": "cold", "lazy": True, "replicas": 2, "memory_bytes": 2 * GB}
@@ -80,7 +81,8 @@ def test_ten_clients_of_a_cold_model_of_two_replicas():
         results = ask_all(server.channel, *["cold"] * 10)
         assert [error for error, _ in results] == [None] * 10
         assert max(at for _, at in results) - started < 1.0 + WAKE_LIMIT_S + WIRE_S
-        assert [replica.id for replica in model(server.channel, "cold").replicas] == [0, 1]
+        # the second may come a moment after the first, which has served all
+        wait_until(lambda: [one.id for one in model(server.channel, "cold").replicas] == [0, 1])
         assert stats(server.channel).memory_reserved == 4 * GB
 
 
@@ -117,6 +119,7 @@ def test_five_models_at_once_stay_below_the_limit():
         assert totals.memory_reserved <= totals.memory_limit == 5 * GB
 
 
+@pytest.mark.alone
 def test_a_failed_load_is_told_to_every_waiter_as_soon_as_it_fails():
     """R133: after the second it took, not after the 30 that a waiter may wait."""
     cold = {"name": "cold", "lazy": True, "fails": 1, "script": {"load_s": 1.0}}

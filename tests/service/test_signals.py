@@ -10,7 +10,7 @@ import time
 import grpc
 import pytest
 
-from grpc_service._generated.triolet.v1 import common_pb2
+from grpc_service._generated.triolet.v1 import common_pb2, models_pb2, models_pb2_grpc
 from tests.support.core_driver import expected_tokens
 from tests.support.server import fake
 from tests.support.wire import (
@@ -161,6 +161,15 @@ def test_a_second_signal_cuts_every_phase_at_once_with_a_status(phase):
 # ---- a load that takes long ------------------------------------------------------------------
 
 
+def wait_for_weights(channel):
+    """Until the load is in its thread, which is after the server's first answers."""
+    call = models_pb2_grpc.ModelsStub(channel).LoadModel(
+        models_pb2.LoadModelRequest(model="fake"), timeout=SOON_S
+    )
+    assert any(stage.phase == "weights" for stage in call)
+    call.cancel()
+
+
 @pytest.mark.parametrize("has_waiter", [True, False])
 def test_a_drain_does_not_wait_for_a_load_that_nobody_needs(has_waiter):
     script, engine = {"load_s": 60.0}, {"drain_timeout_s": DRAIN_S}
@@ -168,7 +177,7 @@ def test_a_drain_does_not_wait_for_a_load_that_nobody_needs(has_waiter):
         if has_waiter:
             call = stack.enter_context(waiting_for_load(server, [1], FEW))
         else:
-            stats(server.channel)  # once it answers, the load is under way
+            wait_for_weights(server.channel)
         start = time.monotonic()
         server.signal()
         if has_waiter:

@@ -1,0 +1,200 @@
+"""What the parts cost that decisions rest on: a value made, a task woken, a hop into a thread, a
+message's frames.
+
+Each row is µs of one: a value of seven fields as a frozen dataclass and as a named tuple (D8); a
+task that is woken by another's `trio.MemorySendChannel.send_nowait` (D1); a job in a thread and
+back, by `trio.to_thread.run_sync` and by `engine.threads`, whose end is told by an eventfd or by
+Trio's token (D3); a message of 60 bytes as a DATA frame by h2, and by `grpc_service.http2` (D1).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import trio
+import trio.testing
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import RequestReceived
+
+from engine.threads import WorkerThreads
+from grpc_service.http2 import Connection, Stream
+from tools.bench.frame import Row, repeat_in_turn, row_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+VALUES, WAKES, HOPS, FRAMES = 20_000, 2_000, 1_000, 2_000
+MESSAGE = bytes(60)
+HEADERS = [
+    (":method", "POST"),
+    (":scheme", "http"),
+    (":path", "/a/B"),
+    (":authority", "here"),
+    ("te", "trailers"),
+    ("content-type", "application/grpc"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    a: int
+    b: int
+    c: int
+    d: int
+    e: int
+    f: int
+    g: int
+
+
+class Named(NamedTuple):
+    a: int
+    b: int
+    c: int
+    d: int
+    e: int
+    f: int
+    g: int
+
+
+def values(kind: Callable[..., object]) -> float:
+    start = time.perf_counter()
+    for _ in range(VALUES):
+        kind(1, 2, 3, 4, 5, 6, 7)
+    return 1e6 * (time.perf_counter() - start) / VALUES
+
+
+def wakes() -> float:
+    async def main() -> float:
+        sender, receiver = trio.open_memory_channel[int](math.inf)
+
+        async def take() -> None:
+            async for _ in receiver:
+                pass
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take)
+            await trio.testing.wait_all_tasks_blocked()
+            start = time.perf_counter()
+            for number in range(WAKES):
+                sender.send_nowait(number)
+                await trio.lowlevel.checkpoint()
+            seconds = time.perf_counter() - start
+            sender.close()
+        return 1e6 * seconds / WAKES
+
+    return trio.run(main)
+
+
+def hops_of_trio() -> float:
+    async def main() -> float:
+        start = time.perf_counter()
+        for _ in range(HOPS):
+            await trio.to_thread.run_sync(_nothing)
+        return 1e6 * (time.perf_counter() - start) / HOPS
+
+    return trio.run(main)
+
+
+def hops() -> float:
+    async def main() -> float:
+        with closing(WorkerThreads()) as threads:
+            start = time.perf_counter()
+            for _ in range(HOPS):
+                await threads.start(_nothing, tells_begin=False).wait()
+            return 1e6 * (time.perf_counter() - start) / HOPS
+
+    return trio.run(main)
+
+
+def hops_by_token() -> float:
+    with _without_eventfd():
+        return hops()
+
+
+@contextmanager
+def _without_eventfd() -> Iterator[None]:
+    """As on a system that has none."""
+    own = os.eventfd
+    del os.eventfd
+    try:
+        yield
+    finally:
+        os.eventfd = own  # type: ignore[misc]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _client() -> H2Connection:
+    client = H2Connection(H2Configuration(client_side=True))
+    client.initiate_connection()
+    client.increment_flow_control_window(1 << 24)
+    client.send_headers(1, HEADERS)
+    client.increment_flow_control_window(1 << 24, 1)
+    return client
+
+
+def frames_of_h2() -> float:
+    server = H2Connection(H2Configuration(client_side=False))
+    server.initiate_connection()
+    events = server.receive_data(_client().data_to_send())
+    assert any(isinstance(event, RequestReceived) for event in events)
+    server.send_headers(1, [(":status", "200")])
+    start = time.perf_counter()
+    for _ in range(FRAMES):
+        server.send_data(1, MESSAGE)
+        server.data_to_send()
+    return 1e6 * (time.perf_counter() - start) / FRAMES
+
+
+class Deaf:
+    """A `grpc_service.http2.Listener` that nothing is said to."""
+
+    def on_data(self, data: bytes) -> None: ...
+
+    def on_end(self) -> None: ...
+
+    def on_reset(self) -> None: ...
+
+    def on_drained(self) -> None: ...
+
+
+def frames() -> float:
+    begun: list[Stream] = []
+
+    def begin(stream: Stream) -> Deaf:
+        begun.append(stream)
+        return Deaf()
+
+    server = Connection(begin, streams_max=1)
+    server.receive(_client().data_to_send())
+    [stream] = begun
+    stream.send_headers([(":status", "200")])
+    server.take_output()
+    start = time.perf_counter()
+    for _ in range(FRAMES):
+        assert stream.try_send_message(MESSAGE)
+        server.take_output()
+    return 1e6 * (time.perf_counter() - start) / FRAMES
+
+
+def run() -> list[Row]:
+    measures: dict[str, Callable[[], float]] = {
+        "a frozen dataclass of seven fields": lambda: values(Frozen),
+        "a named tuple of seven fields": lambda: values(Named),
+        "a task woken by a memory channel": wakes,
+        "a hop by trio.to_thread.run_sync": hops_of_trio,
+        "a hop by engine.threads, its end told by Trio's token": hops_by_token,
+        "a hop by engine.threads, its end told by an eventfd": hops,
+        "a DATA frame by h2": frames_of_h2,
+        "a DATA frame by grpc_service.http2": frames,
+    }
+    samples = repeat_in_turn(list(measures.values()))
+    return [row_of(name, found, "µs") for name, found in zip(measures, samples, strict=True)]
