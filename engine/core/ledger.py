@@ -163,16 +163,14 @@ class Ledger:
     def take(self, reservation: Reservation, count: int) -> tuple[BlockId, ...] | None:
         """Fresh blocks, with the cache told of what they held."""
         taken = self.pool.take(reservation, count)
-        if reused := self.pool.drain_reused():
-            self.cache.forget(reused)
+        self.cache.forget(self.pool.drain_reused())
         return taken
 
     def extend_keys(self, seq: Sequence, num_tokens: int) -> list[bytes]:
         """The keys of the sequence's full blocks within its first ``num_tokens`` tokens."""
         size, keys = self.config.block_size, seq.keys
         if len(keys) < num_tokens // size:
-            known = seq.num_tokens - seq.num_pending
-            assert num_tokens <= known, f"{seq}: a block's key needs all of its tokens"
+            assert num_tokens <= seq.num_known, f"{seq}: a block's key needs all of its tokens"
             # what has its key is not looked at again: a block costs the same at every length
             extend_keys(keys, seq.live.root, seq.tokens(len(keys) * size, num_tokens), size)
         return keys

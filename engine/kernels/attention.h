@@ -104,12 +104,11 @@ struct Stream {
     Stream(const Attention &call, const Rows &rows, long row, long key_head, long begin, long end)
         : count(end - begin), length((end - begin + TILE - 1) / TILE * TILE) {
         const long stride = call.kv_heads * call.width, size = rows.block_size;
-        const int64_t *table = rows.tables + row * rows.table_width;
+        const long offset = key_head * call.width;
         for (long position = begin, j = 0; position < end;) {
-            const long slot = table[position / size] * size + position % size;
             const long own = smaller(size - position % size, end - position);
-            const T *key = (const T *)call.keys + slot * stride + key_head * call.width;
-            const T *value = (const T *)call.values + slot * stride + key_head * call.width;
+            const T *key = at_position<T>(call.keys, call, rows, row, position) + offset;
+            const T *value = at_position<T>(call.values, call, rows, row, position) + offset;
             for (long i = 0; i < own; i++, j++) {
                 at[j] = key + i * stride;
                 at[length + j] = value + i * stride;

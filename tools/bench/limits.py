@@ -56,16 +56,32 @@ def streams() -> dict[str, Callable[[], float]]:
     row = torch.randn(1, HIDDEN).bfloat16()
     size = 1e-9 * weight.numel() * weight.element_size()
     found: dict[str, Callable[[], float]] = {
-        "F.linear": lambda: size / per_turn(lambda: torch.nn.functional.linear(row, weight))
+        "weights streamed for one row, F.linear": lambda: (
+            size / per_turn(lambda: torch.nn.functional.linear(row, weight))
+        )
     }
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         call = torch.ops.mkldnn._linear_pointwise
-        found["packed"] = lambda: size / per_turn(lambda: call(row, packed, None, "none", [], ""))
+        found["weights streamed for one row, packed"] = lambda: (
+            size / per_turn(lambda: call(row, packed, None, "none", [], ""))
+        )
     return found
 
 
-def attention(count: int, length: int) -> Callable[[], float]:
+def reads() -> dict[str, Callable[[], float]]:
+    """GB/s of each way to read the cache; none without the kernels."""
+    try:
+        backend = NativeBackend(native.load())
+    except native.Unavailable:
+        return {}
+    return {
+        f"cache read by attention, {count} × {length}": attention(backend, count, length)
+        for count, length in READ
+    }
+
+
+def attention(backend: NativeBackend, count: int, length: int) -> Callable[[], float]:
     """GB/s of the decodes' attention in all layers of ``count`` sequences of ``length`` tokens."""
     blocks = length // BLOCK
     cache = KvCache(
@@ -76,7 +92,7 @@ def attention(count: int, length: int) -> Callable[[], float]:
     order = random.Random(0).sample(range(count * blocks), count * blocks)
     tables = np.array(order).reshape(count, blocks)
     rows = pack([length - 1] * count, [1] * count, list(tables), BLOCK)
-    step = NativeBackend(native.load()).prepare(rows, cache)
+    step = backend.prepare(rows, cache)
     query, key = (
         torch.randn(count, heads, CACHED.head_dim).bfloat16()
         for heads in (HEADS, CACHED.num_kv_heads)
@@ -93,25 +109,15 @@ def attention(count: int, length: int) -> Callable[[], float]:
 @torch.inference_mode()
 def run() -> list[Row]:
     torch.set_num_threads(THREADS)
-    ways = streams()
+    ways = streams() | reads()
     fast, plain, *others = repeat_in_turn(
-        [
-            product(torch.bfloat16),
-            product(torch.float32),
-            *ways.values(),
-            *(attention(*size) for size in READ),
-        ]
+        [product(torch.bfloat16), product(torch.float32), *ways.values()]
     )
-    streamed, read = others[: len(ways)], others[len(ways) :]
     return [
         row_of("product of matrices, bfloat16", fast, "GFLOP/s", better="higher"),
         row_of("product of matrices, float32", plain, "GFLOP/s", better="higher"),
         *(
-            row_of(f"weights streamed for one row, {name}", found, "GB/s", better="higher")
-            for name, found in zip(ways, streamed, strict=True)
-        ),
-        *(
-            row_of(f"cache read by attention, {count} × {length}", found, "GB/s", better="higher")
-            for (count, length), found in zip(READ, read, strict=True)
+            row_of(name, found, "GB/s", better="higher")
+            for name, found in zip(ways, others, strict=True)
         ),
     ]
