@@ -1,16 +1,16 @@
 """Triolet's engine: structured-concurrency scheduling of language models on Trio.
 
-The public face; importing it imports neither torch nor transformers.
+The public face; importing it imports neither torch nor transformers, nor asyncio (`engine.aio`).
 """
 
-from engine import handles, sync
-from engine.api import Engine, Stream, open_engine
+from engine.api import blocking, handles
+from engine.api.engine import Engine, Stream, open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.events import Finished, Tokens
-from engine.core.types import EndReason
-from engine.encode_requests import Embedding, EmbedRequest, RerankRequest, Score
+from engine.core.common.events import Finished, Tokens
+from engine.core.common.types import EndReason
 from engine.errors import TrioletError
-from engine.requests import (
+from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
+from engine.requests.text_values import (
     AnswerTokens,
     Chat,
     GenerateRequest,
@@ -42,7 +42,7 @@ __all__ = [
     "Tokens",
     "ToolCallDelta",
     "TrioletError",
+    "blocking",
     "handles",
     "open_engine",
-    "sync",
 ]

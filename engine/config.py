@@ -1,7 +1,8 @@
-"""Configuration: frozen, validated once, each bound with its origin.
+"""The engine's configuration.
 
-Rule 1: a config object that exists is valid; `ConfigError` names the flag and what to change.
-Rule 2: defaults of what an operator can set stand here, and each is told by `serve --help`.
+Rule 1: a configuration that exists is valid. Making an invalid one raises `ConfigError`, which
+names the flag and what to change. Rule 2: the defaults of what an operator can set stand here, and
+`serve --help` shows each.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from engine.status import Capability
 
 DEMO_MODELS = ("demo-stories", "demo-embed", "demo-rerank")
-IN_PROCESS_BUFFER = 4096  # R7: the source design's token channel
-STREAM_BUFFER = 256  # R7: a gRPC stream's messages in flight
+IN_PROCESS_BUFFER = 4096  # unread messages of a stream in this process (R7)
+STREAM_BUFFER = 256  # messages of a gRPC stream that are not written yet (R7)
+RUNNERS = ("thread", "pinned", "process")
+ROUTINGS = ("least-tokens", "round-robin", "prefix")
+REPLICAS_MAX = 64  # guess: far more than the devices and cores of one machine can use
 
 
 def _at_least(flag: str, value: float, minimum: float) -> None:
@@ -25,17 +29,12 @@ def _at_least(flag: str, value: float, minimum: float) -> None:
 
 
 def _require_room_for_prompts(max_num_batched_tokens: int, max_num_seqs: int) -> None:
-    """A step has one token for each running sequence, and at least one for a prompt chunk."""
+    """Check that a step has a token for each running sequence and one more for a prompt."""
     if max_num_batched_tokens <= max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens ({max_num_batched_tokens}) must be greater than "
-            f"--max-num-seqs ({max_num_seqs}), or prompts would starve beside decodes"
+            f"--max-num-seqs ({max_num_seqs}), so that every step has a token left for a prompt"
         )
-
-
-RUNNERS = ("thread", "process")
-ROUTINGS = ("least-tokens", "round-robin", "prefix")
-REPLICAS_MAX = 64  # guess: far more than one machine's devices and cores have use for
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -46,10 +45,10 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """``count`` replicas of a model that are alike. What is empty or 0 is the model's own."""
+    """Replicas of a model that are alike. An empty or 0 value stands for the model's own value."""
 
     device: str = ""
-    count: int = 1
+    count: int = 1  # replicas
     threads: int = 0
     runner: str = ""
 
@@ -61,25 +60,20 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model to serve. ``name`` is what clients ask for (default: the last part of
-    ``model``); ``lazy`` loads at the first request. ``threads`` 0: text models share the cores
-    evenly, encoders have one. ``capability`` None: found from the model's files. ``runner``: a
-    worker is a thread of this process, or a process of its own. ``workers`` are its replicas
-    where it has more than one, or they differ.
-    ``quantization`` is a text model's; encoders keep their floats."""
+    """One model to serve."""
 
-    model: str
-    name: str = ""
-    aliases: tuple[str, ...] = ()
-    revision: str = ""
-    lazy: bool = False
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int = 0
-    capability: Capability | None = None
-    runner: str = RUNNERS[0]
-    workers: tuple[WorkerConfig, ...] = ()
-    quantization: str = "none"
+    model: str  # a directory, a demo id or a Hugging Face id
+    name: str = ""  # by which clients ask for it; empty: the last part of `model`
+    aliases: tuple[str, ...] = ()  # further names
+    revision: str = ""  # a branch, tag or commit of a Hugging Face id
+    lazy: bool = False  # the first request loads the model, not the server's start
+    device: str = "auto"  # auto: the first of cuda, mps and cpu that is available
+    dtype: str = "auto"  # auto: depends on the checkpoint and the device
+    threads: int = 0  # CPU threads of a step; 0: text models share the cores, encoders have one
+    capability: Capability | None = None  # None: the model's files determine it
+    runner: str = RUNNERS[0]  # thread: any thread; pinned: always the same; process: its own
+    workers: tuple[WorkerConfig, ...] = ()  # empty: one replica with the values above
+    quantization: str = "none"  # of a text model's weights; encoders ignore it
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -89,18 +83,20 @@ class ModelConfig:
         _one_of("quantization", self.quantization, ("none", "int8"))
         _at_least("threads", self.threads, 0)
         if self.num_replicas > REPLICAS_MAX:
-            raise ConfigError(f"{self.model} has {self.num_replicas} workers, of {REPLICAS_MAX}")
+            raise ConfigError(
+                f"{self.model} has {self.num_replicas} workers, but may have at most {REPLICAS_MAX}"
+            )
         if not self.name:
             object.__setattr__(self, "name", self.model.rstrip("/").rsplit("/", 1)[-1])
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas are wanted of it."""
+        """How many replicas are configured for the model."""
         return sum(worker.count for worker in self.workers) or 1
 
     def replica(self, index: int) -> ModelConfig:
-        """What the replica of this number is to be, as a model of one worker. Beyond those
-        configured: as the last of them."""
+        """Return the configuration of one replica, as a model with one worker. An ``index`` beyond
+        the configured workers stands for one more of the last."""
         alike = [worker for worker in self.workers for _ in range(worker.count)]
         worker = alike[min(index, len(alike) - 1)] if alike else WorkerConfig()
         return replace(
@@ -114,25 +110,25 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The core's bounds, once the model is known.
+    """The limits of a text model's scheduler, known once the model is loaded.
 
-    ``num_blocks * block_size`` holds at least one sequence of ``max_model_len`` (checked here,
-    with the arithmetic), so the oldest sequence can always go on (D6).
+    The KV pool holds at least one sequence of full length, so that the oldest sequence can always
+    go on (D6).
     """
 
-    num_blocks: int
-    block_size: int = 16
-    max_model_len: int = 2048
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_queued_requests: int = 2048
-    max_queued_tokens: int = 1_000_000
-    step_time_target_s: float = 0.0  # 0: a step's prompts are bounded by its tokens alone
-    stall_timeout_s: float = 30.0
-    aging_s: float = 10.0
-    prefix_cache: bool = True
-    prepared_plans: bool = True
-    cache_namespace: str = ""
+    num_blocks: int  # of the KV pool
+    block_size: int = 16  # tokens
+    max_model_len: int = 2048  # tokens of a sequence, prompt and output
+    max_num_seqs: int = 256  # sequences that run at once
+    max_num_batched_tokens: int = 2048  # of one step
+    max_queued_requests: int = 2048  # that wait for their start
+    max_queued_tokens: int = 1_000_000  # of the queued requests' prompts
+    step_time_target_s: float = 0.0  # of a step with prompts in it; 0: no target
+    stall_timeout_s: float = 30.0  # how long a full stream may go unread
+    aging_s: float = 10.0  # a request that waits so long gains one level of priority
+    prefix_cache: bool = True  # blocks of equal prefixes are shared
+    prepared_plans: bool = True  # the next step is planned while one runs
+    cache_namespace: str = ""  # keeps the prefixes of different models apart
 
     def __post_init__(self) -> None:
         _at_least("block-size", self.block_size, 1)
@@ -151,17 +147,18 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """The bounds of an encoder's core, once the encoder is known. A step takes at most
-    ``max_num_seqs`` inputs and ``max_num_batched_tokens`` tokens, padding counted; an input longer
-    than that has a step of its own."""
+    """The limits of an encoder's scheduler, known once the encoder is loaded.
 
-    max_model_len: int
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    An input that is longer than ``max_num_batched_tokens`` has a step of its own.
+    """
+
+    max_model_len: int  # tokens of an input
+    max_num_seqs: int = 256  # inputs of one step
+    max_num_batched_tokens: int = 2048  # of one step, with padding
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
-    stall_timeout_s: float = 30.0
-    aging_s: float = 10.0
+    stall_timeout_s: float = 30.0  # how long a full stream may go unread
+    aging_s: float = 10.0  # a request that waits so long gains one level of priority
 
     def __post_init__(self) -> None:
         _at_least("max-model-len", self.max_model_len, 1)
@@ -173,35 +170,38 @@ class EncoderConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine is told at start. Seconds, bytes and counts as the names say."""
+    """Everything of the engine that an operator can set.
+
+    The limits of schedulers are explained at `SchedulerConfig`; each replica has a scheduler.
+    """
 
     models: tuple[ModelConfig, ...] = field(
         default_factory=lambda: tuple(ModelConfig(name) for name in DEMO_MODELS)
     )
     block_size: int = 16
-    max_model_len: int | None = None  # None: the model's, at most what the KV pool holds
+    max_model_len: int | None = None  # None: the model's own, or what its KV pool holds if less
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
-    step_time_target_s: float = 0.15  # 0: none; of text models' steps with prompts in them
-    kv_cache_memory: int | None = None
-    memory_limit: int | None = None  # None: 0.80 of what the process may use
+    step_time_target_s: float = 0.15
+    kv_cache_memory: int | None = None  # bytes of each replica's KV pool; None: the runner decides
+    memory_limit: int | None = None  # bytes of all models; None: 0.80 of what the process may use
     stall_timeout_s: float = 30.0
-    drain_timeout_s: float = 30.0
-    spawn_timeout_s: float = 30.0
-    step_timeout_s: float = 60.0  # guess: far above any step that a client would wait for
-    default_deadline_s: float | None = None
-    routing: str = ROUTINGS[0]  # which replica of a model a request goes to
-    max_worker_deaths: int = 5  # of a model within 10 minutes, until it is given up
-    idle_ttl_s: float | None = None  # None: a model is evicted for want of room only
+    drain_timeout_s: float = 30.0  # for running requests, when the server or a model ends
+    spawn_timeout_s: float = 30.0  # how long a request waits for its model to load
+    step_timeout_s: float = 60.0  # a longer step counts as hung; guess: far longer than any should
+    default_deadline_s: float | None = None  # of requests that have no deadline
+    routing: str = ROUTINGS[0]  # how the replica of a request is chosen
+    max_worker_deaths: int = 5  # of a replica within 10 minutes; it then does not restart
+    idle_ttl_s: float | None = None  # an idle replica is unloaded then; None: only to make room
     stream_buffer: int = STREAM_BUFFER
     in_process_buffer: int = IN_PROCESS_BUFFER
     prefix_cache: bool = True
     prepared_plans: bool = True
-    seed: int = 0
-    telemetry: bool = True  # off: for measuring what it costs
-    check_level: int = 1  # ENGINE_CHECK: 0 asserts, 1 checks when idle and at exit, 2 each step
+    seed: int = 0  # of random choices for which no request has a seed
+    telemetry: bool = True  # False: for measuring what telemetry costs
+    check_level: int = 1  # ENGINE_CHECK: 0 asserts, 1 also invariants when idle, 2 after each step
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -209,7 +209,9 @@ class EngineConfig:
         names = [name for model in self.models for name in (model.name, *model.aliases)]
         for name in names:
             if names.count(name) > 1:
-                raise ConfigError(f"two models are served as {name!r}; use --served-model-name")
+                raise ConfigError(
+                    f"two models are served as {name!r}; rename one with --served-model-name"
+                )
         for flag, value, minimum in (
             ("block-size", self.block_size, 1),
             ("max-num-seqs", self.max_num_seqs, 1),

@@ -1,12 +1,11 @@
-"""Every way a request can go wrong, as one exception class each.
+"""Every way in which a request can fail, one exception class for each.
 
-Rule 1: a kind sits on its class (``reason``, ``is_retryable``); nobody parses messages.
-Rule 2: ``str(error)`` is the text a client may read: it names the request's own fields and
-numbers, never prompt text, paths, stack traces or Python types. What only the operator should
-see goes into ``log_detail`` and the exception's cause.
+Rule 1: what a program needs to know stands on the class (``reason``, ``is_retryable``); no program
+parses messages. Rule 2: a client may read ``str(error)``. The text names fields and numbers of the
+request, never prompt text, paths, stack traces or Python types. What only the operator may see goes
+into ``log_detail`` and the exception's cause.
 
-The mapping to gRPC codes is the front's (`grpc_service.status`), one row per class here.
-Source: R121 for the prefixes; they are kept on the classes that carry those names.
+`grpc_service.services.error_status` maps each class to a gRPC code. Source: R121 for the prefixes.
 """
 
 from __future__ import annotations
@@ -20,16 +19,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One field that was wrong: its proto path (``sampling.top_p``) and one sentence why."""
+    """A field with an invalid value: its path in the proto, such as ``sampling.top_p``, and one
+    sentence that says why."""
 
     field: str
     description: str
 
 
 class TrioletError(Exception):
-    """Base of all errors a client can be told.
+    """Base of all errors that a client can receive.
 
-    ``retry_after_s`` is a hint in seconds where waiting can help, else None.
+    ``reason`` names the kind of error for programs. ``is_retryable``: the same request may succeed
+    later. ``retry_after_s`` is how many seconds the client should wait before that, or None if the
+    server does not know. ``log_detail`` goes into the log only. ``prefix`` begins every message.
     """
 
     reason: ClassVar[str] = ""
@@ -44,18 +46,20 @@ class TrioletError(Exception):
         self.log_detail = log_detail
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickled, it comes back as it is: making it once more would put its prefix on twice."""
-        return _remade, (type(self), self.args, self.__dict__.copy())
+        """Pickle the message as it is: `__init__` would put the prefix in front a second time."""
+        return _restored, (type(self), self.args, self.__dict__.copy())
 
 
-def _remade(cls: type[TrioletError], args: tuple[object, ...], state: dict[str, object]) -> object:
-    error = cls.__new__(cls, *args)
+def _restored(
+    kind: type[TrioletError], args: tuple[object, ...], state: dict[str, object]
+) -> object:
+    error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
 
 
 class InvalidRequest(TrioletError):
-    """The request breaks the documented ranges; every broken field is listed."""
+    """Fields of the request have invalid values. ``violations`` lists all of them."""
 
     reason = "INVALID_REQUEST"
 
@@ -66,43 +70,43 @@ class InvalidRequest(TrioletError):
 
     @classmethod
     def of(cls, field: str, description: str) -> InvalidRequest:
-        """The usual case: one field, one sentence."""
+        """Return the error of a request with one invalid field."""
         return cls([FieldViolation(field, description)])
 
 
 class RequestTooLarge(InvalidRequest):
-    """The request is well formed but can never fit this model or this server."""
+    """The request is valid, but larger than this model or this server can ever serve."""
 
     reason = "REQUEST_TOO_LARGE"
 
 
 class ModelNotFound(TrioletError):
-    """No model of that name (or, with no name, none with the capability) is configured."""
+    """No model with this name is configured; or, for an empty name, none with the capability."""
 
     reason = "MODEL_NOT_FOUND"
 
 
 class RequestNotFound(TrioletError):
-    """No live request has this id."""
+    """No request with this id is running or waiting."""
 
     reason = "REQUEST_NOT_FOUND"
 
 
 class DuplicateRequest(TrioletError):
-    """A live request already has this id; the live one is untouched."""
+    """Another request with this id is running or waiting. That request goes on."""
 
     reason = "DUPLICATE_REQUEST"
 
 
 class Overloaded(TrioletError):
-    """The queue's bound on requests or tokens is reached; nothing was queued."""
+    """The queue holds as many requests or tokens as it may. The request was not queued."""
 
     reason = "QUEUE_FULL"
     is_retryable = True
 
 
 class MemoryExhausted(TrioletError):
-    """The byte budget cannot hold what the request needs loaded."""
+    """The model that the request needs does not fit in the memory limit beside those loaded."""
 
     reason = "MEMORY_EXHAUSTED"
     is_retryable = True
@@ -110,13 +114,14 @@ class MemoryExhausted(TrioletError):
 
 
 class RequestCancelled(TrioletError):
-    """The client ended its own request."""
+    """The client cancelled the request."""
 
     reason = "CANCELLED"
 
 
 class DeadlineExceeded(TrioletError):
-    """The request's time ran out; ``phase`` says where, ``tokens_done`` how far it got."""
+    """The request's deadline passed. ``phase`` says what the request was doing, ``tokens_done`` how
+    many tokens of its results were complete."""
 
     reason = "DEADLINE_EXCEEDED"
 
@@ -127,7 +132,7 @@ class DeadlineExceeded(TrioletError):
 
 
 class DeadlineInfeasible(DeadlineExceeded):
-    """The prompt cannot be computed in the time left, at the best rate measured."""
+    """The prompt cannot be computed before the deadline, at the best rate that was measured."""
 
     reason = "DEADLINE_INFEASIBLE"
 
@@ -139,13 +144,13 @@ class RequestAborted(TrioletError):
 
 
 class ReaderStalled(TrioletError):
-    """The client read nothing for the stall timeout while its stream was full."""
+    """The stream was full and the client read nothing for as long as the stall timeout."""
 
     reason = "READER_STALLED"
 
 
 class ShuttingDown(TrioletError):
-    """The server is draining or has closed; it takes no new requests."""
+    """The server is draining or has closed, and takes no new requests."""
 
     reason = "SHUTTING_DOWN"
     is_retryable = True
@@ -153,14 +158,14 @@ class ShuttingDown(TrioletError):
 
 
 class Paused(TrioletError):
-    """The engine is paused and does not queue."""
+    """The engine is paused in a mode in which it takes no new requests."""
 
     reason = "PAUSED"
     is_retryable = True
 
 
 class NoWorkers(TrioletError):
-    """The model has no worker that could serve the request."""
+    """The model has no worker for the request, because the operator is unloading the model."""
 
     reason = "NO_WORKERS"
     is_retryable = True
@@ -168,14 +173,14 @@ class NoWorkers(TrioletError):
 
 
 class WorkerLost(TrioletError):
-    """The worker died with the request on it; its output so far was delivered."""
+    """The worker died while it ran the request. The output before that was delivered."""
 
     reason = "WORKER_LOST"
     is_retryable = True
 
 
 class SpawnTimeout(TrioletError):
-    """The model did not become ready within the waiters' limit; its load goes on."""
+    """The model did not load within the spawn timeout. Its load goes on."""
 
     reason = "SPAWN_TIMEOUT"
     is_retryable = True
@@ -183,32 +188,34 @@ class SpawnTimeout(TrioletError):
 
 
 class SpawnFailed(TrioletError):
-    """The model cannot be loaded; the operator must act."""
+    """The model cannot be loaded. The operator must act."""
 
     reason = "SPAWN_FAILED"
     prefix = "Worker spawn failed: "
 
 
 class StepFailed(TrioletError):
-    """The model failed on this request; others are untouched."""
+    """The model failed on this request. Other requests go on."""
 
     reason = "STEP_FAILED"
 
 
 class EngineBug(TrioletError):
-    """A programmer's error of ours; the text shown carries no internals."""
+    """A bug of the engine. Its description stands in ``log_detail`` alone."""
 
     reason = "ENGINE_BUG"
 
     def __init__(self, log_detail: str) -> None:
-        super().__init__("the engine made an internal error; it was logged", log_detail=log_detail)
+        text = "the engine had an internal error, which was logged"
+        super().__init__(text, log_detail=log_detail)
 
     def __repr__(self) -> str:
         return f"EngineBug({self.log_detail!r})"
 
 
 class Unsupported(TrioletError):
-    """A field, RPC or model feature that this server does not have; ``field`` names it."""
+    """This server does not support a field, an RPC or a feature of a model. ``field`` is a field's
+    path, or empty."""
 
     reason = "UNSUPPORTED"
 
@@ -218,18 +225,19 @@ class Unsupported(TrioletError):
 
 
 class Unauthenticated(TrioletError):
-    """A key is needed and none, or a wrong one, was given."""
+    """The call has no API key or an invalid one."""
 
     reason = "UNAUTHENTICATED"
 
 
 class NotAllowed(TrioletError):
-    """The peer may not call this RPC."""
+    """The client may not call this RPC."""
 
     reason = "PERMISSION_DENIED"
 
 
 class ConfigError(TrioletError):
-    """The server cannot start as told; one sentence says what to change. Never on the wire."""
+    """The configuration is invalid, so the server does not start. One sentence says what to change.
+    No client receives this error."""
 
     reason = "CONFIG"

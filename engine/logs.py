@@ -1,8 +1,8 @@
-"""Log lines that say which request they are about, for a person or for a machine.
+"""Log lines that name the request they are about, as text for a person or JSON for a program.
 
-Rule 1: prompt and output text is never logged. Rule 2: a request's own task sets `request_id`
-once; lines written for a request elsewhere pass ``extra={"request_id": …}``. Rule 3: what a line
-counts or measures goes into ``extra={"fields": {…}}`` too, where a machine finds it by name.
+Rule 1: prompts and output are never logged. Rule 2: a request's own task sets `request_id` once;
+code that logs for a request in another task passes ``extra={"request_id": …}``. Rule 3: the numbers
+of a line are also passed in ``extra={"fields": {…}}``, so that the JSON has them by name.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ ID_CHARS_MAX = 128
 
 
 def printable(given: str) -> str:
-    """A client's own id as a log may show it: one short line, whatever it holds."""
+    """Return an id that a client chose as a log line may show it: short, and without line breaks or
+    control characters."""
     cut = given[:ID_CHARS_MAX]
     return cut if cut.isprintable() else "".join(c if c.isprintable() else "?" for c in cut)
 
 
 class RequestIdFilter(logging.Filter):
-    """Gives every record a ``request_id``: its own, or the running task's, or ``-``."""
+    """Gives every log record a ``request_id``: the one passed in ``extra``, or that of the running
+    task, or ``-``."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Set the record's ``request_id``; keep every record."""
         if not hasattr(record, "request_id"):
             record.request_id = request_id.get()
         return True
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (UTC), level, logger, request_id, message; ``fields`` by their own
-    names; a traceback as ``exception``."""
+    """Writes one JSON object per line: time (UTC), level, logger, request_id and message, what was
+    passed in ``fields``, and a traceback as ``exception``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        said: dict[str, object] = dict(getattr(record, "fields", {}))
-        said |= {
+        """Return the record as one line of JSON."""
+        values: dict[str, object] = dict(getattr(record, "fields", {}))
+        values |= {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
@@ -48,18 +52,18 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
         }
         if record.exc_info:
-            said["exception"] = self.formatException(record.exc_info)
-        return json.dumps(said, ensure_ascii=False, default=str)
+            values["exception"] = self.formatException(record.exc_info)
+        return json.dumps(values, ensure_ascii=False, default=str)
 
 
 def configure(level: str | int = "INFO", style: str = "auto") -> None:
-    """Send all log lines to standard error; called once by the server. ``style`` human or json;
-    auto: for a person where standard error is a terminal, else for a machine."""
+    """Send all log lines to standard error. The server calls this once. ``style`` is human, json or
+    auto, which is human if standard error is a terminal and json otherwise."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RequestIdFilter())
     is_json = style == "json" or (style == "auto" and not sys.stderr.isatty())
     handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(FORMAT))
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    # hpack tells every header at DEBUG, and so every key
+    # at DEBUG, hpack logs every header and with it every API key
     for noisy in ("transformers", "grpc", "hpack", "urllib3", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

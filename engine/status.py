@@ -1,6 +1,6 @@
-"""Frozen snapshots of what is loaded and what is going on: `statistics()` and ListModels.
+"""Frozen snapshots of the models and of the counters, for `statistics()` and ListModels.
 
-Rule 1: values only; taking one never waits and never touches a step in flight (R180).
+Rule: values only. Taking a snapshot never waits and never touches a step in flight (R180).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from enum import Enum
 
 
 class Capability(Enum):
-    """What a model is for (R124); text-to-text is Generate's."""
+    """What a model can do (R124)."""
 
-    TEXT_TO_TEXT = "text-to-text"
+    TEXT_TO_TEXT = "text-to-text"  # Generate
     TEXT_EMBEDDING = "text-embedding"
     RERANK = "rerank"
     IMAGE_EMBEDDING = "image-embedding"
@@ -21,67 +21,65 @@ class Capability(Enum):
 
 
 class ModelState(Enum):
-    """A model's place in the pool (D16). UNLOADED: configured, and not loaded yet."""
+    """Where a model or one of its replicas stands (D16)."""
 
-    UNLOADED = "unloaded"
+    UNLOADED = "unloaded"  # configured, and not loaded
     LOADING = "loading"
     READY = "ready"
-    DRAINING = "draining"
-    FAILED = "failed"
-    DEGRADED = "degraded"  # of a replica in the statistics: dead and to come back, or hung
+    DRAINING = "draining"  # takes no new requests, and ends when the running ones have ended
+    FAILED = "failed"  # its last load failed
+    DEGRADED = "degraded"  # only of replicas: dead and about to restart, or its step hangs
 
 
 class AbortOutcome(Enum):
-    """What an abort found: a live request, one that had ended, or none (yet)."""
+    """What an abort found."""
 
-    ABORTED = "aborted"
+    ABORTED = "aborted"  # a live request
     ALREADY_ENDED = "already_ended"
-    REMEMBERED = "remembered"
+    REMEMBERED = "remembered"  # no such request yet; it is aborted if it arrives soon
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """One worker of a model. ``busy_s`` is the time spent inside steps."""
+    """One replica of a model."""
 
     replica_id: int
     state: ModelState
     device: str
-    threads: int
-    restarts: int = 0
-    processed: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    busy_s: float = 0.0
+    threads: int  # CPU threads that a step uses
+    restarts: int = 0  # after deaths, since the model was loaded
+    processed: int = 0  # requests that ended well
+    failed: int = 0  # requests that failed because of the engine or the worker
+    cancelled: int = 0  # requests that their clients cancelled
+    busy_s: float = 0.0  # seconds spent in steps
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """What ListModels says of one model. ``last_used`` is seconds since the epoch, 0 never.
-    ``is_lazy``: a request loads it, as it is configured so or was loaded before. ``is_restarting``:
-    its only replicas died, and come back by themselves.
-    ``is_hung``: its step takes longer than any should (D17)."""
+    """One model, as ListModels shows it."""
 
     name: str
     state: ModelState
     capability: Capability = Capability.TEXT_TO_TEXT
     aliases: tuple[str, ...] = ()
-    error: str = ""
-    memory_bytes: int = 0
+    error: str = ""  # why its last load failed; empty unless the state is FAILED
+    memory_bytes: int = 0  # reserved, of all replicas
     replicas: tuple[ReplicaStatus, ...] = ()
-    leases: int = 0
-    last_used: float = 0.0
+    leases: int = 0  # held by requests
+    last_used: float = 0.0  # seconds since the epoch; 0: never
     dtype: str = ""
     device: str = ""
     architecture: str = ""
-    max_model_len: int = 0
+    max_model_len: int = 0  # tokens
     is_demo: bool = False
-    is_lazy: bool = False
-    is_hung: bool = False
-    is_restarting: bool = False
+    is_lazy: bool = False  # a request loads it: it is configured so, or was loaded before
+    is_hung: bool = False  # a step takes longer than the step timeout (D17)
+    is_restarting: bool = False  # no replica serves, and those that died restart by themselves
 
     @property
     def can_be_asked(self) -> bool:
-        """A request is served, or loads the model first."""
+        """Whether a request would be served, by a replica that is ready or by one that the request
+        loads."""
         if self.is_restarting:
             return False
         if self.is_lazy:
@@ -91,18 +89,18 @@ class ModelStatus:
 
 @dataclass(frozen=True, slots=True)
 class RequestsTotal:
-    """Requests ended since start, by how they ended."""
+    """How many requests have ended since the start, by the way they ended."""
 
     finished: int = 0
-    cancelled: int = 0
+    cancelled: int = 0  # by the client
     deadline: int = 0
-    aborted: int = 0
+    aborted: int = 0  # by the operator
     stalled: int = 0
     failed: int = 0
     refused: int = 0
 
 
-# the counters that go down again, but for memory
+# The counters of `Counts` that can go down, except memory.
 LEVELS = frozenset(
     {"running", "waiting", "parked", "ending", "free_blocks", "total_blocks", "cached_blocks"}
 )
@@ -110,43 +108,45 @@ LEVELS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The counters of one replica, or their sums: names as in the proto's Totals."""
+    """The counters of one replica, or their sums; the names are those of the proto's Totals.
+
+    The first four are sequences of a text model or inputs of an encoder.
+    """
 
     running: int = 0
     waiting: int = 0
-    parked: int = 0
-    ending: int = 0
-    zombies: int = 0
-    free_blocks: int = 0
+    parked: int = 0  # not scheduled until their clients read
+    ending: int = 0  # ended, while the step in flight still uses their blocks
+    unread_calls: int = 0  # ended calls whose clients have not read everything
+    free_blocks: int = 0  # of the KV pool, as the next two
     total_blocks: int = 0
     cached_blocks: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
+    prefix_queries: int = 0  # tokens looked up in the prefix cache, since the start
+    prefix_hits: int = 0  # tokens found there, since the start
     step_count: int = 0
     step_rows_total: int = 0
     preemptions: int = 0
     prompt_tokens_total: int = 0
     completion_tokens_total: int = 0
     requests_total: RequestsTotal = field(default_factory=RequestsTotal)
-    memory_reserved: int = 0
-    memory_limit: int = 0
+    memory_reserved: int = 0  # bytes
+    memory_limit: int = 0  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCounts:
-    """One replica's counters with its name. ``pause`` is how it is paused: keep, wait or abort;
-    empty: it is not."""
+    """The counters of one replica."""
 
     model: str
-    replica: int
+    replica: int  # its id
     state: ModelState
     counts: Counts
-    pause: str = ""
+    pause: str = ""  # keep, wait or abort; empty: it is not paused
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """The whole engine's counters, and each replica's."""
+    """The counters of the whole engine and of each replica."""
 
     totals: Counts
     replicas: tuple[ReplicaCounts, ...]

@@ -1,6 +1,7 @@
 """Hypothesis profiles: `dev` for a person, `ci` derandomised and longer, `mutate` for
 `tools/mutate.py` (HYPOTHESIS_PROFILE)."""
 
+import gc
 import os
 import signal
 
@@ -19,3 +20,13 @@ settings.register_profile(  # for tools/mutate.py: the same every time, and no s
     "mutate", max_examples=50, derandomize=True, phases=[Phase.generate], **_COMMON
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_collection_finish(session):
+    """Take what the imports made out of the garbage collector's sight.
+
+    Every full collection would walk it: torch and transformers alone are a million objects, and
+    many tests collect on purpose.
+    """
+    gc.collect()
+    gc.freeze()

@@ -1,11 +1,11 @@
-"""Write a random-weight encoder as sentence-transformers keeps them, of any BERT shape.
+"""Writes a random-weight encoder of any BERT shape in the format of sentence-transformers.
 
     python -m tools.make_encoder --preset minilm --out DIR
     python -m tools.make_encoder --preset tiny --pooling cls --normalize --out DIR
     python -m tools.make_encoder --preset tiny --rerank --out DIR
 
-Rule 1: the same arguments write the same weights: everything comes from ``--seed``.
-Rule 2: the files are written by the libraries themselves, so that they are as everybody's are.
+Rule 1: the same arguments write the same weights; all randomness comes from ``--seed``. Rule 2: the
+libraries themselves write the files, so that they are like those of real models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """An encoder's size, in the words of BERT's config."""
+    """An encoder's size, by the names of BERT's config."""
 
     layers: int = 2
     hidden: int = 32
@@ -49,7 +49,7 @@ PRESETS = {
 
 
 def words_tokenizer(vocab: int) -> Any:
-    """BERT's kind of tokenizer: words and letters, with [CLS] and [SEP]."""
+    """Return a tokenizer like BERT's, of words and letters, with [CLS] and [SEP]."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
     letters = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'-éüß漢"
@@ -76,7 +76,7 @@ def words_tokenizer(vocab: int) -> Any:
 
 
 def _write_base(out: Path, shape: Shape, seed: int, *, num_labels: int) -> None:
-    """The transformer and its tokenizer; 0 labels: without a head."""
+    """Write the transformer and its tokenizer. Without labels it has no head."""
     import torch
     from transformers import (
         BertConfig,
@@ -93,7 +93,7 @@ def _write_base(out: Path, shape: Shape, seed: int, *, num_labels: int) -> None:
         num_attention_heads=shape.heads,
         intermediate_size=shape.mlp,
         max_position_embeddings=shape.max_len,
-        initializer_range=0.2,  # wide enough for every text to have values of its own
+        initializer_range=0.2,  # wide enough that different texts have different values
         **labels,
     )
     torch.manual_seed(seed)
@@ -123,7 +123,8 @@ def make_embedder(
     include_prompt: bool = True,
     seed: int = 0,
 ) -> Path:
-    """Write an embedding model into ``out``; return it. ``dense`` adds a layer of that width."""
+    """Write an embedding model into ``out`` and return the path. ``dense`` adds a layer of that
+    width."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
@@ -154,8 +155,8 @@ def make_reranker(
     activation: str | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a cross-encoder into ``out``, as transformers saves them; return it. ``activation`` is
-    the class of torch's that its config names."""
+    """Write a cross-encoder into ``out``, in the format of transformers, and return the path.
+    ``activation`` is the torch class that its config names."""
     out = Path(out)
     _write_base(out, shape, seed, num_labels=1)
     if activation is not None:
@@ -167,6 +168,7 @@ def make_reranker(
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--rerank", action="store_true")

@@ -1,16 +1,16 @@
-"""Write a random-weight checkpoint of any transformers text architecture and shape.
+"""Writes a random-weight checkpoint of any transformers text architecture and shape.
 
     python -m tools.make_model --arch qwen2 --preset tiny --out DIR
     python -m tools.make_model --arch llama --preset s135 --dtype bfloat16 --out DIR
     python -m tools.make_model --arch mistral --layers 4 --set sliding_window=64 --out DIR
 
-Rule 1: the same arguments write the same weights: everything comes from ``--seed``.
-Rule 2: the weights are random but not degenerate, so that greedy decoding has few near-ties and
-every part matters: attention scores spread by about 2.5, each layer adds more to the residual
-than the token's own embedding, and the last norm is scaled so that logits spread by `LOGIT_STD`.
+Rule 1: the same arguments write the same weights; all randomness comes from ``--seed``. Rule 2: the
+weights are random but not degenerate, so that greedy decoding has few near-ties and every part of
+the model matters. Attention scores spread by about 2.5, each layer adds more to the residual than
+the token's embedding, and the last norm is scaled so that logits spread by `LOGIT_STD`.
 
-The tokenizer is byte-level BPE trained on the text below (0.1 s); ids beyond what it learns are
-filled with made-up words, so that every id of a large vocabulary decodes to some text.
+The tokenizer is a byte-level BPE trained on the text below (0.1 s). Ids that it does not learn are
+made-up words, so that every id of a large vocabulary decodes to some text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import torch
 
 EOS = "<|end|>"
-# With 512 entries the two best of normal logits this wide are within 1e-3 of each other at about
-# 0.1 % of positions (measured over the parity suite).
+# With 512 entries and this spread, the two best logits are within 1e-3 of each other at about 0.1 %
+# of positions (measured over the parity suite).
 LOGIT_STD = 3.0
 TOKENIZER_TEXT = """
 The quick brown fox jumps over the lazy dog while seven wizards watch from the hill.
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's size, in the words most configs use."""
+    """A model's size, by the names that most configs use."""
 
     layers: int = 3
     hidden: int = 64
@@ -61,18 +61,19 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
+        """The width of an attention head."""
         return self.hidden // self.heads
 
 
 PRESETS = {
     "tiny": Shape(),
-    # peers.md: the two shapes that speed is compared at.
+    # The two shapes that the benches compare.
     "s135": Shape(30, 576, 9, 3, 1536, 49152, 2048),
     "q05": Shape(24, 896, 14, 2, 4864, 151936, 2048),
 }
 
-# What an architecture needs beside the shape. Windows are shorter than the test prompts, caps
-# near the spread of what they cap: otherwise neither would show in any output.
+# What an architecture needs beside the shape. Windows are shorter than the test prompts, and caps
+# are near the spread of the numbers that they cap; otherwise neither would change any output.
 EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "phi3": {"sliding_window": 24},
@@ -108,10 +109,10 @@ def make(
     extra: dict[str, Any] | None = None,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Write the checkpoint and its tokenizer into ``out``; return it.
+    """Write the checkpoint and its tokenizer into ``out`` and return the path.
 
-    ``arch`` is transformers' model type (``llama``, ``gemma3_text``); ``extra`` sets fields of
-    the config over everything else.
+    ``arch`` is transformers' model type (``llama``, ``gemma3_text``). ``extra`` overrides fields of
+    the config.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -129,7 +130,7 @@ def make(
 
 
 def make_config(arch: str, shape: Shape, extra: dict[str, Any]) -> Any:
-    """transformers' config of the architecture in this shape."""
+    """Return transformers' config of the architecture in this shape."""
     from transformers import AutoConfig
 
     fields: dict[str, Any] = {
@@ -158,11 +159,11 @@ def make_config(arch: str, shape: Shape, extra: dict[str, Any]) -> Any:
 
 
 def fill(model: Any, generator: torch.Generator) -> None:
-    """Random weights by Rule 2, in place."""
+    """Fill the model with random weights by Rule 2."""
     import torch
 
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    # GPT-2's Conv1D stores its weight the other way round: inputs first.
+    # GPT-2's Conv1D stores its weight transposed: inputs first.
     flipped = {id(m.weight) for m in model.modules() if type(m).__name__ == "Conv1D"}
     scale = _embedding_scale(model)
     with torch.no_grad():
@@ -171,7 +172,7 @@ def fill(model: Any, generator: torch.Generator) -> None:
             if id(parameter) in embedded:
                 parameter.copy_(noise * (0.1 / scale))  # see Rule 2
             elif parameter.dim() == 1:
-                # Norm weights near what they start as (1, or 0 where the model adds the 1).
+                # Norm weights near their initial value (1, or 0 if the model adds the 1).
                 start = parameter.mean().round() if "bias" not in name else 0.0
                 parameter.copy_(start + 0.1 * noise)
             else:
@@ -181,14 +182,15 @@ def fill(model: Any, generator: torch.Generator) -> None:
 
 
 def _gain(name: str) -> float:
-    """How much wider than its input a projection's output is."""
+    """Return how much wider a projection's output is than its input."""
     if any(part in name for part in ("q_proj", "k_proj", "c_attn", "qkv_proj")):
         return 1.6
     return 2.0 if name.endswith(("mlp.gate.weight", "router.weight")) else 1.0
 
 
 def _embedding_scale(model: Any) -> float:
-    """What the model multiplies embeddings by (Gemma: the root of the width; Granite)."""
+    """Return the factor of the model's embeddings (Gemma: the square root of the width;
+    Granite)."""
     config = model.config
     if config.model_type.startswith("gemma"):
         return float(config.hidden_size**0.5)
@@ -196,7 +198,7 @@ def _embedding_scale(model: Any) -> float:
 
 
 def _scale_logits(model: Any, generator: torch.Generator) -> None:
-    """Scale the last norm so that logits over random tokens spread by `LOGIT_STD`."""
+    """Scale the last norm so that the logits of random tokens spread by `LOGIT_STD`."""
     import torch
 
     tokens = torch.randint(0, model.config.vocab_size, (1, 24), generator=generator)
@@ -212,7 +214,8 @@ def _scale_logits(model: Any, generator: torch.Generator) -> None:
 
 
 def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """tokenizer.json and tokenizer_config.json: byte-level BPE with ``vocab_size`` entries."""
+    """Write tokenizer.json and tokenizer_config.json: a byte-level BPE with ``vocab_size``
+    entries."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -236,6 +239,7 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="make_model", description="Write a random checkpoint.")
     parser.add_argument("--arch", default="llama", help="transformers' model type (llama, gpt2)")
     parser.add_argument("--preset", default="tiny", choices=sorted(PRESETS))

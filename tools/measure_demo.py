@@ -1,10 +1,10 @@
-"""Measures one of the shipped demo models against its bars; exits 1 when one is missed.
+"""Measures a shipped demo model against its bars; exits with 1 if one is missed.
 
     python -m tools.measure_demo [stories]     the story model
     python -m tools.measure_demo embed         the embedding model
     python -m tools.measure_demo rerank        the cross-encoder
 
-`--json FILE` also writes the figures; each model's own `--help` tells the rest.
+`--json FILE` also writes the figures. `--help` after a model's name lists its options.
 """
 
 from __future__ import annotations

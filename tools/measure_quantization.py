@@ -1,12 +1,12 @@
-"""What a dtype or int8 weights cost a text model's accuracy.
+"""Measures what a dtype or int8 weights cost a text model's accuracy.
 
     python -m tools.measure_quantization                   the shipped story model
-    python -m tools.measure_quantization DIR --text FILE   any other, over a text of yours
+    python -m tools.measure_quantization DIR --text FILE   another model, over a text
 
-Every way is compared with the stock model in float32 over the same tokens: the mean
-Kullback-Leibler divergence of the next token's distribution, the share of positions where both
-find the same token likeliest, and what perplexity grows by. For the story model also the share of
-sentences of 100 stories, sampled at temperature 0.8, that the stories' own grammar accepts.
+Every combination is compared with the stock model in float32 over the same tokens: the mean
+Kullback-Leibler divergence of the next token's distribution, the share of positions where the most
+likely token is the same, and the growth of perplexity. For the story model there is also the share
+of sentences of 100 stories, sampled at temperature 0.8, that the stories' grammar accepts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.plan import AdmittedSequence, BlockDelta, Logits, Row, RunnerSpec, StepPlan
-from engine.core.types import BlockId, PlanId, Sampling, SequenceId, Stops
-from engine.model.reference import ReferenceBackend
-from engine.model.runner import TorchRunner
-from engine.requests import SamplingParams
+from engine.core.common.types import BlockId, PlanId, Sampling, SequenceId, Stops
+from engine.core.text.plan import AdmittedSequence, BlockDelta, Logits, Row, StepPlan
+from engine.requests.text_values import SamplingParams
+from engine.worker.forward.reference_attention import ReferenceBackend
+from engine.worker.interface import RunnerSpec
+from engine.worker.text_runner import TorchRunner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,11 +33,11 @@ WAYS = (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"), ("bfloat
 PIECE = 256  # tokens of a piece of text
 PIECES = 16
 NUM_STORIES = 100
-NUM_SHOWN = 64  # positions whose logits are held at once
+NUM_SHOWN = 64  # positions whose logits are in memory at once
 
 
 class Model:
-    """One way to run a model, asked for the logits of whole texts."""
+    """A model in one dtype and quantization, which computes the logits of whole texts."""
 
     def __init__(self, directory: str, dtype: str, quantization: str, *, is_stock: bool) -> None:
         spec = RunnerSpec(
@@ -48,10 +49,11 @@ class Model:
         self._next = 0
 
     def tokens_of(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
         return list(self._runner.tokenizer.encode(text))
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[len(tokens), vocab] float32, as the runner's forward gives them."""
+        """Return the logits of the runner's forward, [len(tokens), vocab] float32."""
         seen: list[torch.Tensor] = []
         module = self._runner._model.module  # type: ignore[union-attr]
         hook = module.register_forward_hook(
@@ -77,13 +79,14 @@ class Model:
         return torch.cat(seen)
 
     def close(self) -> None:
+        """Close the runner."""
         self._runner.close()
 
 
 def compare(
     own: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], pieces: Sequence[Sequence[int]]
 ) -> dict[str, float]:
-    """The figures of one way against the exact one, over the same pieces."""
+    """Return the figures of one combination against the exact one, over the same pieces."""
     divergence = agreed = positions = 0.0
     losses = [0.0, 0.0]
     for ours, theirs, tokens in zip(own, exact, pieces, strict=True):
@@ -104,14 +107,14 @@ def compare(
 
 
 def story_text() -> str:
-    """Stories of the grammar that the model was not trained on."""
+    """Return stories of the grammar that the model was not trained on."""
     from tools.demo.corpus import training_stories
 
     return "\n".join(training_stories(987_654, 60))
 
 
 def accepted_sentences(quantization: str) -> float:
-    """The share of sentences of sampled stories that the grammar's parser accepts."""
+    """Return the share of sentences of sampled stories that the grammar's parser accepts."""
     from tools.demo.corpus import named_prompt
     from tools.demo.measure_stories import MAX_NEW_TOKENS, accepted_share
     from tools.demo.writer import TrioletWriter
@@ -126,15 +129,16 @@ def accepted_sentences(quantization: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("model", nargs="?", default=str(STORIES))
-    parser.add_argument("--text", type=Path, help="what to compare over")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--text", type=Path, help="the text to compare over")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args(argv)
     is_story = Path(args.model).resolve() == STORIES
     if args.text is None and not is_story:
-        parser.error("--text is needed for a model of yours")
+        parser.error("--text is needed for a model other than the shipped one")
     text = args.text.read_text(encoding="utf-8") if args.text else story_text()
     stock = Model(args.model, "float32", "none", is_stock=True)
     tokens = stock.tokens_of(text)[: PIECE * PIECES]
@@ -151,8 +155,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if is_story and dtype == "float32":
             found["sentences_accepted"] = accepted_sentences(quantization)
         figures[f"{dtype}, {quantization}"] = found
-        told = "  ".join(f"{name} {value:.6g}" for name, value in found.items())
-        print(f"{dtype:<9} {quantization:<5}{told}", flush=True)
+        line = "  ".join(f"{name} {value:.6g}" for name, value in found.items())
+        print(f"{dtype:<9} {quantization:<5}{line}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -1,11 +1,11 @@
-"""What the text side of a step costs: µs per token of `TextState.push`, µs per row of `sample` and
-of `logprobs.score`. Penalties are measured over a prompt of 500 distinct tokens.
+"""Measures what the text side of a step costs: `TextState.push` per token, and `sample` and
+`logprobs.score` per row. Penalties are measured over a prompt of 500 distinct tokens.
 
     python -m tools.microbench_text [--rows 1,32,256] [--vocab 49152,151936] [--seconds 0.5]
 
-Each figure is the median of the repetitions that fit into ``--seconds``, with the fastest behind
-it; the two differ by what else the machine did. Logits are normal with a standard deviation of 3
-and one leader, so that top_p 0.95 leaves a few hundred candidates, as real rows do.
+Each figure is the median of the repetitions that fit into ``--seconds``, followed by the fastest;
+they differ by the machine's other work. Logits are normal with a standard deviation of 3 and one
+leader, so that top_p 0.95 leaves a few hundred candidates, as in real rows.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-import engine.model  # noqa: F401  first: sets how long torch's threads spin (D13)
+import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
 
 import torch  # isort: skip
 
-from engine.core.types import Sampling, Stops
-from engine.model.detokenizer import TextState
-from engine.model.edits import make_edits
-from engine.model.logprobs import Wanted, score
-from engine.model.sampler import SampleRow, sample
-from engine.model.tokenizer import HfTokenizer
+from engine.core.common.types import Sampling, Stops
+from engine.worker.sampling.edits import make_edits
+from engine.worker.sampling.logprobs import Wanted, score
+from engine.worker.sampling.sampler import SampleRow, sample
+from engine.worker.text.detokenizer import TextState
+from engine.worker.text.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ SAMPLINGS = {
 
 
 def measured(work: Callable[[], object], seconds: float, per: int) -> str:
-    """Median and fastest run in µs per unit."""
+    """Return the median and the fastest run as text, in µs per unit."""
     work()
     runs, end = [], time.perf_counter() + seconds
     while len(runs) < 3 or time.perf_counter() < end:
@@ -69,12 +69,14 @@ def measured(work: Callable[[], object], seconds: float, per: int) -> str:
 def push_all(
     tokenizer: HfTokenizer, stops: Stops, prompt: Sequence[int], ids: Sequence[int]
 ) -> None:
+    """Push every token id into a new state."""
     state = TextState(tokenizer, stops, prompt)
     for token_id in ids:
         state.push(token_id)
 
 
 def bench_push(seconds: float) -> None:
+    """Print the cost of detokenising."""
     for name, build in toy_tokenizers.ALL.items():
         tokenizer = HfTokenizer(build())
         prompt, ids = tokenizer.encode("Once upon a time"), tokenizer.encode(TEXT)
@@ -85,6 +87,7 @@ def bench_push(seconds: float) -> None:
 
 
 def bench_sample(num_rows: int, vocab: int, seconds: float) -> None:
+    """Print the cost of sampling and scoring."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(num_rows, vocab, generator=generator).mul_(3.0)
     logits[:, 7] = 16.0
@@ -103,6 +106,7 @@ def bench_sample(num_rows: int, vocab: int, seconds: float) -> None:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="1,32,256")
     parser.add_argument("--vocab", default="49152,151936")

@@ -1,9 +1,10 @@
-"""Do the core's tests notice a changed core? `python -m tools.mutate` changes it 100 times.
+"""Check that the core's tests notice changes: `python -m tools.mutate` makes 100 of them.
 
-Each mutant is one drawn change of `engine/core/*.py` (a comparison, a sum, a constant, a condition,
-a dropped call, a dropped result), made in a copy of the tree; the quick tests and a few simulated
-worlds run against it until one fails. Survivors are printed; those that change nothing one could
-see are explained, by name, in `tools/mutation_survivors.md`. The exit code is 1 below the bar.
+Each mutant is one drawn change of the core or of `POOL` (a comparison, a sum, a constant, a
+condition, a dropped call, a dropped result), made in a copy of the tree. The quick tests and a few
+simulated worlds run against the copy until one fails. Survivors are printed.
+`tools/mutation_survivors.md` names the survivors that no test can notice, with the reasons. The
+exit code is 1 below the bar.
 
 `--seed` draws other mutants, `--only TEXT` runs those whose name contains it, `--list` runs none.
 """
@@ -31,17 +32,18 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "engine" / "core"
+POOL = [ROOT / "engine" / "pool" / name for name in ("backoff.py", "routing.py")]
 EXPLAINED = ROOT / "tools" / "mutation_survivors.md"
 BAR = 90.0  # per cent killed
-LONGEST = 90  # characters of a statement in a name
+LONGEST = 90  # characters of a statement in a mutant's name
 COPIED = ("engine", "grpc_service", "tools", "tests", "pyproject.toml")
-TIMEOUT_S = 240.0  # for one command; a mutant that hangs is killed by it
+TIMEOUT_S = 240.0  # for one command; a mutant that hangs is killed then
 PYTHON = [sys.executable, "-W", "ignore"]
 UNIT = [
     f"tests/unit/test_{name}.py"
     for name in (
-        *("books", "breaker", "encode_scheduler", "lifecycle", "prefix", "rate"),
-        *("restarts", "routing", "scheduler", "types"),
+        *("backoff", "encode_scheduler", "invariants", "lifecycle", "prefix", "rate"),
+        *("routing", "scheduler", "types"),
     )
 ]
 COMMANDS = (
@@ -72,7 +74,7 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """``name`` stays the same while the function's text does: its place, then the change."""
+    """A change. ``name`` has its place and the change, and depends only on the function's text."""
 
     name: str
     path: Path
@@ -80,18 +82,24 @@ class Mutant:
 
 
 def mutants_of(path: Path) -> Iterator[Mutant]:
-    """Every mutant of a file, each with its whole changed source."""
+    """Yield every mutant of a file, each with its whole changed source."""
     tree = ast.parse(path.read_text())
     for place, function in _functions(tree):
         seen: dict[str, int] = {}
         for node in ast.walk(function):
             for old, new, put in _changes(node, function):
-                text = f"{path.stem}.{place}: {old} → {new}"
+                text = f"{_module(path)}.{place}: {old} → {new}"
                 seen[text] = seen.get(text, 0) + 1
                 name = text if seen[text] == 1 else f"{text} ({seen[text]})"
                 undo = put()
                 yield Mutant(name, path, ast.unparse(ast.fix_missing_locations(tree)))
                 undo()
+
+
+def _module(path: Path) -> str:
+    """Return a file's name below its room: ``text.blocks``, ``pool.routing``."""
+    room = CORE if path.is_relative_to(CORE) else CORE.parent
+    return ".".join(path.relative_to(room).with_suffix("").parts)
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
@@ -105,11 +113,11 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _is_protocol(node: ast.ClassDef) -> bool:
-    return any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
+    return any(ast.unparse(base).partition("[")[0] == "Protocol" for base in node.bases)
 
 
 def _changes(node: ast.AST, function: ast.AST):  # noqa: ANN202
-    """(old text, new text, a function that makes the change and returns one that undoes it)."""
+    """Yield (old text, new text, a function that makes the change and returns its undoing)."""
 
     def setting(target: ast.AST, field: str, value: object, index: int | None = None):  # noqa: ANN202
         def put():  # noqa: ANN202
@@ -167,7 +175,7 @@ def _text(node: ast.AST) -> str:
 
 
 def _line_text(node: ast.AST, function: ast.AST) -> str:
-    """The smallest statement around a constant: a number alone says nothing."""
+    """Return the smallest statement around a constant, because a number alone says nothing."""
     around = [
         statement
         for statement in ast.walk(function)
@@ -182,13 +190,14 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 def draw(seed: int, count: int) -> list[Mutant]:
-    """``count`` mutants of all there are, each file in proportion."""
-    every = [mutant for path in sorted(CORE.glob("*.py")) for mutant in mutants_of(path)]
+    """Draw ``count`` mutants, each file in proportion to how many it has."""
+    paths = [*sorted(CORE.rglob("*.py")), *POOL]
+    every = [mutant for path in paths for mutant in mutants_of(path)]
     return random.Random(seed).sample(every, min(count, len(every)))
 
 
 def run(mutant: Mutant, tree: Path) -> str:
-    """Which command killed it, or nothing."""
+    """Return which command killed the mutant, or ""."""
     target = tree / mutant.path.relative_to(ROOT)
     before = target.read_text()
     target.write_text(mutant.source)
@@ -209,7 +218,7 @@ def run(mutant: Mutant, tree: Path) -> str:
 
 
 def copy_tree(folder: str) -> Path:
-    """What the tests need, in a folder of its own, so that nobody else sees a mutant."""
+    """Copy what the tests need into a folder of its own, so that nobody else sees a mutant."""
     ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "node_modules", ".hypothesis")
     for name in COPIED:
         source, target = ROOT / name, Path(folder) / name
@@ -221,16 +230,20 @@ def copy_tree(folder: str) -> Path:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100, help="mutants to draw")
-    parser.add_argument("--only", default="", help="of those drawn, the ones with this in the name")
+    parser.add_argument(
+        "--only", default="", help="run only drawn mutants whose name contains this"
+    )
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--list", action="store_true", help="print the names and stop")
+    parser.add_argument("--list", action="store_true", help="print the names and run nothing")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
     args = parse(argv)
     drawn = [mutant for mutant in draw(args.seed, args.count) if args.only in mutant.name]
     if args.list:
@@ -263,14 +276,14 @@ def main(argv: list[str] | None = None) -> int:
     open_ones = [name for name in survivors if f"`{name}`" not in explained]
     print(f"{len(drawn)} mutants, {killed:.0f} % killed; the bar is {BAR:g} %")
     for name in open_ones:
-        print(f"  survived, and is not explained: {name}")
+        print(f"  survived without an explanation: {name}")
     return 1 if killed < BAR or open_ones else 0
 
 
 def run_clean(trees: SimpleQueue[Path]) -> str:
-    """What fails without any mutant."""
+    """Return which command fails without any mutant, or ""."""
     tree = trees.get()
-    path = CORE / "policy.py"
+    path = CORE / "text" / "admission.py"
     try:
         return run(Mutant("unchanged", path, path.read_text()), tree)
     finally:

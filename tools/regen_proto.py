@@ -1,13 +1,13 @@
 """Generates the Python code of every proto into grpc_service/_generated, or checks it for drift.
 
-    python tools/regen_proto.py            write the generated package anew
-    python tools/regen_proto.py --check    write nothing; exit 1 and name the files that differ
+    python tools/regen_proto.py            writes the generated package
+    python tools/regen_proto.py --check    writes nothing; exits with 1 and names files that differ
 
-Rule 1: everything under grpc_service/_generated comes from here, `__init__.py` files included, so a
-file there that a fresh run would not write counts as drift too.
-Rule 2: a descriptor keeps the file name its proto package gives it (`triolet/v1/inference.proto`),
-because reflection clients ask for it by that name; only Python import paths are moved.
-The output depends on grpcio-tools, whose version constraints.txt pins.
+Rule 1: this program writes everything under grpc_service/_generated, including `__init__.py` files.
+A file there that it would not write counts as drift, too. Rule 2: a descriptor keeps the file name
+of its proto package (`triolet/v1/inference.proto`), because reflection clients ask for it by that
+name. Only Python import paths are changed. The output depends on grpcio-tools, whose version
+constraints.txt pins.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OUTPUT_PACKAGE = "grpc_service._generated"
 
 @dataclass(frozen=True)
 class Source:
-    """One proto package and the Python package, relative to the output, that it goes to."""
+    """A proto package, and the Python package, relative to the output, that its code goes into."""
 
     include: str
     proto_package: str
     python_package: str
 
     def protos(self) -> list[str]:
-        """Paths of the package's protos, relative to the include directory, sorted."""
+        """Return the paths of the package's protos, relative to the include directory, sorted."""
         include = ROOT / self.include
         folder = include / self.proto_package.replace(".", "/")
         return sorted(path.relative_to(include).as_posix() for path in folder.glob("*.proto"))
@@ -49,7 +49,7 @@ SOURCES = (
 
 
 def generate(destination: Path) -> None:
-    """Writes the whole generated package into `destination`, which must be an empty directory."""
+    """Write the whole generated package into `destination`, which must be an empty directory."""
     write_init(destination)
     for source in SOURCES:
         with tempfile.TemporaryDirectory() as scratch:
@@ -58,10 +58,10 @@ def generate(destination: Path) -> None:
 
 
 def run_protoc(source: Source, out: Path) -> None:
-    """Runs protoc for one proto package.
+    """Run protoc for one proto package.
 
     Raises:
-        SystemExit: there is nothing to generate, or protoc refused and said why on stderr.
+        SystemExit: There is nothing to generate, or protoc failed and wrote why to standard error.
     """
     protos = source.protos()
     if not protos:
@@ -74,7 +74,7 @@ def run_protoc(source: Source, out: Path) -> None:
 
 
 def place(source: Source, scratch: Path, destination: Path) -> None:
-    """Moves one package's generated modules to their Python package, with imports to match."""
+    """Move a package's generated modules to their Python package and adapt their imports."""
     package = destination
     for part in source.python_package.split("."):
         package /= part
@@ -86,10 +86,10 @@ def place(source: Source, scratch: Path, destination: Path) -> None:
 
 
 def move_imports(text: str) -> str:
-    """Points the absolute imports that protoc writes at where the modules really are.
+    """Replace the absolute imports that protoc writes by those of the modules' real places.
 
-    The module name that protoc gives its builder moves too: it becomes `__module__` of the message
-    classes, by which pickle finds them.
+    The module name that protoc passes to its builder is replaced, too: it becomes `__module__` of
+    the message classes, by which pickle finds them.
     """
     for source in SOURCES:
         moved = f"{OUTPUT_PACKAGE}.{source.python_package}"
@@ -103,13 +103,13 @@ def move_imports(text: str) -> str:
 
 
 def write_init(package: Path) -> None:
-    """Makes a directory a package, with a line that keeps people from editing it."""
+    """Make a directory a package, with a line that asks people not to edit it."""
     line = '"""Written by tools/regen_proto.py; do not edit."""\n'
     (package / "__init__.py").write_text(line, encoding="utf-8")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file under `folder` but bytecode, by its relative path."""
+    """Return the bytes of every file under `folder` except bytecode, by relative path."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
@@ -119,7 +119,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def drift(current: Path, fresh: Path) -> list[str]:
-    """Relative paths of files that are missing, superfluous or different, each with which it is."""
+    """Return a line for each file that is missing, superfluous or different."""
     have, want = contents(current), contents(fresh)
     found = []
     for name in sorted(have.keys() | want.keys()):
@@ -133,7 +133,7 @@ def drift(current: Path, fresh: Path) -> list[str]:
 
 
 def main() -> int:
-    """Runs the command line; returns its exit status."""
+    """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(description="Generate grpc_service/_generated from proto/.")
     parser.add_argument("--check", action="store_true", help="only compare; exit 1 on any drift")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
-# Sourced by tools/serve and tools/test: makes .venv if it is missing or out of date.
-# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, …) are passed through. Where torch's
-# default build is the CUDA one and you want the CPU build, see the README.
+# tools/serve and tools/test source this file. It makes .venv if that is missing or out of date.
+# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, …) are passed through. If torch's default
+# build is the CUDA one and you want the CPU build, see the README.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -18,11 +18,11 @@ find_python() {
     return 1
 }
 
-# setup EXTRAS: installs the project with EXTRAS ("" or "[dev]") exactly as constraints.txt says.
+# setup EXTRAS: install the project with EXTRAS ("" or "[dev]") in the versions of constraints.txt.
 setup() {
     local extras=$1 venv="$root/.venv" python stamp
     stamp=$(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)
-    # a set-up with dev tools serves as well
+    # an environment with the development tools can serve, too
     if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.triolet-dev" 2>/dev/null)" = "$stamp" ]; then
         return
     fi
@@ -32,7 +32,7 @@ setup() {
     python=$(find_python) || return 1
     echo "setting up .venv (once; torch is a large download) …" >&2
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return 1
-    # torch alone and first: its exact version, so that nothing else decides which build comes
+    # torch comes first and alone, in its exact version, so that no other package decides its build
     "$venv/bin/python" -m pip install -q --disable-pip-version-check "$(grep '^torch==' "$root/constraints.txt")" || return 1
     "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$root/constraints.txt" -e "$root$extras" || return 1
     if [ -n "$extras" ]; then echo "$stamp" >"$venv/.triolet-dev"; else echo "$stamp" >"$venv/.triolet-serve"; fi

@@ -1,7 +1,7 @@
-"""Simulate the engine in virtual time: `python -m tools.simulate --seed 7`.
+"""Simulates the engine in virtual time: `python -m tools.simulate --seed 7`.
 
-Prints one line per seed; a violation prints the seed and the command that replays it, and the
-exit code is 1. `--journal` prints every event, `--table` what was hit, and how often.
+It prints a line per seed. For a violation it prints the seed and the command that replays it, and
+the exit code is 1. `--journal` prints every event, `--table` how often each transition was hit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ TRANSITIONS = Path(__file__).parents[1] / "tests" / "simulation" / "transitions.
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--seeds", type=int, default=1, help="how many")
@@ -36,7 +37,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def faults_of(text: str | None) -> frozenset[str] | None:
-    """What --faults says; None: drawn."""
+    """Return the faults that --faults names, or None if they are to be drawn."""
     if text is None:
         return None
     names = frozenset(name for name in text.split(",") if name and name != "none")
@@ -47,20 +48,21 @@ def faults_of(text: str | None) -> frozenset[str] | None:
 
 
 def replay_command(args: argparse.Namespace, seed: int) -> str:
-    """The command that runs this seed again."""
+    """Return the command that runs this seed again."""
     faults = f" --faults {args.faults}" if args.faults is not None else ""
     return f"python -m tools.simulate --seed {seed} --requests {args.requests}{faults}"
 
 
 def report(outcome: Outcome, seconds: float) -> str:
-    """One line: the seed, its journal's digest, how requests ended."""
+    """Return one line: the seed, its journal's digest, and how requests ended."""
     digest = hashlib.blake2b("\n".join(outcome.journal).encode(), digest_size=6).hexdigest()
     ends = " ".join(f"{name}={count}" for name, count in sorted(outcome.ends.items()))
     return f"seed {outcome.seed} {digest} {len(outcome.journal)} events {seconds:.2f} s: {ends}"
 
 
 def table(transitions: Counter[str]) -> list[str]:
-    """How often each transition was hit by cause, beside what `TRANSITIONS` lists."""
+    """Return lines that say how often each transition was hit by cause, and whether `TRANSITIONS`
+    lists it."""
     listed = {line for line in TRANSITIONS.read_text().splitlines() if not line.startswith("#")}
     lines = [
         f"{transitions[name]:8d} {name}{'' if name in listed else '  NOT LISTED'}"
@@ -71,8 +73,9 @@ def table(transitions: Counter[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
     args = parse(argv)
-    logging.disable(logging.CRITICAL)  # the drawn faults' tracebacks are not news
+    logging.disable(logging.CRITICAL)  # the drawn faults log tracebacks, which nobody needs
     faults = faults_of(args.faults)
     transitions: Counter[str] = Counter()
     started = time.monotonic()

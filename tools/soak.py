@@ -1,14 +1,14 @@
-"""A server of fake models under everything that clients do, for as long as one likes.
+"""Loads a server of fake models with every kind of client behaviour, for any length of time.
 
     python -m tools.soak --minutes 10       every kind of client, good and bad
-    python -m tools.soak --cancels 10000    so many cancels, at random instants
+    python -m tools.soak --cancels 10000    that many cancels, at random instants
 
-Processes of clients (`tools.soak_clients`) load a server in a process of its own; in the first form
-some of them are killed now and then. Meanwhile one more client asks for the same thing again and
-again and compares every byte. Every few seconds a line of what the server holds; at the end,
-everything must be as it was at rest: blocks, live requests, Trio's tasks, threads and
-descriptors, while the memory may have grown by less than 1 MiB per 1,000 requests in the second
-half. Exit 1 if not, or if any output was wrong.
+Processes of clients (`tools.soak_clients`) load a server in a process of its own; with --minutes,
+some of them are killed now and then. Another client repeats the same request and compares every
+byte of the output. Every few seconds a line says what the server holds. At the end, everything must
+be as it was at rest before: blocks, live requests, Trio's tasks, threads and descriptors; memory
+may have grown by less than 1 MiB per 1,000 requests in the second half. The exit code is 1 if this
+does not hold, or if any output was wrong.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GROWTH_MAX_MIB = 1.0  # per 1,000 requests
 MIB = 2**20
 REST_LIMIT_S = 40.0  # Trio's idle threads live for 10 s, grpc's pollers for about 20
 END_LIMIT_S = 120.0
-SETTLE_S = 0.3  # grpc closes connections at leisure
+SETTLE_S = 0.3  # grpc closes connections after a while
 KILL_EVERY_S = 4.0
 CONTROL = {"prompt_ids": [77, 5, 77], "max_tokens": 400, "seed": 11}
 SERVER = {
@@ -70,6 +70,7 @@ class Sample:
     blocks_in_use: int
 
     def line(self) -> str:
+        """Return the sample as a line of text."""
         return (
             f"{self.at_s:7.1f} s  {self.requests:7d} requests  {self.memory / MIB:7.1f} MiB  "
             f"{self.files:4d} files  {self.threads:3d} threads  {self.trio_tasks:4d} "
@@ -79,9 +80,11 @@ class Sample:
 
 @dataclass
 class Report:
-    """What came of a soak. ``left_over``: what did not return to its baseline. ``wrong``: outputs
-    and statuses that were not what they must be. ``growth_mib``: per 1,000 requests, over the
-    second half."""
+    """The result of a soak.
+
+    ``left_over`` is what did not return to its baseline. ``wrong`` are outputs and statuses that
+    were wrong.
+    """
 
     samples: list[Sample]
     left_over: list[str]
@@ -91,15 +94,18 @@ class Report:
 
     @property
     def second_half(self) -> list[Sample]:
+        """The samples of the second half of the requests."""
         first, last = self.samples[0].requests, self.samples[-1].requests
         return [one for one in self.samples if one.requests >= (first + last) / 2]
 
     @property
     def growth_mib(self) -> float:
+        """The growth of memory per 1,000 requests over the second half, in MiB."""
         return slope(self.second_half, "memory") / MIB
 
     @property
     def failures(self) -> list[str]:
+        """Every reason why the soak failed."""
         grown = [f"grew by {self.growth_mib:.2f} MiB per 1,000 requests"]
         return [
             *self.left_over,
@@ -109,7 +115,7 @@ class Report:
 
 
 def take_sample(server: Server, start: float) -> Sample:
-    """What the server says of itself, and the kernel of it."""
+    """Return a sample, from the server's statistics and from the kernel."""
     totals = stats(server.channel, timeout=60)
     living = server.ask("tasks")
     return Sample(
@@ -124,7 +130,7 @@ def take_sample(server: Server, start: float) -> Sample:
 
 
 def slope(samples: list[Sample], name: str) -> float:
-    """By how much a figure grows per 1,000 requests: the line of least squares."""
+    """Return a figure's growth per 1,000 requests, by linear regression."""
     requests = [sample.requests / 1000 for sample in samples]
     if len(set(requests)) < 2:
         return 0.0
@@ -133,7 +139,7 @@ def slope(samples: list[Sample], name: str) -> float:
 
 
 class Control:
-    """A client among the others whose output must stay as it was, to the byte."""
+    """A client that repeats a request whose output must stay the same, byte for byte."""
 
     def __init__(self, address: str) -> None:
         self.num_done = 0
@@ -144,8 +150,8 @@ class Control:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _ask(self) -> bytes:
-        """The output. How it is spread over messages, and what of the prompt was cached, is the
-        others' doing."""
+        """Return the output. The number of messages and of cached tokens depends on other clients
+        and is left out."""
         with connect(self._address) as channel, Generation(channel, **CONTROL) as call:
             heard = call.finish()
         if heard.error is not None:
@@ -172,7 +178,7 @@ class Control:
 
 @dataclass
 class Crowd:
-    """Processes of clients. Those of ``victims`` are killed at random moments and replaced."""
+    """Processes of clients. The ``victims`` are killed at random moments and replaced."""
 
     address: str
     settings: dict[str, Any]
@@ -186,6 +192,7 @@ class Crowd:
     kill_at: float = 0.0
 
     def start(self) -> None:
+        """Start all processes."""
         self.running = [self._one() for _ in range(self.num_processes)]
         self.victims = [self._one() for _ in range(self.num_victims)]
 
@@ -200,7 +207,7 @@ class Crowd:
         )
 
     def kill_some(self) -> None:
-        """Now and then, one of the victims goes without a word."""
+        """Now and then kill a victim and start another process."""
         now = time.monotonic()
         if now < self.kill_at:
             return
@@ -211,10 +218,11 @@ class Crowd:
 
     @property
     def is_running(self) -> bool:
+        """Whether any process that is not a victim runs."""
         return any(one.poll() is None for one in self.running)
 
     def stop(self) -> None:
-        """Let every client end its request, and hear what was wrong."""
+        """Let every client end its request, and collect what was wrong."""
         for one in self.victims:
             _kill(one)
         for one in self.running:
@@ -222,9 +230,9 @@ class Crowd:
             if one.returncode or not out:
                 self.wrong.append(f"a process of clients ended with {one.returncode}")
                 continue
-            said = json.loads(out)
-            self.wrong += said["wrong"]
-            for kind, count in said["done"].items():
+            result = json.loads(out)
+            self.wrong += result["wrong"]
+            for kind, count in result["done"].items():
                 self.done[kind] = self.done.get(kind, 0) + count
 
     def __enter__(self) -> Crowd:
@@ -245,8 +253,8 @@ def _kill(one: subprocess.Popen[str]) -> None:
 
 
 def wait_for_rest(server: Server, start: float, baseline: Sample | None) -> Sample:
-    """The first sample at rest that holds no more than the baseline, or the last one looked at.
-    Without a baseline: the second of two that hold the same."""
+    """Return the first sample at rest that holds no more than the baseline, or the last sample
+    after a while. Without a baseline, return the second of two samples that hold the same."""
     found = [take_sample(server, start)]
 
     def look() -> bool:
@@ -262,7 +270,7 @@ def wait_for_rest(server: Server, start: float, baseline: Sample | None) -> Samp
 
 
 def left_over(baseline: Sample, last: Sample) -> list[str]:
-    """What there is more of than at the baseline."""
+    """Return a line for each figure that is larger than at the baseline."""
     return [
         f"{name}: {getattr(last, name)} at the end, {getattr(baseline, name)} before"
         for name in MEASURES
@@ -272,7 +280,7 @@ def left_over(baseline: Sample, last: Sample) -> list[str]:
 
 @contextmanager
 def soaked(seed: int) -> Iterator[Server]:
-    """The server, warmed up: what is made once has been made."""
+    """Run a server that is warmed up, so that everything that is made once has been made."""
     with fake(**SERVER) as server:
         wait_serving(server.channel)
         settings = {"count": 150, "tasks": 24}
@@ -290,7 +298,7 @@ def soak(
     every_s: float = 5.0,
     shows: bool = False,
 ) -> Report:
-    """Load a server for so many seconds, or with so many cancels, and account for it."""
+    """Load a server for a number of seconds or with a number of cancels, and return the report."""
     draw = random.Random(seed)
     settings: dict[str, Any] = {"tasks": 16}
     if cancels is not None:
@@ -333,6 +341,7 @@ def soak(
 
 
 def main() -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__)
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--minutes", type=float)

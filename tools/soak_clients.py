@@ -1,10 +1,11 @@
-"""A process of clients for `tools.soak`: everything a client can do to a server, drawn at random.
+"""A process of clients for `tools.soak`: everything that a client can do to a server, at random.
 
-`python -m tools.soak_clients JSON` makes requests until its input ends, or so many of them, and
-prints one line of JSON: how many of each kind, and whatever was wrong. JSON: `Clients` below.
+`python -m tools.soak_clients JSON` makes requests until its input ends, or a number of them, and
+prints a line of JSON: how many of each kind, and everything that was wrong. JSON: the fields of
+`Clients`.
 
-Rule 1: what each kind does is drawn from the seed; when it does it, the machine decides.
-Rule 2: an output that came to its end is compared with what the fake model must say.
+Rule 1: the seed decides what each client does; when it does so depends on the machine. Rule 2: an
+output that is complete is compared with the fake model's.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.wire import NO_PROXY, SMALL_WINDOW, generate_request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-PROMPTS = 40  # distinct ones: prefixes are shared, and expected outputs worth keeping
+PROMPTS = 40  # so few that prefixes are shared and expected outputs can be cached
 CANCEL_WITHIN_S = 0.05
 LONG = 400
-STALLED_TOKENS = 300  # more than a small window and a small buffer hold
+STALLED_TOKENS = 300  # more than fit into a small window and a small buffer
 KINDS = {
     "whole": 30,
     "cancel": 30,
@@ -52,15 +54,15 @@ CODES = {
 
 @cache
 def expected(prompt: tuple[int, ...], count: int, choice: int = 0) -> list[int]:
-    """What the fake model says to a prompt."""
+    """Return the fake model's answer to a prompt."""
     tokens: list[int] = expected_tokens(prompt, count=count, choice=choice)
     return tokens
 
 
 @dataclass
 class Clients:
-    """``tasks`` clients at once, drawing from ``kinds`` (weights by name), on one connection but
-    for the kinds that need their own. ``count``: stop after so many requests."""
+    """Runs ``tasks`` clients at once, which draw from ``kinds`` (weights by name). They share a
+    connection, except kinds that need their own. They stop after ``count`` requests."""
 
     address: str
     seed: int
@@ -71,7 +73,7 @@ class Clients:
     wrong: list[str] = field(default_factory=list)
 
     async def run(self, stopped: asyncio.Event) -> None:
-        """Make requests until told to stop, or to the count."""
+        """Make requests until ``stopped`` is set or the count is reached."""
         async with self._connect() as channel:
             await asyncio.gather(
                 *[self._repeat(channel, number, stopped) for number in range(self.tasks)]
@@ -106,7 +108,7 @@ class Clients:
 
     def _call(self, channel: grpc.aio.Channel, *, timeout: float = 120, **fields: Any) -> Any:
         fields.setdefault("output", {"token_ids": True})
-        stub = inference_pb2_grpc.InferenceStub(channel)
+        stub = stubs.InferenceStub(channel)
         return stub.Generate(generate_request(**fields), timeout=timeout)
 
     async def _whole(
@@ -118,7 +120,7 @@ class Clients:
         )
 
     async def _check(self, call: Any, prompt: tuple[int, ...], count: int, n: int = 1) -> None:
-        """Read a call to its end; its tokens are the model's."""
+        """Read a call to its end and compare its tokens with the model's."""
         heard: dict[int, list[int]] = {choice: [] for choice in range(n)}
         while message := await call.read():
             if message.HasField("delta"):
@@ -132,7 +134,8 @@ class Clients:
         await self._whole(channel, draw, name, n=draw.choice((2, 3, 5)))
 
     async def _cancel(self, channel: grpc.aio.Channel, draw: random.Random, name: str) -> None:
-        """Read, and cancel at a random instant: before the server has heard of it, too."""
+        """Read, and cancel at a random instant, perhaps before the server has received the
+        request."""
         call = self._call(
             channel, prompt_ids=self._prompt(draw), max_tokens=LONG, n=draw.choice((1, 1, 3))
         )
@@ -160,8 +163,8 @@ class Clients:
             channel, prompt_ids=self._prompt(draw), max_tokens=LONG * 2, request_id=name
         )
         await asyncio.sleep(draw.random() * CANCEL_WITHIN_S)
-        control = control_pb2_grpc.ControlStub(channel)
-        await control.Abort(control_pb2.AbortRequest(request_ids=[name]))
+        control = stubs.ControlStub(channel)
+        await control.Abort(pb.AbortRequest(request_ids=[name]))
         async for _message in call:
             pass
 
@@ -179,7 +182,7 @@ class Clients:
         raise AssertionError(f"{list(bad)} was accepted")
 
     async def _stall(self, _: grpc.aio.Channel, draw: random.Random, name: str) -> None:
-        """Stop reading; then read to the end, or cancel, or take the connection away."""
+        """Stop reading; then read to the end, cancel, or close the connection."""
         prompt, what = self._prompt(draw), draw.choice(("read", "cancel", "close"))
         async with self._connect(*SMALL_WINDOW) as own:
             call = self._call(own, prompt_ids=prompt, max_tokens=STALLED_TOKENS)
@@ -191,7 +194,7 @@ class Clients:
                 call.cancel()
 
     async def _vanish(self, _: grpc.aio.Channel, draw: random.Random, name: str) -> None:
-        """The connection goes while its calls run."""
+        """Close the connection while its calls run."""
         async with self._connect() as own:
             calls = [
                 self._call(own, prompt_ids=self._prompt(draw), max_tokens=LONG) for _ in range(3)

@@ -1,4 +1,4 @@
-"""Trains one of the shipped demo models; each has a file of its own in `tools/demo`.
+"""Trains a shipped demo model; each has a file of its own in `tools/demo`.
 
 python -m tools.train_demo [stories] --documents N --threads N   the story model
 python -m tools.train_demo embed                                 the embedding model

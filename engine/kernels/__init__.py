@@ -1,1 +1,1 @@
-"""The C++ kernels of a CPU's step; compiled and called by `engine.model.native`."""
+"""The C++ kernels of a CPU's step; compiled and called by `engine.worker.forward.native`."""

@@ -1,8 +1,8 @@
-// A whole forward of a Llama-like decoder, in one parallel region.
+// The whole forward of a Llama-like decoder, in one parallel region.
 //
-// Rule 1: the residual stream, sums, norms and rotary are float32 in every dtype; what a product
-// takes, and the cache, are in the model's dtype. Rule 2: what a row computes does not depend on
-// the rows beside it (see matmul.h and attention.h).
+// Rule 1: the residual stream, sums, norms and rotary embeddings are float32 in every dtype. The
+// inputs of products and the cache are in the model's dtype. Rule 2: the result of a row does not
+// depend on the other rows (see matmul.h and attention.h).
 #pragma once
 
 #include <omp.h>
@@ -15,8 +15,9 @@ namespace triolet {
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
-// As ctypes has it: `engine.model.native.Layer`. A norm that is null is not there. ``qk_width``:
-// numbers that a norm of queries and keys takes at once; a head's, or all heads'.
+// Mirrored by `engine.worker.forward.native.Layer`. A norm that the layer does not have is null. If
+// ``is_norm_of_heads``, the norms of queries and keys are those of each head; otherwise they are
+// those of all heads together.
 struct Layer {
     Linear qkv, output, gate_up, down;
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;
@@ -25,28 +26,27 @@ struct Layer {
     Attention attention;
 };
 
-// As ctypes has it: `engine.model.native.Model`.
+// Mirrored by `engine.worker.forward.native.Model`.
 struct Model {
     const Layer *layers;
     int64_t num_layers, hidden, mlp, vocab, activation;
     float eps, embedding_scale, residual_scale, logits_scale, logits_softcap;
     int32_t is_tied;
-    const void *embedding;  // [vocab][hidden], or the head's panels where is_tied
+    const void *embedding;  // [vocab][hidden], or the head's panels if is_tied
     const float *final_norm;
     Linear head;
 };
 
-// As ctypes has it: `engine.model.native.Step`. ``cosines`` and ``sines``: for each kind of rotary
-// [num_tokens][rotary_width / 2].
+// Mirrored by `engine.worker.forward.native.Step`.
 struct Step {
     Rows rows;
-    const int64_t *ids, *keep;  // keep: whose logits are computed, strictly ascending
-    const float *const *cosines, *const *sines;
+    const int64_t *ids, *keep;  // keep: the tokens whose logits are computed, strictly ascending
+    const float *const *cosines, *const *sines;  // [kinds of rotary][num_tokens][rotary_width / 2]
     int64_t rotary_width, num_kept, num_threads;
     float *logits;  // [num_kept][vocab]
 };
 
-// Memory that a model's steps share, grown and never shrunk. Not for two steps at once.
+// The memory that a model's steps use, one step at a time. It grows and never shrinks.
 struct Arena {
     char *memory = nullptr;
     size_t size = 0;
@@ -62,7 +62,7 @@ struct Arena {
     }
 };
 
-// Hands out an arena's memory; with none, only adds up what is needed.
+// Divides an arena's memory into arrays. Without memory, it only adds up the sizes.
 struct Allotment {
     char *memory;
     size_t used = 0;
@@ -75,7 +75,7 @@ struct Allotment {
     }
 };
 
-// A step's decodes are counted, and their plan gets its memory.
+// Counts a step's decodes and takes the memory of their plan.
 template <class T>
 static void lay_out_plan(Allotment &from, const Attention &call, const Rows &rows,
                          AttentionPlan &plan) {
@@ -90,7 +90,7 @@ static void lay_out_plan(Allotment &from, const Attention &call, const Rows &row
 
 static inline long padded_rows(long rows) { return (rows + ROW_PAD - 1) / ROW_PAD * ROW_PAD; }
 
-// A step's activations; each of padded rows. Depths are padded, and the padding is 0.
+// A step's activations. Rows and depths are padded; the padding of the depths is 0.
 template <class T>
 struct Buffers {
     float *residual, *qkv, *branch;
@@ -129,9 +129,9 @@ struct Buffers {
     }
 };
 
-// --- parts of a layer, each called by all threads of the region ------------------------------------
+// --- parts of a layer, each called by all threads of the region ---------------------------------
 
-// ``to`` may be ``from``. A null ``weight`` only converts.
+// Writes the RMS norm of ``from`` to ``to``, which may be the same. Without ``weight`` it converts.
 template <class T>
 static inline void norm(const float *from, const float *weight, float eps, long width, T *to) {
     float scale = 1.0f;
@@ -191,7 +191,7 @@ static inline void rotate(float *head, const float *cosine, const float *sine, l
     }
 }
 
-// Norms and turns one token's queries or keys in place.
+// Applies the norm and the rotary embedding to one token's queries or keys, in place.
 static void prepare_heads(const Layer &layer, const Step &step, float eps, long token, float *heads,
                           const float *weight, long num_heads) {
     const long width = layer.attention.width, half = step.rotary_width / 2;
@@ -224,13 +224,14 @@ static inline v16 activate(int64_t kind, v16 x) {
     return 0.5f * x * (1.0f + tanh16(inner));
 }
 
-// Columns of sums that are a layer's own: the last panel may hold more than the layer has outputs.
+// Calls ``each`` with every vector of a block's sums, [rows][panels x 16].
 template <class Each>
 static inline void each_vector(const float *sums_, long rows, long panels, Each each) {
     for (long m = 0; m < rows; m++)
         for (long n = 0; n < panels; n++) each(m, n, load(sums_ + (m * panels + n) * PANEL));
 }
 
+// Stores the first ``count`` lanes, because the last panel may have more columns than the layer.
 static inline void store_part(float *to, v16 value, long count) {
     if (count >= PANEL) {
         store(to, value);
@@ -241,7 +242,7 @@ static inline void store_part(float *to, v16 value, long count) {
     for (long i = 0; i < count; i++) to[i] = own[i];
 }
 
-// to[rows][outputs] = the layer's product.
+// Computes to[rows][outputs] = the layer's product.
 template <class T>
 static void project(const Linear &layer, const T *x, long ldx, long rows, float *to,
                     Scratch &scratch) {
@@ -255,7 +256,7 @@ static void project(const Linear &layer, const T *x, long ldx, long rows, float 
            });
 }
 
-// residual += scale * the layer's product.
+// Computes residual += scale * the layer's product.
 template <class T>
 static void project_and_add(const Linear &layer, const T *x, long ldx, long rows, float scale,
                             float *residual, Scratch &scratch) {
@@ -273,7 +274,7 @@ static void project_and_add(const Linear &layer, const T *x, long ldx, long rows
            });
 }
 
-// A branch's last product, normed where the model says so, onto the residual.
+// Computes a branch's last product and its norm, if there is one, and adds it to the residual.
 template <class T>
 static void end_branch(const Model &model, long rows, const Linear &layer, const T *x, long ldx,
                        const float *after, const Buffers<T> &has, Scratch &scratch) {
@@ -291,7 +292,7 @@ static void end_branch(const Model &model, long rows, const Linear &layer, const
     }
 }
 
-// Panels of gate and up take turns, so that one task has both.
+// Computes activation(gate) * up. The panels of gate and up alternate, so that a task has both.
 template <class T>
 static void gate(const Model &model, const Layer &layer, long rows, const Buffers<T> &has,
                  Scratch &scratch) {
@@ -310,7 +311,7 @@ static void gate(const Model &model, const Layer &layer, long rows, const Buffer
            });
 }
 
-// Moves the rows whose logits are asked for to the front, in place (``keep`` ascends strictly).
+// Moves the rows whose logits are wanted to the front, in place (``keep`` ascends strictly).
 template <class T>
 static void gather_kept(const Model &model, const Step &step, const Buffers<T> &has) {
 #pragma omp single
@@ -324,8 +325,9 @@ static void gather_kept(const Model &model, const Step &step, const Buffers<T> &
     }
 }
 
-// In the last layer a row whose logits nobody asks for has all it is for with its keys and values:
-// of a prompt's thousand rows one goes on. The others' rows of ``residual`` hold anything then.
+// Computes one layer. In the last layer, a row whose logits are not wanted is done once its keys
+// and values are written: of a prompt's thousand rows, one goes on. The rows of ``residual`` behind
+// those of ``keep`` then hold arbitrary numbers.
 template <class T>
 static void run_layer(const Model &model, const Layer &layer, const Step &step, bool is_last,
                       const Buffers<T> &has, Scratch &scratch, Gathered<T> &gathered) {
@@ -376,7 +378,7 @@ static int64_t step_bytes(const Model &model, const Step &step) {
     return (int64_t)needed.used;
 }
 
-// Returns 0, or 1 where memory ran out; nothing but the arena and the step's slots was changed.
+// Returns 0, or 1 if there was no memory. Changes only the arena, the step's slots and its logits.
 template <class T>
 static int run_step(const Model &model, const Step &step, Arena &arena) {
     if (!arena.reserve(step_bytes<T>(model, step))) return 1;

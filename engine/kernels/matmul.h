@@ -1,15 +1,15 @@
 // Products of rows with packed weights.
 //
-// Weights [outputs, inputs] are kept in panels of 16 outputs:
+// Weights [outputs, inputs] are stored in panels of 16 outputs:
 //   float32   [inputs][16]
-//   bfloat16  [inputs / 2][16][2], inputs padded with 0 to a multiple of 32
-//   int8      as the compute type's own order, one byte a number, with a scale for each output
-// which is what AVX512-BF16 and AMX multiply as it lies, and what a core streams in order.
+//   bfloat16  [inputs / 2][16][2], with the inputs padded with 0 to a multiple of 32
+//   int8      in the order of the compute type, one byte a number, with a scale for each output
+// AVX512-BF16 and AMX multiply this layout as it is, and a core reads it in order.
 //
-// Rule 1: what a row's product is does not depend on the rows beside it: every kernel adds up a
-// number's terms in the same order, whatever the block it computes.
-// Rule 2: rows come in multiples of ROW_PAD, padded ones holding anything; their results are
-// computed and never looked at.
+// Rule 1: the product of a row does not depend on the other rows. Every kernel adds up the terms of
+// a number in the same order, whatever block it computes.
+// Rule 2: the memory of rows is padded to a multiple of ROW_PAD rows. Padding rows hold arbitrary
+// numbers; their results may be computed and are never read.
 #pragma once
 
 #include "simd.h"
@@ -30,7 +30,7 @@ constexpr long padded_depth(long depth) {
     return sizeof(T) == 4 ? depth : (depth + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
 }
 
-// Where number ``input`` of output ``lane`` stands in its panel.
+// Returns the index of number ``input`` of output ``lane`` in its panel.
 template <class T>
 static inline long panel_index(long input, long lane) {
     return sizeof(T) == 4 ? input * PANEL + lane : (input / 2 * PANEL + lane) * 2 + input % 2;
@@ -55,7 +55,7 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// 32 rows x 2 panels, or less: tiles 0-3 sums, 4-5 rows, 6-7 weights.
+// Multiplies up to 32 rows by 2 panels. Tiles 0-3 hold sums, 4-5 rows, 6-7 weights.
 template <bool TWO_ROWS, bool TWO_PANELS>
 static void amx_tiles(const bf16 *x, long ldx, const bf16 *w, long stride, long begin, long end,
                       float *out, long ldo, bool is_more) {
@@ -112,10 +112,10 @@ static void amx_block(const bf16 *x, long ldx, long rows, const bf16 *w, long st
     }
 }
 #else
-static bool has_amx() { return false; }
+[[maybe_unused]] static bool has_amx() { return false; }
 #endif
 
-// A thread's tiles, for as long as it lives; nothing where there are none.
+// Configures a thread's AMX tiles for as long as the object lives. Does nothing without AMX.
 struct Tiles {
     Tiles() {
 #if defined(__AMX_BF16__)
@@ -133,9 +133,9 @@ struct Tiles {
 
 // --- vectors ----------------------------------------------------------------------------------
 
-// The sums of a block, in registers. The loops over them are unrolled by request: GCC else unrolls
-// them after it has given the array a place on the stack, through which every sum then goes at the
-// begin and end of a block.
+// The sums of a block, in registers. The pragmas unroll the loops over them. Otherwise GCC unrolls
+// them only after it has placed the array on the stack, and then every sum goes through memory at
+// the begin and the end of a block.
 template <int ROWS, int PANELS>
 struct Sums {
     v16 of[ROWS][PANELS];
@@ -177,7 +177,7 @@ static void block(const float *x, long ldx, const float *w, long stride, long be
     sums.end(out, ldo);
 }
 
-// Adds the products of 16 pairs with 16 others, each pair's to its own sum.
+// Adds the products of 16 pairs with 16 others to 16 sums, both products of a pair to the same sum.
 static inline v16 add_pairs(v16 acc, u16v pairs, u16v others) {
 #if defined(__AVX512BF16__)
     return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)others, (__m512bh)pairs);
@@ -188,19 +188,19 @@ static inline v16 add_pairs(v16 acc, u16v pairs, u16v others) {
 #endif
 }
 
-// The same with one pair for all sums.
+// Does the same with one pair for all sums.
 static inline v16 add_pairs(v16 acc, u16v pairs, uint32_t pair) {
     return add_pairs(acc, pairs, pair - (u16v){});
 }
 
-// 16 pairs: a number of ``first``, then ``second``'s of the same place.
+// Returns 16 pairs, each of a number of ``first`` and the number of ``second`` at the same place.
 static inline u16v pair_up(const bf16 *first, const bf16 *second) {
     u16v even = __builtin_convertvector(load_as<h16>(first), u16v);
     u16v odd = __builtin_convertvector(load_as<h16>(second), u16v);
     return even | odd << 16;
 }
 
-// The same of VECTORS vectors of each.
+// Does the same for VECTORS vectors of each.
 template <int VECTORS>
 static inline void pair_up(const bf16 *first, const bf16 *second, u16v *pairs) {
 #if defined(__AVX512BW__)
@@ -242,12 +242,12 @@ static void block(const bf16 *x, long ldx, const bf16 *w, long stride, long begi
 }
 
 #if defined(__AVX512F__)
-constexpr int MOST_ROWS = 12, FEW_ROWS = 4;  // 24 or 16 of 32 registers hold sums
+constexpr int MOST_ROWS = 12, FEW_ROWS = 4;  // then 24 or 16 of 32 registers hold sums
 #else
 constexpr int MOST_ROWS = 4, FEW_ROWS = 0;  // a vector takes two registers or four
 #endif
 
-// Blocks of ROWS rows while there are as many, from row ``m`` on; returns the first row left.
+// Computes blocks of ROWS rows from row ``m`` on, as many as fit, and returns the first row left.
 template <int ROWS, int PANELS, class T>
 static long blocks_of(long m, const T *x, long ldx, long rows, const T *w, long stride, long begin,
                       long end, float *out, long ldo, bool is_more) {
@@ -286,8 +286,9 @@ static void vector_block(const T *x, long ldx, long rows, const T *w, long strid
                          is_more);
 }
 
-// out[rows][panels x 16] = (out +) x[rows][begin … end - 1] · the same inputs of ``panels`` panels
-// that begin ``stride`` numbers apart. ``begin`` and ``end`` are multiples of DEPTH_PAD in bfloat16.
+// Computes out[rows][panels x 16] = (if ``is_more``: out +) x[rows][begin … end - 1] · the same
+// inputs of ``panels`` panels, which begin ``stride`` numbers apart. In bfloat16, ``begin`` and
+// ``end`` are multiples of DEPTH_PAD.
 static inline void multiply(const float *x, long ldx, long rows, const float *w, long stride,
                             long panels, long begin, long end, float *out, long ldo,
                             bool is_more) {
@@ -308,10 +309,10 @@ static inline void multiply(const bf16 *x, long ldx, long rows, const bf16 *w, l
 
 // --- a whole linear layer -----------------------------------------------------------------------
 
-// As ctypes has it: `engine.model.native.Linear`.
+// Mirrored by `engine.worker.forward.native.Linear`.
 struct Linear {
-    const void *weight;   // panels, see above
-    const float *scale;   // [outputs] of int8 weights, else null
+    const void *weight;   // in panels, see the top of this file
+    const float *scale;   // [outputs] for int8 weights, else null
     const float *bias;    // [outputs] or null
     int64_t outputs, inputs;
 };
@@ -319,9 +320,9 @@ struct Linear {
 constexpr long ROWS_AT_ONCE = 128, PANELS_MOST = 16;
 constexpr long DEPTH_AT_ONCE = 640;  // measured, K 576 to 4864: a pair of panels fits a core's L1
 
-constexpr long WIDE_AT_ONCE = 256;  // inputs of int8 weights made wide at once
+constexpr long WIDE_AT_ONCE = 256;  // inputs of int8 weights that are widened at once
 
-// Sums of a task: [ROWS_AT_ONCE][PANELS_MOST x 16], and a pair of panels made wide again.
+// A thread's memory: a task's sums, [ROWS_AT_ONCE][PANELS_MOST x 16], and a widened pair of panels.
 struct Scratch {
     alignas(64) float sums[ROWS_AT_ONCE * PANELS_MOST * PANEL];
     alignas(64) float wide[2 * WIDE_AT_ONCE * PANEL];
@@ -338,7 +339,7 @@ static inline v16 load(const int8_t *from) {
 #endif
 }
 
-// int8 numbers are exact in both types.
+// Converts int8 numbers to T, in which all of them are exact.
 template <class T>
 static inline void widen(const int8_t *from, long count, T *to) {
     for (long i = 0; i < count; i += 2 * LANES) {
@@ -354,20 +355,21 @@ static inline void widen(const int8_t *from, long count, T *to) {
     }
 }
 
-// How many panels a task takes: few rows are bound by memory and want even shares, many want
-// every weight that is in the cache used often.
+// Returns how many panels a task has. Few rows are bound by memory, so small tasks share it evenly;
+// with many rows, a weight that is in the cache should be used often.
 static inline long panels_of_task(long rows, long panels) {
     if (rows > ROWS_AT_ONCE) return PANELS_MOST;
     return panels >= 512 ? 8 : panels >= 64 ? 4 : 2;
 }
 
-// Inputs of one pass: equal parts of ``depth``, none more than DEPTH_AT_ONCE.
+// Returns how many inputs one pass takes: ``depth`` in equal parts of at most DEPTH_AT_ONCE.
 static inline long even_step(long depth) {
     const long passes = (depth + DEPTH_AT_ONCE - 1) / DEPTH_AT_ONCE;
     return ((depth + passes - 1) / passes + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
 }
 
-// The same of int8 weights: a pair of panels is made wide, a core's L1 full at a time, and used.
+// Computes the sums of a task with int8 weights: widens as much of a pair of panels as fits into a
+// core's L1, multiplies, and goes on.
 template <class T>
 static void sum_int8_task(const Linear &linear, const T *x, long ldx, long rows, long panel,
                           long panels, Scratch &scratch) {
@@ -385,6 +387,7 @@ static void sum_int8_task(const Linear &linear, const T *x, long ldx, long rows,
         }
 }
 
+// Computes the sums of a task.
 template <class T>
 static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long panel, long panels,
                      Scratch &scratch) {
@@ -396,6 +399,7 @@ static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long
                  scratch.sums, panels * PANEL, k > 0);
 }
 
+// Multiplies sums by the layer's scales and adds its bias, if it has these.
 template <class T>
 static void finish_sums(const Linear &linear, long rows, long panel, long panels, float *sums_) {
     if (!linear.scale && !linear.bias) return;
@@ -409,8 +413,9 @@ static void finish_sums(const Linear &linear, long rows, long panel, long panels
         }
 }
 
-// Called by all threads of a region: every output of ``rows`` rows, handed on block by block as
-// ``take(first row, rows, first panel, panels, sums)``, sums [rows][panels x 16].
+// Called by all threads of a region. Computes every output of ``rows`` rows, and passes them on
+// block by block as ``take(first row, rows, first panel, panels, sums)``, with sums [rows][panels x
+// 16].
 template <class T, class Take>
 static void linear(const Linear &linear, const T *x, long ldx, long rows, Scratch &scratch,
                    Take take) {

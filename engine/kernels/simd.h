@@ -1,16 +1,27 @@
-// Vectors of 16 floats, and bfloat16 beside them.
+// Vectors of 16 floats, and the type bfloat16.
 //
-// Rule 1: everything that knows the processor is here or in matmul.h; with no feature at all the
-// compiler's own vector extensions make correct code.
-// Rule 2: a NaN stays a NaN through every conversion: the sampler refuses rows by it.
+// Rule 1: everything that depends on the processor is here or in matmul.h. On a processor without
+// any of these features, the compiler's vector extensions make correct code.
+// Rule 2: a NaN stays a NaN in every conversion, because the sampler refuses rows that have one.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
+#if defined(__GNUC__) && !defined(__clang__)
+// Compilers differ in how they pass vectors for which the processor has no registers. That does not
+// matter here, because every function with such a vector is inlined or in this one compilation.
+#pragma GCC diagnostic ignored "-Wpsabi"
+#pragma GCC diagnostic push
+// GCC's own header copies uninitialised vectors on purpose (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #if defined(__AVX512F__)
 #include <immintrin.h>
+#endif
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
 #endif
 
 namespace triolet {
@@ -124,12 +135,12 @@ static inline v16 exp_of_rest(v16 r) {
     return p * r * r + r + 1.0f;
 }
 
-// e^x = 2^n e^r. What is too small is 0; a NaN stays one.
+// e^x = 2^n e^r. A result below the normal numbers is 0; a NaN stays a NaN.
 static inline v16 exp16(v16 x) {
     constexpr float LN2_HIGH = 0.693359375f, LN2_LOW = -2.12194440e-4f, PER_LN2 = 1.44269504f;
 #if defined(__AVX512F__)
-    // Lanes that are masked out cost nothing; a result too small for a normal number would cost a
-    // hundred cycles. Not less than: a NaN stays one.
+    // Masked lanes cost nothing; a result below the normal numbers would cost a hundred cycles. The
+    // comparison is "not less than", so that a NaN is not masked.
     const __mmask16 is_seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
     v16 n = (v16)_mm512_roundscale_ps((__m512)(x * PER_LN2), _MM_FROUND_TO_NEAREST_INT);
     v16 rest = exp_of_rest(x - n * LN2_HIGH - n * LN2_LOW);
@@ -146,7 +157,7 @@ static inline v16 exp16(v16 x) {
 #endif
 }
 
-// tanh by e^2x; for small x by its series, where 1 - 2 / (e^2x + 1) would cancel.
+// tanh by e^2x. For small x, where 1 - 2 / (e^2x + 1) would cancel, by its series.
 static inline v16 tanh16(v16 x) {
     v16 big = 1.0f - 2.0f / (exp16(x + x) + 1.0f);
     v16 s = x * x;
@@ -156,13 +167,12 @@ static inline v16 tanh16(v16 x) {
     return pick(is_small, small, pick(x > 40.0f, splat(1.0f), big));
 }
 
-// The sums of 16 vectors, each in its own lane.
+// One step of `sums`. Lane i becomes (i & STRIDE) ? b[i] + b[i ^ STRIDE] : a[i] + a[i ^ STRIDE].
 template <int STRIDE>
 static inline v16 fold(v16 a, v16 b) {
-    // lane i: (i & STRIDE) ? b[i] + b[i ^ STRIDE] : a[i] + a[i ^ STRIDE]
+#if defined(__AVX512F__)
     i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     i16v is_second = (lane & STRIDE) != 0;
-#if defined(__AVX512F__)
     __m512i same = (__m512i)(lane + (is_second & 16));
     __m512i other = (__m512i)((lane ^ STRIDE) + (is_second & 16));
     return (v16)_mm512_permutex2var_ps((__m512)a, same, (__m512)b) +
@@ -177,6 +187,7 @@ static inline v16 fold(v16 a, v16 b) {
 #endif
 }
 
+// Returns the sums of 16 vectors, that of parts[i] in lane i. Overwrites ``parts``.
 static inline v16 sums(v16 *parts) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) parts[i] = fold<1>(parts[2 * i], parts[2 * i + 1]);

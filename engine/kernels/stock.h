@@ -1,10 +1,11 @@
-// Single parts, for models that have no compiled form: one layer's attention, one linear layer.
+// Single parts for models that run as stock modules: one layer's attention, and one linear layer.
 #pragma once
 
 #include "decoder.h"
 
 namespace triolet {
 
+// The memory of one layer's attention.
 struct AttentionMemory {
     AttentionPlan plan;
     float *queries;  // [num_tokens][heads x width]
@@ -18,6 +19,7 @@ struct AttentionMemory {
     }
 };
 
+// Each tensor is [num_tokens][heads][width]. Returns 0, or 1 if there was no memory.
 template <class T>
 static int run_attention(const Attention &call, const Rows &rows, const T *query, const T *key,
                          const T *value, T *out, long num_threads, Arena &arena) {
@@ -44,6 +46,7 @@ static int run_attention(const Attention &call, const Rows &rows, const T *query
     return 0;
 }
 
+// Computes out[rows][outputs] of x[rows][inputs]. Returns 0, or 1 if there was no memory.
 template <class T>
 static int run_linear(const Linear &layer, const T *x, long rows, T *out, long num_threads,
                       Arena &arena) {

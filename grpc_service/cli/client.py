@@ -1,144 +1,107 @@
-"""What the client commands share: a channel, and every way a call can fail as one line of text.
+"""What the client commands share: a client, and one line of text for every way a call can fail.
 
 Rule 1: a command prints its answer to standard output and everything else to standard error.
-Rule 2: exit codes are 0, 1 (the call failed), 2 (the command line is wrong), 130 (Ctrl-C; before
-the command has begun, the signal itself, of which a shell makes 130).
+Rule 2: exit codes are 0, 1 (the call failed), 2 (the command line is wrong) and 130 (Ctrl-C; before
+the command has begun, the signal itself ends the process, which a shell also reports as 130).
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import grpc
-from google.rpc import error_details_pb2
-from google.rpc.status_pb2 import Status
-
-from grpc_service.cli.security import KEY_VARIABLE, open_channel
-from grpc_service.config import DEFAULT_PORT, is_loopback
+from grpc_service.addresses import target_of
+from grpc_service.cli.security import KEY_VARIABLE, open_client
+from grpc_service.client import (
+    CallError,
+    DeadlineExceeded,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-    from google.protobuf.message import Message
+    from grpc_service.client import Client
 
-# How grpc begins to tell that there never was a connection; it has no code of its own for that.
+# How grpc's message begins where no connection was made; there is no code for that alone.
 NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
-# What its words for that hold, and what of it the command line can change.
+# A part of grpc's message, and what the user of a command can do about it.
 WHY_NOT_CONNECTED = (
-    ("WRONG_VERSION_NUMBER", "the server at {} speaks no TLS: leave out --tls and --tls-ca"),
+    ("WRONG_VERSION_NUMBER", "the server at {} does not use TLS: leave out --tls and --tls-ca"),
     (
         "CERTIFICATE_VERIFY_FAILED",
-        "the certificate of the server at {} is of no authority that is trusted here: name it by "
-        "--tls-ca",
+        "the certificate of the server at {} was signed by an authority that is not trusted here; "
+        "name the authority's file by --tls-ca",
     ),
     ("Hostname Verification", "the certificate of the server at {} is for another name"),
     (
         "Socket closed",
-        "the server at {} takes no such connection: it may want TLS (--tls or --tls-ca), or its "
+        "the server at {} closed the connection: it may want TLS (--tls or --tls-ca), or its "
         "clients need certificates (--tls-cert and --tls-key)",
     ),
     (
-        "Unwrap failed",  # TLS's alert, which grpc does not tell
-        "the server at {} shuts this client out: its clients need certificates (--tls-cert and "
+        "Unwrap failed",  # grpc's message does not name the TLS alert that it got
+        "the server at {} refused this client: its clients need certificates (--tls-cert and "
         "--tls-key)",
     ),
-    ("Failed parsing HTTP/2", "what answers at {} is no gRPC server"),
+    ("Failed parsing HTTP/2", "what answers at {} is not a gRPC server"),
 )
-DETAILS_KEY = "grpc-status-details-bin"
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a command that SIGPIPE ended
 
 
-def run_client(args: argparse.Namespace, job: Callable[[grpc.Channel], None]) -> int:
-    """Do ``job`` with a channel to ``args.server``; its failures become an exit code."""
-    target = target_of(args.server)
+def run_client(args: argparse.Namespace, job: Callable[[Client], None]) -> int:
+    """Run ``job`` with a client of the server at ``args.server``, and return the exit code."""
     try:
-        with open_channel(args, target, _options(target)) as channel:
-            job(channel)
+        with open_client(args) as client:
+            job(client)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone; Python's own flush at exit must not say so again.
+        # The reader of the output has gone. Python's own flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
-    except grpc.RpcError as error:
-        print(f"triolet: {explain(error, target, args.timeout)}", file=sys.stderr)
+    except CallError as error:
+        print(f"triolet: {explain(error, args.server, args.timeout)}", file=sys.stderr)
         return EXIT_FAILED
     return 0
 
 
-def target_of(server: str) -> str:
-    """``server`` as grpc takes it; the port may be left out."""
-    if server.startswith("unix:") or server.rpartition("]")[2].count(":"):
-        return server
-    return f"{server}:{DEFAULT_PORT}"
-
-
-def _options(target: str) -> list[tuple[str, int]]:
-    """A proxy named in the environment cannot reach this machine's own loopback."""
-    host = target.rpartition(":")[0]
-    return [("grpc.enable_http_proxy", 0)] if is_loopback(host) else []
-
-
-def explain(error: grpc.RpcError, target: str, timeout_s: float | None) -> str:
-    """One line: what went wrong, which fields, and whether to try again."""
-    details = _details(error)
-    if details:
-        text = [error.details() or error.code().name]
-        text += _violations(details.get("BadRequest"), text[0])
-        text += _retry(details.get("RetryInfo"))
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+def explain(error: CallError, server: str, timeout_s: float | None) -> str:
+    """Return one line: what went wrong, which fields are refused, and whether to try again."""
+    target = target_of(server)
+    if error.reason:
+        text = [str(error)]
+        listed = [
+            f"{v.field}: {v.description}" if v.field else v.description for v in error.violations
+        ]
+        text += [violation for violation in listed if violation not in text[0]]
+        if error.retry_after_s is not None:
+            text.append(f"try again in {error.retry_after_s:g} s")
+        if isinstance(error, Unauthenticated):
             text.append(f"give one by --api-key-file or in ${KEY_VARIABLE}")
         return " ".join("; ".join(text).split())
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
-        told = error.details() or ""
-        if told.startswith(NEVER_CONNECTED):
+    if isinstance(error, Unavailable):
+        if str(error).startswith(NEVER_CONNECTED):
             if "://" in target:
-                return f"{target} is no address: --server takes HOST:PORT or unix:PATH, no URL"
-            return _not_connected(told, target)
+                return f"{target} is not an address: --server takes HOST:PORT or unix:PATH, no URL"
+            return _not_connected(str(error), target)
         return f"the connection to the server at {target} was lost"
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is not None:
+    if isinstance(error, DeadlineExceeded) and timeout_s is not None:
         return f"the server did not finish within {timeout_s:g} s (--timeout)"
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+    if isinstance(error, Unimplemented):
         return f"the server at {target} does not know this call; is it a Triolet server?"
-    return " ".join(f"{error.code().name}: {error.details()}".split())
+    return " ".join(f"{error.code.name}: {error}".split())
 
 
-def _not_connected(told: str, target: str) -> str:
+def _not_connected(message: str, target: str) -> str:
     for words, sentence in WHY_NOT_CONNECTED:
-        if words in told:
+        if words in message:
             return sentence.format(target)
     return f"no server answers at {target}; `triolet serve` starts one"
-
-
-def _details(error: grpc.RpcError) -> dict[str, Message]:
-    """The google.rpc details by message name; of another server's errors there are none."""
-    found: dict[str, Message] = {}
-    metadata: Any = error.trailing_metadata() or ()  # pairs, which the stubs do not know
-    for key, value in metadata:
-        if key != DETAILS_KEY:
-            continue
-        for packed in Status.FromString(value).details:
-            name = packed.TypeName().removeprefix("google.rpc.")
-            if name in ("ErrorInfo", "BadRequest", "RetryInfo"):
-                found[name] = getattr(error_details_pb2, name)()
-                packed.Unpack(found[name])
-    return found
-
-
-def _violations(bad_request: Message | None, told: str) -> list[str]:
-    """Violations that the message does not already spell out."""
-    listed = getattr(bad_request, "field_violations", ())
-    texts = [f"{v.field}: {v.description}" if v.field else v.description for v in listed]
-    return [text for text in texts if text not in told]
-
-
-def _retry(retry_info: Message | None) -> list[str]:
-    if retry_info is None:
-        return []
-    return [f"try again in {retry_info.retry_delay.ToTimedelta().total_seconds():g} s"]  # type: ignore[attr-defined]

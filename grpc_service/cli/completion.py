@@ -14,7 +14,7 @@ DIRECTORIES = {"serve --model"}
 
 
 def run(parser: argparse.ArgumentParser, shell: str) -> int:
-    """Print the script for the whole command line of ``parser``. Returns the exit code."""
+    """Print the script for the whole command line of ``parser``. Return the exit code."""
     for command, subparser in _commands(parser).items():
         for action in subparser._actions:
             for flag in action.option_strings:
@@ -27,10 +27,10 @@ def run(parser: argparse.ArgumentParser, shell: str) -> int:
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the subcommands, by name."""
+    """Return the parsers of the subcommands, by name."""
     return {
         name: subparser
         for action in parser._actions
-        if isinstance(action.choices, dict)  # the one that holds them
+        if isinstance(action.choices, dict)  # the action of the subcommands
         for name, subparser in action.choices.items()
     }

@@ -1,6 +1,6 @@
-"""The TOML file of ``triolet serve --config``: every flag, and what a flag cannot say of a model.
+"""Reads the TOML file of ``triolet serve --config``: all flags, and settings of single models.
 
-Rule 1: every key is either known or refused by name, with the nearest one that is known.
+Rule 1: an unknown key is refused; the message names it and the most similar known key.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ WORKER_KEYS = {"device": TEXT, "count": COUNT, "threads": COUNT, "runner": TEXT}
 
 
 class Setting(Protocol):
-    """What a flag tells of its key."""
+    """A setting that the file may have."""
 
     @property
-    def kind(self) -> Kind: ...
+    def kind(self) -> Kind:
+        """How its value is read."""
+        ...
 
 
 def read_file(
     path: str, known: Mapping[str, Setting]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The file's settings by key, and its models as fields of ModelConfig.
+    """Return the file's settings by key, and its models as fields of ModelConfig.
 
     Raises:
-        ConfigError: the file cannot be read, or the first wrong key or value, by name.
+        ConfigError: the file cannot be read, or a key or value is wrong; the message names the
+            first one.
     """
     try:
         with open(path, "rb") as file:
@@ -88,7 +91,8 @@ def _worker(table: dict[str, Any], prefix: str) -> WorkerConfig:
 def _read(
     table: dict[str, Any], kinds: Mapping[str, Kind], prefix: str, extra: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The values of ``table``, every key and value checked; ``extra`` keys are known elsewhere."""
+    """Return the values of ``table`` after checking every key and value. The ``extra`` keys are
+    read elsewhere, and only serve as hints."""
     values = {}
     for key, given in table.items():
         if key not in kinds:
@@ -112,4 +116,4 @@ def _hint(key: str, known: Iterable[str]) -> str:
     if key in ("model", "served_model_name"):
         return "; write a [[models]] table with model and name"
     near = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1)
-    return f"; is {near[0]} meant?" if near else ""
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,7 +1,7 @@
-"""``triolet doctor``: what the server would find on this machine, and whether that will do.
+"""``triolet doctor``: reports what the server would find on this machine, and whether it could run.
 
-Rule 1: a finding is a value; printing is one place, and the exit code follows from `is_fit`.
-Rule 2: torch is asked in a process of its own, so that one that crashes is a finding too.
+Rule 1: a finding is a value. One function prints them all, and the exit code follows from `is_fit`.
+Rule 2: torch is imported in a process of its own, so that a torch that crashes is a finding, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.memory import default_limit, usable_bytes
+from engine.memory_limit import default_limit, usable_bytes
 
 if TYPE_CHECKING:
     import argparse
@@ -36,7 +36,7 @@ import json, torch
 devices = []
 if torch.cuda.is_available():
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-from engine.model import native
+from engine.worker.forward import native
 try:
     kernels, missing = native.kind(native.load()), ""
 except native.Unavailable as error:
@@ -48,8 +48,8 @@ print(json.dumps({"threads": torch.get_num_threads(), "devices": devices, "kerne
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. ``advice`` says what to do where something is missing; only what
-    is not ``is_fit`` keeps the server from running."""
+    """One line of the report. ``advice`` says what to do about it. Only a finding whose ``is_fit``
+    is False keeps the server from running."""
 
     name: str
     value: str
@@ -58,7 +58,8 @@ class Finding:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code: 1 when something would keep the server from running."""
+    """Print the report. Return the exit code: 1 if something would keep the server from
+    running."""
     findings = list(examine(args.host, args.port))
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False))
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(host: str, port: int) -> Iterator[Finding]:
-    """Everything, in the order of the report."""
+    """Yield all findings in the order of the report."""
     yield _python()
     yield from map(_package, PACKAGES)
     yield _cores()
@@ -100,7 +101,7 @@ def _package(name: str) -> Finding:
 
 
 def _cores() -> Finding:
-    """Cores that the process may run on, and the container's share of them."""
+    """Report the cores that the process may run on, and the container's limit."""
     num_cores = len(os.sched_getaffinity(0))
     quota = _cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
     if quota is not None and quota < num_cores:
@@ -110,7 +111,7 @@ def _cores() -> Finding:
 
 
 def _cpu_quota(path: Path) -> float | None:
-    """The container's limit in cores; None without one."""
+    """Return the container's limit in cores, None without one."""
     try:
         quota, period = path.read_text().split()
         return int(quota) / int(period)
@@ -127,7 +128,7 @@ def _memory() -> Finding:
 
 
 def _cpu_flags(path: Path) -> set[str]:
-    """The processor's own list: ``flags`` on x86, ``Features`` on ARM."""
+    """Return the features that the kernel lists: ``flags`` on x86, ``Features`` on ARM."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -156,18 +157,18 @@ def _torch() -> Iterator[Finding]:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         yield Finding("devices", "unknown", False, f"torch does not work: {why}")
         return
-    told = json.loads(done.stdout)
-    yield Finding("devices", ", ".join(["cpu", *told["devices"]]))
-    yield Finding("threads", f"{told['threads']} by torch's default")
-    if told["kernels"]:
-        yield Finding("attention", f"compiled kernels, {told['kernels']}")
+    report = json.loads(done.stdout)
+    yield Finding("devices", ", ".join(["cpu", *report["devices"]]))
+    yield Finding("threads", f"{report['threads']} by torch's default")
+    if report["kernels"]:
+        yield Finding("attention", f"compiled kernels, {report['kernels']}")
     else:
-        advice = f"{told['missing']}; models run, several times slower"
+        advice = f"{report['missing']}; models run without the kernels, several times slower"
         yield Finding("attention", "reference", advice=advice)
 
 
 def _spin_count() -> Finding:
-    """See `engine.model`, which sets it before torch is imported."""
+    """Report the variable that `engine.worker` sets before torch is imported."""
     own = os.environ.get("GOMP_SPINCOUNT")
     return Finding("GOMP_SPINCOUNT", f"{own}, from the environment" if own else "set at start")
 
@@ -178,7 +179,7 @@ def _compiler() -> Finding:
         path = shutil.which(name)
         if path:
             return Finding("compiler", path)
-    return Finding("compiler", "none", advice="install one for faster steps; it works without")
+    return Finding("compiler", "none", advice="install one for faster steps; models run without it")
 
 
 def _port(host: str, port: int) -> Finding:

@@ -1,6 +1,7 @@
-"""``triolet embed``: vectors of texts; for a person, how alike the texts are.
+"""``triolet embed``: turns texts into vectors, and shows how similar the texts are.
 
-Rule: with --json every number, a line per text in the texts' order; else what can be read.
+Rule: --json prints every number, one line per text, in the order of the texts. Without it, the
+output is a table for people.
 """
 
 from __future__ import annotations
@@ -9,39 +10,37 @@ import json
 import math
 import operator
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from google.protobuf import json_format
 
-from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
 from grpc_service.cli.client import run_client
 from grpc_service.cli.query import print_table
 from grpc_service.cli.texts import fitted, in_order, progress, results_of, texts_of
+from grpc_service.client import messages
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator, Sequence
 
-    import grpc
+    from grpc_service.client import Client, Stream
 
-    Response = inference_pb2.EmbedResponse
+    Response = messages.EmbedResponse
 
-MATRIX_MAX = 10  # texts whose similarities, all with all, are still a table to read
+MATRIX_MAX = 10  # the most texts of which the similarities of all pairs are shown
 NUMBERS_SHOWN = 4
-NEAREST_MAX = 300  # texts that are compared, all with all, in Python: 0.7 s of 384 numbers
+NEAREST_MAX = 300  # the most texts that are compared in Python: 0.7 s for vectors of 384 numbers
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Embed the texts and print the vectors. Return the exit code."""
     texts = texts_of(args.texts, args.file, "texts")
 
-    def job(channel: grpc.Channel) -> None:
-        stub = inference_pb2_grpc.InferenceStub(channel)
+    def job(client: Client) -> None:
+        def ask(part: Sequence[str], timeout_s: float | None) -> Stream[Response]:
+            return client.embed(request_of(args, part), timeout=timeout_s)
 
-        def ask(part: Sequence[str], timeout_s: float | None) -> Any:
-            return stub.Embed(request_of(args, part), timeout=timeout_s)
-
-        is_quiet = args.json and sys.stdout.isatty()  # lines and a bar would mix
+        is_quiet = args.json and sys.stdout.isatty()  # the bar would be printed among the lines
         with progress("embedding", len(texts), is_quiet=is_quiet) as advance:
             found: Iterator[Response] = in_order(
                 named(results_of(texts, ask, args.timeout, advance))
@@ -55,11 +54,12 @@ def run(args: argparse.Namespace) -> int:
     return run_client(args, job)
 
 
-def request_of(args: argparse.Namespace, texts: Sequence[str]) -> inference_pb2.EmbedRequest:
-    """Flags that are not given stay unset, so that the model's own defaults hold."""
-    return inference_pb2.EmbedRequest(
+def request_of(args: argparse.Namespace, texts: Sequence[str]) -> messages.EmbedRequest:
+    """Return the request. Flags that are not given stay unset, so that the model's own defaults
+    apply."""
+    return messages.EmbedRequest(
         model=args.model,
-        inputs=[inference_pb2.EmbedInput(text=text) for text in texts],
+        inputs=[messages.EmbedInput(text=text) for text in texts],
         dimensions=args.dimensions,
         normalize=args.normalize,
         prompt_name=args.prompt_name,
@@ -68,7 +68,8 @@ def request_of(args: argparse.Namespace, texts: Sequence[str]) -> inference_pb2.
 
 
 def named(vectors: Iterable[Response]) -> Iterator[Response]:
-    """The vectors as they come, the model's name in each; calls tell it in their first message."""
+    """Yield the vectors as they come, each with the model's name, which only the first message of
+    a call has."""
     model = ""
     for vector in vectors:
         model = vector.model = vector.model or model
@@ -76,7 +77,7 @@ def named(vectors: Iterable[Response]) -> Iterator[Response]:
 
 
 def print_json(vectors: Iterable[Response]) -> None:
-    """A line of JSON per vector, in proto's own mapping."""
+    """Print one line of JSON per vector, in protobuf's JSON mapping."""
     for vector in vectors:
         fields = json_format.MessageToDict(
             vector, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -85,7 +86,8 @@ def print_json(vectors: Iterable[Response]) -> None:
 
 
 def print_vectors(texts: Sequence[str], vectors: Sequence[Response]) -> None:
-    """A line per text; then all similarities, or of many texts each one's nearest."""
+    """Print one line per text, and then the similarities of all pairs. Of many texts, the line has
+    the nearest text instead."""
     lengths = [math.hypot(*vector.values) for vector in vectors]
     units = [
         _scaled(vector.values, length) for vector, length in zip(vectors, lengths, strict=True)
@@ -109,9 +111,7 @@ def print_vectors(texts: Sequence[str], vectors: Sequence[Response]) -> None:
         _print_matrix(units)
     print(f"\n{_counted(len(texts))} of {len(units[0])} numbers by {vectors[0].model}")
     if len(texts) > NEAREST_MAX:
-        print(
-            f"Of more than {NEAREST_MAX} texts no similarities are shown; --json has the numbers."
-        )
+        print(f"Similarities are shown for at most {NEAREST_MAX} texts; --json prints the vectors.")
 
 
 def _counted(number: int) -> str:
@@ -129,7 +129,7 @@ def _print_matrix(units: Sequence[Sequence[float]]) -> None:
 
 
 def _nearest(units: Sequence[Sequence[float]]) -> Iterator[str]:
-    """Of each text the other that is most alike: its place and the cosine of their angle."""
+    """Yield for each text the place of the most similar other text, and the cosine."""
     best = [(-2.0, 0)] * len(units)  # below every cosine
     for place, unit in enumerate(units):
         for other in range(place):
@@ -145,5 +145,5 @@ def _product(one: Iterable[float], other: Iterable[float]) -> float:
 
 
 def _cosine(number: float) -> str:
-    """Without the sign of a zero."""
+    """Return the rounded number, without the sign of a zero."""
     return f"{round(number, 3) + 0.0:.3f}"

@@ -1,8 +1,8 @@
-"""What ``triolet serve`` can be told: one table of flags, read from arguments or a TOML file.
+"""The settings of ``triolet serve``: one table of flags, read from arguments or a TOML file.
 
-Rule 1: a flag is one row of `FLAGS`; its key in the file is its name with underscores, its default
-that of the field it fills. Rule 2: what is not known is refused by name. An argument wins over the
-file. Rule 3: only features that exist have flags.
+Rule 1: a flag is one row of `FLAGS`. Its key in the file is its name with underscores, and its
+default is that of the field that it sets. Rule 2: an unknown flag or key is refused, and the
+message names it. An argument overrides the file. Rule 3: only features that exist have flags.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import DEMO_MODELS, EngineConfig, ModelConfig
 from engine.errors import ConfigError
+from grpc_service.app.server_config import ServerConfig
 from grpc_service.cli.config_file import read_file
 from grpc_service.cli.values import BYTES, COUNT, SECONDS, SWITCH, TEXT, Kind
-from grpc_service.config import ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag of serve. ``field`` of ``target`` takes its value, a switch's ``is_inverted``
-    turned round. Those of `ModelConfig` hold for every model that does not say otherwise."""
+    """One flag of serve. Its value goes to ``field`` of ``target``; with ``is_inverted``, a switch
+    sets the field to False. A field of `ModelConfig` is set for every model whose own table does
+    not set it."""
 
     name: str
     target: Target
@@ -38,10 +39,11 @@ class Flag:
 
     @property
     def key(self) -> str:
+        """The flag's key in the file."""
         return self.name.replace("-", "_")
 
     def help_text(self) -> str:
-        """With the default, where there is one worth a word."""
+        """Return the help text with the default, if there is one to show."""
         default = {f.name: f.default for f in dataclasses.fields(self.target)}[self.field]
         if self.kind.is_switch or default is None or default == "":
             return self.help
@@ -51,24 +53,30 @@ class Flag:
 FLAGS = (
     Flag("host", ServerConfig, "host", TEXT, "address to listen on"),
     Flag("port", ServerConfig, "port", COUNT, "port to listen on; 0 takes a free one"),
-    Flag("uds", ServerConfig, "uds", TEXT, "path of a Unix socket to listen on, not host and port"),
+    Flag("uds", ServerConfig, "uds", TEXT, "path of a Unix socket to listen on instead"),
     Flag("insecure", ServerConfig, "insecure", SWITCH, "serve other machines without TLS or key"),
-    Flag("max-message-bytes", ServerConfig, "max_message_bytes", BYTES, "largest request taken"),
+    Flag(
+        "max-message-bytes",
+        ServerConfig,
+        "max_message_bytes",
+        BYTES,
+        "size of the largest request that is accepted",
+    ),
     Flag("tls-cert", ServerConfig, "tls_cert", TEXT, "PEM file of the server's certificate chain"),
-    Flag("tls-key", ServerConfig, "tls_key", TEXT, "PEM file of its private key"),
+    Flag("tls-key", ServerConfig, "tls_key", TEXT, "PEM file of the server's private key"),
     Flag(
         "client-ca",
         ServerConfig,
         "client_ca",
         TEXT,
-        "PEM file of the authority whose certificates clients must have (mTLS)",
+        "PEM file of the authority that must have signed the clients' certificates (mTLS)",
     ),
     Flag(
         "api-key-file",
         ServerConfig,
         "api_key_file",
         TEXT,
-        "file of the keys that clients must have, a name and a key a line; SIGHUP reads it again",
+        "file of the keys that clients must show, a name and a key per line; read again on SIGHUP",
     ),
     Flag(
         "key-max-requests",
@@ -104,14 +112,14 @@ FLAGS = (
         ServerConfig,
         "keepalive_time_s",
         SECONDS,
-        "after how long a silent connection is asked for a sign of life",
+        "after how long a silent connection gets a ping",
     ),
     Flag(
         "keepalive-timeout",
         ServerConfig,
         "keepalive_timeout_s",
         SECONDS,
-        "how long that sign may take before the connection is closed",
+        "how long the answer may take before the connection is closed",
     ),
     Flag(
         "revision", ModelConfig, "revision", TEXT, "branch, tag or commit of a Hugging Face model"
@@ -122,24 +130,25 @@ FLAGS = (
         ModelConfig,
         "quantization",
         TEXT,
-        "none, or int8: half the memory of a text model's weights, for a little accuracy",
+        "none, or int8: half the memory for a text model's weights, and a little less accuracy",
     ),
     Flag("device", ModelConfig, "device", TEXT, "auto, cpu, cuda or cuda:N"),
-    Flag("lazy", ModelConfig, "lazy", SWITCH, "load a model when it is first asked for"),
+    Flag("lazy", ModelConfig, "lazy", SWITCH, "load a model when a request first asks for it"),
     Flag(
         "runner",
         ModelConfig,
         "runner",
         TEXT,
-        "thread: models compute in threads of the server; process: each in one of its own",
+        "thread: models compute in threads of the server; pinned: each always in the same thread; "
+        "process: each in a process of its own",
     ),
     Flag(
         "max-model-len",
         EngineConfig,
         "max_model_len",
         COUNT,
-        "most tokens of prompt and completion together (default: the model's, as far as the KV "
-        "pool holds them)",
+        "most tokens of prompt and completion together (default: the model's own limit, or what "
+        "the KV pool can hold)",
     ),
     Flag("max-num-seqs", EngineConfig, "max_num_seqs", COUNT, "most sequences in one step"),
     Flag(
@@ -154,9 +163,9 @@ FLAGS = (
         EngineConfig,
         "step_time_target_s",
         SECONDS,
-        "how long a step should take that computes prompts: a step gets no more of them than that "
-        "takes at the best speed so far, but an eighth of --max-num-batched-tokens in any case; "
-        "0: as many as --max-num-batched-tokens",
+        "how long a step that computes prompts should take: a step gets as many prompt tokens as "
+        "fit this time at the best speed so far, but at least an eighth of "
+        "--max-num-batched-tokens; 0: only --max-num-batched-tokens limits a step",
     ),
     Flag("block-size", EngineConfig, "block_size", COUNT, "tokens in one block of the KV pool"),
     Flag(
@@ -164,18 +173,23 @@ FLAGS = (
         EngineConfig,
         "kv_cache_memory",
         BYTES,
-        "size of the KV pool (default: what the bounds need, at most 4 GiB and a quarter of the "
-        "memory limit)",
+        "size of the KV pool (default: what --max-num-seqs sequences need, at most 4 GiB and a "
+        "quarter of the memory limit)",
     ),
     Flag(
         "memory-limit",
         EngineConfig,
         "memory_limit",
         BYTES,
-        "most memory for models (default: 0.80 of what the process may use)",
+        "most memory for models (default: 0.80 of the memory that the process may use)",
     ),
     Flag(
-        "no-prefix-cache", EngineConfig, "prefix_cache", SWITCH, "compute every prompt whole", True
+        "no-prefix-cache",
+        EngineConfig,
+        "prefix_cache",
+        SWITCH,
+        "compute every prompt completely",
+        True,
     ),
     Flag(
         "no-prepared-plans",
@@ -205,14 +219,14 @@ FLAGS = (
         EngineConfig,
         "stream_buffer",
         COUNT,
-        "messages that a stream may be ahead of its reader",
+        "how many messages a stream may be ahead of its client",
     ),
     Flag(
         "stall-timeout",
         EngineConfig,
         "stall_timeout_s",
         SECONDS,
-        "how long a request waits for a reader that does not read",
+        "how long a request waits for a client that does not read",
     ),
     Flag(
         "spawn-timeout",
@@ -226,51 +240,51 @@ FLAGS = (
         EngineConfig,
         "routing",
         TEXT,
-        "which of a model's workers a request goes to: least-tokens, round-robin, or prefix (the "
-        "one that has most of its prompt cached, unless it is much busier)",
+        "how the worker of a request is chosen: least-tokens, round-robin, or prefix (the worker "
+        "that has cached most of the prompt, unless it has much more to do)",
     ),
     Flag(
         "max-worker-deaths",
         EngineConfig,
         "max_worker_deaths",
         COUNT,
-        "a model whose workers die so often within 10 minutes is not started again by itself",
+        "if a model's workers die this often within 10 minutes, they are not restarted any more",
     ),
     Flag(
         "idle-ttl",
         EngineConfig,
         "idle_ttl_s",
         SECONDS,
-        "unload a model that was not used for so long (default: only to make room)",
+        "unload a model that was not used for this long (default: only if memory is needed)",
     ),
     Flag(
         "step-timeout",
         EngineConfig,
         "step_timeout_s",
         SECONDS,
-        "how long a step may take before it counts as hung: it is logged, health says NOT_SERVING, "
-        "and a drain does not wait for it",
+        "how long a step may take before it counts as hung: it is then logged, health is "
+        "NOT_SERVING, and a drain does not wait for it",
     ),
     Flag(
         "drain-timeout",
         EngineConfig,
         "drain_timeout_s",
         SECONDS,
-        "how long requests may run on when the server is told to end",
+        "how long requests may take to finish after a signal to end",
     ),
     Flag(
         "default-deadline",
         EngineConfig,
         "default_deadline_s",
         SECONDS,
-        "deadline of requests that bring none (default: none)",
+        "deadline of requests that have none (default: none)",
     ),
 )
 BY_KEY = {flag.key: flag for flag in FLAGS}
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Every flag of serve. What is not given leaves no attribute behind."""
+    """Add every flag of serve. A flag that is not given sets no attribute."""
     parser.add_argument(
         "--model",
         action="append",
@@ -284,7 +298,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=argparse.SUPPRESS,
         metavar="NAME",
-        help="the name clients use; the first is the first --model's, and so on",
+        help="the name that clients use; the first is that of the first --model, and so on",
     )
     parser.add_argument("--config", metavar="FILE.toml", help="a file with any of these settings")
     for flag in FLAGS:
@@ -318,10 +332,11 @@ def _argument_type(kind: Kind) -> Callable[[str], Any]:
 def configs_of(
     args: argparse.Namespace, environ: Mapping[str, str]
 ) -> tuple[EngineConfig, ServerConfig]:
-    """What the arguments, the file they name and ``ENGINE_CHECK`` say together.
+    """Return the configs that the arguments, the file that they name and ``ENGINE_CHECK`` give
+    together.
 
     Raises:
-        ConfigError: one sentence names the setting and what to change.
+        ConfigError: the message names the setting and what to change.
     """
     settings, models = ({}, []) if args.config is None else read_file(args.config, BY_KEY)
     settings |= {key: value for key, value in vars(args).items() if key in BY_KEY}
@@ -333,7 +348,7 @@ def configs_of(
 
 
 def _fields(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are fields of ``target``, by the fields' names."""
+    """Return the settings that are fields of ``target``, by the fields' names."""
     return {
         flag.field: settings[flag.key] != flag.is_inverted
         if flag.kind.is_switch
@@ -346,7 +361,8 @@ def _fields(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _models(
     args: argparse.Namespace, tables: list[dict[str, Any]], common: dict[str, Any]
 ) -> tuple[ModelConfig, ...]:
-    """The models of the arguments, else of the file, else the demos; names paired in order."""
+    """Return the models of the arguments, or else of the file, or else the shipped ones. Names are
+    given to them in order."""
     if "model" in args:
         tables = [{"model": model} for model in args.model]
     tables = tables or [{"model": model} for model in DEMO_MODELS]

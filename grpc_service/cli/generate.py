@@ -1,6 +1,6 @@
-"""``triolet generate``: a completion, to the terminal as it is made.
+"""``triolet generate``: prints a completion while it is generated.
 
-Rule 1: leaving by any way ends the call, and with it the server's work.
+Rule 1: however the command ends, the call ends with it, and so does the server's work.
 """
 
 from __future__ import annotations
@@ -12,62 +12,59 @@ from typing import TYPE_CHECKING
 from google.protobuf import json_format
 
 from engine.errors import ConfigError
-from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
 from grpc_service.cli.client import run_client
+from grpc_service.client import messages
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
 
-    import grpc
+    from grpc_service.client import Client
 
-    Responses = Iterable[inference_pb2.GenerateResponse]
+    Events = Iterable[messages.GenerateResponse]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code.
+    """Generate and print a completion. Return the exit code.
 
     Raises:
-        ConfigError: a flag asks for what is not shown as text.
+        ConfigError: log-probabilities are wanted without --json.
     """
     for flag, given in (("logprobs", args.logprobs), ("prompt-logprobs", args.prompt_logprobs)):
         if given is not None and not args.json:
-            raise ConfigError(f"--{flag} is shown by --json only; give both")
+            raise ConfigError(f"--{flag} needs --json")
     request = request_of(args, _prompt(args.prompt))
 
-    def job(channel: grpc.Channel) -> None:
-        call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=args.timeout)
-        try:
+    def job(client: Client) -> None:
+        with client.generate(request, timeout=args.timeout) as stream:
             if args.json:
-                print_json(call)
+                print_json(stream)
             elif request.n > 1:
-                print_choices(call, request.n)
+                print_choices(stream, request.n)
             else:
-                print_text(call)
-        finally:
-            call.cancel()
+                print_text(stream)
 
     return run_client(args, job)
 
 
 def _prompt(given: str) -> str:
-    """``-`` is standard input, less the one newline that shells put at its end."""
+    """Return the prompt. ``-`` stands for standard input, without the one newline that shells put
+    at its end."""
     return sys.stdin.read().removesuffix("\n") if given == "-" else given
 
 
-def request_of(args: argparse.Namespace, prompt: str) -> inference_pb2.GenerateRequest:
-    """Flags that are not given stay unset, so that the model's own defaults hold."""
-    output = inference_pb2.OutputOptions(
-        logprobs=args.logprobs, prompt_logprobs=args.prompt_logprobs
-    )
-    return inference_pb2.GenerateRequest(
+def request_of(args: argparse.Namespace, prompt: str) -> messages.GenerateRequest:
+    """Return the request. Flags that are not given stay unset, so that the model's own defaults
+    apply."""
+    output = messages.OutputOptions(logprobs=args.logprobs, prompt_logprobs=args.prompt_logprobs)
+    return messages.GenerateRequest(
         model=args.model, text=prompt, sampling=sampling_of(args), n=args.n, output=output
     )
 
 
-def sampling_of(args: argparse.Namespace) -> inference_pb2.SamplingParams:
-    """What the flags of sampling say (`grpc_service.cli.main`)."""
-    return inference_pb2.SamplingParams(
+def sampling_of(args: argparse.Namespace) -> messages.SamplingParams:
+    """Return the sampling parameters that the flags give (`grpc_service.cli.main`)."""
+    return messages.SamplingParams(
         temperature=args.temperature,
         top_p=args.top_p,
         top_k=args.top_k,
@@ -83,39 +80,39 @@ def sampling_of(args: argparse.Namespace) -> inference_pb2.SamplingParams:
     )
 
 
-def print_json(responses: Responses) -> None:
-    """One line of JSON per event, in proto's own mapping."""
-    for response in responses:
-        print(json_line(response), flush=True)
+def print_json(events: Events) -> None:
+    """Print one line of JSON per event, in protobuf's JSON mapping."""
+    for event in events:
+        print(json_line(event), flush=True)
 
 
-def json_line(response: inference_pb2.GenerateResponse) -> str:
-    """An event as one line of JSON."""
-    event = json_format.MessageToDict(response, preserving_proto_field_name=True)
-    return json.dumps(event, ensure_ascii=False)
+def json_line(event: messages.GenerateResponse) -> str:
+    """Return an event as one line of JSON."""
+    fields = json_format.MessageToDict(event, preserving_proto_field_name=True)
+    return json.dumps(fields, ensure_ascii=False)
 
 
-def print_text(responses: Responses) -> None:
-    """The text, part by part, ended by a newline."""
+def print_text(events: Events) -> None:
+    """Print the text part by part, and a newline at its end."""
     last = ""
     try:
-        for response in responses:
-            last = response.delta.text or last
-            print(response.delta.text, end="", flush=True)
+        for event in events:
+            last = event.delta.text or last
+            print(event.delta.text, end="", flush=True)
     finally:
         if last and not last.endswith("\n"):
             print(flush=True)
 
 
-def print_choices(responses: Responses, num_choices: int) -> None:
-    """Each choice whole, under its number, once it and those before it have ended."""
+def print_choices(events: Events, num_choices: int) -> None:
+    """Print each choice whole, under its number, when it and those before it have ended."""
     texts = [""] * num_choices
     ended: set[int] = set()
     num_printed = 0
-    for response in responses:
-        texts[response.delta.choice] += response.delta.text
-        if response.HasField("finished"):
-            ended.add(response.finished.choice)
+    for event in events:
+        texts[event.delta.choice] += event.delta.text
+        if event.HasField("finished"):
+            ended.add(event.finished.choice)
         while num_printed in ended:
             print(f"--- {num_printed + 1} of {num_choices} ---")
             print(texts[num_printed].removesuffix("\n"), flush=True)

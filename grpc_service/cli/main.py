@@ -1,7 +1,9 @@
-"""The command ``triolet``: which subcommands there are and what they take.
+"""The command ``triolet``: its subcommands and their arguments.
 
-Rule 1: nothing heavy is imported before the subcommand is known; a client command needs neither
+Rule 1: nothing heavy is imported before the subcommand is known. A client command imports neither
 torch nor transformers, and starts in well under a second.
+
+This file is long because it has the arguments of every subcommand.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
-from grpc_service.cli.entry import hear_ctrl_c
+from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT
 from grpc_service.cli.flags import add_serve_arguments, configs_of
+from grpc_service.cli.interrupts import raise_on_ctrl_c
 from grpc_service.cli.security import add_security_arguments
 from grpc_service.cli.values import COUNT, SECONDS
-from grpc_service.config import DEFAULT_HOST, DEFAULT_PORT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 
 EXIT_CODES = """\
 exit codes of client commands: 0 done, 1 the call failed, 2 the command line is wrong, 130 Ctrl-C
-exit codes of serve: 0 all requests finished, 75 some were cut, 1 it cannot start (2 where the
-command line is why), 70 an internal error, 128 + n a second signal n"""
+exit codes of serve: 0 all requests finished, 75 some were cut, 1 the server cannot start, 2 the
+command line is wrong, 70 an internal error or a step that hangs, 128 + n a second signal n"""
 EXIT_USAGE = 2  # argparse's own
 EXIT_INTERRUPTED = 130
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -42,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character shows a substitute; it is no reason to fail.
+        # If a terminal cannot show a character, a substitute is better than an error.
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
-    # grpc's C code writes notes such as "Got goaway" to standard error unless told not to.
+    # By default grpc's C code writes notes such as "Got goaway" to standard error.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         run: Run = args.run
@@ -73,7 +75,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Return the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="triolet",
         description="A language-model server and its clients.",
@@ -81,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show it and exit")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
 
@@ -93,23 +95,25 @@ def build_parser() -> argparse.ArgumentParser:
     add_serve_arguments(add("serve", _serve, "start a server"))
     _add_generate(add("generate", _generate, "continue a prompt"))
     _add_chat(add("chat", _chat, "talk with a model, line by line"))
-    _add_embed(add("embed", _embed, "turn texts into vectors, and say how alike they are"))
+    _add_embed(add("embed", _embed, "turn texts into vectors, and show how similar they are"))
     _add_rerank(add("rerank", _rerank, "sort documents by how well they answer a query"))
     _add_tokenize(
-        add("tokenize", _query("tokenize"), "split a text into tokens, or join ids to text")
+        add("tokenize", _query("tokenize"), "split a text into tokens, or turn ids into text")
     )
     _add_models(add("models", _models, "list the server's models, load and unload them"))
     _add_client(add("stats", _query("stats"), "show what the server is doing"), timeout_s=30)
     _add_operating(add)
-    _add_doctor(add("doctor", _doctor, "say whether this machine can serve, and what with"))
+    _add_doctor(add("doctor", _doctor, "check whether this machine can serve models"))
     completion = add("completion", _completion, "print the completion script of a shell")
     completion.add_argument("shell", choices=SHELLS)
-    completion.epilog = 'bash: eval "$(triolet completion bash)" in ~/.bashrc; the others alike'
+    completion.epilog = (
+        'bash: put eval "$(triolet completion bash)" into ~/.bashrc; other shells: likewise'
+    )
     return parser
 
 
 class _ShowVersion(argparse.Action):
-    """argparse's own wants the text before anybody asks, which takes 20 ms to find."""
+    """Prints the version. argparse's own action needs the text in advance, which takes 20 ms."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib import metadata
@@ -123,7 +127,7 @@ class _ShowVersion(argparse.Action):
 
 
 def _add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
-    """What every client command takes."""
+    """Add the flags that every client command has."""
     parser.add_argument(
         "--server",
         default=f"{DEFAULT_HOST}:{DEFAULT_PORT}",
@@ -159,9 +163,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Talk with a model, line by line. Ctrl-C ends an answer and Ctrl-D the chat; /reset "
-        "forgets it, /system TEXT begins anew with a system prompt. What outgrows the model's "
-        "context is left out, and said so: the turns after the first, oldest first."
+        "Talk with a model, line by line. Ctrl-C ends an answer, and Ctrl-D ends the chat. /reset "
+        "forgets the conversation; /system TEXT begins a new one with this system prompt. When the "
+        "conversation is longer than the model's context, the oldest turns after the first are "
+        "left out, with a note."
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
     _add_sampling(parser)
@@ -169,7 +174,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """What is generated, and by which model. The ranges are the server's to check."""
+    """Add the flags of the model and of sampling. The server checks the ranges."""
     parser.add_argument(
         "--model", default="", help="name of the model (default: the first that can do this)"
     )
@@ -181,13 +186,23 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         ("--top-k", count, "K", "number of likeliest tokens kept; 0 keeps all"),
         ("--min-p", real, "P", "drops tokens below this share of the likeliest one, 0 to 1"),
         ("--typical-p", real, "P", "share of locally typical tokens kept, 0 to 1"),
-        ("--repetition-penalty", real, "R", "above 1: less of what prompt and completion have"),
-        ("--presence-penalty", real, "X", "taken from what the completion has, -2 to 2"),
-        ("--frequency-penalty", real, "X", "the same for every time that it has it, -2 to 2"),
+        (
+            "--repetition-penalty",
+            real,
+            "R",
+            "above 1 makes tokens of prompt and completion less likely",
+        ),
+        ("--presence-penalty", real, "X", "subtracted for tokens that the completion has, -2 to 2"),
+        ("--frequency-penalty", real, "X", "the same for each time that it has them, -2 to 2"),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=what)
-    parser.add_argument("--seed", type=_number("seed"), metavar="N", help="repeats a completion")
-    for flag, most, what in (("--stop", 16, "ends it"), ("--bad-word", 64, "is never generated")):
+    parser.add_argument(
+        "--seed", type=_number("seed"), metavar="N", help="the same seed repeats a completion"
+    )
+    for flag, most, what in (
+        ("--stop", 16, "text that ends the completion"),
+        ("--bad-word", 64, "text that is never generated"),
+    ):
         parser.add_argument(
             flag,
             action="append",
@@ -199,15 +214,16 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _add_embed(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Turn texts into vectors. Shows how alike the texts are: the cosines of all, or of many "
-        "texts each one's nearest; --json has all numbers, a line per text in the texts' order."
+        "Turn texts into vectors. Shows how similar the texts are: the cosines of all pairs, or, "
+        "of many texts, the nearest of each. --json prints all numbers, one line per text, in the "
+        "order of the texts."
     )
-    _add_texts(parser, "texts", "TEXT", "what to embed")
+    _add_texts(parser, "texts", "TEXT", "the texts to embed")
     parser.add_argument(
         "--dimensions",
         type=_number("count"),
         metavar="N",
-        help="cut the vectors to N numbers, for models trained to allow it",
+        help="cut the vectors to N numbers, for models that were trained to allow it",
     )
     parser.add_argument(
         "--prompt-name",
@@ -218,58 +234,66 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--normalize",
         action=argparse.BooleanOptionalAction,
-        help="scale the vectors to length 1, or do not (default: as the model is configured)",
+        help="scale the vectors to length 1 (default: as the model is configured)",
     )
     _add_client(parser, timeout_s=None)
 
 
 def _add_rerank(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Sort documents by how well they answer a query, best first, each with its score and "
-        "its place among those given."
+        "Sort documents by how well they answer a query, best first. Shows each document's score "
+        "and its place among the given documents."
     )
-    parser.add_argument("query", help="what is looked for")
-    _add_texts(parser, "documents", "DOCUMENT", "where it is looked for")
+    parser.add_argument("query", help="the query")
+    _add_texts(parser, "documents", "DOCUMENT", "the documents to sort")
     parser.add_argument(
         "--top-n", type=_number("count"), metavar="N", help="only the N best (default: all)"
     )
     parser.add_argument(
         "--raw-scores",
         action="store_true",
-        help="scores as the model puts them out, without its activation (mostly a sigmoid)",
+        help="show the model's own scores, without its activation (mostly a sigmoid)",
     )
     _add_client(parser, timeout_s=None)
 
 
 def _add_texts(parser: argparse.ArgumentParser, name: str, metavar: str, what: str) -> None:
-    """Many texts, and what is done with those that are too long."""
+    """Add the flags of many texts, and of texts that are too long."""
     parser.add_argument(
         name,
         nargs="*",
         metavar=metavar,
-        help=f"{what}; none, or -: the lines of standard input",
+        help=f"{what}; - reads the lines of standard input, as does giving none",
     )
     parser.add_argument("--file", metavar="FILE", help=f"a file with a {metavar.lower()} per line")
-    parser.add_argument("--model", default="", help="name of the model (default: the first such)")
+    parser.add_argument(
+        "--model", default="", help="name of the model (default: the first that can do this)"
+    )
     parser.add_argument(
         "--no-truncate",
         dest="truncate",
         action="store_false",
         default=None,
-        help="refuse what is longer than the model takes (default: cut its end off)",
+        help="refuse texts that are longer than the model allows (default: cut off their ends)",
     )
 
 
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", nargs="?", help="the text; - reads it from standard input")
     parser.add_argument(
-        "--detokenize", nargs="+", type=_number("count"), metavar="ID", help="ids to join instead"
+        "--detokenize",
+        nargs="+",
+        type=_number("count"),
+        metavar="ID",
+        help="turn these ids into text instead",
     )
     parser.add_argument(
         "--model", default="", help="name of the model (default: the first that can do this)"
     )
     parser.add_argument(
-        "--no-special-tokens", action="store_true", help="leave out those the model would add"
+        "--no-special-tokens",
+        action="store_true",
+        help="leave out the special tokens that the model would add",
     )
     _add_client(parser, timeout_s=30)
 
@@ -284,14 +308,14 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(action=name)
         return action
 
-    listing = add("list", "list the server's models (as no action does)")
+    listing = add("list", "list the server's models; the default action")
     load = add("load", "load a model, or more replicas of it")
     load.add_argument("name", metavar="NAME")
     load.add_argument(
         "--replicas",
         type=_number("count"),
         metavar="N",
-        help="how many it should have, as far as there is memory (default: as configured)",
+        help="number of replicas, as many as fit in memory (default: as configured)",
     )
     unload = add("unload", "take a model out of memory; the next request for it loads it again")
     unload.add_argument("name", metavar="NAME")
@@ -299,7 +323,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
         "--drain",
         type=_number("real"),
         metavar="SECONDS",
-        help="how long its requests may run on (default: the server's --drain-timeout)",
+        help="how long its requests may take to finish (default: the server's --drain-timeout)",
     )
     for action in (listing, load, unload):
         _add_client(action, timeout_s=None)
@@ -307,7 +331,8 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def _leave_defaults_to_parent(parser: argparse.ArgumentParser) -> None:
-    """What is not given behind the action is as it was given before it."""
+    """Let flags after the action override those before it: a flag that is not given there keeps
+    its value."""
     for action in parser._actions:
         if action.option_strings and action.default is not argparse.SUPPRESS:
             action.help = (action.help or "") % {"default": action.default}
@@ -315,12 +340,13 @@ def _leave_defaults_to_parent(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> None:
-    pause = add("pause", _query("pause"), "stop computing, for a model or for all")
+    pause = add("pause", _query("pause"), "stop computing for one model or for all")
     pause.add_argument(
         "--mode",
         choices=("keep", "wait", "abort"),
         default="keep",
-        help="keep: freeze and queue; wait: finish what runs; abort: end all (default: keep)",
+        help="keep: freeze running requests and queue new ones; wait: let running ones finish; "
+        "abort: end all requests (default: keep)",
     )
     resume = add("resume", _query("resume"), "compute again after a pause")
     reset = add("reset-prefix-cache", _query("reset_prefix_cache"), "forget cached prefixes")
@@ -332,10 +358,10 @@ def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> N
         "--cut-after",
         type=_number("real"),
         metavar="SECONDS",
-        help="cut what runs longer (default: the server's --drain-timeout)",
+        help="cut requests that run longer (default: the server's --drain-timeout)",
     )
     _add_client(drain, timeout_s=None)
-    why = add("explain", _query("explain"), "say what a running request waits for")
+    why = add("explain", _query("explain"), "show what a request does and waits for")
     why.add_argument("request_id", metavar="REQUEST_ID")
     _add_client(why, timeout_s=30)
     abort = add("abort", _query("abort"), "end requests by their ids")
@@ -357,8 +383,8 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _number(kind: str) -> Callable[[str], float]:
-    """A reader of numbers that the wire can carry; their meaning is for the server to check.
-    ``kind``: count, seed, real, or seconds (more than 0)."""
+    """Return a parser of numbers that a message can hold. The server checks what they mean.
+    ``kind`` is count, seed, real, or seconds (more than 0)."""
 
     def read(text: str) -> float:
         try:
@@ -380,20 +406,20 @@ def _number(kind: str) -> Callable[[str], float]:
 
 def _serve(args: argparse.Namespace) -> int:
     engine_config, server_config = configs_of(args, os.environ)
-    from grpc_service.server import serve_forever
+    from grpc_service.app.application import serve_forever
 
-    hear_ctrl_c()
+    raise_on_ctrl_c()
     return serve_forever(engine_config, server_config)
 
 
 def _query(name: str) -> Run:
-    """A subcommand of `grpc_service.cli.query`."""
+    """Return a subcommand of `grpc_service.cli.query`."""
 
     def run(args: argparse.Namespace) -> int:
         from grpc_service.cli import query
 
         command: Run = getattr(query, name)
-        hear_ctrl_c()
+        raise_on_ctrl_c()
         return command(args)
 
     return run
@@ -402,47 +428,47 @@ def _query(name: str) -> Run:
 def _models(args: argparse.Namespace) -> int:
     from grpc_service.cli import models
 
-    hear_ctrl_c()
+    raise_on_ctrl_c()
     return models.run(args)
 
 
 def _generate(args: argparse.Namespace) -> int:
     from grpc_service.cli import generate
 
-    hear_ctrl_c()
+    raise_on_ctrl_c()
     return generate.run(args)
 
 
 def _chat(args: argparse.Namespace) -> int:
     from grpc_service.cli import chat
 
-    hear_ctrl_c()
+    raise_on_ctrl_c()
     return chat.run(args)
 
 
 def _embed(args: argparse.Namespace) -> int:
     from grpc_service.cli import embed
 
-    hear_ctrl_c()
+    raise_on_ctrl_c()
     return embed.run(args)
 
 
 def _rerank(args: argparse.Namespace) -> int:
     from grpc_service.cli import rerank
 
-    hear_ctrl_c()
+    raise_on_ctrl_c()
     return rerank.run(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:
     from grpc_service.cli import doctor
 
-    hear_ctrl_c()
+    raise_on_ctrl_c()
     return doctor.run(args)
 
 
 def _completion(args: argparse.Namespace) -> int:
     from grpc_service.cli import completion
 
-    hear_ctrl_c()
+    raise_on_ctrl_c()
     return completion.run(build_parser(), args.shell)

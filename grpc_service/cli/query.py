@@ -1,5 +1,5 @@
-"""The commands of one question and one answer: ``triolet tokenize``, ``stats``, and the
-operating ones, ``pause``, ``resume``, ``drain``, ``abort`` and ``reset-prefix-cache``."""
+"""The commands that make one call with one answer: ``triolet tokenize``, ``stats``, ``explain``,
+``pause``, ``resume``, ``drain``, ``abort`` and ``reset-prefix-cache``."""
 
 from __future__ import annotations
 
@@ -9,73 +9,68 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf import json_format
 
-from grpc_service._generated.triolet.v1 import (
-    control_pb2,
-    control_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-)
+from grpc_service.app.statistics import lines_of
 from grpc_service.cli.client import run_client
-from grpc_service.cli.statistics import lines_of
+from grpc_service.client import messages
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    import grpc
     from google.protobuf.message import Message
+
+    from grpc_service.client import Client
 
 
 def tokenize(args: argparse.Namespace) -> int:
-    """Tokens of a text, or with --detokenize the text of ids. Returns the exit code."""
+    """Print the tokens of a text, or with --detokenize the text of ids. Return the exit code."""
     if (args.text is None) == (args.detokenize is None):
-        print("triolet tokenize: give either a text or --detokenize with ids", file=sys.stderr)
+        print("triolet: tokenize needs either a text or --detokenize with ids", file=sys.stderr)
         return 2
 
-    def split(channel: grpc.Channel) -> Any:
-        request = inference_pb2.TokenizeRequest(
-            model=args.model,
-            text=sys.stdin.read().removesuffix("\n") if args.text == "-" else args.text,
-            add_special_tokens=False if args.no_special_tokens else None,
-        )
-        return inference_pb2_grpc.InferenceStub(channel).Tokenize(request, timeout=args.timeout)
-
-    def join(channel: grpc.Channel) -> Any:
-        request = inference_pb2.DetokenizeRequest(model=args.model, ids=args.detokenize)
-        return inference_pb2_grpc.InferenceStub(channel).Detokenize(request, timeout=args.timeout)
-
     if args.detokenize is not None:
-        return _show(args, join, lambda answer: print(answer.text))
-    return _show(args, split, print_tokens)
+        ids = messages.DetokenizeRequest(model=args.model, ids=args.detokenize)
+        return _show(
+            args,
+            lambda client: client.detokenize(ids, timeout=args.timeout),
+            lambda answer: print(answer.text),
+        )
+    request = messages.TokenizeRequest(
+        model=args.model,
+        text=sys.stdin.read().removesuffix("\n") if args.text == "-" else args.text,
+        add_special_tokens=False if args.no_special_tokens else None,
+    )
+    return _show(args, lambda client: client.tokenize(request, timeout=args.timeout), print_tokens)
 
 
 def stats(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
-
-    def ask(channel: grpc.Channel) -> Any:
-        stub = control_pb2_grpc.ControlStub(channel)
-        return stub.GetStats(control_pb2.GetStatsRequest(), timeout=args.timeout)
-
-    return _show(args, ask, print_stats)
+    """Print the server's figures. Return the exit code."""
+    return _show(args, lambda client: client.control.get_stats(timeout=args.timeout), print_stats)
 
 
 def pause(args: argparse.Namespace) -> int:
-    """Pause the scheduler of one model or all. Returns the exit code."""
-    request = control_pb2.PauseRequest(mode=f"PAUSE_MODE_{args.mode.upper()}", model=args.model)
-    return _operate(args, lambda stub: stub.Pause(request, timeout=args.timeout), "paused")
+    """Pause one model or all. Return the exit code."""
+    request = messages.PauseRequest(mode=f"PAUSE_MODE_{args.mode.upper()}", model=args.model)
+    return _operate(
+        args, lambda client: client.control.pause(request, timeout=args.timeout), "paused"
+    )
 
 
 def resume(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
-    request = control_pb2.ResumeRequest(model=args.model)
-    return _operate(args, lambda stub: stub.Resume(request, timeout=args.timeout), "resumed")
+    """End a pause. Return the exit code."""
+    request = messages.ResumeRequest(model=args.model)
+    return _operate(
+        args, lambda client: client.control.resume(request, timeout=args.timeout), "resumed"
+    )
 
 
 def reset_prefix_cache(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
-    request = control_pb2.ResetPrefixCacheRequest(model=args.model)
+    """Forget the cached prefixes of one model or all. Return the exit code."""
+    request = messages.ResetPrefixCacheRequest(model=args.model)
     return _operate(
-        args, lambda stub: stub.ResetPrefixCache(request, timeout=args.timeout), "forgotten"
+        args,
+        lambda client: client.control.reset_prefix_cache(request, timeout=args.timeout),
+        "forgot every cached prefix",
     )
 
 
@@ -83,25 +78,27 @@ DRAINED = "drained; the server stays up and refuses new requests until it is sta
 
 
 def drain(args: argparse.Namespace) -> int:
-    """Wait until the server has finished or cut its requests. Returns the exit code."""
-    request = control_pb2.DrainRequest()
+    """Wait until the server has finished or cut its requests. Return the exit code."""
+    request = messages.DrainRequest()
     if args.cut_after is not None:
         request.timeout.FromMicroseconds(int(args.cut_after * 1e6))
-    return _operate(args, lambda stub: stub.Drain(request, timeout=args.timeout), DRAINED)
+    return _operate(
+        args, lambda client: client.control.drain(request, timeout=args.timeout), DRAINED
+    )
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Say what a live request does and waits for. Returns the exit code."""
+    """Print what a live request does and waits for. Return the exit code."""
+    request = messages.ExplainRequest(request_id=args.request_id)
+    return _show(
+        args,
+        lambda client: client.control.explain(request, timeout=args.timeout),
+        print_explanation,
+    )
 
-    def ask(channel: grpc.Channel) -> Any:
-        request = control_pb2.ExplainRequest(request_id=args.request_id)
-        return control_pb2_grpc.ControlStub(channel).Explain(request, timeout=args.timeout)
 
-    return _show(args, ask, print_explanation)
-
-
-def print_explanation(answer: control_pb2.ExplainResponse) -> None:
-    """A line for each thing that there is to say."""
+def print_explanation(answer: messages.ExplainResponse) -> None:
+    """Print a line for each fact."""
     rows = [("state", answer.state.lower())]
     if answer.waiting_for:
         rows.append(("waits for", answer.waiting_for))
@@ -109,7 +106,7 @@ def print_explanation(answer: control_pb2.ExplainResponse) -> None:
         soon = ""
         if answer.HasField("estimate"):
             soon = f", starts in about {answer.estimate.ToTimedelta().total_seconds():.3g} s"
-        rows.append(("in line", f"place {answer.position}{soon}"))
+        rows.append(("in queue", f"place {answer.position}{soon}"))
     rows.append(("computed", f"{answer.computed_tokens} tokens, in {answer.blocks} blocks"))
     if parked := answer.parked.ToTimedelta().total_seconds():
         rows.append(("parked", f"{parked:.3g} s so far"))
@@ -118,32 +115,26 @@ def print_explanation(answer: control_pb2.ExplainResponse) -> None:
 
 
 def abort(args: argparse.Namespace) -> int:
-    """End requests by id; prints what became of each. Returns the exit code."""
-
-    def ask(channel: grpc.Channel) -> Any:
-        request = control_pb2.AbortRequest(request_ids=args.request_ids)
-        return control_pb2_grpc.ControlStub(channel).Abort(request, timeout=args.timeout)
-
-    return _show(args, ask, print_aborts)
-
-
-def _operate(
-    args: argparse.Namespace, ask: Callable[[control_pb2_grpc.ControlStub], Message], done: str
-) -> int:
+    """End requests by their ids, and print the outcome of each. Return the exit code."""
+    request = messages.AbortRequest(request_ids=args.request_ids)
     return _show(
-        args, lambda channel: ask(control_pb2_grpc.ControlStub(channel)), lambda _: print(done)
+        args, lambda client: client.control.abort(request, timeout=args.timeout), print_aborts
     )
+
+
+def _operate(args: argparse.Namespace, ask: Callable[[Client], Message], done: str) -> int:
+    return _show(args, ask, lambda _: print(done))
 
 
 def _show(
     args: argparse.Namespace,
-    ask: Callable[[grpc.Channel], Any],
+    ask: Callable[[Client], Any],
     show: Callable[[Any], None],
 ) -> int:
-    """Ask the server and show its answer, in JSON if that is wanted. The exit code."""
+    """Ask the server and show its answer, as JSON if that is wanted. Return the exit code."""
 
-    def job(channel: grpc.Channel) -> None:
-        answer = ask(channel)
+    def job(client: Client) -> None:
+        answer = ask(client)
         if args.json:
             print_json(answer)
         else:
@@ -153,7 +144,7 @@ def _show(
 
 
 def print_json(message: Message) -> None:
-    """Proto's own mapping, zeros included."""
+    """Print a message in protobuf's JSON mapping, including fields that are 0."""
     print(
         json.dumps(
             json_format.MessageToDict(
@@ -166,7 +157,8 @@ def print_json(message: Message) -> None:
     )
 
 
-def print_tokens(answer: inference_pb2.TokenizeResponse) -> None:
+def print_tokens(answer: messages.TokenizeResponse) -> None:
+    """Print a table of the tokens, and how many there are."""
     rows = [
         (str(t.id), f"{t.start}–{t.end}", json.dumps(t.text, ensure_ascii=False))
         for t in answer.tokens
@@ -175,26 +167,26 @@ def print_tokens(answer: inference_pb2.TokenizeResponse) -> None:
     print(f"{len(answer.tokens)} of at most {answer.max_model_len} tokens")
 
 
-def print_stats(answer: control_pb2.GetStatsResponse) -> None:
+def print_stats(answer: messages.GetStatsResponse) -> None:
+    """Print the figures in words."""
     print("\n".join(lines_of(answer)))
 
 
 OUTCOMES = {
-    control_pb2.ABORT_OUTCOME_ABORTED: "aborted",
-    control_pb2.ABORT_OUTCOME_ALREADY_ENDED: "had ended already",
-    control_pb2.ABORT_OUTCOME_REMEMBERED: (
-        "not known; if it arrives within 60 s, it is aborted then"
-    ),
+    messages.ABORT_OUTCOME_ABORTED: "aborted",
+    messages.ABORT_OUTCOME_ALREADY_ENDED: "had already ended",
+    messages.ABORT_OUTCOME_REMEMBERED: "not known; if it arrives within 60 s, it will be aborted",
 }
 
 
-def print_aborts(answer: control_pb2.AbortResponse) -> None:
+def print_aborts(answer: messages.AbortResponse) -> None:
+    """Print the outcome of each abort."""
     for result in answer.results:
         print(f"{result.request_id}: {OUTCOMES.get(result.outcome, 'unknown outcome')}")
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell."""
+    """Print a table whose columns are as wide as their widest cells."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

@@ -1,36 +1,37 @@
-"""What the client commands take for a server with TLS or keys, and the channel they make of it.
+"""The flags of the client commands for a server with TLS or keys, and the client made from them.
 
-Rule 1: a key comes from a file or from the environment, never as an argument, which every user of
-the machine could read. Rule 2: nothing of grpc is imported before a channel is wanted.
+Rule 1: a key comes from a file or from the environment, never from an argument, which every user
+of the machine could read. Rule 2: grpc is imported only when a client is made.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
 
-    import grpc
+    from grpc_service.client import Client
 
 KEY_VARIABLE = "TRIOLET_API_KEY"
 
 
 def add_security_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `open_channel`."""
+    """Add the flags that `open_client` reads."""
     parser.add_argument(
         "--tls",
         action="store_true",
-        help="the server's certificate is one that everybody trusts",
+        help="encrypt; a public authority signed the server's certificate",
     )
     for flag, what in (
-        ("--tls-ca", "PEM file of the authority that vouches for the server; implies --tls"),
+        (
+            "--tls-ca",
+            "PEM file of the authority that signed the server's certificate; implies --tls",
+        ),
         ("--tls-cert", "PEM file of this client's certificate, for a server that asks for one"),
         ("--tls-key", "PEM file of that certificate's private key"),
         ("--api-key-file", f"file whose first word is the key (default: that in ${KEY_VARIABLE})"),
@@ -38,33 +39,29 @@ def add_security_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, default="", metavar="FILE", help=what)
 
 
-@contextmanager
-def open_channel(
-    args: argparse.Namespace, target: str, options: Sequence[tuple[str, Any]]
-) -> Iterator[grpc.Channel]:
-    """A channel to ``target`` as the arguments have it, closed when the block is left.
+def open_client(args: argparse.Namespace) -> Client:
+    """Return a client of the server at ``args.server``, with the TLS files and the key that the
+    arguments name.
 
     Raises:
         ConfigError: a file cannot be read, or holds something else.
     """
-    import grpc
+    from grpc_service.client import Client, PemError, Tls
 
     key = _key(args)
-    if args.tls or args.tls_ca or args.tls_cert or args.tls_key:
-        from grpc_service.tls import channel_credentials
-
-        credentials = channel_credentials(
-            authority=args.tls_ca, certificate=args.tls_cert, key=args.tls_key
-        )
-        channel = grpc.secure_channel(target, credentials, options=options)
-    else:
-        channel = grpc.insecure_channel(target, options=options)
-    with channel:
-        yield grpc.intercept_channel(channel, _bearer(key)) if key else channel
+    if bool(args.tls_cert) != bool(args.tls_key):
+        raise ConfigError("--tls-cert and --tls-key go together")
+    is_encrypted = args.tls or args.tls_ca or args.tls_cert
+    tls = Tls(args.tls_ca, args.tls_cert, args.tls_key) if is_encrypted else None
+    flags = {args.tls_ca: "--tls-ca", args.tls_key: "--tls-key", args.tls_cert: "--tls-cert"}
+    try:
+        return Client(args.server, api_key=key, tls=tls)
+    except PemError as error:
+        raise ConfigError(f"{flags[error.file]} {error}") from None
 
 
 def _key(args: argparse.Namespace) -> str:
-    """The key to show; "": none."""
+    """Return the key to show, "" for none."""
     if not args.api_key_file:
         return os.environ.get(KEY_VARIABLE, "").strip()
     try:
@@ -75,21 +72,3 @@ def _key(args: argparse.Namespace) -> str:
     if not words:
         raise ConfigError(f"--api-key-file {args.api_key_file} is empty")
     return words[0]
-
-
-def _bearer(key: str) -> Any:
-    """A client interceptor that shows ``key`` with every call."""
-    import grpc
-
-    class Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-        def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-            return continuation(_with_key(details), request)
-
-        def intercept_unary_stream(self, continuation: Any, details: Any, request: Any) -> Any:
-            return continuation(_with_key(details), request)
-
-    def _with_key(details: Any) -> Any:
-        metadata = [*(details.metadata or ()), ("authorization", f"Bearer {key}")]
-        return details._replace(metadata=metadata)
-
-    return Bearer()

@@ -1,8 +1,8 @@
-"""What ``triolet embed`` and ``rerank`` share: many texts, and the calls that carry them.
+"""What ``triolet embed`` and ``rerank`` share: many texts, and the calls for them.
 
-Rule 1: there may be any number of texts. What one call does not take goes in several, one after the
-other, and their results are numbered through. Rule 2: a text is an argument or a whole line; none
-is left out, so that results can be put beside the lines they are of.
+Rule 1: there may be any number of texts. If one call cannot take them all, several calls are made
+one after the other, and their results are numbered consecutively. Rule 2: a text is an argument or
+a whole line. No line is left out, so that results can be matched with their lines.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-import grpc
-
-from engine.encode_requests import MAX_INPUTS
 from engine.errors import ConfigError
+from engine.requests.encode_values import MAX_INPUTS
+from grpc_service.client import CallError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-BYTES_MAX = 2 * 2**20  # of a call's texts: half of what a server takes (--max-message-bytes)
+    from grpc_service.client import Stream
+
+BYTES_MAX = 2 * 2**20  # bytes of the texts of a call: half of a server's --max-message-bytes
 BAR_MIN = 100  # guess: fewer texts are done before anybody could read a bar
-TEXT_WIDTH_MIN = 20  # guess: what of a text is worth a column
+TEXT_WIDTH_MIN = 20  # guess: a shorter beginning of a text is not worth a column
 
 
 class Numbered(Protocol):
-    """A result, with the place of its text."""
+    """A result that has the place of its text."""
 
     index: int
 
@@ -37,11 +38,11 @@ Result = TypeVar("Result", bound=Numbered)
 
 
 def texts_of(given: Sequence[str], file: str | None, what: str) -> list[str]:
-    """The texts given as arguments, else the lines of ``file``, else those of standard input, which
-    ``-`` means too. ``what``: texts or documents.
+    """Return the texts given as arguments, or else the lines of ``file``, or else the lines of
+    standard input, for which ``-`` stands, too. ``what`` names them in messages.
 
     Raises:
-        ConfigError: there are none, or the file cannot be read.
+        ConfigError: there are no texts, or the file cannot be read.
     """
     if given and file is not None:
         raise ConfigError(f"give {what} as arguments or by --file, not both")
@@ -50,7 +51,9 @@ def texts_of(given: Sequence[str], file: str | None, what: str) -> list[str]:
     if file not in (None, "-"):
         found = _lines(_read(str(file)))
     elif not given and file is None and sys.stdin.isatty():
-        raise ConfigError(f"there are no {what}; give some, or --file FILE (- for standard input)")
+        raise ConfigError(
+            f"there are no {what}; give some as arguments, or --file FILE (- is standard input)"
+        )
     else:
         found = _lines(sys.stdin.read())
     if not found:
@@ -72,12 +75,14 @@ def _read(file: str) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """As a shell counts lines; `str.splitlines` would also split at form feeds and the like."""
+    """Return the lines as a shell counts them; `str.splitlines` would also split at form feeds and
+    other characters."""
     return text.removesuffix("\n").split("\n") if text else []
 
 
 def parts_of(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
-    """The texts in parts that a call takes each, with the place of each part's first."""
+    """Yield the texts in parts that fit one call each, with the place of each part's first
+    text."""
     first, size = 0, 0
     for place, text in enumerate(texts):
         num_bytes = len(text.encode())
@@ -90,22 +95,28 @@ def parts_of(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
 
 def results_of(
     texts: Sequence[str],
-    ask: Callable[[Sequence[str], float | None], Any],
+    ask: Callable[[Sequence[str], float | None], Stream[Result]],
     timeout_s: float | None,
     advance: Callable[[], None],
 ) -> Iterator[Result]:
-    """The results of the calls that ``ask`` makes, with a part and the seconds it may take; as they
-    come. ``timeout_s`` holds for all together. ``advance`` is called at each."""
+    """Yield the results of all calls as they come.
+
+    ``ask`` makes a call for a part, with the seconds that it may take; ``timeout_s`` limits all
+    calls together. ``advance`` is called after each result.
+
+    Raises:
+        CallError: a call failed; the part of the texts is printed.
+    """
     end = None if timeout_s is None else time.monotonic() + timeout_s
     for first, part in parts_of(texts):
         left_s = None if end is None else max(0.0, end - time.monotonic())
-        call = ask(part, left_s)
         try:
-            for result in call:
-                result.index += first
-                advance()
-                yield result
-        except grpc.RpcError:
+            with ask(part, left_s) as stream:
+                for result in stream:
+                    result.index += first
+                    advance()
+                    yield result
+        except CallError:
             if first:
                 print(
                     f"triolet: in texts {first} to {first + len(part) - 1}, whose own numbers "
@@ -113,12 +124,10 @@ def results_of(
                     file=sys.stderr,
                 )
             raise
-        finally:
-            call.cancel()
 
 
 def in_order(results: Iterable[Result]) -> Iterator[Result]:
-    """The results by the order of their texts, each as soon as those before it are there."""
+    """Yield the results in the order of their texts, each as soon as all before it have come."""
     early: dict[int, Result] = {}
     place = 0
     for result in results:
@@ -130,8 +139,8 @@ def in_order(results: Iterable[Result]) -> Iterator[Result]:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, *, is_quiet: bool) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal, if there is one and enough to do; ``is_quiet``: never. Gives what
-    tells it that one more is done."""
+    """Show a progress bar if standard error is a terminal, there are enough texts, and not
+    ``is_quiet``. Yield the function to call after each text."""
     if is_quiet or total < BAR_MIN or not sys.stderr.isatty():
         yield lambda: None
         return
@@ -139,7 +148,7 @@ def progress(what: str, total: int, *, is_quiet: bool) -> Iterator[Callable[[], 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # by default rich would take standard output away to itself
+    # By default rich would redirect standard output.
     with Progress(
         *columns, console=Console(stderr=True), transient=True, redirect_stdout=False
     ) as bar:
@@ -148,7 +157,8 @@ def progress(what: str, total: int, *, is_quiet: bool) -> Iterator[Callable[[], 
 
 
 def fitted(text: str, taken: int) -> str:
-    """The text on one line, and on a terminal in what ``taken`` columns leave of one."""
+    """Return the text on one line. On a terminal it is cut to what ``taken`` columns leave of the
+    width."""
     line = " ".join(text.split())
     if not sys.stdout.isatty():
         return line

@@ -1,6 +1,6 @@
-"""The kinds of values that flags and the configuration file hold, each read from either.
+"""The kinds of values that flags and the configuration file have.
 
-Rule 1: both readers give the same value or the same sentence; a test holds them together.
+Rule 1: a flag and the file give the same value or the same error message; a test compares them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ EXPONENTS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``read`` takes what a flag (always text) or TOML gives and returns the value.
-
-    It raises ValueError for anything else; ``wanted`` completes "must be …". A switch takes no
-    text on the command line.
-    """
+    """A kind of values. ``read`` returns the value of a flag's text or of a TOML value, and raises
+    ValueError if it is not of this kind. ``wanted`` completes the message "must be …". A switch
+    takes no text on the command line."""
 
     wanted: str
     metavar: str
@@ -32,7 +30,7 @@ class Kind:
 
 
 def read_count(given: object) -> int:
-    """A whole number; TOML's ``true`` is none."""
+    """Return a whole number. TOML's ``true`` does not count as one."""
     if isinstance(given, int) and not isinstance(given, bool):
         return given
     if isinstance(given, str):
@@ -41,7 +39,7 @@ def read_count(given: object) -> int:
 
 
 def read_seconds(given: object) -> float:
-    """A finite number of seconds."""
+    """Return a finite number of seconds."""
     if isinstance(given, bool) or not isinstance(given, (int, float, str)):
         raise ValueError
     seconds = float(given)
@@ -51,8 +49,8 @@ def read_seconds(given: object) -> float:
 
 
 def read_size(given: object) -> int:
-    """Bytes: a number, or text such as ``512MiB``. ``4G`` and ``4GiB`` are 4 * 2**30, ``4GB`` is
-    4 * 10**9."""
+    """Return a number of bytes, from a number or a text such as ``512MiB``. ``4G`` and ``4GiB``
+    are 4 * 2**30, ``4GB`` is 4 * 10**9."""
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return given
     found = SIZE.fullmatch(given.strip()) if isinstance(given, str) else None
@@ -65,14 +63,14 @@ def read_size(given: object) -> int:
 
 
 def read_text(given: object) -> str:
-    """Text that says something."""
+    """Return a text that is not empty."""
     if not isinstance(given, str) or not given:
         raise ValueError
     return given
 
 
 def read_switch(given: object) -> bool:
-    """Yes or no, TOML's only: on the command line a switch is there or not."""
+    """Return TOML's true or false. On the command line a switch has no value."""
     if not isinstance(given, bool):
         raise ValueError
     return given

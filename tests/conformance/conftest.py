@@ -1,4 +1,4 @@
-"""Prints the parity suite's table of skipped positions when the run ends, if it ran."""
+"""Print the parity suite's table of skipped positions when the run ends, if the suite ran."""
 
 import sys
 

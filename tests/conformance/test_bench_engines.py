@@ -1,5 +1,8 @@
-"""What `tools.bench step` compares is the same work: our engine and the stock one, each in its
-process, give the same tokens for the same prompts, whichever way they are asked."""
+"""`tools.bench step` compares the same work.
+
+Our engine and the stock one, each in its process, give the same tokens for the same prompts,
+however they are run.
+"""
 
 import pytest
 
@@ -16,6 +19,7 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
+    """Run our engine and the stock one on the same tiny model."""
     shape = PRESETS["tiny"]
     settings = {
         "model": str(make(tmp_path_factory.mktemp("model"), shape=shape)),

@@ -1,7 +1,7 @@
-"""Whatever the form, what a random model writes at temperature 1.5 has it, or is cut on its way.
+"""Whatever the form, a random model's answer at temperature 1.5 follows it, or begins it.
 
-The judges are not ours: `jsonschema` and `re` for what stopped, llguidance on a fresh matcher and
-the `regex` library's partial match for what was cut by length.
+The judges are not ours: `jsonschema` and `re` for answers that stopped, llguidance on a fresh
+matcher and the `regex` library's partial match for answers that were cut by length.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import jsonschema
 import pytest
 import regex
 
-import engine.model  # noqa: F401  first: sets how long torch's threads spin (D13)
+import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
 
 torch = pytest.importorskip("torch")
 
 import trio  # noqa: E402
 from llguidance import LLMatcher, LLTokenizer  # noqa: E402
 
-from engine.api import open_engine  # noqa: E402
+from engine.api.engine import open_engine  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.events import Finished, PauseMode, Tokens  # noqa: E402
-from engine.core.types import Constraint, EndReason, Sampling  # noqa: E402
+from engine.core.common.events import Finished, PauseMode, Tokens  # noqa: E402
+from engine.core.common.types import Constraint, EndReason, Sampling  # noqa: E402
 from engine.errors import InvalidRequest, Unsupported  # noqa: E402
-from engine.model import sampler  # noqa: E402
-from engine.model.constraints import WHITESPACE, Grammars  # noqa: E402
-from engine.model.masks import Mask, apply_batch  # noqa: E402
-from engine.model.sampler import SampleRow, gumbel_margin, sample  # noqa: E402
-from engine.model.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
-from engine.requests import GenerateRequest, OutputOptions, SamplingParams  # noqa: E402
+from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams  # noqa: E402
+from engine.worker.sampling import sampler  # noqa: E402
+from engine.worker.sampling.constraint_compiler import WHITESPACE, ConstraintCompiler  # noqa: E402
+from engine.worker.sampling.masks import Mask, apply_batch  # noqa: E402
+from engine.worker.sampling.sampler import SampleRow, gumbel_margin, sample  # noqa: E402
+from engine.worker.text.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
 from tests.support import toy_tokenizers  # noqa: E402
 from tests.support.forms import drawn, regexes, schema_constraint, schemas  # noqa: E402
 from tests.support.model_zoo import Zoo  # noqa: E402
@@ -43,11 +43,12 @@ NUM_EACH = 100
 MAX_TOKENS = 250
 STOPPED_SHARE_MIN = 0.9
 MARGIN = 1e-4  # D10
-END = 0  # of the zoo's models
+END = 0  # the token that ends a text of the tiny models
 
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
+    """Yield the tiny models."""
     zoo = Zoo(tmp_path_factory.mktemp("zoo"))
     yield zoo
     zoo.close()
@@ -55,15 +56,18 @@ def zoo(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama(zoo):
+    """Return the tiny Llama model."""
     return zoo.load("llama")
 
 
 def config_of(llama, **fields):
+    """Return an engine's configuration for the tiny Llama model."""
     base = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "check_level": 2}
     return EngineConfig(models=(ModelConfig(str(llama.directory)),), **(base | fields))
 
 
 def request_of(constraint, **sampling):
+    """Return a request with this constraint, sampled at temperature 1.5."""
     fields = {"temperature": 1.5, "max_tokens": MAX_TOKENS, "seed": 1} | sampling
     return GenerateRequest(
         token_ids=(20, 21, 22), constraint=constraint, sampling=SamplingParams(**fields)
@@ -71,14 +75,14 @@ def request_of(constraint, **sampling):
 
 
 class Answer:
-    """What one choice said."""
+    """The tokens and the end of one choice."""
 
     def __init__(self):
         self.tokens, self.text, self.reason, self.matched = [], "", None, None
 
 
 async def answer(engine, request):
-    """The answers to a request, by choice; the error instead of them where there is one."""
+    """Return the answers to a request, by choice, or the request's error."""
     found = [Answer() for _ in range(request.n or 1)]
     try:
         async with engine.generate(request) as stream:
@@ -95,7 +99,7 @@ async def answer(engine, request):
 
 
 def ask(config, requests, *, one_by_one=False):
-    """The answers to all requests, and the engine's totals."""
+    """Return the answers to all requests, and the engine's totals."""
     found = {}
 
     async def main():
@@ -108,7 +112,7 @@ def ask(config, requests, *, one_by_one=False):
                 for index in range(len(requests)):
                     await run(index)
             else:
-                engine.pause(PauseMode.KEEP)  # until all are compiled: then they run together
+                engine.pause(PauseMode.KEEP)  # until all are compiled, so that they run together
                 async with trio.open_nursery() as nursery:
                     for index in range(len(requests)):
                         nursery.start_soon(run, index)
@@ -122,7 +126,7 @@ def ask(config, requests, *, one_by_one=False):
 
 
 async def queued(engine, count):
-    """Wait until so many wait in the queue."""
+    """Wait until ``count`` requests wait in the queue."""
     while True:
         if engine.statistics().totals.waiting >= count():
             return
@@ -130,6 +134,7 @@ async def queued(engine, count):
 
 
 def ask_one(llama, request):
+    """Return the answers to one request."""
     [found], _ = ask(config_of(llama), [request])
     return found
 
@@ -138,7 +143,7 @@ def ask_one(llama, request):
 
 
 def is_legal_prefix(llama, grammar, tokens):
-    """Does a fresh matcher, of llguidance's defaults, take every token?"""
+    """Return whether a fresh matcher with llguidance's defaults accepts every token."""
     tokenizer = LLTokenizer((llama.directory / "tokenizer.json").read_text(), eos_token=END)
     matcher = LLMatcher(tokenizer, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -146,6 +151,7 @@ def is_legal_prefix(llama, grammar, tokens):
 
 
 def check_schema(llama, schema, one):
+    """Check an answer against its JSON schema, or its beginning if it was cut."""
     if one.reason is EndReason.STOP:
         jsonschema.Draft202012Validator(schema).validate(json.loads(one.text))
     else:
@@ -155,10 +161,11 @@ def check_schema(llama, schema, one):
 
 
 def check_regex(llama, pattern, one):
+    """Check an answer against its regular expression, or its beginning if it was cut."""
     if one.reason is EndReason.STOP:
         assert re.fullmatch(pattern, one.text), (pattern, one.text)
     else:
-        whole = one.text.rstrip("\ufffd")  # of a character that was cut
+        whole = one.text.rstrip("\ufffd")  # without a character that was cut
         assert regex.fullmatch(pattern, whole, partial=True), (pattern, whole)
         assert is_legal_prefix(llama, LLMatcher.grammar_from_regex(pattern), one.tokens)
 
@@ -171,7 +178,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_tokens", [MAX_TOKENS, 4])
-def test_what_stopped_has_its_form_and_what_was_cut_began_it(llama, kind, max_tokens, capsys):
+def test_a_stopped_answer_has_its_form_and_a_cut_one_begins_it(llama, kind, max_tokens, capsys):
     strategy, constraint_of, check = KINDS[kind]
     forms = drawn(strategy, NUM_EACH)
     asked = [request_of(constraint_of(form), seed=9, max_tokens=max_tokens) for form in forms]
@@ -203,7 +210,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_the_other_kinds_hold_too(llama, kind):
+def test_answers_of_the_other_kinds_have_their_form(llama, kind):
     constraint, is_right = OTHERS[kind]
     asked = [request_of(constraint, seed=seed) for seed in range(16)]
     found, _ = ask(config_of(llama), asked)
@@ -269,8 +276,8 @@ def test_a_form_that_is_complete_ends_before_min_tokens_and_on_the_last_token(ll
         assert one.text in ("a", "b")
 
 
-def test_only_the_end_is_left_and_it_is_taken_though_the_request_bans_it(llama):
-    """After `aa` nothing the request allows can follow, and the form may end."""
+def test_the_end_is_taken_if_nothing_else_is_left_even_if_the_request_bans_it(llama):
+    """After `aa` the request allows nothing that can follow, and the form may end."""
     a = llama.runner.tokenizer.encode("a")[0]
     open_ended = Constraint("regex", "a|ab")
     for settings in (
@@ -305,6 +312,7 @@ def test_a_stop_string_ends_a_form_before_it_is_complete(llama):
 
 
 def equivalence_requests():
+    """Return seeded requests with many kinds of constraint."""
     rng = random.Random(3)
     forms = [
         schema_constraint({"type": "array", "items": one, "minItems": 4, "maxItems": 6})
@@ -328,7 +336,7 @@ def equivalence_requests():
 
 
 def certain_length(llama, request, tokens):
-    """Tokens before the first draw that float noise could turn."""
+    """Return the number of tokens before the first draw that float noise could change."""
     logits, _ = llama.oracle.next_logits([*request.token_ids, *tokens])
     llama.runner.compile(request.constraint)
     grammar = llama.runner._grammars.start(request.constraint)
@@ -356,6 +364,7 @@ SCHEDULES = {
 
 @pytest.fixture(scope="module")
 def alone(llama):
+    """Return the requests' answers when each runs alone."""
     asked = equivalence_requests()
     found, _ = ask(config_of(llama, prefix_cache=False), asked, one_by_one=True)
     lengths = [certain_length(llama, r, a.tokens) for r, [a] in zip(asked, found, strict=True)]
@@ -379,7 +388,7 @@ def test_seeded_output_in_a_form_does_not_depend_on_the_schedule(llama, alone, s
 
 
 def test_choices_are_those_of_requests_of_their_own(llama):
-    """Each of n follows the form by itself."""
+    """Each of n choices follows the form by itself."""
     form = Constraint("regex", "(?:[a-z]{1,9} ){3,6}")
     many = ask_one(llama, replace(request_of(form, seed=4), n=6))
     assert len({tuple(one.tokens) for one in many}) == 6
@@ -395,7 +404,7 @@ def test_choices_are_those_of_requests_of_their_own(llama):
 def test_both_ways_of_sampling_apply_a_mask_alike(monkeypatch, vocab):
     generator = torch.Generator().manual_seed(vocab)
     rng = random.Random(vocab)
-    words = (vocab + 31) // 32 + 1  # of a vocabulary a little larger than the model's
+    words = (vocab + 31) // 32 + 1  # the vocabulary is a little larger than the model's
     masks = []
     for index in range(9):
         mask = Mask(words, (vocab - 1, vocab + 5))
@@ -433,18 +442,21 @@ def test_both_ways_of_sampling_apply_a_mask_alike(monkeypatch, vocab):
 
 @pytest.fixture(scope="module")
 def grammars(llama):
+    """Yield a compiler of constraints with the tiny model's tokenizer."""
     tokenizer = load_tokenizer(llama.directory)
-    one = Grammars(tokenizer, 512, frozenset({END}))
+    one = ConstraintCompiler(tokenizer, 512, frozenset({END}))
     yield one
     one.close()
 
 
 def chain(length):
+    """Return a grammar of ``length`` rules, each of which is the next one."""
     rules = "\n".join(f"r{i}: r{i + 1}" for i in range(length))
     return f'start: r0\n{rules}\nr{length}: "a"'
 
 
 def doubling(length):
+    """Return a grammar whose text doubles with each of ``length`` rules."""
     terms = "\n".join(f"T{i}: T{i + 1} T{i + 1}" for i in range(length))
     return f'start: T0\n{terms}\nT{length}: "a"'
 
@@ -489,7 +501,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_compiled_is_refused_by_its_field_in_bounded_time(grammars, name):
+def test_a_constraint_that_cannot_be_compiled_is_refused_by_field_in_bounded_time(grammars, name):
     constraint, said = REFUSED[name]
     with pytest.raises(InvalidRequest) as caught:
         grammars.compile(constraint)
@@ -533,7 +545,7 @@ USED = {
 
 
 @pytest.mark.parametrize("name", USED)
-def test_what_people_use_compiles(grammars, name):
+def test_common_schemas_compile(grammars, name):
     assert grammars.compile(Constraint("json_schema", USED[name])) > 0
 
 
@@ -550,16 +562,16 @@ def test_a_constraint_that_is_not_compiled_fails_its_row_and_no_step(grammars):
         assert "not compiled" in mask.trouble
 
 
-def test_the_process_that_tries_constraints_may_die_and_is_replaced(llama):
-    own = Grammars(load_tokenizer(llama.directory), 512, frozenset({END}))
+def test_the_sandbox_process_of_constraints_may_die_and_is_replaced(llama):
+    own = ConstraintCompiler(load_tokenizer(llama.directory), 512, frozenset({END}))
     try:
         own.compile(Constraint("regex", "a"))
-        [vetter] = own._vetters._all
-        vetter._process.kill()
-        vetter._process.wait()
+        [process] = own._sandbox._all
+        process._process.kill()
+        process._process.wait()
         own.compile(Constraint("regex", "b"))
-        [other] = own._vetters._all
-        assert other is not vetter
+        [other] = own._sandbox._all
+        assert other is not process
     finally:
         own.close()
     assert not other.is_alive
@@ -570,9 +582,9 @@ def test_the_process_that_tries_constraints_may_die_and_is_replaced(llama):
 
 
 @pytest.mark.parametrize("name", toy_tokenizers.ALL)
-def test_every_common_kind_of_tokenizer_writes_the_form_it_is_asked_for(name):
+def test_every_common_kind_of_tokenizer_writes_the_requested_form(name):
     tokenizer = HfTokenizer(toy_tokenizers.ALL[name]())
-    own = Grammars(tokenizer, tokenizer.vocab_size + 40, frozenset({3}))
+    own = ConstraintCompiler(tokenizer, tokenizer.vocab_size + 40, frozenset({3}))
     try:
         constraint = schema_constraint(
             {
@@ -592,7 +604,7 @@ def test_every_common_kind_of_tokenizer_writes_the_form_it_is_asked_for(name):
 
 
 def walk(matching, seed):
-    """Random tokens to the form's end."""
+    """Return random tokens up to the form's end."""
     rng, tokens = random.Random(seed), []
     while True:
         mask = matching.new_mask()
@@ -607,7 +619,7 @@ def test_a_tokenizer_that_llguidance_cannot_use_is_unsupported_each_time():
 
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    own = Grammars(HfTokenizer(words), 3, frozenset({2}))
+    own = ConstraintCompiler(HfTokenizer(words), 3, frozenset({2}))
     for _ in range(2):
         with pytest.raises(Unsupported, match="tokenizer") as caught:
             own.compile(Constraint("regex", "a"))

@@ -1,5 +1,8 @@
-"""The shipped embedding model and cross-encoder: loaded by sentence-transformers, they reach their
-bars on a part of the held-out texts. `python -m tools.measure_demo embed` measures all of them."""
+"""The shipped embedding model and cross-encoder, loaded by sentence-transformers.
+
+They reach their bars on a part of the held-out texts. `python -m tools.measure_demo embed` measures
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core.encode_types import EncodeOptions, EncodePlan, EncodeRow
-from engine.core.types import PlanId, SequenceId
-from engine.model.factory import make_runner
-from engine.model.resolve import resolve
+from engine.core.common.types import PlanId, SequenceId
+from engine.core.encode.types import EncodeOptions, EncodePlan, EncodeRow
+from engine.worker.factory import make_runner
+from engine.worker.load.resolve import resolve
 from tools.demo import measure_embed, measure_rerank
 from tools.demo.figures import SIZE_BYTES_MAX, missed_bars, size_of
 from tools.demo.searches import held_out_search
@@ -38,11 +41,13 @@ STRANGE = (
 
 @pytest.fixture(scope="module")
 def embedder():
+    """Return the shipped embedding model, loaded by sentence-transformers."""
     return SentenceTransformer(str(EMBED.directory), device="cpu", local_files_only=True)
 
 
 @pytest.fixture(scope="module")
 def reranker():
+    """Return the shipped cross-encoder, loaded by sentence-transformers."""
     return CrossEncoder(str(RERANK.directory), device="cpu", local_files_only=True)
 
 
@@ -80,7 +85,7 @@ def test_scores_are_probabilities_for_every_text(reranker):
     assert ((scores >= 0) & (scores <= 1)).all()
 
 
-def test_the_embedding_model_tells_held_out_paraphrases_from_what_shares_their_words(embedder):
+def test_the_embedding_model_prefers_held_out_paraphrases_to_texts_with_the_same_words(embedder):
     held_out = [held_out_triple(0, index) for index in range(TRIPLES)]
     texts = [t.texts for t in held_out]
     share = np.mean(measure_embed.right(embedder, texts))
@@ -102,7 +107,7 @@ def test_neighbours_in_a_batch_do_not_change_an_embedding(embedder):
 
 
 def engine_values(name, inputs_of):
-    """What the engine's own runner computes of the inputs that its tokenizer makes."""
+    """Return what the engine's own runner computes from the inputs that its tokenizer makes."""
     model = ModelConfig(name)
     runner = make_runner(model, EngineConfig(models=(model,)))
     assert runner.load(lambda progress: None).is_demo
@@ -128,7 +133,7 @@ def test_the_engine_finds_both_by_id_and_computes_what_the_library_does(embedder
     assert np.abs(scores[:, 0] - expected).max() < 1e-5
 
 
-def test_a_missed_bar_is_told():
+def test_a_missed_bar_is_reported():
     figures = {"held_out_right": 0.9, "size_bytes": SIZE_BYTES_MAX + 1}
     assert len(missed_bars(figures, measure_embed.BARS)) == 2
     assert not missed_bars({"held_out_right": 0.96, "size_bytes": 1}, measure_embed.BARS)

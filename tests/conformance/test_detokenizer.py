@@ -1,24 +1,24 @@
-"""`TextState` against naive oracles: decode everything again at every token, then find.
+"""`TextState` against naive oracles: decode everything again at every token, then search.
 
-The oracles know nothing of streams, held text or forks. Byte-level tokenizers are compared on
-any ids at all; for byte fallback, where a later byte changes the decoding of earlier ones, the
-oracle applies the rule that the module states.
+The oracles have no streams, held text or forks. Byte-level tokenizers are compared on any ids. For
+byte fallback, where a later byte changes the decoding of earlier ones, the oracle applies the rule
+that the module states.
 """
 
 from itertools import chain, takewhile
 
 import pytest
 
-import engine.model  # noqa: F401  first: sets how long torch's threads spin (D13)
+import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
 
 pytest.importorskip("torch")
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.core.types import EndReason, Stops
-from engine.model.detokenizer import IncrementalDecoder, StopMatcher, TextState
-from engine.model.tokenizer import HfTokenizer
+from engine.core.common.types import EndReason, Stops
+from engine.worker.text.detokenizer import IncrementalDecoder, StopMatcher, TextState
+from engine.worker.text.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
 
 pytestmark = pytest.mark.model
@@ -30,14 +30,14 @@ TOKENIZERS = {"byte_level": BYTES, "llama_like": LLAMA, "qwen_like": QWEN}
 
 
 def byte_ids(tokenizer, data):
-    """Each byte as its own token."""
+    """Return each byte as its own token."""
     if tokenizer is LLAMA:
         return [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in data]
     from tokenizers import pre_tokenizers
 
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     names = {}
-    for code in [*range(0x80), *range(0x80, 0x800)]:  # every byte but F8…FF occurs in these
+    for code in [*range(0x80), *range(0x80, 0x800)]:  # these have every byte but F8…FF
         encoded = chr(code).encode()
         names |= dict(zip(encoded, split.pre_tokenize_str(chr(code))[0][0], strict=True))
     for start in ("\u0800", "\u1000", *(chr(c << 12) for c in range(2, 13)), "\ue000", "\uf000"):
@@ -50,19 +50,19 @@ def byte_ids(tokenizer, data):
 
 
 def common_length(first, second):
-    """How many characters the two have in common from their start."""
+    """Return how many characters the two have in common from their start."""
     return len([*takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))])
 
 
 def text_after(tokenizer, prompt, output, skip=True):
-    """The oracle: what follows the longest common start of both decodings."""
+    """Return the oracle's text: what follows the longest common start of both decodings."""
     before = tokenizer.decode([*prompt], skip_special_tokens=skip)
     whole = tokenizer.decode([*prompt, *output], skip_special_tokens=skip)
     return whole[common_length(before, whole) :]
 
 
 def run(tokenizer, prompt, output, skip=True):
-    """Everything `TextState` shows of an output that ends by its length."""
+    """Return all text that `TextState` shows of an output that ends by its length."""
     state = TextState(tokenizer, Stops(max_tokens=len(output), skip_special=skip), prompt)
     steps = [state.push(token_id) for token_id in output]
     assert [s.finish for s in steps] == [None] * (len(output) - 1) + [EndReason.LENGTH]
@@ -77,7 +77,7 @@ SOME_TEXTS = ["a", " there", "é", "🌶", "👩‍👩‍👧", "\ufffd", "漢�
 
 
 def ids_strategy(tokenizer):
-    """Any ids, with many single bytes, whole characters and ids beyond the vocabulary."""
+    """Draw any ids, with many single bytes, whole characters and ids beyond the vocabulary."""
     raw = byte_ids(tokenizer, HIGH_BYTES)
     one = st.one_of(
         st.sampled_from(raw),
@@ -110,13 +110,13 @@ def test_joined_text_is_the_decoding_of_any_ids_after_any_prompt(name, skip):
 @settings(max_examples=100, deadline=None)
 @given(data=st.lists(st.sampled_from(HIGH_BYTES), min_size=1, max_size=120))
 def test_long_runs_of_invalid_bytes_decode_as_a_whole(data):
-    """Longer than what the decoder holds; no replacement character more or fewer."""
+    """The run is longer than what the decoder holds; no replacement character is lost or added."""
     output = byte_ids(BYTES, data)
     assert run(BYTES, (), output) == bytes(data).decode("utf-8", "replace")
 
 
 def fallback_oracle(tokens):
-    """Byte fallback as the module states it: valid characters stay, once they are complete."""
+    """Apply byte fallback as the module states it: valid characters stay once they are complete."""
     text, chunk = "", b""
     for token_id in tokens:
         name = LLAMA.backend.id_to_token(token_id)
@@ -152,7 +152,7 @@ def test_joined_text_with_byte_fallback(prompt, begun, output):
     before = [*LLAMA.encode(prompt, add_special_tokens=False), *byte_ids(LLAMA, begun)]
     text, whole = fallback_oracle(before), fallback_oracle([*before, *output])
     expected = whole[common_length(text, whole) :]
-    if not before:  # the very first space of a text is not text
+    if not before:  # the very first space of a text does not belong to it
         expected = expected.removeprefix(" ")
     assert run(LLAMA, [1, *before], output) == expected
 
@@ -182,7 +182,7 @@ def test_special_tokens_between_prompt_and_output_change_no_space():
 
 
 def test_a_prompt_that_ends_inside_a_character_is_not_shown_again():
-    """A stream alone returns the whole prompt here (vllm-project/vllm issue 48853)."""
+    """tokenizers' stream alone returns the whole prompt here (vllm-project/vllm issue 48853)."""
     prompt = [*BYTES.encode("Once upon "), *byte_ids(BYTES, "🌶".encode()[:2])]
     assert run(BYTES, prompt, byte_ids(BYTES, "🌶 b".encode()[2:])) == "🌶 b"
     assert run(BYTES, prompt, byte_ids(BYTES, b"ab")) == "ab"
@@ -190,7 +190,7 @@ def test_a_prompt_that_ends_inside_a_character_is_not_shown_again():
 
 
 def test_a_later_byte_that_spoils_a_run_does_not_raise():
-    """tokenizers' InvalidPrefix (vllm-project/vllm issue 17448)."""
+    """tokenizers raises InvalidPrefix here (vllm-project/vllm issue 17448)."""
     euro, word = byte_ids(LLAMA, "€".encode()), LLAMA.encode("Once")[1]
     assert (
         run(LLAMA, (1, word), [*euro, *byte_ids(LLAMA, b"\xff\xfe"), word]) == "€\ufffd\ufffd Once"
@@ -217,7 +217,7 @@ def test_held_invalid_bytes_are_bounded():
 
 
 def oracle_steps(tokenizer, stops, prompt, output):
-    """(all text shown so far, finish, matched) after each token, by decoding it all again."""
+    """Return (all text so far, finish, matched) after each token, by decoding everything again."""
     arrived, steps = "", []
     for count, token_id in enumerate(output):
         armed = count >= stops.min_tokens
@@ -249,6 +249,7 @@ def oracle_steps(tokenizer, stops, prompt, output):
 
 
 def actual_steps(state, output):
+    """Return (all text so far, finish, matched) after each token, by `TextState`."""
     shown, steps = "", []
     for token_id in output:
         step = state.push(token_id)
@@ -315,6 +316,7 @@ def test_the_matcher_finds_what_str_find_finds(pieces, strings, include):
 
 
 def steps_of(text, stops, prompt=()):
+    """Return the steps of a text whose bytes come one by one."""
     state = TextState(BYTES, stops, prompt)
     return actual_steps(state, byte_ids(BYTES, text.encode()))
 
@@ -400,7 +402,7 @@ def test_a_fork_goes_on_as_if_it_had_been_alone(before, first, second, strings):
 
 
 def test_a_step_costs_the_same_late_as_early():
-    """Counted, not timed: bytes that the matcher looks at for a stop that almost matches."""
+    """The test counts the bytes that the matcher reads for a stop that almost matches, not time."""
     stop = "ab" * 128
     matcher = StopMatcher([stop], include=False)
     for _ in range(5000):

@@ -1,7 +1,7 @@
-"""What requests do to logits, against transformers' own processors on the same logits.
+"""Edits of logits against transformers' own processors on the same logits.
 
-Each way of sampling (by rows, by batch), each edit alone and all of them in a mixed batch; what
-transformers lacks (presence and frequency penalty) against its definition, written out.
+Each way of sampling (by rows, by batch) with each edit alone and all edits in a mixed batch.
+Presence and frequency penalties, which transformers lacks, are compared with their definition.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-import engine.model  # noqa: F401  first: sets how long torch's threads spin (D13)
+import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
 
 torch = pytest.importorskip("torch")
 
@@ -32,16 +32,16 @@ from transformers.generation.logits_process import (  # noqa: E402
     TypicalLogitsWarper,
 )
 
-from engine.api import open_engine  # noqa: E402
+from engine.api.engine import open_engine  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.events import Tokens  # noqa: E402
-from engine.core.plan import AdmittedSequence  # noqa: E402
-from engine.core.types import Sampling, SequenceId, Stops  # noqa: E402
-from engine.model import draw_batch, draw_rows, sampler, truncation  # noqa: E402
-from engine.model.edits import TokenCounts, make_edits  # noqa: E402
-from engine.model.sampler import SampleRow, sample  # noqa: E402
-from engine.model.sequences import SequenceState  # noqa: E402
-from engine.requests import GenerateRequest, SamplingParams  # noqa: E402
+from engine.core.common.events import Tokens  # noqa: E402
+from engine.core.common.types import Sampling, SequenceId, Stops  # noqa: E402
+from engine.core.text.plan import AdmittedSequence  # noqa: E402
+from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
+from engine.worker.sampling import candidates, draw_batch, draw_rows, sampler  # noqa: E402
+from engine.worker.sampling.edits import TokenCounts, make_edits  # noqa: E402
+from engine.worker.sampling.sampler import SampleRow, sample  # noqa: E402
+from engine.worker.sequences import SequenceState  # noqa: E402
 
 pytestmark = pytest.mark.model
 VOCAB = 60
@@ -49,7 +49,7 @@ inf = math.inf
 
 
 def row_of(sampling, prompt, output, banned=frozenset()):
-    """As a worker makes it: edits from the prompt, told of each token of the output."""
+    """Return a row as a worker makes it: with edits of the prompt and of each output token."""
     edits = make_edits(sampling, prompt)
     for token in output if edits is not None else ():
         edits.push(token)
@@ -57,7 +57,7 @@ def row_of(sampling, prompt, output, banned=frozenset()):
 
 
 def edited(way, logits, rows):
-    """The logits [rows, vocab] that the draw sees."""
+    """Return the logits [rows, vocab] from which tokens are drawn."""
     if way == "rows":
         arrays = [
             draw_rows._processed(own.numpy(), row) for own, row in zip(logits, rows, strict=True)
@@ -69,7 +69,7 @@ def edited(way, logits, rows):
 
 
 def by_transformers(logits, sampling, prompt, output, banned=frozenset()):
-    """One row [vocab] by transformers' processors, in the order its `generate` gives them."""
+    """Edit one row [vocab] by transformers' processors, in the order of its `generate`."""
     scores = logits[None].clone()
     everything = torch.tensor([[*prompt, *output]])
     own = torch.tensor([output], dtype=torch.int64)
@@ -79,7 +79,7 @@ def by_transformers(logits, sampling, prompt, output, banned=frozenset()):
     if sampling.repetition_penalty != 1.0:
         penalty = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
         scores = penalty(everything, scores)
-    for token in set(output):  # OpenAI's definition, which transformers does not have
+    for token in set(output):  # OpenAI's definition, which transformers lacks
         taken = sampling.presence_penalty + sampling.frequency_penalty * output.count(token)
         scores[0, token] -= taken
     if sampling.bad_words:
@@ -94,6 +94,7 @@ def by_transformers(logits, sampling, prompt, output, banned=frozenset()):
 
 
 def logits_of(seed, rows=1, vocab=VOCAB):
+    """Return random logits [rows, vocab]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, vocab, generator=generator) * 3.0
 
@@ -183,7 +184,7 @@ def test_a_mixed_batch_is_edited_row_by_row_as_by_transformers(batch, seed):
 @settings(max_examples=40, deadline=None)
 @given(batch=st.lists(cases, min_size=2, max_size=6), seed=st.integers(0, 99))
 def test_a_rows_token_is_the_same_alone_in_a_batch_and_either_way(batch, seed):
-    """Greedy and seeded rows; the others only move the generator."""
+    """Compare greedy and seeded rows; the others only advance the generator."""
     logits = logits_of(seed, len(batch))
     rows = [row_of(*case) for case in batch]
     theirs = [by_transformers(own, *case) for own, case in zip(logits, batch, strict=True)]
@@ -221,7 +222,7 @@ def test_min_tokens_is_transformers_min_new_tokens(way):
 
 
 def kept_by_us(way, scores, sampling):
-    """The ids our truncation leaves of one row [vocab]."""
+    """Return the ids that our truncation keeps of one row [vocab]."""
     if way == "rows":
         found, own = draw_rows.listed(scores.numpy(), int(scores.argmax()), sampling)
         return set(found[own > -inf].tolist())
@@ -233,6 +234,7 @@ def kept_by_us(way, scores, sampling):
 
 
 def warped(scores, sampling):
+    """Return one row's scores after transformers' warpers."""
     scores = TemperatureLogitsWarper(sampling.temperature)(None, scores[None])
     if sampling.top_k:
         scores = TopKLogitsWarper(sampling.top_k)(None, scores)
@@ -273,7 +275,7 @@ def test_typical_p_keeps_what_transformers_keeps(seed, spread, sampling):
 
 
 def test_typical_p_drops_the_likeliest_where_it_is_not_typical():
-    """Why it cannot be one more limit on a sorted prefix: the best token goes."""
+    """For this reason typical_p is no limit on a sorted prefix: it drops the best token."""
     scores = torch.tensor([4.0, *[1.0] * 40])
     sampling = Sampling(typical_p=0.4)
     for way in ("rows", "batch"):
@@ -299,8 +301,8 @@ def test_rows_with_and_without_typical_p_share_a_batch(monkeypatch, seed):
 # --- through the engine ---------------------------------------------------------------------
 
 
-def test_a_story_does_without_the_words_it_may_not_use():
-    """By a real tokenizer, whose words begin with a space."""
+def test_a_story_avoids_its_bad_words():
+    """The tokenizer is a real one, whose words begin with a space."""
 
     async def texts(bad_words):
         config = EngineConfig(models=(ModelConfig("demo-stories"),), check_level=2)
@@ -348,7 +350,7 @@ def test_a_request_that_asks_for_nothing_has_no_edits_and_its_logits_are_not_cop
 @pytest.mark.parametrize("way", ["rows", "batch"])
 @pytest.mark.parametrize("penalty", [1e-300, 1e-20, 1e20, 1e300])
 def test_an_extreme_penalty_never_looks_like_a_broken_model(monkeypatch, way, penalty):
-    """A client's number must not end as the model's failure; a NaN of the model's must."""
+    """A client's number must not end as the model's failure; a NaN of the model must."""
     monkeypatch.setattr(sampler, "_is_by_rows", lambda _: way == "rows")
     logits = torch.tensor([[2.0, 0.0, -1.0, -inf]])
     row = row_of(Sampling(temperature=0.0, repetition_penalty=penalty), [0, 1, 2, 3], [])
@@ -360,5 +362,5 @@ def test_an_extreme_penalty_never_looks_like_a_broken_model(monkeypatch, way, pe
 
 
 def test_truncation_typical_leaves_a_part_that_does_not_ask_for_it():
-    part = truncation.Candidates((0,), torch.zeros(1, 3))
-    assert truncation.typical(part, [Sampling()]) is part
+    part = candidates.Candidates((0,), torch.zeros(1, 3))
+    assert candidates.typical(part, [Sampling()]) is part

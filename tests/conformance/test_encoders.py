@@ -1,6 +1,6 @@
-"""The encoder runner against sentence-transformers' own `encode` and `predict`, float32.
+"""The encoder runner against sentence-transformers' own `encode` and `predict`, in float32.
 
-Each model is asked alone and batched; both must be the library's values to 1e-5.
+Each input is computed alone and in a batch; both must be the library's values to 1e-5.
 """
 
 from __future__ import annotations
@@ -11,18 +11,13 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core.encode_types import (
-    EncodeInput,
-    EncodeOptions,
-    EncodePlan,
-    EncoderKind,
-    EncodeRow,
-)
-from engine.core.plan import RowFailure
-from engine.core.types import PlanId, SequenceId
+from engine.core.common.steps import RowFailure
+from engine.core.common.types import PlanId, SequenceId
+from engine.core.encode.types import EncodeInput, EncodeOptions, EncodePlan, EncodeRow
 from engine.errors import InvalidRequest, SpawnFailed
-from engine.model.encoders import groups
-from engine.model.factory import make_runner
+from engine.worker.encoders.runner import groups
+from engine.worker.factory import make_runner
+from engine.worker.interface import EncoderKind
 from tools.make_encoder import make_embedder, make_reranker
 
 pytestmark = pytest.mark.model
@@ -34,7 +29,7 @@ TEXTS = [
     "The Queen said: there is no road to the moon!",
     "fish " * 9,
     " spaces  before and after ",
-    "wind and snow " * 50,  # far longer than the model takes
+    "wind and snow " * 50,  # far longer than the model's maximum
 ]
 PROMPTS = {"query": "search query: ", "passage": "passage: "}
 MODELS = {
@@ -53,13 +48,14 @@ MODELS = {
 
 
 def load(directory, **fields):
+    """Return a loaded encoder runner and its info."""
     model = ModelConfig(str(directory), **fields)
     runner = make_runner(model, EngineConfig(models=(model,)))
     return runner, runner.load(lambda progress: None)
 
 
 def execute(runner, inputs, options):
-    """Values of inputs in their order, all in one plan."""
+    """Return the values of inputs in their order, all in one plan."""
     order = sorted(range(len(inputs)), key=lambda i: len(inputs[i].token_ids))
     rows = tuple(EncodeRow(SequenceId(i), inputs[i], options[i]) for i in order)
     result = runner.execute(EncodePlan(PlanId(1), rows))
@@ -69,6 +65,7 @@ def execute(runner, inputs, options):
 
 
 def embed(runner, texts, *, prompt_name="", alone=False, **options):
+    """Return the vectors of texts, computed in one plan or each alone."""
     inputs = [one.input for one in runner.encoder_tokenizer.encode_texts(texts, prompt_name)]
     if alone:
         return np.stack([execute(runner, [one], [EncodeOptions(**options)])[0] for one in inputs])
@@ -77,7 +74,7 @@ def embed(runner, texts, *, prompt_name="", alone=False, **options):
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, tmp_path_factory):
-    """A model's name, its runner and info, and the library's own."""
+    """Return a model's name, its runner and info, and the library's own model."""
     from sentence_transformers import SentenceTransformer
 
     directory = tmp_path_factory.mktemp("encoder")
@@ -95,7 +92,7 @@ def test_vectors_are_the_librarys(model, alone):
     assert got.shape == (len(TEXTS), info.dimensions)
     np.testing.assert_allclose(got, want, atol=1e-5)
     apart = np.abs(want[:, None] - want[None]).max(axis=2)[~np.eye(len(TEXTS), dtype=bool)]
-    assert apart.min() > 1e-3, "texts whose vectors are alike prove nothing"
+    assert apart.min() > 1e-3, "texts with similar vectors prove nothing"
 
 
 @pytest.mark.parametrize("dimensions", [None, 1, 7, 16])
@@ -121,7 +118,7 @@ def test_a_models_own_normalisation_can_be_left_out(model):
 def test_prompts_are_the_librarys(model):
     name, runner, info, oracle = model
     if "prompt" not in name:
-        assert set(info.prompt_names) == {"query", "document"}  # the library's own, empty
+        assert set(info.prompt_names) == {"query", "document"}  # the library's own, which are empty
         return
     for prompt_name in PROMPTS:
         want = oracle.encode(TEXTS, prompt_name=prompt_name)
@@ -129,7 +126,7 @@ def test_prompts_are_the_librarys(model):
     assert np.abs(want - oracle.encode(TEXTS, prompt_name="query")).max() > 1e-3
 
 
-def test_rows_of_one_step_are_finished_as_each_asks(model):
+def test_each_row_of_a_step_has_its_own_options(model):
     _, runner, _, oracle = model
     options = [
         EncodeOptions(),
@@ -146,7 +143,7 @@ def test_rows_of_one_step_are_finished_as_each_asks(model):
         np.testing.assert_allclose(got[place], want, atol=1e-5)
 
 
-def test_what_is_too_long_says_how_long_it_was(model):
+def test_a_cut_inputs_result_has_its_full_length(model):
     _, runner, info, oracle = model
     [short, long] = runner.encoder_tokenizer.encode_texts(["the dog", TEXTS[-1]], "")
     assert short.full_tokens == len(short.input.token_ids)
@@ -181,13 +178,13 @@ def test_scores_are_the_librarys(tmp_path, activation, alone):
         assert np.ptp(want) > 1e-3
 
 
-def test_a_cross_encoder_that_the_library_saved_is_one(tmp_path):
+def test_a_cross_encoder_that_the_library_saved_is_recognised(tmp_path):
     from sentence_transformers import CrossEncoder
 
     make_reranker(tmp_path / "base")
     oracle = CrossEncoder(str(tmp_path / "base"), device="cpu")
     oracle.save_pretrained(str(tmp_path / "saved"))
-    assert (tmp_path / "saved" / "modules.json").is_file(), "or the next line shows nothing"
+    assert (tmp_path / "saved" / "modules.json").is_file(), "else the next line checks nothing"
     runner, info = load(tmp_path / "saved")
     assert info.kind is EncoderKind.RERANK
     inputs = [one.input for one in runner.encoder_tokenizer.encode_pairs(QUERY, TEXTS)]
@@ -195,7 +192,7 @@ def test_a_cross_encoder_that_the_library_saved_is_one(tmp_path):
     np.testing.assert_allclose(got, oracle.predict(PAIRS), atol=1e-5)
 
 
-# ---- what fails
+# ---- failures
 
 
 def test_a_row_that_is_not_finite_fails_alone(tmp_path):
@@ -227,12 +224,15 @@ def test_a_text_that_is_no_unicode_is_named_by_its_index(tmp_path):
 
 
 def edit_json(path, change):
+    """Change a JSON file."""
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
 
 
 def drop_tensor(name, file="model.safetensors"):
+    """Return a change of a model's folder that removes one tensor."""
+
     def change(directory):
         from safetensors.torch import load_file, save_file
 
@@ -244,6 +244,8 @@ def drop_tensor(name, file="model.safetensors"):
 
 
 def pickle_instead(folder):
+    """Return a change of a model's folder that leaves only pickled weights."""
+
     def change(directory):
         (directory / folder / "model.safetensors").rename(directory / folder / "pytorch_model.bin")
 
@@ -251,6 +253,7 @@ def pickle_instead(folder):
 
 
 def modules(change):
+    """Return a change of a model's list of modules."""
     return lambda directory: edit_json(directory / "modules.json", change)
 
 
@@ -286,7 +289,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_cannot_be_served_is_refused_in_one_sentence(tmp_path, name):
+def test_an_unsupported_encoder_is_refused_in_one_sentence(tmp_path, name):
     change, sentence = BROKEN[name]
     make_embedder(tmp_path, dense=16)
     change(tmp_path)
@@ -305,7 +308,7 @@ def test_a_classifier_without_its_head_is_not_filled_at_random(tmp_path):
 # ---- groups
 
 
-def test_groups_cover_every_row_once_and_part_what_differs_much():
+def test_groups_cover_every_row_once_and_separate_very_different_lengths():
     lengths = [4] * 10 + [5] * 10 + [60] * 3 + [64]
     parts = [range(*part.indices(len(lengths))) for part in groups(lengths)]
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))

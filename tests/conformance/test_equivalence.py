@@ -1,9 +1,11 @@
-"""Whatever the schedule, the same tokens: alone == batched == chunked == preempted ==
-prefix-cached == without prepared plans, on a real CPU model in float32 (D9, D10).
+"""Whatever the schedule, the tokens are the same (D9, D10).
 
-A position where the two best scores (perturbed ones, for a seeded request) are closer than 1e-4
-may fall either way by float noise: an output is compared up to its first such position, and the
-share of positions lost that way is printed and must stay below 0.1 %.
+On a real CPU model in float32: alone == batched == chunked == preempted == prefix-cached == without
+prepared plans.
+
+At a position where the two best scores (perturbed ones, for a seeded request) are closer than 1e-4,
+float noise decides. An output is compared up to its first such position; the share of positions
+lost in this way is printed and must stay below 0.1 %.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ import torch
 import trio
 from transformers import AutoModelForCausalLM
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.events import Tokens
-from engine.core.types import Sampling
-from engine.model.architectures import layer_shapes
-from engine.model.loader import read_config
-from engine.model.resolve import resolve
-from engine.model.sampler import SampleRow, gumbel_margin
-from engine.requests import GenerateRequest, SamplingParams
+from engine.core.common.events import Tokens
+from engine.core.common.types import Sampling
+from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker.load.architectures import layer_shapes
+from engine.worker.load.loader import read_config
+from engine.worker.load.resolve import resolve
+from engine.worker.sampling.sampler import SampleRow, gumbel_margin
 
 pytestmark = pytest.mark.model
 
@@ -44,6 +46,7 @@ SCHEDULES = {
 
 
 def requests(seeded):
+    """Return the requests whose tokens are compared."""
     rng = random.Random(5)
     shared = tuple(rng.randint(10, 900) for _ in range(48))
     made = []
@@ -62,14 +65,14 @@ def requests(seeded):
 
 
 def tight_kv_bytes():
-    """Room for little more than two sequences of 192 tokens: most must be preempted."""
+    """Return room for little more than two sequences of 192 tokens: most must be preempted."""
     _, config = read_config(DEMO)
     per_token = 2 * 4 * sum(s.num_kv_heads * s.head_dim for s in layer_shapes(config))
     return int(per_token * 192 * 2.2)
 
 
 async def outputs(config, wanted, *, one_by_one=False, twice=False):
-    """The tokens of each request, and the engine's totals at the end."""
+    """Return the tokens of each request, and the engine's totals at the end."""
     found = {}
 
     async with open_engine(EngineConfig(**config)) as engine:
@@ -91,7 +94,7 @@ async def outputs(config, wanted, *, one_by_one=False, twice=False):
 
 
 def certain_lengths(wanted, found):
-    """For each output, how many positions are certain; and how many of all were not."""
+    """Return how many positions of each output are certain, and how many of all are not."""
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     lengths, unsure = [], 0
     for request, tokens in zip(wanted, found, strict=True):
@@ -111,6 +114,7 @@ def certain_lengths(wanted, found):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["greedy", "seeded"])
 def reference(request):
+    """Return the requests with the tokens that each has when it runs alone."""
     wanted = requests(request.param)
     found, _ = trio.run(lambda: outputs(BASE, wanted, one_by_one=True))
     lengths, unsure = certain_lengths(wanted, found)

@@ -1,4 +1,4 @@
-"""Every way a load can fail is a `SpawnFailed` of one sentence, and nothing is kept."""
+"""Every failure of a load is a `SpawnFailed` of one sentence, and nothing is kept."""
 
 import json
 import shutil
@@ -11,11 +11,11 @@ import huggingface_hub  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from engine.core.plan import LoadProgress, RunnerSpec  # noqa: E402
 from engine.errors import SpawnFailed  # noqa: E402
-from engine.model import checkpoint, resolve  # noqa: E402
-from engine.model import runner as runner_module  # noqa: E402
-from engine.model.runner import TorchRunner  # noqa: E402
+from engine.worker import text_runner as runner_module  # noqa: E402
+from engine.worker.interface import LoadProgress, RunnerSpec  # noqa: E402
+from engine.worker.load import checkpoint, resolve  # noqa: E402
+from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import REFERENCE, load_runner  # noqa: E402
 from tools.make_model import make  # noqa: E402
@@ -25,21 +25,24 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """A good checkpoint; tests copy it and break the copy."""
+    """Return a good checkpoint; tests copy it and break the copy."""
     return make(tmp_path_factory.mktemp("stock") / "good")
 
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
+    """Return a good checkpoint in several files."""
     return make(tmp_path_factory.mktemp("sharded") / "good", max_shard_size="200KB")
 
 
 def edit_config(directory, **fields):
+    """Change fields of a checkpoint's config."""
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def edit_weights(directory, change):
+    """Change a checkpoint's tensors."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -47,36 +50,44 @@ def edit_weights(directory, change):
 
 
 def empty(directory):
+    """Remove all files of a checkpoint."""
     for path in directory.iterdir():
         path.unlink()
 
 
 def truncate(directory):
+    """Cut the weights' file off."""
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
 
 
 def garble(directory):
+    """Overwrite the weights' file with garbage."""
     (directory / "model.safetensors").write_bytes(b"not a header" * 40)
 
 
 def pickle_only(directory):
+    """Leave only pickled weights."""
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
 def unlink(name):
+    """Return a change that removes a file."""
     return lambda directory: (directory / name).unlink()
 
 
 def write(name, text):
+    """Return a change that overwrites a file."""
     return lambda directory: (directory / name).write_text(text)
 
 
 def config(**fields):
+    """Return a change of the config's fields."""
     return lambda directory: edit_config(directory, **fields)
 
 
 def weights(change):
+    """Return a change of the tensors."""
     return lambda directory: edit_weights(directory, change)
 
 
@@ -129,7 +140,7 @@ BREAKERS = {
 
 
 def failure(directory, **fields):
-    """The error of a load; nothing is kept, and it can be read by a client."""
+    """Return the error of a load, after a check that nothing is kept and clients can read it."""
     runner = TorchRunner(RunnerSpec(str(directory), **({"kv_bytes": 1 << 22} | fields)))
     with pytest.raises(SpawnFailed) as failed:
         runner.load(lambda _progress: None)
@@ -190,7 +201,7 @@ def test_a_sharded_checkpoint_loads(sharded):
             "there is no kind of device called 'abacus'; --device takes auto, cpu, cuda, cuda:N",
         ),
         ({"device": "xpu"}, "the device 'xpu' is not served; --device takes auto, cpu, cuda"),
-        ({"device": "cuda:99"}, "; --device auto takes what there is"),
+        ({"device": "cuda:99"}, "; --device auto picks one that is"),
         ({"max_model_len": 1025}, "1025 is more than the model's max_position_embeddings, 1024"),
     ],
 )
@@ -214,7 +225,7 @@ def test_a_pool_without_one_block_is_refused(stock):
     assert said.endswith("; raise --kv-cache-memory")
 
 
-def test_a_length_nobody_asked_for_shrinks_to_the_pool(stock):
+def test_an_unset_length_shrinks_to_the_pool(stock):
     _, info = load_runner(stock, kv_bytes=10 * 12288)
     assert (info.num_blocks, info.max_model_len) == (10, 160)
 
@@ -232,9 +243,7 @@ def test_an_allocation_that_fails_is_one_sentence(stock, monkeypatch):
     assert "the device has too little free memory" in failure(stock)
 
 
-def test_what_nobody_foresaw_is_still_spawn_failed_and_the_log_has_it_all(
-    stock, monkeypatch, caplog
-):
+def test_an_unforeseen_error_is_spawn_failed_and_the_log_has_it_all(stock, monkeypatch, caplog):
     def fail(_self):
         raise KeyError("surprise")
 
@@ -263,13 +272,14 @@ def test_a_load_that_failed_can_be_tried_again(stock, tmp_path):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """An empty Hugging Face cache, and no network."""
+    """Use an empty Hugging Face cache, and no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return tmp_path
 
 
 def cache_snapshot(hub, directory, name="models--some-org--tiny"):
+    """Put a checkpoint into the Hugging Face cache, and return its folder."""
     snapshot = hub / name / "snapshots" / "abc123"
     shutil.copytree(directory, snapshot)
     (hub / name / "refs").mkdir()
@@ -287,7 +297,7 @@ def test_an_id_not_cached_without_a_network_is_refused(hub):
     )
 
 
-def test_a_name_that_is_almost_a_demos_is_told_what_they_are_called(hub):
+def test_a_name_that_is_almost_a_demos_gets_their_names(hub):
     with pytest.raises(resolve.Refusal, match="; the demos are demo-stories, demo-embed, demo-re"):
         resolve.resolve("demo-storys")
 
@@ -305,14 +315,14 @@ def test_half_a_download_is_not_taken_for_a_model(hub, stock):
         resolve.resolve("some-org/tiny")
 
 
-def test_a_name_that_is_no_id_is_not_asked_for(hub):
+def test_a_name_that_is_no_id_is_not_looked_up(hub):
     for name in ("a/b/c", "../x", "/no/such/place", "with space"):
         with pytest.raises(resolve.Refusal, match="there is no such directory"):
             resolve.resolve(name)
 
 
 @pytest.mark.parametrize("name", ["./nothing", "../nothing", "a..b/c", "a--b", "x.git", "x" * 97])
-def test_what_the_hub_would_not_take_for_an_id_is_not_here_and_no_id(hub, name):
+def test_a_name_that_is_no_valid_hub_id_is_refused(hub, name):
     assert resolve.resolve_local(name) is None
     with pytest.raises(resolve.Refusal, match="there is no such directory"):
         resolve.resolve(name)
@@ -321,11 +331,11 @@ def test_what_the_hub_would_not_take_for_an_id_is_not_here_and_no_id(hub, name):
 @pytest.mark.parametrize(
     ("name", "short", "told"),
     [
-        ("x" * 300, "x" * 300, "its path cannot be looked at: File name too long"),
+        ("x" * 300, "x" * 300, "its path cannot be accessed: File name too long"),
         ("~nobody-here/model", "model", "there is no such directory"),
     ],
 )
-def test_what_cannot_be_a_path_here_is_refused_and_no_traceback(hub, name, short, told):
+def test_an_impossible_path_is_refused_without_a_traceback(hub, name, short, told):
     assert resolve.short_name(name) == short
     assert resolve.resolve_local(name) is None
     with pytest.raises(resolve.Refusal, match=told):
@@ -345,7 +355,7 @@ def test_a_demo_is_found_in_the_package(monkeypatch, tmp_path, stock):
     assert runner.load(lambda _progress: None).is_demo
 
 
-# --- what a load tells -----------------------------------------------------------------------
+# --- results of a load -----------------------------------------------------------------------
 
 
 def test_progress_counts_every_tensor_and_byte(stock):

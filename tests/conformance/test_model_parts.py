@@ -1,4 +1,4 @@
-"""The worker's smaller parts by themselves: cache, packing, backend, and the checkpoint maker."""
+"""Small parts of the worker by themselves: cache, packing, backend, and the checkpoint maker."""
 
 import os
 import random
@@ -11,14 +11,14 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 
-from engine.core.plan import RunnerSpec  # noqa: E402
-from engine.model.architectures import LayerShape, layer_shapes  # noqa: E402
-from engine.model.attention import AttentionCall  # noqa: E402
-from engine.model.kv_cache import DEFAULT_KV_BYTES, KvCache, size_pool  # noqa: E402
-from engine.model.packing import pack  # noqa: E402
-from engine.model.reference import ReferenceBackend, first_visible  # noqa: E402
-from engine.model.refusal import Refusal  # noqa: E402
-from engine.model.tokenizer import load_tokenizer  # noqa: E402
+from engine.worker.forward.attention import AttentionCall  # noqa: E402
+from engine.worker.forward.kv_cache import DEFAULT_KV_BYTES, KvCache, size_pool  # noqa: E402
+from engine.worker.forward.packing import pack  # noqa: E402
+from engine.worker.forward.reference_attention import ReferenceBackend, first_visible  # noqa: E402
+from engine.worker.interface import RunnerSpec  # noqa: E402
+from engine.worker.load.architectures import LayerShape, layer_shapes  # noqa: E402
+from engine.worker.load.refusal import Refusal  # noqa: E402
+from engine.worker.text.tokenizer import load_tokenizer  # noqa: E402
 from tools.make_model import PRESETS, Shape, main, make, make_config  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -27,6 +27,7 @@ SHAPES = (LayerShape(2, 8), LayerShape(1, 16))
 
 
 def make_cache(num_blocks=6, block_size=4, dtype=torch.float32):
+    """Return a small cache on the CPU."""
     return KvCache(SHAPES, num_blocks, block_size, dtype=dtype, device=torch.device("cpu"))
 
 
@@ -36,7 +37,7 @@ def make_cache(num_blocks=6, block_size=4, dtype=torch.float32):
 @pytest.mark.parametrize(("users", "seen"), [(None, "10000"), ("7", "7")])
 def test_importing_the_package_sets_the_spin_count_and_imports_no_torch(users, seen):
     said = (
-        "import engine.model, os, sys; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+        "import engine.worker, os, sys; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
     )
     environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
     if users is not None:
@@ -68,7 +69,7 @@ def test_the_default_pool_is_a_quarter_of_the_limit_and_at_most_4_gib(limit, bud
     assert pool.num_blocks == budget // pool.bytes_per_block
 
 
-def test_the_arithmetic_counts_a_last_block_begun():
+def test_the_arithmetic_counts_a_partly_used_last_block():
     fields = {"block_size": 4, "max_model_len": 9, "max_num_seqs": 1}
     assert size_pool(RunnerSpec("m", kv_bytes=3 * 512, **fields), SHAPES, 2, 9).num_blocks == 3
     with pytest.raises(Refusal, match="needs 3 blocks"):
@@ -76,7 +77,7 @@ def test_the_arithmetic_counts_a_last_block_begun():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_is_read_back(dtype):
+def test_written_values_are_read_back(dtype):
     cache = make_cache(dtype=dtype)
     slots = torch.tensor([23, 0, 7])
     for layer, shape in enumerate(SHAPES):
@@ -129,7 +130,7 @@ def test_a_window_shows_a_query_itself_and_those_before_it():
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_reference_is_attention_token_by_token(seed, window, softcap):
-    """Random rows over shuffled blocks, every earlier key already in the cache."""
+    """The rows lie over shuffled blocks; every earlier key is in the cache."""
     rng, block_size = random.Random(seed), 4
     cache = KvCache([LayerShape(2, 8)], 64, block_size, dtype=torch.float64,
                     device=torch.device("cpu"))  # fmt: skip
@@ -191,7 +192,7 @@ def test_the_command_line_sets_shape_and_fields(tmp_path, capsys):
     ("preset", "arch", "millions"), [("s135", "llama", 134.5), ("q05", "qwen2", 494.0)]
 )
 def test_the_shapes_of_the_peers_have_their_sizes(preset, arch, millions):
-    """peers.md names them by these parameter counts."""
+    """peers.md names these models by their parameter counts."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,5 +1,8 @@
-"""The compiled attention is the reference's: every head width and grouping, windows, soft caps,
-contexts of several parts, prompts' chunks beside decodes, in float32 and bfloat16 (D12)."""
+"""The compiled attention computes what the reference does (D12).
+
+Every head width and grouping, windows, soft caps, contexts of several parts, chunks of prompts
+beside decodes, in float32 and bfloat16.
+"""
 
 import random
 from dataclasses import dataclass
@@ -9,30 +12,30 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.model import native  # noqa: E402
-from engine.model.architectures import LayerShape  # noqa: E402
-from engine.model.attention import AttentionCall  # noqa: E402
-from engine.model.kv_cache import KvCache  # noqa: E402
-from engine.model.native_attention import NativeBackend  # noqa: E402
-from engine.model.packing import pack  # noqa: E402
-from engine.model.reference import ReferenceBackend  # noqa: E402
+from engine.worker.forward import native  # noqa: E402
+from engine.worker.forward.attention import AttentionCall  # noqa: E402
+from engine.worker.forward.kv_cache import KvCache  # noqa: E402
+from engine.worker.forward.native_attention import NativeBackend  # noqa: E402
+from engine.worker.forward.packing import pack  # noqa: E402
+from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
+from engine.worker.load.architectures import LayerShape  # noqa: E402
 
 pytestmark = pytest.mark.model
 
 CPU = torch.device("cpu")
-# Heads, key heads, width: groups of 1, 2, 3, 7, 12 and 40 heads, widths of 1 to 16 vectors; a task
-# takes one key head, or all, or, of the last two, some.
+# Heads, key heads, width: groups of 1, 2, 3, 7, 12 and 40 heads, widths of 1 to 16 vectors. A task
+# takes one key head, or all, or, for the last two, some.
 SHAPES = [
     *((4, 4, 16), (4, 2, 64), (9, 3, 64), (14, 2, 64), (12, 1, 32), (2, 1, 80), (3, 1, 256)),
     *((40, 1, 32), (36, 12, 48), (40, 40, 16)),
 ]
-# What each dtype's rounding leaves of a weighted mean of numbers near 1.
+# The error that each dtype's rounding leaves in a weighted mean of numbers near 1.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
 
 
 @dataclass
 class Case:
-    """Rows over shuffled blocks, with numbers for everything, exact in both dtypes."""
+    """Rows over shuffled blocks, with numbers that are exact in both dtypes."""
 
     cache: KvCache
     rows: object
@@ -42,7 +45,7 @@ class Case:
 
 
 def make_case(seed, shape, dtype, lengths, block_size=16):
-    """``lengths``: (start, count) of each row. Unwritten slots hold NaN."""
+    """Return a case. ``lengths`` has (start, count) of each row. Unwritten slots hold NaN."""
     heads, kv_heads, width = shape
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -67,7 +70,7 @@ def make_case(seed, shape, dtype, lengths, block_size=16):
 
 
 def copied(cache, dtype):
-    """The same cache in another dtype."""
+    """Return the same cache in another dtype."""
     own = KvCache(cache.shapes, cache.num_blocks, cache.block_size, dtype=dtype, device=CPU)
     for to, source in zip((*own.keys, *own.values), (*cache.keys, *cache.values), strict=True):
         to.copy_(source)
@@ -75,10 +78,12 @@ def copied(cache, dtype):
 
 
 def attend(backend, case, call):
+    """Return a backend's attention for a case."""
     return backend.prepare(case.rows, case.cache).attend(call, case.query, case.key, case.value)
 
 
 def in_float64(case, call):
+    """Return the reference's attention for a case, computed in float64."""
     wide = Case(copied(case.cache, torch.float64), case.rows,
                 case.query.double(), case.key.double(), case.value.double())  # fmt: skip
     return attend(ReferenceBackend(), wide, call)
@@ -86,6 +91,7 @@ def in_float64(case, call):
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one thread", "two threads"])
 def backend(request):
+    """Yield the kernels' backend, with one thread or several."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield NativeBackend(native.load())
@@ -99,7 +105,7 @@ MIXED = [(0, 1), (20, 1), (0, 33), (700, 1), (90, 50), (511, 1), (512, 1), (1100
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 24, 600])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_the_reference_in_float64(backend, shape, window, softcap, dtype):
+def test_the_result_is_the_references_in_float64(backend, shape, window, softcap, dtype):
     case = make_case(1, shape, dtype, MIXED)
     call = AttentionCall(0, 2.0 * shape[2] ** -0.5, window, softcap)  # scores spread by 2
     wanted = in_float64(case, call)
@@ -126,9 +132,12 @@ def test_random_rows_and_blocks(backend, seed, dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("shape", [(9, 3, 64), (36, 12, 48), (40, 40, 16)], ids=str)
-def test_a_row_does_not_see_what_is_beside_it(backend, shape, window, dtype):
-    """Bit for bit, also where a prompt is computed in other chunks, and where a task takes one key
-    head and not all."""
+def test_a_row_does_not_depend_on_the_rows_beside_it(backend, shape, window, dtype):
+    """The result is the same to the last bit.
+
+    This holds where a prompt is computed in other chunks, too, and where a task takes one key head
+    and not all.
+    """
     case = make_case(3, shape, dtype, MIXED)
     call = AttentionCall(0, 0.125, window, None)
     together = attend(backend, case, call)
@@ -141,7 +150,7 @@ def test_a_row_does_not_see_what_is_beside_it(backend, shape, window, dtype):
         assert torch.equal(attend(backend, own, call), together[low:high])
 
 
-def test_what_is_not_finite_stays_so_and_with_its_row(backend):
+def test_a_value_that_is_not_finite_stays_so_in_its_row_only(backend):
     case = make_case(4, (4, 2, 64), torch.float32, [(40, 1), (0, 20), (60, 1)])
     case.query[0, 1, 3] = float("nan")
     out = attend(backend, case, AttentionCall(0, 0.1, None, None))

@@ -1,13 +1,15 @@
-"""The compiled products are torch's, for every shape of block, and a row's does not depend on the
-rows beside it."""
+"""The compiled products are torch's, for every shape of block.
+
+A row's product does not depend on the rows beside it.
+"""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.model import native  # noqa: E402
-from engine.model.decoder import PANEL, PackedLinear, Packer, quantise  # noqa: E402
-from engine.model.native_attention import NativeBackend  # noqa: E402
+from engine.worker.forward import native  # noqa: E402
+from engine.worker.forward.decoder import PANEL, PackedLinear, Packer, quantise  # noqa: E402
+from engine.worker.forward.native_attention import NativeBackend  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -18,10 +20,12 @@ SHAPES = [(16, 32), (40, 64), (100, 17), (257, 200), (512, 1100)]  # outputs, in
 
 @pytest.fixture(scope="module")
 def backend():
+    """Return the kernels' backend."""
     return NativeBackend(native.load())
 
 
 def make_linear(outputs, inputs, dtype, *, bias=False):
+    """Return torch's layer with random weights."""
     torch.manual_seed(outputs * inputs)
     layer = torch.nn.Linear(inputs, outputs, bias=bias).to(dtype)
     return layer.requires_grad_(False)
@@ -54,7 +58,7 @@ def test_a_rows_product_is_the_same_beside_any_others(backend, dtype):
         assert torch.equal(packed(x[low:high]), together[low:high])
 
 
-def test_packing_lets_the_stock_layer_go(backend):
+def test_packing_frees_the_stock_layer(backend):
     stock = make_linear(64, 64, torch.float32)
     weight = stock.weight
     packed = PackedLinear(stock, backend, torch.float32)
@@ -82,7 +86,7 @@ def test_int8_weights_are_their_rounded_values_in_a_product(backend, dtype):
         assert (out.double() - wanted).norm() / wanted.norm() < limit
 
 
-def test_quantising_nothing_but_zeros_is_zeros():
+def test_quantised_zeros_are_zeros():
     numbers, scales = quantise(torch.zeros(PANEL, 4))
     assert not numbers.any()
     assert scales.isfinite().all()

@@ -1,9 +1,9 @@
 """Every parameter of Generate, alone and in every pair of values, over gRPC, against an oracle.
 
-`ALONE` has each value of each parameter with nothing else but a seed and what it needs to show;
-`COMBINED` is a set of rows in which every two values of every two parameters meet. What is
-compared: every token (by D10's measure), the end and what it matched, the text, log-probabilities,
-usage. And each value that means something is heard: without it, the request has another answer.
+`ALONE` has each value of each parameter, with a seed and what the value needs to have an effect.
+`COMBINED` is a set of rows in which every two values of every two parameters meet. The tests
+compare every token (by D10's measure), the end and its match, the text, log-probabilities, and
+usage. And each value with a meaning has an effect: without it, the answer differs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import shutil
 
 import pytest
 
-import engine.model  # noqa: F401  first: sets how long torch's threads spin (D13)
+import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
 
 torch = pytest.importorskip("torch")
 
 from tokenizers import Tokenizer, processors  # noqa: E402
 
-from grpc_service._generated.triolet.v1 import inference_pb2  # noqa: E402
+from grpc_service.client import messages as pb  # noqa: E402
 from tests.support.generation_oracle import Asked, GenerationOracle  # noqa: E402
 from tests.support.model_zoo import Zoo  # noqa: E402
 from tests.support.pairwise import pairwise  # noqa: E402
@@ -40,7 +40,7 @@ TEXT = "Once upon a time there was a small boat, and it sailed across the lake a
 BYTES = tuple(range(257))  # the end, and a token for every byte: any form can be written
 STOPPING = tuple(range(2, 80, 3))
 
-# Every parameter and its values; the first is what a request has that says nothing of it.
+# Every parameter and its values; the first value is that of a request without the parameter.
 PARAMETERS = {
     "temperature": [UNSET, 0.0, 0.6, 1.6],
     "top_k": [UNSET, 0, 9],
@@ -85,11 +85,11 @@ PARAMETERS = {
     "request_id": [UNSET, "own"],
     "model": [UNSET, "llama"],
 }
-SAMPLING = [field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields]
-PROMPT = [field.name for field in inference_pb2.PromptOptions.DESCRIPTOR.fields]
-OUTPUT = [field.name for field in inference_pb2.OutputOptions.DESCRIPTOR.fields]
+SAMPLING = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
+PROMPT = [field.name for field in pb.PromptOptions.DESCRIPTOR.fields]
+OUTPUT = [field.name for field in pb.OutputOptions.DESCRIPTOR.fields]
 BASE = {name: values[0] for name, values in PARAMETERS.items()}
-# What some parameters need beside them for anything to happen.
+# What some parameters need beside them to have an effect.
 BESIDE = {
     "frequency_penalty": {"max_tokens": UNSET},
     "presence_penalty": {"max_tokens": UNSET},
@@ -103,7 +103,7 @@ BESIDE = {
     "add_special_tokens": {"input": "chat"},
     "skip_special_tokens": {"echo": True},
 }
-# Values that say what a request without them means.
+# Values that mean the same as no value.
 NEUTRAL = {
     "top_k": 0,
     "top_p": 1.0,
@@ -118,23 +118,24 @@ NEUTRAL = {
     "echo": False,
     "skip_special_tokens": True,
 }
-# What changes no answer: it is the scheduler's, or a name.
+# These change no answer: they are the scheduler's, or a name.
 UNHEARD = {"cache_salt", "bypass_prefix_cache", "priority", "request_id", "model"}
 
 
 def base_of(name):
-    """The row to compare one with in which a parameter has a value of its own."""
+    """Return the row with which to compare a row that has a value for a parameter."""
     return BASE | BESIDE.get(name, {})
 
 
 ALONE = [BASE, *(base_of(name) for name in BESIDE)] + [
     base_of(name) | {name: value} for name, values in PARAMETERS.items() for value in values[1:]
 ]
-ALONE.append(BASE | {"max_tokens": 1})  # which does not go with a higher min_tokens
+ALONE.append(BASE | {"max_tokens": 1})  # this does not go with a higher min_tokens
 COMBINED = pairwise(PARAMETERS)
 
 
 def name_of(row):
+    """Return the values in which a row differs from the base, as a test's name."""
     changed = {name: value for name, value in row.items() if value != BASE[name]}
     if len(changed) > 3:
         return ""
@@ -145,7 +146,7 @@ def name_of(row):
 
 
 def test_the_table_has_every_parameter():
-    fields = {field.name for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields}
+    fields = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields}
     inputs = {"text", "token_ids", "chat"}
     sections = {"sampling", "prompt", "output"}
     own = {*SAMPLING, *PROMPT, *OUTPUT, *(fields - inputs - sections), "input"}
@@ -161,12 +162,12 @@ def test_every_two_values_meet_and_the_rows_are_few():
     assert pairwise(PARAMETERS) == COMBINED, "the same every time"
 
 
-# ---- running it ------------------------------------------------------------------------------
+# ---- the requests ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A tiny random model whose tokenizer begins a text with a special token."""
+    """Return a tiny random model whose tokenizer begins a text with a special token."""
     zoo = Zoo(tmp_path_factory.mktemp("zoo"))
     target = tmp_path_factory.mktemp("models") / "llama"
     shutil.copytree(zoo.directory("llama"), target)
@@ -180,18 +181,20 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def oracle(directory):
+    """Return the oracle of the model."""
     return GenerationOracle(directory, frozenset({END}))
 
 
 @pytest.fixture(scope="module")
 def channel(directory):
+    """Yield a channel to a server of the model."""
     flags = ("--max-model-len", str(MAX_MODEL_LEN), "--served-model-name", "llama")
     with real(*flags, model=directory) as server:
         yield server.channel
 
 
 def said(channel, row):
-    """Everything of an answer that does not depend on what the server did before."""
+    """Return everything of an answer that does not depend on earlier requests."""
     heard = generate(channel, **request_of(row))
     assert heard.error is None
     choices = []
@@ -213,19 +216,19 @@ HEARD = [
 
 
 @pytest.mark.parametrize(("name", "value"), HEARD)
-def test_a_value_that_means_something_is_heard(channel, name, value):
+def test_a_value_with_a_meaning_has_an_effect(channel, name, value):
     base = base_of(name)
     assert said(channel, base | {name: value}) != said(channel, base)
 
 
 class Skipped:
-    """Positions compared and skipped, of all rows."""
+    """The numbers of positions compared and skipped, of all rows."""
 
     compared = skipped = 0
 
 
 def request_of(row):
-    """The fields of the GenerateRequest of a row."""
+    """Return the fields of a row's GenerateRequest."""
     section = {
         name: {one: row[one] for one in names if row[one] is not None}
         for name, names in (("sampling", SAMPLING), ("prompt", PROMPT), ("output", OUTPUT))
@@ -247,7 +250,7 @@ def request_of(row):
 
 
 def prompt_of(row, oracle):
-    """The prompt's tokens: what is put in, what is added, what is cut."""
+    """Return the prompt's tokens, after what is added and what is cut."""
     adds = row["add_special_tokens"]
     if row["input"] == "token_ids":
         ids = [END, *range(80, 100)]
@@ -266,6 +269,7 @@ def prompt_of(row, oracle):
 
 
 def asked_of(row, oracle, choice):
+    """Return a row's request in the oracle's words."""
     prompt = prompt_of(row, oracle)
     return Asked(
         prompt=prompt,
@@ -282,7 +286,7 @@ def asked_of(row, oracle, choice):
 def test_a_request_answers_what_the_oracle_says(channel, oracle, row):
     sees_tokens = row["token_ids"] is True
     heard = generate(channel, **request_of(row))
-    if not sees_tokens:  # the same request, to see which tokens it was
+    if not sees_tokens:  # the same request, with its token ids
         shown = generate(channel, **request_of(row | {"token_ids": True, "request_id": None}))
         assert all(not delta.token_ids for delta in heard.deltas)
     else:
@@ -296,7 +300,7 @@ def test_a_request_answers_what_the_oracle_says(channel, oracle, row):
             continue
         end = check_end(shown, choice, oracle, asked, tokens)
         check_output(heard if is_fixed(row) else shown, choice, oracle, row, asked, tokens, end)
-    if shown.error is not None:  # some choice had no way to go on
+    if shown.error is not None:  # some choice had no token left to sample
         assert broken_fields(shown.error) == ["constraint"]
         assert row["constraint"] is not None
     else:
@@ -306,11 +310,12 @@ def test_a_request_answers_what_the_oracle_says(channel, oracle, row):
 
 
 def is_fixed(row):
-    """The same request has the same tokens again."""
+    """Return whether the same request has the same tokens again."""
     return row["token_ids"] is True or row["seed"] is not None or row["temperature"] == 0.0
 
 
 def check_tokens(tokens, verdicts):
+    """Check that each token is the oracle's, or one of a near-tie."""
     for position, (token, verdict) in enumerate(zip(tokens, verdicts, strict=False)):
         assert verdict.scores[token] > -math.inf, f"position {position} cannot be {token}"
         if verdict.margin < MARGIN:
@@ -322,9 +327,10 @@ def check_tokens(tokens, verdicts):
 
 
 def check_end(heard, choice, oracle, asked, tokens):
+    """Check that the output ends where and as the oracle says, and return that end."""
     end, finished = oracle.end(asked, tokens), heard.finished(choice)
-    assert end is not None, "it ended too soon"
-    assert end.count == len(tokens), "it went on too long"
+    assert end is not None, "the answer ended too soon"
+    assert end.count == len(tokens), "the answer went on too long"
     assert (finished.reason == LENGTH) == (end.reason == "LENGTH")
     kind = finished.WhichOneof("matched")
     assert (getattr(finished, kind) if kind else None) == end.matched
@@ -332,7 +338,7 @@ def check_end(heard, choice, oracle, asked, tokens):
 
 
 def check_output(heard, choice, oracle, row, asked, tokens, end):
-    """Text, log-probabilities and usage."""
+    """Check text, log-probabilities and usage."""
     begun = oracle.decode(asked.prompt, skip=asked.skip_special) if row["echo"] else ""
     assert heard.text(choice) == begun + end.text
     usage = heard.finished(choice).usage
@@ -356,6 +362,7 @@ def check_output(heard, choice, oracle, row, asked, tokens, end):
 
 
 def check_logprobs(entries, tokens, logits, alternatives):
+    """Check log-probabilities and alternatives against the oracle's logits."""
     assert [entry.token_id for entry in entries] == list(tokens)
     for entry, own in zip(entries, logits, strict=True):
         assert entry.logprob == pytest.approx(own[entry.token_id].item(), abs=TOLERANCE)
@@ -372,7 +379,7 @@ SEEDED = [
 
 
 def test_seeded_output_is_the_same_after_a_restart(channel, directory):
-    """Of a process of its own, started anew, that has seen nothing else."""
+    """A new process, which has seen no other request, gives the same output."""
     flags = ("--max-model-len", str(MAX_MODEL_LEN), "--served-model-name", "llama")
     with real(*flags, model=directory) as fresh:
         for row in SEEDED:
@@ -384,7 +391,7 @@ def test_seeded_output_is_the_same_after_a_restart(channel, directory):
 
 
 def test_nearly_every_position_was_compared(capsys):
-    """Last: of all rows above."""
+    """This test comes last and counts the positions of all rows above."""
     share = Skipped.skipped / max(1, Skipped.compared + Skipped.skipped)
     with capsys.disabled():
         rows = f"{len(ALONE)} rows alone, {len(COMBINED)} combined"

@@ -1,8 +1,9 @@
 """Greedy output equals transformers' own, for every served architecture (D11).
 
-Alone and packed, prompts of 1 to 500 tokens, chunked prefill and decode mixed in one plan, blocks
-of 16 in shuffled order, windows shorter than the prompts; and with a fault planted, it does not.
-Each by the compiled kernels, and by the stock modules with the reference attention.
+Sequences run alone and packed: prompts of 1 to 500 tokens, chunked prefill and decode mixed in one
+plan, blocks of 16 in shuffled order, windows shorter than the prompts. Each model runs by the
+compiled kernels, and by the stock modules with the reference attention. With a planted fault, the
+comparison fails.
 """
 
 import random
@@ -13,12 +14,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.model import packing, reference  # noqa: E402
-from engine.model.architectures import SERVED  # noqa: E402
-from engine.model.attention import AttentionCall  # noqa: E402
-from engine.model.decoder import NativeDecoder  # noqa: E402
-from engine.model.native_attention import NativeBackend, NativeStep  # noqa: E402
-from engine.model.rewrites import LISTED  # noqa: E402
+from engine.worker.forward import packing, reference_attention  # noqa: E402
+from engine.worker.forward.attention import AttentionCall  # noqa: E402
+from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
+from engine.worker.forward.native_attention import NativeBackend, NativeStep  # noqa: E402
+from engine.worker.forward.rewrites import LISTED  # noqa: E402
+from engine.worker.load.architectures import SERVED  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import COMPILED, REFERENCE, WAYS, ZOO, Zoo  # noqa: E402
 from tests.support.parity import TALLIES, Tally  # noqa: E402
@@ -32,16 +33,19 @@ WINDOWED = ["qwen2, windows above", "mistral", "phi3", "gemma2", "gemma3", "star
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
+    """Yield the tiny models."""
     zoo = Zoo(tmp_path_factory.mktemp("zoo"))
     yield zoo
     zoo.close()
 
 
 def prompt_of(rng, length):
+    """Return random token ids."""
     return [rng.randrange(1, 512) for _ in range(length)]
 
 
 def run_alone(loaded, lengths, num_new=NUM_NEW):
+    """Run prompts of these lengths one after the other."""
     rng = random.Random(11)
     done = []
     for length in lengths:
@@ -52,8 +56,10 @@ def run_alone(loaded, lengths, num_new=NUM_NEW):
 
 
 def run_packed(loaded, num_new=NUM_NEW, *, count=10, seed=5):
-    """Sequences that come while others run, so that chunks and decodes share plans; some lose
-    their blocks on the way."""
+    """Run sequences that come while others run, so that chunks and decodes share plans.
+
+    Some lose their blocks on the way.
+    """
     rng = random.Random(seed)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=seed, chunks=96)
     lengths = [1, 500, *(rng.randint(2, 499) for _ in range(count - 2))]
@@ -96,6 +102,7 @@ def test_alone_and_packed_are_transformers_own_tokens(zoo, name, way):
 
 
 def mixes_chunks_and_decodes(plan):
+    """Return whether a plan has both rows of several tokens and rows of one."""
     counts = [row.count for row in plan.rows]
     return 1 in counts and max(counts, default=0) > 1
 
@@ -148,15 +155,15 @@ def test_a_step_is_one_forward_over_the_plans_tokens(zoo, name, way):
     assert seen == [(1, plan.num_tokens) for plan in planner.plans if plan.rows]
 
 
-# --- planted faults: each must turn the rows it touches red ----------------------------------
+# --- planted faults: each must make the rows that it touches fail ----------------------------
 
 
 def assert_red(loaded):
-    """Parity fails: a few tokens of a few sequences are enough to show it."""
+    """Check that parity fails: a few tokens of a few sequences suffice."""
     tally = Tally()
     sequences = run_packed(loaded, 24, count=5)[0]
     if any("its best logit is not finite" in str(one.failure) for one in sequences):
-        return  # memory that was never written holds anything, also what is no number
+        return  # memory that was never written holds anything, NaN included
     loaded.oracle.compare(sequences, tally)
     assert tally.wrong
     with pytest.raises(AssertionError):
@@ -165,10 +172,10 @@ def assert_red(loaded):
 
 @contextmanager
 def changed_calls(loaded, change):
-    """Every layer's attention call as ``change`` makes it."""
+    """Change every layer's attention call by ``change``."""
     module = loaded.runner._model.module
     with pytest.MonkeyPatch.context() as patch:
-        for step in (reference.ReferenceStep, NativeStep):
+        for step in (reference_attention.ReferenceStep, NativeStep):
             patch.setattr(step, "attend", _with_changed_call(step.attend, change))
         layers = module._layers if isinstance(module, NativeDecoder) else ()
         stock = [(one.window, one.softcap, one.scaling) for one in (a.attention for a in layers)]
@@ -193,7 +200,7 @@ def _with_changed_call(stock, change):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("shift", [-1, 1])
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_off_by_one_is_seen(zoo, name, shift, way):
+def test_a_window_off_by_one_is_noticed(zoo, name, shift, way):
     def change(call):
         window = call.sliding_window
         return replace(call, sliding_window=None if window is None else window + shift)
@@ -205,14 +212,14 @@ def test_a_window_off_by_one_is_seen(zoo, name, shift, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_window_ignored_is_seen(zoo, name, way):
+def test_an_ignored_window_is_noticed(zoo, name, way):
     loaded = zoo.load(name, way)
     with changed_calls(loaded, lambda call: replace(call, sliding_window=None)):
         assert_red(loaded)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_soft_cap_dropped_is_seen(zoo, way):
+def test_a_dropped_soft_cap_is_noticed(zoo, way):
     loaded = zoo.load("gemma2", way)
     with changed_calls(loaded, lambda call: replace(call, softcap=None)):
         assert_red(loaded)
@@ -220,7 +227,7 @@ def test_a_soft_cap_dropped_is_seen(zoo, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ZOO)
-def test_a_wrong_scale_is_seen(zoo, name, way):
+def test_a_wrong_scale_is_noticed(zoo, name, way):
     loaded = zoo.load(name, way)
     with changed_calls(loaded, lambda call: replace(call, scaling=call.scaling * 1.2)):
         assert_red(loaded)
@@ -228,9 +235,12 @@ def test_a_wrong_scale_is_seen(zoo, name, way):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ZOO)
-def test_positions_off_by_one_after_the_first_step_are_seen(zoo, monkeypatch, name, way):
-    """The usual slip: a decode at the position of the token before it. (A shift of all
-    positions alike would not show in a rotary model, whose scores see differences only.)"""
+def test_positions_off_by_one_after_the_first_step_are_noticed(zoo, monkeypatch, name, way):
+    """The usual mistake: a decode at the position of the token before it.
+
+    A shift of all positions would not show in a rotary model, whose scores depend only on
+    differences.
+    """
     stock = packing.pack
 
     def pack(starts, *rest):
@@ -243,7 +253,7 @@ def test_positions_off_by_one_after_the_first_step_are_seen(zoo, monkeypatch, na
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_block_table_read_in_another_order_is_seen(zoo, monkeypatch, name):
+def test_a_block_table_read_in_another_order_is_noticed(zoo, monkeypatch, name):
     stock = packing.PackedRows.slots_at
 
     def slots_at(rows, members, positions):

@@ -1,4 +1,4 @@
-"""What is not served is refused at load, by name, in one sentence (D11)."""
+"""What cannot be served is refused at load, by name, in one sentence (D11)."""
 
 from types import SimpleNamespace
 
@@ -6,19 +6,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.core.plan import RunnerSpec  # noqa: E402
 from engine.errors import SpawnFailed  # noqa: E402
-from engine.model import architectures  # noqa: E402
-from engine.model import runner as runner_module  # noqa: E402
-from engine.model.architectures import Architecture, LayerShape, context_limit, find  # noqa: E402
-from engine.model.attention import (  # noqa: E402
+from engine.worker import text_runner as runner_module  # noqa: E402
+from engine.worker.forward.attention import (  # noqa: E402
     HARMLESS,
     UnsupportedAttention,
     check_keywords,
     paged_attention,
 )
-from engine.model.refusal import Refusal  # noqa: E402
-from engine.model.runner import TorchRunner  # noqa: E402
+from engine.worker.interface import RunnerSpec  # noqa: E402
+from engine.worker.load import architectures  # noqa: E402
+from engine.worker.load.architectures import Architecture, LayerShape, context_limit, find  # noqa: E402
+from engine.worker.load.refusal import Refusal  # noqa: E402
+from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.support.model_zoo import LONG_PHI3, load_runner  # noqa: E402
 from tools.make_model import PRESETS, make  # noqa: E402
 
@@ -91,6 +91,7 @@ def test_a_config_is_refused_by_name(config, sentence):
 
 
 def rotary(kind, **fields):
+    """Return a config with this kind of rotary embedding."""
     return SimpleNamespace(
         max_position_embeddings=1024, rope_parameters={"rope_type": kind, **fields}
     )
@@ -130,11 +131,11 @@ def test_longrope_is_capped_at_load(tmp_path):
         load_runner(tmp_path, max_model_len=601)
 
 
-# --- the probe: refused by what the layers really ask, not by a list -------------------------
+# --- the probe: the layers' real calls are refused, and no list of names ---------------------
 
 
 def serve_anyway(monkeypatch, name, module, config):
-    """Take the architecture for a served one."""
+    """Treat the architecture as a served one."""
     entry = Architecture(name, module, module, config)
     monkeypatch.setitem(architectures.SERVED, name, entry)
     monkeypatch.setattr(architectures, "KEYWORD_TYPES", {})
@@ -142,6 +143,7 @@ def serve_anyway(monkeypatch, name, module, config):
 
 
 def refusal_of(directory):
+    """Return the message with which a load is refused."""
     runner = TorchRunner(RunnerSpec(str(directory), kv_bytes=1 << 24, threads=1))
     with pytest.raises(SpawnFailed) as failed:
         runner.load(lambda _progress: None)

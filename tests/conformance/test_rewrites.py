@@ -1,5 +1,8 @@
-"""A compiled decoder computes what the stock module does: in float32 within 1e-5, in bfloat16 no
-further from float32 than 1.1 times the stock module (D11)."""
+"""A compiled decoder computes what the stock module does (D11).
+
+In float32 it is within 1e-5, and in bfloat16 no further from float32 than 1.1 times the stock
+module.
+"""
 
 from types import SimpleNamespace
 
@@ -8,20 +11,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.core.plan import SCORED_TOKENS_MAX, RunnerSpec  # noqa: E402
-from engine.model.architectures import layer_shapes  # noqa: E402
-from engine.model.attention import KEYWORD  # noqa: E402
-from engine.model.backends import pick_backend, prepare  # noqa: E402
-from engine.model.checkpoint import Checkpoint  # noqa: E402
-from engine.model.decoder import NativeDecoder, quantise  # noqa: E402
-from engine.model.kv_cache import KvCache, PoolSize  # noqa: E402
-from engine.model.loader import load_model, read_config  # noqa: E402
-from engine.model.packing import pack  # noqa: E402
-from engine.model.probe import probe  # noqa: E402
-from engine.model.reference import ReferenceBackend  # noqa: E402
-from engine.model.refusal import Refusal  # noqa: E402
-from engine.model.rewrites import LISTED, NotRewritten, take_apart  # noqa: E402
-from engine.model.runner import TorchRunner  # noqa: E402
+from engine.core.text.plan import SCORED_TOKENS_MAX  # noqa: E402
+from engine.worker.forward.attention import KEYWORD  # noqa: E402
+from engine.worker.forward.backends import pick_backend, prepare  # noqa: E402
+from engine.worker.forward.decoder import NativeDecoder, quantise  # noqa: E402
+from engine.worker.forward.kv_cache import KvCache, PoolSize  # noqa: E402
+from engine.worker.forward.packing import pack  # noqa: E402
+from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
+from engine.worker.forward.rewrites import LISTED, NotRewritten, take_apart  # noqa: E402
+from engine.worker.interface import RunnerSpec  # noqa: E402
+from engine.worker.load.architectures import layer_shapes  # noqa: E402
+from engine.worker.load.checkpoint import Checkpoint  # noqa: E402
+from engine.worker.load.loader import load_model, read_config  # noqa: E402
+from engine.worker.load.probe import probe  # noqa: E402
+from engine.worker.load.refusal import Refusal  # noqa: E402
+from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import ZOO, Zoo  # noqa: E402
 from tools.make_model import Shape, make  # noqa: E402
@@ -31,8 +35,8 @@ pytestmark = pytest.mark.model
 CPU = torch.device("cpu")
 COUNTS = (1, 40, 3, 1, 130, 1)
 ERROR_FLOAT32 = 1e-5  # D11
-ERROR_BFLOAT16 = 1.1  # times the stock module's
-# Layers as wide as small real models have them, and an MLP that fills no whole panel.
+ERROR_BFLOAT16 = 1.1  # times the stock module's error
+# Layers as wide as small real models have them, and an MLP that leaves a panel partly empty.
 WIDE = {
     "llama": Shape(2, 576, 9, 3, 1000, 700, 256),
     "qwen2": Shape(2, 896, 14, 2, 2432, 512, 256),
@@ -41,12 +45,14 @@ WIDE = {
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
+    """Yield the tiny models."""
     zoo = Zoo(tmp_path_factory.mktemp("zoo"))
     yield zoo
     zoo.close()
 
 
 def load(directory, dtype):
+    """Return a checkpoint's stock model in a dtype."""
     architecture, config = read_config(directory)
     with Checkpoint(directory) as checkpoint:
         return load_model(
@@ -73,8 +79,10 @@ class Built:
         self.vocab = model.config.vocab_size
 
     def logits(self, only=None):
-        """Logits of every token of rows of `COUNTS` tokens, or of one of them,
-        [num_tokens, vocab] float32."""
+        """Return the logits of every token of rows of `COUNTS` tokens, or of one of these rows.
+
+        [num_tokens, vocab] float32
+        """
         rng = np.random.default_rng(7)
         blocks = iter(rng.permutation(64))
         tables = [np.array([next(blocks) for _ in range(-(-c // 16))]) for c in COUNTS]
@@ -94,11 +102,12 @@ class Built:
 
 
 def as_bfloat16(weight):
+    """Return the weight, rounded to bfloat16."""
     return weight.bfloat16().to(weight.dtype)
 
 
 def as_int8(weight):
-    """Matrices as their int8 numbers say, the rest as bfloat16."""
+    """Return matrices as their int8 numbers give them, and the rest as bfloat16."""
     rounded = as_bfloat16(weight)
     if weight.dim() != 2:
         return rounded
@@ -107,16 +116,18 @@ def as_int8(weight):
 
 
 def distance(one, other):
+    """Return the norm of the difference relative to ``other``."""
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
 def check_both_dtypes(directory):
+    """Compare compiled and stock model in float32 and in bfloat16."""
     compiled = Built(directory, torch.float32, is_stock=False)
     assert isinstance(compiled.execution.model.module, NativeDecoder)
     stock = Built(directory, torch.float32, is_stock=True)
     error = distance(compiled.logits(), stock.logits())
     assert error <= ERROR_FLOAT32
-    # What is exact for bfloat16: the same rounded weights, computed in float32.
+    # The exact result for bfloat16: the same rounded weights, computed in float32.
     exact = Built(directory, torch.float32, is_stock=True, rounded=as_bfloat16).logits()
     ours, theirs = (
         distance(Built(directory, torch.bfloat16, is_stock=is_stock).logits(), exact)
@@ -142,13 +153,13 @@ def test_a_compiled_decoder_is_the_stock_one(zoo, name):
 
 
 @pytest.mark.parametrize("arch", WIDE)
-def test_so_it_is_at_the_width_of_real_layers(tmp_path, arch):
+def test_a_compiled_decoder_is_the_stock_one_at_the_width_of_real_layers(tmp_path, arch):
     check_both_dtypes(make(tmp_path, arch, WIDE[arch]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2"])
-def test_a_row_gives_the_same_bits_whatever_is_beside_it(zoo, name, dtype):
+def test_a_row_gives_the_same_bits_whatever_rows_are_beside_it(zoo, name, dtype):
     built = Built(zoo.directory(name), dtype, is_stock=False)
     together = built.logits()
     assert torch.equal(built.logits(), together)
@@ -157,7 +168,7 @@ def test_a_row_gives_the_same_bits_whatever_is_beside_it(zoo, name, dtype):
         assert torch.equal(built.logits(row), together[low : low + COUNTS[row]])
 
 
-def test_an_activation_that_is_not_known_is_not_rewritten(zoo):
+def test_a_model_with_an_unknown_activation_is_not_rewritten(zoo):
     model = load(zoo.directory("llama"), torch.float32)
     calls = probe(model, layer_shapes(model.config))
     model.module.model.layers[0].mlp.act_fn = torch.nn.ReLU()
@@ -166,14 +177,14 @@ def test_an_activation_that_is_not_known_is_not_rewritten(zoo):
 
 
 def test_a_weight_is_held_once(zoo):
-    """The bytes of a compiled model are those of its parameters, and padding."""
+    """A compiled model has the bytes of its parameters, and padding."""
     directory = zoo.directory("llama")
     stock = load(directory, torch.float32)
     compiled = Built(directory, torch.float32, is_stock=False).execution.model
     assert stock.num_bytes <= compiled.num_bytes <= 1.05 * stock.num_bytes
 
 
-def test_int8_halves_the_weights_and_computes_what_they_say(zoo):
+def test_int8_halves_the_weights_and_computes_with_their_rounded_values(zoo):
     directory = zoo.directory("llama")
     plain = Built(directory, torch.bfloat16, is_stock=False)
     small = Built(directory, torch.bfloat16, is_stock=False, quantization="int8")
@@ -190,7 +201,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "fields", "why"), REFUSED.values(), ids=REFUSED)
-def test_int8_that_cannot_be_had_is_refused(zoo, name, fields, why):
+def test_impossible_int8_is_refused(zoo, name, fields, why):
     spec = RunnerSpec(str(zoo.directory(name)), kv_bytes=1 << 24, threads=1,
                       quantization="int8", **fields)  # fmt: skip
     with pytest.raises(Exception, match=why) as raised:
@@ -198,8 +209,8 @@ def test_int8_that_cannot_be_had_is_refused(zoo, name, fields, why):
     assert isinstance(raised.value.__cause__, Refusal) or "int8" in str(raised.value)
 
 
-def test_the_memory_told_covers_what_the_largest_step_takes(zoo):
-    """Four chunks of long prompts that nearly fill a step, and what comes after them."""
+def test_the_reported_memory_covers_the_largest_step(zoo):
+    """Four chunks of long prompts nearly fill a step; other steps follow."""
     runner = TorchRunner(RunnerSpec(str(zoo.directory("llama")), kv_bytes=1 << 24, threads=2,
                                     max_num_seqs=4, max_num_batched_tokens=2048))  # fmt: skip
     info = runner.load(lambda _progress: None)

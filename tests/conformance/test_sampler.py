@@ -1,6 +1,6 @@
-"""The sampler against transformers' warpers, exact distributions and itself in other batches.
+"""The sampler against transformers' warpers, exact distributions, and itself in other batches.
 
-Everything is deterministic: fixed generators, fixed seeds; Hypothesis only draws inputs. Both
+Everything is deterministic: fixed generators and seeds; Hypothesis only draws inputs. Both
 implementations, by rows and by batch, pass the same tests and give the same seeded tokens.
 """
 
@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-import engine.model  # noqa: F401  first: sets how long torch's threads spin (D13)
+import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
 
 torch = pytest.importorskip("torch")
 
@@ -22,44 +22,42 @@ from transformers.generation.logits_process import (  # noqa: E402
     TopPLogitsWarper,
 )
 
-from engine.core.types import Sampling  # noqa: E402
-from engine.model import draw_batch, draw_rows, noise, sampler, truncation  # noqa: E402
-from engine.model.masks import Mask  # noqa: E402
-from engine.model.sample_row import needs_prefix  # noqa: E402
-from engine.model.sampler import (  # noqa: E402
-    NothingToSample,
-    SampleRow,
-    gumbel_margin,
-    sample,
-)
+from engine.core.common.types import Sampling  # noqa: E402
+from engine.worker.sampling import candidates, draw_batch, draw_rows, noise, sampler  # noqa: E402
+from engine.worker.sampling.masks import Mask  # noqa: E402
+from engine.worker.sampling.sample_row import needs_prefix  # noqa: E402
+from engine.worker.sampling.sampler import NothingToSample, SampleRow, gumbel_margin, sample  # noqa: E402
 
 pytestmark = pytest.mark.model
 inf = math.inf
 
 
 def generator(seed: int = 0):
+    """Return a generator with a seed."""
     return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(params=["rows", "batch"])
 def way(request, monkeypatch):
-    """`sample` by one of the two implementations."""
+    """Make `sample` use one of the two implementations."""
     use(request.param, monkeypatch)
     return request.param
 
 
 def use(way, patch):
+    """Choose one of the two implementations."""
     patch.setattr(sampler, "_is_by_rows", lambda logits: way == "rows")
 
 
 def kept_ids(way, scores, limits):
-    """Per row the set of ids our truncation leaves."""
+    """Return for each row the set of ids that our truncation keeps."""
     if way == "batch":
         return kept_by_batch(scores, limits)
     return [kept_by_rows(own, one) for own, one in zip(scores, limits, strict=True)]
 
 
 def kept_by_rows(scores, sampling):
+    """Return the ids that the implementation by rows keeps of one row."""
     logits = scores.numpy()
     best = int(logits.argmax())
     with np.errstate(over="ignore"):
@@ -72,15 +70,16 @@ def kept_by_rows(scores, sampling):
 
 
 def kept_by_batch(scores, limits):
+    """Return the ids that the implementation by batch keeps of each row."""
     kept = [set() for _ in limits]
     narrow = [i for i, one in enumerate(limits) if needs_prefix(one, scores.shape[1])]
     wide = [i for i in range(len(limits)) if i not in narrow]
     parts = []
     if narrow:
         own = [limits[i] for i in narrow]
-        parts += truncation.prefixes(tuple(narrow), scores[narrow], own)
+        parts += candidates.prefixes(tuple(narrow), scores[narrow], own)
     if wide:
-        parts.append(truncation.whole(tuple(wide), scores[wide], [limits[i] for i in wide]))
+        parts.append(candidates.whole(tuple(wide), scores[wide], [limits[i] for i in wide]))
     for part in parts:
         columns = torch.arange(part.scores.shape[1]).expand_as(part.scores)
         ids = part.token_ids(columns)
@@ -90,7 +89,7 @@ def kept_by_batch(scores, limits):
 
 
 def warped_ids(scores, sampling):
-    """The same set by transformers, for one row."""
+    """Return the same set for one row, by transformers."""
     scores = scores[None]
     if sampling.top_k:
         scores = TopKLogitsWarper(sampling.top_k)(None, scores)
@@ -102,8 +101,10 @@ def warped_ids(scores, sampling):
 
 
 def distance_to_boundary(scores, sampling):
-    """How near top_p or min_p comes to a different answer, in probability; exact arithmetic
-    differs from float32 there."""
+    """Return how close top_p or min_p comes to another set, in probability.
+
+    Near such a boundary, exact arithmetic differs from float32.
+    """
     weights = [math.exp(s - max(scores)) for s in scores]
     if sampling.top_k:
         kth = sorted(scores)[-min(sampling.top_k, len(scores))]
@@ -137,13 +138,14 @@ samplings = st.builds(
 
 
 def assert_kept_as_transformers(way, row, sampling, prefix):
+    """Check that our truncation keeps the ids that transformers keeps."""
     scores = torch.tensor(row, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(truncation, "PREFIX", prefix)
+        patch.setattr(candidates, "PREFIX", prefix)
         patch.setattr(draw_rows, "PREFIX", prefix)
         ours = kept_ids(way, scores[None], [sampling])[0]
     theirs = warped_ids(scores, sampling)
-    if ours != theirs:  # only which of equal scores at top_p's boundary stay may differ
+    if ours != theirs:  # at top_p's boundary, different ones of several equal scores may stay
         assert sampling.top_p < 1.0
         assert sorted(scores[[*ours]].tolist()) == sorted(scores[[*theirs]].tolist())
         assert len({row[i] for i in ours ^ theirs}) == 1
@@ -187,7 +189,7 @@ def test_candidates_of_a_row_do_not_depend_on_the_other_rows(data, vocab, num_ro
     scores = torch.tensor([data.draw(values) for _ in range(num_rows)])
     limits = [data.draw(samplings) for _ in range(num_rows)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(truncation, "PREFIX", 3)
+        patch.setattr(candidates, "PREFIX", 3)
         patch.setattr(draw_rows, "PREFIX", 3)
         together = kept_ids("batch", scores, limits)
         alone = [kept_ids("batch", scores[i : i + 1], [limits[i]])[0] for i in range(num_rows)]
@@ -221,7 +223,7 @@ def test_a_peaked_top_p_sorts_no_vocabulary(monkeypatch):
     stock_topk = torch.Tensor.topk
     monkeypatch.setattr(torch.Tensor, "topk", topk)
     assert kept_ids("batch", scores, limits) == [{7}, {7}]
-    assert widths == [truncation.PREFIX]
+    assert widths == [candidates.PREFIX]
     assert len(draw_rows.likeliest(scores[0].numpy(), 256)) < 400
 
 
@@ -231,7 +233,7 @@ def test_a_peaked_top_p_sorts_no_vocabulary(monkeypatch):
     repeats=st.integers(1, 20),
     count=st.integers(1, 300),
 )
-def test_thelikeliest_are_complete_and_in_order(values, repeats, count):
+def test_the_likeliest_are_complete_and_in_order(values, repeats, count):
     scores = np.array(values * repeats, np.float32)
     ids = draw_rows.likeliest(scores, count).tolist()
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
@@ -275,7 +277,7 @@ def test_temperatures_towards_zero_become_greedy(way):
 
 
 def chi_square_is_fine(tokens, probabilities):
-    """Below the mean of the statistic plus five of its standard deviations."""
+    """Return whether the statistic is below its mean plus five of its standard deviations."""
     counts = torch.bincount(torch.tensor(tokens), minlength=len(probabilities)).double()
     expected = probabilities * len(tokens)
     assert counts[expected == 0].sum() == 0
@@ -286,6 +288,7 @@ def chi_square_is_fine(tokens, probabilities):
 
 
 def expected_probabilities(logits, sampling):
+    """Return the exact probabilities of one row's tokens."""
     scores = logits.double() / sampling.temperature
     keep = kept_ids("batch", (logits / sampling.temperature)[None], [sampling])[0]
     mask = torch.full_like(scores, -inf)
@@ -304,7 +307,7 @@ SETTINGS = [
 
 
 def variants(sampling, num_draws):
-    """The same settings unseeded, and seeded along each of a draw's three counters."""
+    """Return the same settings unseeded, and seeded along each of a draw's three counters."""
     from dataclasses import replace
 
     yield [SampleRow(sampling, 0)] * num_draws
@@ -349,7 +352,7 @@ def test_a_token_of_probability_zero_is_never_drawn(way):
     spread=st.sampled_from([0.0, 0.3, 2.0, 30.0]),
 )
 def test_a_seeded_token_is_the_argmax_of_score_plus_noise(seed, position, vocab, spread):
-    """Pruning changes nothing."""
+    """Pruning changes no token."""
     logits = torch.randn(5, vocab, generator=generator(vocab)) * spread
     for choice, temperature in ((0, 1.0), (3, 0.5)):
         sampling = Sampling(temperature=temperature, seed=seed, choice=choice)
@@ -368,6 +371,7 @@ def test_a_seeded_token_is_the_argmax_of_score_plus_noise(seed, position, vocab,
 
 
 def mixed_rows(count):
+    """Return rows of every kind of sampling."""
     kinds = [
         {},
         {"top_p": 0.9},
@@ -385,7 +389,7 @@ def mixed_rows(count):
 
 @pytest.mark.parametrize("vocab", [97, 5000, 49_152])
 def test_both_ways_give_the_same_seeded_tokens(vocab, monkeypatch):
-    """Where the margin is not float noise; a device and a CPU then agree too."""
+    """The rows have margins above float noise; a device and a CPU agree then, too."""
     logits = torch.randn(96, vocab, generator=generator(vocab)) * 2.5
     rows = mixed_rows(96)
     use("rows", monkeypatch)
@@ -454,7 +458,7 @@ def test_an_unseeded_batch_repeats_with_its_generator(way):
 
 
 def test_noise_never_changes():
-    """Pinned: another value here means that every seeded text ever produced has changed."""
+    """The values are pinned: another value would mean that every seeded text has changed."""
     assert noise.draw_key(0, 0, 0) == PINNED_KEYS[0]
     assert noise.draw_key(2**64 - 1, 15, 100_000) == PINNED_KEYS[1]
     key, ids = noise.draw_key(42, 1, 9), [0, 1, 151_935]
@@ -468,7 +472,7 @@ PINNED_UNIFORMS = [0.255047457777981, 0.38398295828921036, 0.4106591962291607]
 
 
 def test_noise_is_splitmix64():
-    """Against the published generator, started at the key."""
+    """The oracle is the published generator, started at the key."""
     key = noise.draw_key(1, 2, 3)
     state, mask, bits = key, 2**64 - 1, []
     for _ in range(50):
@@ -555,7 +559,7 @@ COPIES = ("tolist", "item", "numpy", "__bool__", "__int__", "__float__")
 
 
 def test_rows_of_every_kind_come_to_the_host_in_one_copy(monkeypatch):
-    """Greedy, unseeded and seeded, edited and masked; top_k and top_p ask in between."""
+    """Greedy, unseeded and seeded, edited and masked rows, with top_k and top_p among them."""
     kinds = [Sampling(temperature=0.0), Sampling(), Sampling(seed=1), Sampling(min_p=0.1, seed=2)]
     rows = [SampleRow(kind, 0, banned) for kind in kinds for banned in (frozenset(), {3})]
     mask = Mask(2, (0,))
@@ -572,7 +576,7 @@ def test_rows_of_every_kind_come_to_the_host_in_one_copy(monkeypatch):
     assert copies == ["tolist"]
 
 
-def test_rows_and_logits_must_agree_and_no_rows_are_fine():
+def test_rows_and_logits_must_agree_and_an_empty_batch_is_allowed():
     with pytest.raises(ValueError, match="2 rows"):
         sample(torch.zeros(3, 5), [SampleRow(Sampling(), 0)] * 2, generator())
     assert sample(torch.zeros(0, 5), [], generator()) == []

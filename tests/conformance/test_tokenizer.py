@@ -1,4 +1,4 @@
-"""`HfTokenizer` against transformers' AutoTokenizer on the same directory, and its own rules."""
+"""`HfTokenizer` against transformers' AutoTokenizer on the same folder, and its own rules."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import engine.model  # noqa: F401  first: sets how long torch's threads spin (D13)
+import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
 
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -16,12 +16,12 @@ transformers = pytest.importorskip("transformers")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from engine.core.plan import Tokenizer  # noqa: E402
-from engine.core.types import Stops  # noqa: E402
+from engine.core.common.types import Stops  # noqa: E402
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge, SpawnFailed  # noqa: E402
-from engine.model.detokenizer import TextState  # noqa: E402
-from engine.model.encoder_tokenizer import InputTokenizer  # noqa: E402
-from engine.model.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
+from engine.worker.encoders.tokenizer import InputTokenizer  # noqa: E402
+from engine.worker.interface import Tokenizer  # noqa: E402
+from engine.worker.text.detokenizer import TextState  # noqa: E402
+from engine.worker.text.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
 from tests.support import toy_tokenizers  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -47,7 +47,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module", params=sorted(toy_tokenizers.ALL))
 def both(request, tmp_path_factory):
-    """Ours and transformers' tokenizer of one directory."""
+    """Return our tokenizer and transformers' of one folder."""
     directory = toy_tokenizers.save(request.param, tmp_path_factory.mktemp(request.param))
     config = json.dumps({"model_type": MODEL_TYPES[request.param]})
     (directory / "config.json").write_text(config)
@@ -57,10 +57,12 @@ def both(request, tmp_path_factory):
 
 @pytest.fixture
 def directory(tmp_path):
+    """Return a folder with a tokenizer of Qwen's kind."""
     return toy_tokenizers.save("qwen_like", tmp_path)
 
 
 def ids_of(theirs, text, add):
+    """Return transformers' ids of a text."""
     return tuple(theirs(text, add_special_tokens=add)["input_ids"])
 
 
@@ -113,7 +115,7 @@ def test_spans_are_code_points_of_the_input(both):
     assert tuple(s.token_id for s in spans) == ours.encode(text)
     inside = [s for s in spans if s.start < s.end]
     covered = {i for s in inside for i in range(s.start, s.end)}
-    # A tokenizer.json with trim_offsets leaves the space before a word to nobody.
+    # With trim_offsets in tokenizer.json, the space before a word belongs to no token.
     assert covered | {i for i, c in enumerate(text) if c == " "} == set(range(len(text)))
     dog = [s for s in spans if text[s.start : s.end].strip() == "🐕"]
     assert len(dog) >= 2, "split into bytes, which share the character"
@@ -138,7 +140,7 @@ def test_token_text_shows_a_token_as_inside_a_text(both):
     assert ours.token_text(ours.vocab_size + 5) == ""
 
 
-def test_it_is_the_cores_tokenizer(both):
+def test_the_tokenizer_implements_the_interface(both):
     assert isinstance(both[0], Tokenizer)
 
 
@@ -152,7 +154,7 @@ def test_a_lone_surrogate_is_the_clients_mistake(both, text):
         assert "a\udfffb" not in str(caught.value)
 
 
-def test_what_the_model_has_no_token_for_is_the_clients_mistake():
+def test_a_character_without_a_token_is_the_clients_mistake():
     from tokenizers import Tokenizer as Backend
     from tokenizers import models
 
@@ -198,6 +200,7 @@ def test_special_tokens_map_counts_where_the_config_lists_no_added_tokens(direct
 
 
 def added_fields(token):
+    """Return the fields of an added token that matter."""
     names = ("content", "special", "lstrip", "rstrip", "single_word", "normalized")
     return {name: getattr(token, name) for name in names}
 
@@ -224,7 +227,7 @@ def test_tokens_that_only_the_config_names_are_added_as_transformers_does(direct
 
 def test_loading_imports_neither_torch_nor_transformers(directory):
     code = (
-        "import sys; from engine.model.tokenizer import load_tokenizer;"
+        "import sys; from engine.worker.text.tokenizer import load_tokenizer;"
         f"load_tokenizer({str(directory)!r}).encode('hi');"
         "banned = {'torch', 'transformers', 'grpc', 'asyncio', 'jinja2'};"
         "sys.exit(', '.join(banned & sys.modules.keys()) or 0)"
@@ -242,6 +245,7 @@ MESSAGES = [
 
 
 def write_template(directory, template):
+    """Write a chat template into a model's folder, and return its tokenizer."""
     (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     return load_tokenizer(directory)
 
@@ -260,7 +264,7 @@ def test_a_chat_renders_as_in_transformers(directory):
         assert ours.encode(text, add_special_tokens=False) == tuple(encoded["input_ids"])
 
 
-def test_a_template_sees_tools_arguments_special_tokens_and_no_none(directory):
+def test_a_template_gets_tools_arguments_and_special_tokens_but_no_none(directory):
     template = (
         "{{ eos_token }}|{{ tools[0].name if tools else 'none' }}|{{ enable_thinking }}|"
         "{{ 'name' in messages[1] }}|{{ {'a': '<é>'} | tojson }}"
@@ -406,15 +410,15 @@ LOOPS = "{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %
         "{% set x = range(99999) | list %}" + LOOPS,
     ],
 )
-def test_a_template_without_end_is_ended(directory, template, monkeypatch):
-    monkeypatch.setattr("engine.model.templates.SECONDS_MAX", 0.2)
+def test_an_endless_template_is_ended(directory, template, monkeypatch):
+    monkeypatch.setattr("engine.worker.text.templates.SECONDS_MAX", 0.2)
     with pytest.raises(InvalidRequest, match=r"chat: takes .* longer than 0\.2 s"):
         write_template(directory, template).render_chat(MESSAGES)
     assert write_template(directory, "ok").render_chat(MESSAGES) == "ok"
 
 
 def test_a_template_writes_no_more_than_it_may(directory, monkeypatch):
-    monkeypatch.setattr("engine.model.templates.CHARS_MAX", 1000)
+    monkeypatch.setattr("engine.worker.text.templates.CHARS_MAX", 1000)
     template = "{% for i in range(1001) %}x{% endfor %}"
     with pytest.raises(RequestTooLarge, match="becomes 1001 characters, of at most 1000"):
         write_template(directory, template).render_chat(MESSAGES)
@@ -443,6 +447,7 @@ def test_a_marker_that_is_a_special_token_is_found_and_can_be_shown():
 
 
 def pairs_of(backend, max_tokens):
+    """Return the tokenizer of a cross-encoder's pairs."""
     return InputTokenizer(backend, max_tokens=max_tokens, prompts={}, special_ids=frozenset())
 
 
@@ -462,7 +467,7 @@ def test_a_long_query_is_cut_as_if_each_pair_had_all_of_it(make, max_tokens):
         cut = [tuple(backend.encode(query, document).ids) for document in documents]
         assert [one.input.token_ids for one in found] == cut
         for one, full in zip(found, whole, strict=True):
-            assert abs(one.full_tokens - full) < 4  # a query may be cut inside of a character
+            assert abs(one.full_tokens - full) < 4  # a query may be cut inside a character
             assert (one.full_tokens > max_tokens) == (full > max_tokens)
 
 

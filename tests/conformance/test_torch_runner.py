@@ -1,5 +1,8 @@
-"""`TorchRunner` keeps the contract of `engine.core.plan`: values for one row's failure, nothing
-changed by a step that raises, forks, preemption, threads, isolation of sequences."""
+"""`TorchRunner` keeps the contract of `engine.core.text.plan`.
+
+A row's failure is a value, a step that raises changes nothing, and forks, preemption, threads and
+isolation of sequences are right.
+"""
 
 import pickle
 import random
@@ -10,21 +13,21 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.core.plan import (  # noqa: E402
+from engine.core.common.steps import RowFailure  # noqa: E402
+from engine.core.common.types import BlockId, EndReason, PlanId, Sampling, SequenceId, Stops  # noqa: E402
+from engine.core.text.plan import (  # noqa: E402
     AdmittedSequence,
     BlockDelta,
     Logits,
     Row,
-    RowFailure,
     RowResult,
-    RunnerSpec,
     StepPlan,
 )
-from engine.core.types import BlockId, EndReason, PlanId, Sampling, SequenceId, Stops  # noqa: E402
 from engine.errors import EngineBug  # noqa: E402
-from engine.model import runner as runner_module  # noqa: E402
-from engine.model import sequences  # noqa: E402
-from engine.model.runner import TorchRunner, is_out_of_memory  # noqa: E402
+from engine.worker import sequences  # noqa: E402
+from engine.worker import text_runner as runner_module  # noqa: E402
+from engine.worker.interface import RunnerSpec  # noqa: E402
+from engine.worker.text_runner import TorchRunner, is_out_of_memory  # noqa: E402
 from tests.support.mini_planner import GREEDY, MiniPlanner  # noqa: E402
 from tests.support.model_zoo import WAYS, Zoo, load_runner  # noqa: E402
 
@@ -35,6 +38,7 @@ LENGTHS = (5, 16, 33, 80)
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
+    """Yield the tiny models."""
     zoo = Zoo(tmp_path_factory.mktemp("zoo"))
     yield zoo
     zoo.close()
@@ -42,15 +46,18 @@ def zoo(tmp_path_factory):
 
 @pytest.fixture(params=WAYS)
 def loaded(zoo, request):
+    """Return the tiny Llama model, run in each way."""
     return zoo.load("llama", request.param)
 
 
 def prompt_of(length, seed=0):
+    """Return a random prompt, the same for the same arguments."""
     rng = random.Random(f"{seed} {length}")
     return [rng.randrange(1, 512) for _ in range(length)]
 
 
 def alone(loaded, prompt, num_new=24, sampling=GREEDY):
+    """Return the output of a prompt that runs alone."""
     planner = MiniPlanner(loaded.runner, loaded.info, seed=1)
     one = planner.add(prompt, num_new, sampling=sampling)
     planner.run()
@@ -58,6 +65,7 @@ def alone(loaded, prompt, num_new=24, sampling=GREEDY):
 
 
 def one_row_plan(sequence=1, prompt=(5, 6, 7), *, logits=Logits.LAST, stops=None, **row):
+    """Return a plan that admits one sequence and computes one row of it."""
     new = AdmittedSequence(SequenceId(sequence), prompt, GREEDY, stops or Stops(max_tokens=9), None)
     blocks = BlockDelta(0, (BlockId(3),))
     fields = {"start": 0, "count": len(prompt), "blocks": blocks, "logits": logits} | row
@@ -65,6 +73,7 @@ def one_row_plan(sequence=1, prompt=(5, 6, 7), *, logits=Logits.LAST, stops=None
 
 
 def release(loaded, *ids):
+    """Let the runner forget sequences."""
     loaded.runner.execute(StepPlan(PlanId(9), (), released=tuple(SequenceId(i) for i in ids)))
 
 
@@ -81,8 +90,8 @@ STAGES = {
 
 @pytest.mark.parametrize("where", STAGES)
 @pytest.mark.parametrize("at", [0, 1, 4])
-def test_a_step_that_raises_can_be_told_again(loaded, monkeypatch, where, at):
-    """Interrupted at any stage of any step, the output is the same."""
+def test_a_step_that_raises_can_be_executed_again(loaded, monkeypatch, where, at):
+    """The output is the same, whatever stage of whatever step is interrupted."""
     prompts = [prompt_of(n) for n in LENGTHS]
     wanted = [alone(loaded, prompt, 6) for prompt in prompts]
     planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
@@ -106,10 +115,11 @@ def test_a_step_that_raises_can_be_told_again(loaded, monkeypatch, where, at):
 
 
 def fail(*_args, **_fields):
+    """Raise an error."""
     raise ZeroDivisionError("planted")
 
 
-def test_a_plan_told_twice_with_its_admissions_is_the_same(loaded, monkeypatch):
+def test_a_plan_executed_twice_with_its_admissions_gives_the_same(loaded, monkeypatch):
     plan = one_row_plan()
     wanted = loaded.runner.execute(plan).rows
     release(loaded, 1)
@@ -119,7 +129,7 @@ def test_a_plan_told_twice_with_its_admissions_is_the_same(loaded, monkeypatch):
             loaded.runner.execute(plan)
     assert loaded.runner.execute(plan).rows == wanted
     release(loaded, 1)
-    release(loaded, 1)  # forgetting twice is nothing
+    release(loaded, 1)  # a sequence may be forgotten twice
 
 
 @pytest.mark.parametrize(
@@ -163,7 +173,7 @@ BUGS = {
 
 
 @pytest.mark.parametrize(("plan", "change"), BUGS.values(), ids=BUGS)
-def test_a_plan_that_breaks_the_contract_is_our_bug(loaded, plan, change):
+def test_a_plan_that_breaks_the_contract_is_an_engine_bug(loaded, plan, change):
     with pytest.raises(EngineBug):
         loaded.runner.execute(replace(plan, **change))
     release(loaded, 1)
@@ -191,7 +201,7 @@ def test_logits_that_are_not_finite_fail_their_row_only(loaded):
 
 
 def test_a_row_that_cannot_be_drawn_fails_alone(loaded):
-    """Every id but one banned, and that one too before min_tokens."""
+    """Every id is banned except one, and that one before min_tokens."""
     nothing = Sampling(temperature=0.0, allowed_token_ids=())
     planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
     all_ids = frozenset(range(512))
@@ -203,7 +213,7 @@ def test_a_row_that_cannot_be_drawn_fails_alone(loaded):
     assert bad.failure.phase == "sample"
 
 
-def test_a_text_that_fails_costs_its_row_only(loaded, monkeypatch):
+def test_a_text_that_fails_ends_only_its_row(loaded, monkeypatch):
     wanted = alone(loaded, [4], 4)
     stock = sequences.TextState.push
     planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
@@ -227,7 +237,7 @@ def test_a_text_that_fails_costs_its_row_only(loaded, monkeypatch):
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 50])
 def test_children_share_the_prompt_and_go_their_own_way(loaded, length):
-    """Each choice of n is what a request of its own with that choice index gets."""
+    """Each choice of n is what a request of its own gets with that choice index."""
     prompt = prompt_of(length)
     sampling = Sampling(temperature=1.2, seed=7)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=4)
@@ -307,6 +317,7 @@ def test_a_cached_prefix_is_not_computed_again(loaded):
 
 
 def fill_cache(loaded, value):
+    """Fill the whole cache with a value."""
     cache = loaded.runner._cache
     with torch.inference_mode():
         for tensor in (*cache.keys, *cache.values):
@@ -359,10 +370,10 @@ EDITED = {
 
 @pytest.mark.parametrize("name", EDITED)
 def test_edited_logits_survive_batching_preemption_and_forks(loaded, name):
-    """A choice's penalties count its own output only, whatever became of its blocks."""
+    """A choice's penalties count only its own output, whatever happened to its blocks."""
     sampling = EDITED[name]
     wanted = [alone(loaded, prompt_of(n), 20, sampling) for n in LENGTHS]
-    assert wanted != [alone(loaded, prompt_of(n), 20) for n in LENGTHS], "the edit does something"
+    assert wanted != [alone(loaded, prompt_of(n), 20) for n in LENGTHS], "the edit has an effect"
     planner = MiniPlanner(loaded.runner, loaded.info, seed=9)
     done = [planner.add(prompt_of(n), 20, sampling=sampling) for n in LENGTHS]
     planner.add(prompt_of(33), 20, sampling=sampling, choices=3)
@@ -424,7 +435,7 @@ def test_every_call_may_come_from_another_thread(loaded):
     states = []
 
     def step():
-        torch.set_num_threads(2)  # as another worker's step could have left it
+        torch.set_num_threads(2)  # another worker's step could have left this setting
         planner.step([one])
         states.append((torch.get_num_threads(), torch.is_inference_mode_enabled()))
 

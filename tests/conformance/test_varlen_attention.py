@@ -1,9 +1,9 @@
-"""CUDA's attention hands its kernel what it needs: with a stand-in for the kernel, its outputs are
-the reference's, and a model's tokens are transformers' own (D12).
+"""CUDA's attention gives its kernel the right arguments (D12).
 
-The stand-in is attention as `varlen_attn` documents it, in plain torch, over arguments that must
-fit the kernel's own signature and checks. Where there is a GPU, the file has two tests more, which
-run the kernel.
+With a stand-in for the kernel, the outputs are the reference's, and a model's tokens are
+transformers' own. The stand-in is attention as `varlen_attn` documents it, in plain torch, over
+arguments that must fit the kernel's own signature and checks. With a GPU, two more tests run the
+kernel.
 """
 
 import math
@@ -17,17 +17,17 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from engine.core.plan import RunnerSpec  # noqa: E402
-from engine.model import varlen_attention  # noqa: E402
-from engine.model.architectures import LayerShape  # noqa: E402
-from engine.model.attention import AttentionCall  # noqa: E402
-from engine.model.backends import pick_backend, prepare  # noqa: E402
-from engine.model.kv_cache import KvCache  # noqa: E402
-from engine.model.packing import pack  # noqa: E402
-from engine.model.reference import ReferenceBackend  # noqa: E402
-from engine.model.refusal import Refusal  # noqa: E402
-from engine.model.runner import TorchRunner  # noqa: E402
-from engine.model.varlen_attention import VarlenBackend, VarlenStep, varlen_attn  # noqa: E402
+from engine.worker.forward import varlen_attention  # noqa: E402
+from engine.worker.forward.attention import AttentionCall  # noqa: E402
+from engine.worker.forward.backends import pick_backend, prepare  # noqa: E402
+from engine.worker.forward.kv_cache import KvCache  # noqa: E402
+from engine.worker.forward.packing import pack  # noqa: E402
+from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
+from engine.worker.forward.varlen_attention import VarlenBackend, VarlenStep, varlen_attn  # noqa: E402
+from engine.worker.interface import RunnerSpec  # noqa: E402
+from engine.worker.load.architectures import LayerShape  # noqa: E402
+from engine.worker.load.refusal import Refusal  # noqa: E402
+from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import REFERENCE, ZOO, Zoo  # noqa: E402
 from tests.support.parity import Tally  # noqa: E402
@@ -36,11 +36,11 @@ pytestmark = pytest.mark.model
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
-CAPPED = "gemma2"  # its scores are, which the kernel cannot
+CAPPED = "gemma2"  # its scores have a soft cap, which the kernel lacks
 
 
 def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **keywords):
-    """`varlen_attn` without a GPU, one row and one query after another."""
+    """Compute `varlen_attn` without a GPU, one row and one query after another."""
     check_arguments(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, keywords)
     groups = query.shape[1] // key.shape[1]
     left, right = keywords["window_size"]
@@ -61,7 +61,7 @@ def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **keywords):
 
 
 def check_arguments(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, keywords):
-    """What the kernel checks, and what it trusts."""
+    """Check what the kernel checks, and what it assumes."""
     tensors = [one.to("meta") for one in (query, key, value, cu_seq_q, cu_seq_k)]
     assert varlen_attn(*tensors, max_q, max_k, **keywords).shape == query.shape
     assert query.dtype == key.dtype == value.dtype
@@ -78,6 +78,7 @@ def check_arguments(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, keyword
 
 @pytest.fixture
 def without_gpu(monkeypatch):
+    """Put the stand-in in the kernel's place."""
     monkeypatch.setattr(varlen_attention, "varlen_attn", stand_in)
 
 
@@ -86,13 +87,13 @@ def without_gpu(monkeypatch):
 
 @st.composite
 def layouts(draw):
-    """Rows of a step: chunks of prompts and decodes, some behind a prefix that they share."""
+    """Draw the rows of a step: chunks of prompts and decodes, some behind a shared prefix."""
     block_size = draw(st.sampled_from([1, 2, 4, 16, 256]))
-    prefixes = draw(st.lists(st.integers(1, 3), max_size=2))  # blocks of each
+    prefixes = draw(st.lists(st.integers(1, 3), max_size=2))  # blocks of each prefix
     rows = draw(st.lists(st.tuples(
-        st.sampled_from([None, *range(len(prefixes))]),  # which prefix
-        st.integers(0, 40),  # tokens known beside it
-        st.one_of(st.just(1), st.integers(1, 40)),  # tokens computed
+        st.sampled_from([None, *range(len(prefixes))]),  # the row's prefix
+        st.integers(0, 40),  # tokens known after the prefix
+        st.one_of(st.just(1), st.integers(1, 40)),  # tokens to compute
     ), min_size=1, max_size=6))  # fmt: skip
     return block_size, prefixes, rows
 
@@ -102,7 +103,7 @@ WINDOWS = st.sampled_from([None, 1, 2, 7, 40, 600])
 
 
 def lay_out(layout, rng):
-    """Packed rows over shuffled blocks, and how many blocks there are."""
+    """Return packed rows over shuffled blocks, and the number of blocks."""
     block_size, prefixes, rows = layout
     starts = [(0 if p is None else prefixes[p] * block_size) + known for p, known, _ in rows]
     counts = [count for _, _, count in rows]
@@ -119,7 +120,7 @@ def lay_out(layout, rng):
 
 
 def fill(cache, rows):
-    """Numbers wherever an earlier step wrote; NaN elsewhere."""
+    """Write numbers wherever an earlier step wrote, and NaN elsewhere."""
     written = {
         int(slot)
         for row, start in enumerate(rows.starts.tolist())
@@ -132,7 +133,7 @@ def fill(cache, rows):
 
 
 def caches(rows, num_blocks, shape, *kinds):
-    """The same numbers in each of ``kinds``, (dtype, device)."""
+    """Return caches with the same numbers for each of ``kinds``, (dtype, device)."""
     _, kv_heads, width = shape
     made = [
         KvCache([LayerShape(kv_heads, width)] * 2, num_blocks, rows.block_size,
@@ -148,7 +149,7 @@ def caches(rows, num_blocks, shape, *kinds):
 
 
 def numbers(rows, shape, dtype):
-    """Query, key and value, strided as a model's are."""
+    """Return query, key and value, with a model's strides."""
     heads, kv_heads, width = shape
     return [
         torch.randn(n, rows.num_tokens, width).to(dtype).transpose(0, 1)
@@ -159,7 +160,7 @@ def numbers(rows, shape, dtype):
 @given(layout=layouts(), shape=SHAPES, windows=st.tuples(WINDOWS, WINDOWS), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=150)
 def test_any_step_is_the_references(layout, shape, windows, seed):
-    """Two layers, each with a window of its own, over one prepared step."""
+    """Two layers, each with a window of its own, use one prepared step."""
     torch.manual_seed(seed)
     rows, num_blocks = lay_out(layout, random.Random(seed))
     kind = (torch.float64, CPU)
@@ -176,8 +177,8 @@ def test_any_step_is_the_references(layout, shape, windows, seed):
         assert torch.equal(own, wanted) or torch.equal(own.isnan(), wanted.isnan())
 
 
-def test_a_layer_sends_the_device_nothing(without_gpu, monkeypatch):
-    """Everything is made in `prepare`, and sent in one copy."""
+def test_a_layer_sends_nothing_to_the_device(without_gpu, monkeypatch):
+    """`prepare` makes everything and sends it in one copy."""
     sent = []
     monkeypatch.setattr(
         varlen_attention, "send", lambda *inputs: sent.append(inputs) or SEND(*inputs)
@@ -201,6 +202,7 @@ SEND = varlen_attention.send
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
+    """Yield the tiny models."""
     zoo = Zoo(tmp_path_factory.mktemp("zoo"))
     yield zoo
     zoo.close()
@@ -208,7 +210,7 @@ def zoo(tmp_path_factory):
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name != CAPPED])
 def test_a_models_tokens_are_transformers_own(zoo, without_gpu, name):
-    """Chunks of prompts beside decodes, windows shorter than the prompts."""
+    """Chunks of prompts run beside decodes, with windows shorter than the prompts."""
     loaded = zoo.load(name)
     spec = RunnerSpec(str(loaded.directory), dtype="float32", kv_bytes=1 << 24, threads=1)
     runner = TorchRunner(spec, VarlenBackend())
@@ -234,13 +236,14 @@ PLAIN = [AttentionCall(0, 1.0), AttentionCall(1, 1.0, sliding_window=24)]
 
 
 def pick(monkeypatch, device=CUDA, dtype=torch.bfloat16, width=64, calls=PLAIN, capability=(8, 0)):
+    """Return the backend that is chosen for a device."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     return pick_backend(device, dtype, [LayerShape(2, width)], calls)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [8, 64, 80, 256])
-def test_cuda_has_its_own(monkeypatch, dtype, width):
+def test_cuda_has_its_own_backend(monkeypatch, dtype, width):
     backend, _ = pick(monkeypatch, dtype=dtype, width=width)
     assert isinstance(backend, VarlenBackend)
 
@@ -257,17 +260,17 @@ def test_cuda_has_its_own(monkeypatch, dtype, width):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_kernel_cannot_do_the_reference_does(monkeypatch, fields, why):
+def test_the_reference_does_what_the_kernel_cannot(monkeypatch, fields, why):
     backend, reason = pick(monkeypatch, **fields)
     assert isinstance(backend, ReferenceBackend)
     assert why in reason
 
 
-def test_a_cpu_never_has_it(monkeypatch):
+def test_a_cpu_never_has_cudas_backend(monkeypatch):
     assert not isinstance(pick(monkeypatch, device=CPU)[0], VarlenBackend)
 
 
-def test_it_says_what_it_runs_and_refuses_int8(zoo, monkeypatch):
+def test_the_backend_names_its_kernel_and_refuses_int8(zoo, monkeypatch):
     runner = zoo.load("llama", REFERENCE).runner
     chosen = pick(monkeypatch)
     told = prepare(runner._model, *chosen, PLAIN, runner._cache).reason
@@ -278,7 +281,7 @@ def test_it_says_what_it_runs_and_refuses_int8(zoo, monkeypatch):
 
 # --- the kernel itself ----------------------------------------------------------------------
 
-if torch.cuda.is_available():  # nobody is to take what cannot run for what was left out
+if torch.cuda.is_available():  # without a GPU these tests do not exist
 
     @given(layout=layouts(), shape=SHAPES, window=WINDOWS, seed=st.integers(0, 99))
     @settings(deadline=None, max_examples=150)
@@ -295,8 +298,11 @@ if torch.cuda.is_available():  # nobody is to take what cannot run for what was 
 
     @pytest.mark.parametrize("name", [name for name in ZOO if name != CAPPED])
     def test_a_model_on_a_gpu_is_near_the_reference(zoo, name):
-        """First tokens of 32 prompts, against float32. The reference in bfloat16, on a CPU, has up
-        to 4 others, and attention that is wrong has nearly all."""
+        """Compare the first tokens of 32 prompts with float32.
+
+        The reference in bfloat16 on a CPU differs in up to 4 of them; wrong attention, in nearly
+        all.
+        """
         loaded = zoo.load(name)
         spec = RunnerSpec(
             str(loaded.directory), device="cuda", dtype="bfloat16", kv_bytes=1 << 24, threads=1

@@ -1,5 +1,4 @@
-"""`pytest tests/golden --rewrite` writes what the scripts print now; commit only what you
-understand."""
+"""Add `--rewrite`, which writes the scripts' present output; commit only what you understand."""
 
 
 def pytest_addoption(parser):

@@ -1,6 +1,6 @@
 """The scheduler's decisions, written down: every script prints what it printed before.
 
-`pytest tests/golden --rewrite` writes the new output; the language is in `tests.support.golden`.
+`pytest tests/golden --rewrite` writes the new output. `tests.support.golden` has the language.
 """
 
 from __future__ import annotations

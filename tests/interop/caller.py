@@ -1,11 +1,11 @@
-"""Runs a client written in another language, and tells what it heard.
+"""Run a client written in another language, and return what it received.
 
-A client is a program, `tests/interop/clients/client.*`. It takes the server's address as its
-argument and calls from standard input: a JSON list of ``{method, request, deadline_s,
-cancel_after}``, which it makes one after the other on one channel. A request and a message are in
-proto's JSON with the fields' own names; ``cancel_after`` is a number of messages. On standard
-output it tells, per call, ``{messages, code, text, details}``: of an error, its code's number, its
-text, and its google.rpc details by name.
+A client is a program, `tests/interop/clients/client.*`. Its argument is the server's address. Its
+standard input is a JSON list of calls, ``{method, request, deadline_s, cancel_after}``, which it
+makes one after the other on one channel. Requests and messages are in proto's JSON with the fields'
+own names; ``cancel_after`` is a number of messages. Its standard output has, for each call,
+``{messages, code, text, details}``: of an error, its code's number, its text, and its google.rpc
+details by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT_S = 50.0
 
 @dataclass(frozen=True)
 class Told:
-    """What a client heard of one call. A field that has its default is missing in a message."""
+    """What a client received for one call. A field that has its default is missing in a message."""
 
     messages: list[dict[str, Any]]
     code: int = 0
@@ -33,16 +33,16 @@ class Told:
 
     @property
     def kinds(self) -> list[str]:
-        """Which event each of Generate's messages is."""
+        """Return which event each of Generate's messages is."""
         return [next(k for k in ("started", "delta", "finished") if k in m) for m in self.messages]
 
     @property
     def story(self) -> str:
-        """The text of Generate's Deltas."""
+        """Return the text of Generate's Deltas."""
         return "".join(m["delta"].get("text", "") for m in self.messages if "delta" in m)
 
     def by_index(self) -> list[dict[str, Any]]:
-        """Embed's or Rerank's messages in the order of their inputs; each came once."""
+        """Return Embed's or Rerank's messages in the order of their inputs."""
         found = {message.get("index", 0): message for message in self.messages}
         assert sorted(found) == list(range(len(self.messages)))
         return [found[index] for index in sorted(found)]

@@ -1,4 +1,4 @@
-"""Puts other projects' tools at the disposal of the interop tests: buf, Node.js and Ruby."""
+"""The interop tests' tools of other projects: buf, Node.js and Ruby."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ CLIENTS = Path(__file__).resolve().parent / "clients"
 
 @pytest.fixture(scope="session")
 def buf() -> Path:
-    """Path of the buf command."""
+    """Return the path of the buf command."""
     toolchains.need_npm()
     return toolchains.BUF
 
 
 @pytest.fixture(scope="session")
 def node() -> Caller:
-    """A client of @grpc/grpc-js, which reads the protos as they are."""
+    """Return a client of @grpc/grpc-js, which reads the protos as they are."""
     toolchains.need_npm()
     return Caller([shutil.which("node") or "node", CLIENTS / "client.js"])
 
 
 @pytest.fixture(scope="session")
 def ruby(tmp_path_factory: pytest.TempPathFactory) -> Caller:
-    """A client of Ruby's gRPC, with the code that protoc makes of the protos."""
+    """Return a client of Ruby's gRPC, with the code that protoc makes of the protos."""
     stubs = toolchains.make_ruby_stubs(tmp_path_factory.mktemp("ruby"))
     return Caller(["ruby", "-I", stubs, CLIENTS / "client.rb"], os.environ | {"RUBYOPT": ""})
 
 
 @pytest.fixture(scope="session", params=["node", "ruby"])
 def caller(request: pytest.FixtureRequest) -> Caller:
-    """Each of the clients in turn."""
+    """Return each of the clients in turn."""
     return request.getfixturevalue(request.param)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support import encode_wire
 from tests.support.server import real
 from tests.support.wire import SERVING, ended, generate, health, wait_idle, wait_until
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.model]
 CANCELLED, INVALID_ARGUMENT, DEADLINE_EXCEEDED, UNAVAILABLE = 1, 3, 4, 14
 TEXTS = ["the dog", "a cat by the river: ein Fluß, 川", "snow on the road to the old house"]
 STORY = {"text": "Once upon a time", "sampling": {"seed": 7, "max_tokens": 40}}
-ENDLESS = {  # some seconds of work on any machine, and none for who reads none of it
+ENDLESS = {  # seconds of work on any machine, unless the reader leaves
     "text": "Once",
     "n": 16,
     "sampling": {"ignore_eos": True, "max_tokens": 2000},
@@ -25,6 +26,7 @@ ENDLESS = {  # some seconds of work on any machine, and none for who reads none 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
+    """Yield a server with the story model and two random encoders."""
     folder = tmp_path_factory.mktemp("encoders")
     embedder = make_embedder(folder / "embedder", normalize=True)
     reranker = make_reranker(folder / "reranker")
@@ -56,14 +58,14 @@ def test_a_cancel_ends_the_servers_work(caller, server):
     wait_idle(server.channel)
 
 
-def test_a_deadline_ends_both_sides_and_the_server_says_how_far_it_came(caller, server):
+def test_a_deadline_ends_both_sides_and_the_status_has_the_progress(caller, server):
     before = ended(server.channel).get("deadline", 0)
     calls = [{"method": "Generate", "request": ENDLESS, "deadline_s": 0.6}] * 4
     all_told = caller.calls(server.address, *calls)
     assert [told.code for told in all_told] == [DEADLINE_EXCEEDED] * 4
     wait_until(lambda: ended(server.channel).get("deadline", 0) == before + 4)
     wait_idle(server.channel)
-    # The server's word comes 20 ms before the client's own timer: on a busy machine, not always.
+    # The server ends the call 20 ms before the client's own timer; on a busy machine, not always.
     infos = [told.details["ErrorInfo"] for told in all_told if told.details]
     assert infos
     assert {info["reason"] for info in infos} == {"DEADLINE_EXCEEDED"}
@@ -87,17 +89,17 @@ def test_a_refusal_names_every_field_and_the_next_request_works(caller, server):
 
 
 def test_a_refusal_that_will_pass_says_when_to_try_again(caller, server):
-    control = control_pb2_grpc.ControlStub(server.channel)
-    pause = control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_ABORT, model="stories")
+    control = stubs.ControlStub(server.channel)
+    pause = pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT, model="stories")
     control.Pause(pause, timeout=10)
     try:
         told = caller.call(server.address, "Generate", STORY)
     finally:
-        control.Resume(control_pb2.ResumeRequest(model="stories"), timeout=10)
+        control.Resume(pb.ResumeRequest(model="stories"), timeout=10)
     assert told.code == UNAVAILABLE
     assert told.details["ErrorInfo"]["reason"] == "PAUSED"
     delay = told.details["RetryInfo"]["retry_delay"]
-    assert delay in ({"seconds": "5"}, "5s")  # as messages, and as JSON
+    assert delay in ({"seconds": "5"}, "5s")  # as a message, or as JSON
     assert caller.call(server.address, "Generate", STORY).code == 0
 
 

@@ -14,12 +14,13 @@ SERVICE_RESPONSE_IGNORE = "  // buf:lint:ignore RPC_RESPONSE_STANDARD_NAME\n"
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command and return its result with its output."""
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of everything the generator reads and writes."""
+    """Return a copy of everything that the generator reads and writes."""
     for folder in ("proto", "grpc_service/_generated"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "tools").mkdir()

@@ -1,4 +1,4 @@
-"""Clients that have none of our protos list and call services through either reflection service."""
+"""Clients without our protos list and call services through either reflection service."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc as v1alpha_pb2_grpc
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2 as v1_pb2
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2_grpc as v1_pb2_grpc
 from grpc_service._generated.triolet.v1 import control_pb2
-from grpc_service.health import SERVICE_NAME as HEALTH
-from grpc_service.health import HealthServicer
-from grpc_service.reflection import SERVICE_NAMES
-from grpc_service.servicer import SERVICE_NAMES as OURS
-from tests.service.fake_front import FakeFront, serving
+from grpc_service.app.health import SERVICE_NAME as HEALTH
+from grpc_service.app.health import HealthServicer
+from grpc_service.services.methods import SERVICE_NAMES as OURS
+from grpc_service.services.reflection import SERVICE_NAMES
+from tests.service.fake_backend import FakeBackend, serving
 
 CONTROL = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 LISTED = sorted([HEALTH, *OURS, *SERVICE_NAMES])
@@ -29,7 +29,7 @@ both_versions = pytest.mark.parametrize("version", VERSIONS)
 
 
 def run(main):
-    """Runs `main(address)` beside a server of its own; on asyncio, which grpc.aio needs."""
+    """Run `main(address)` beside a server of its own, on asyncio, which grpc.aio needs."""
     health = HealthServicer()
     health.set_states({"": True})
 
@@ -37,12 +37,12 @@ def run(main):
         async with asyncio.timeout(CALL_TIMEOUT_S):
             return await main(address)
 
-    with serving(FakeFront(), health) as (address, _token):
+    with serving(FakeBackend(), health) as (address, _token):
         return asyncio.run(bounded(address))
 
 
 def curl(buf, version, path, *arguments):
-    """Runs `buf curl`, whose only schema is one reflection service's; returns its output."""
+    """Run `buf curl` with one reflection service as its only schema; return its output."""
 
     async def main(address):
         process = await asyncio.create_subprocess_exec(
@@ -59,7 +59,7 @@ def curl(buf, version, path, *arguments):
 
 
 def ask(version, **request):
-    """Sends one reflection request from grpcio's client; returns the answer."""
+    """Send one reflection request from grpcio's client; return the answer."""
     messages, stubs = VERSIONS[version]
 
     async def main(address):
@@ -74,7 +74,7 @@ def ask(version, **request):
 
 
 def files_in(answer):
-    """The descriptors that an answer holds, by file name."""
+    """Return the descriptors in an answer, by file name."""
     protos = answer.file_descriptor_response.file_descriptor_proto
     files = [descriptor_pb2.FileDescriptorProto.FromString(proto) for proto in protos]
     return {file.name: file for file in files}
@@ -137,7 +137,7 @@ def test_each_reflection_service_describes_itself_and_the_other(version, about):
 
 @both_versions
 @pytest.mark.parametrize("question", ["file_by_filename", "file_containing_symbol"])
-def test_what_is_unknown_is_not_found(version, question):
+def test_an_unknown_name_is_not_found(version, question):
     error = ask(version, **{question: "no.such.thing"}).error_response
     assert error.error_code == grpc.StatusCode.NOT_FOUND.value[0]
 

@@ -9,14 +9,14 @@ from tests.support import toolchains
 
 @pytest.fixture
 def bare_machine(monkeypatch):
-    """Nothing is installed, and the user is not root."""
+    """Simulate a machine where nothing is installed and the user is not root."""
     monkeypatch.setattr(toolchains.shutil, "which", lambda name: None)
     monkeypatch.setattr(toolchains.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(toolchains, "missing_npm_packages", lambda: ["@grpc/grpc-js"])
 
 
 @pytest.mark.usefixtures("bare_machine")
-def test_without_node_the_sentence_says_so():
+def test_without_node_the_sentence_names_node():
     with pytest.raises(pytest.fail.Exception, match=r"need Node\.js with npm.*not interop"):
         toolchains.need_npm()
 
@@ -31,17 +31,17 @@ def test_without_ruby_the_sentence_has_the_command():
     assert f"`sudo apt-get install --no-install-recommends {packages}`" in said
 
 
-def test_who_is_not_root_is_told_even_where_apt_get_is_there(monkeypatch):
+def test_a_user_who_is_not_root_gets_the_sentence_even_with_apt_get(monkeypatch):
     monkeypatch.setattr(
         toolchains.shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None
     )
     monkeypatch.setattr(toolchains.os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(toolchains, "_run", lambda *_: pytest.fail("it was run all the same"))
+    monkeypatch.setattr(toolchains, "_run", lambda *_: pytest.fail("apt-get was run"))
     with pytest.raises(pytest.fail.Exception, match="sudo apt-get install"):
         toolchains.need_ruby()
 
 
-def test_an_install_that_fails_shows_what_was_said(monkeypatch):
+def test_an_install_that_fails_shows_its_output(monkeypatch):
     ran = []
 
     def run(command, cwd=None):
@@ -59,7 +59,7 @@ def test_an_install_that_fails_shows_what_was_said(monkeypatch):
     assert "Unable to locate package" in str(failed.value)
 
 
-def test_what_package_json_pins_is_what_counts(monkeypatch, tmp_path):
+def test_a_version_that_package_json_does_not_pin_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(toolchains, "NODE_MODULES", tmp_path)
     assert "@grpc/grpc-js" in toolchains.missing_npm_packages()
     folder = tmp_path / "@grpc/grpc-js"

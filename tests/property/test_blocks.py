@@ -12,19 +12,20 @@ from hypothesis.stateful import (
 )
 
 from engine.config import SchedulerConfig
-from engine.core.blocks import BlockPool
-from engine.core.credit import Credit
-from engine.core.ledger import Ledger
-from engine.core.prefix import PrefixCache, extend_keys, root_key
+from engine.core.common.credit import Credit
+from engine.core.text.blocks import BlockPool
+from engine.core.text.ledger import Ledger
+from engine.core.text.prefix import PrefixCache, extend_keys, root_key
 from engine.errors import EngineBug
 from tests.support.core_driver import make_request
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool, its cache, and the plainest account of who holds what, in which order freed.
+    """A pool with its cache, and a plain model of who holds what, and what was freed in which
+    order.
 
-    ``free`` is the model's reuse order: uncached first (latest freed first), then cached ones,
-    least recently used first.
+    ``free`` is the model's order of reuse: uncached blocks first (latest freed first), then cached
+    ones, least recently used first.
     """
 
     @initialize(num_blocks=st.integers(1, 12))
@@ -148,7 +149,7 @@ class PoolMachine(RuleBasedStateMachine):
                     self.free.insert(0, block)
 
     @invariant()
-    def books_agree(self):
+    def model_agrees(self):
         if not hasattr(self, "pool"):
             return
         self.pool.check([*self.tables, self.reserved])
@@ -193,13 +194,13 @@ def test_a_sequences_keys_are_those_of_its_tokens_however_it_grew(prompt, output
     seq.num_tokens += len(output)
     whole = [*prompt, *output]
     for end in (min(step, len(whole)) for step in steps):
-        ledger.extend_keys(seq, end)
+        ledger.keys.extend(seq, end)
         for start in range(end + 1):
             assert seq.tokens(start, end) == whole[start:end]
     expected = []
     extend_keys(expected, seq.live.root, whole, size)
     assert seq.keys == expected[: len(seq.keys)]
-    assert ledger.extend_keys(seq, len(whole)) == expected
+    assert ledger.keys.extend(seq, len(whole)) == expected
 
 
 def test_a_pool_of_100000_blocks_takes_and_releases_in_constant_time_each():

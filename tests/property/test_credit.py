@@ -1,10 +1,10 @@
-"""The credit of a stream: what is reserved, filled and free always adds up (D1)."""
+"""A stream's credit: reserved, filled and free slots always add up (D1)."""
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from engine.core.credit import Credit
+from engine.core.common.credit import Credit
 from engine.errors import EngineBug
 
 OPS = st.lists(
@@ -43,22 +43,25 @@ def test_a_credit_agrees_with_three_counters(capacity, ops):
         assert credit.free == capacity - reserved - filled >= 0
 
 
-def test_a_release_of_nothing_wakes_nobody():
+def test_releasing_nothing_wakes_nobody():
     credit = Credit(1)
     credit.mark_starved()
     assert credit.release(0) is False
     assert credit.starved
 
 
-def test_a_buffer_of_nothing_is_refused():
+def test_an_empty_buffer_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         Credit(0)
 
 
 @given(capacity=st.integers(1, 6), count=st.integers(1, 4), ops=OPS)
-def test_what_is_added_beside_is_no_plan_s_to_have(capacity, count, ops):
-    """A plan never has more than the buffer, and the slots beside it are the reader's to release:
-    as many as were added, at any time."""
+def test_slots_added_beside_the_buffer_are_not_for_plans(capacity, count, ops):
+    """A plan never gets more slots than the buffer has.
+
+    The reader releases the slots that are added beside the buffer, as many as were added, at any
+    time.
+    """
     credit = Credit(capacity)
     credit.widen(count)
     reserved = filled = 0

@@ -1,6 +1,7 @@
-"""The encode scheduler against the plainest model of it: every reader gets each of its inputs' own
-values once, and one end; the books balance after every event; whoever comes first goes on first.
-Drawn schedules, not examples.
+"""The encode scheduler against a plain model of it, on drawn schedules.
+
+Every reader gets the values of each of its inputs once, and one end. The invariants hold after
+every event, and requests go on in their order.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.events import Pause, PauseMode, Resume, StepDone, StepFailed
-from engine.core.plan import FailureKind, RowFailure, StepFailure
-from engine.core.types import EndReason
+from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFailed
+from engine.core.common.steps import FailureKind, RowFailure, StepFailure
+from engine.core.common.types import EndReason
 from tests.support.encode_driver import EncodeDriver
 
 REQUESTS = st.tuples(
@@ -43,7 +44,7 @@ class EncodeSchedulerMachine(RuleBasedStateMachine):
 
     @rule(asked=st.lists(REQUESTS, min_size=1, max_size=4))
     def submit(self, asked):
-        """``delay``: tokenising took so long that later ones came first."""
+        """Submit a request, after a ``delay`` of tokenising in which later ones may come first."""
         for lengths, priority, timeout, delay in asked:
             self.count += 1
             self.driver.submit(
@@ -61,8 +62,8 @@ class EncodeSchedulerMachine(RuleBasedStateMachine):
             self.driver.cancel(data.draw(st.sampled_from(sorted(self.driver.requests))), reason)
 
     @rule()
-    def end_what_is_late(self):
-        """As the requests' own scopes do, at some time after their deadlines."""
+    def end_late_requests(self):
+        """End late requests, as their own scopes do at some time after their deadlines."""
         self.driver.end_late()
 
     @rule(data=st.data(), count=st.integers(1, 4))
@@ -144,7 +145,7 @@ class EncodeSchedulerMachine(RuleBasedStateMachine):
         assert scheduler.statistics() == before
 
     @invariant()
-    def books_balance(self):
+    def invariants_hold(self):
         if hasattr(self, "driver"):
             self.driver.scheduler.check()
             self.driver.check_counts()

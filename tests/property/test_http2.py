@@ -1,8 +1,8 @@
-"""A server's connection against h2's client, in memory: whatever the client's windows, the
-transport and the calls do, no rule of HTTP/2 is broken and no byte is lost, doubled or moved.
+"""A server's connection against h2's client, in memory.
 
-The client keeps the rules' books: h2 raises what a server does wrong (flow control, frames' sizes,
-a closed stream).
+Whatever the client's windows, the transport and the calls do, no rule of HTTP/2 is broken, and no
+byte is lost, doubled or moved. h2's client is the judge: it raises if the server breaks a rule
+(flow control, sizes of frames, closed streams).
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from hypothesis.stateful import (
     rule,
 )
 
-from grpc_service.framing import RESPONSE_HEADERS, MessageReader
-from grpc_service.http2 import (
-    HEADER_TABLE_BYTES_MAX,
-    PREFIX_BYTES,
+from grpc_service.rpc.framing import PREFIX_BYTES, RESPONSE_HEADERS, MessageReader
+from grpc_service.rpc.http2 import (
     WHOLE_BYTES_MAX,
-    Connection,
+    Http2Connection,
     ProtocolError,
     Stream,
 )
+from grpc_service.rpc.limits import Limits
 
 STREAMS_MAX = 6
+LIMITS = Limits(streams_per_connection=STREAMS_MAX)
 REQUEST = [
     (b":method", b"POST"),
     (b":scheme", b"http"),
@@ -53,7 +53,7 @@ REQUEST = [
 ]
 WINDOW_MAX = 2**31 - 1
 
-# to nothing, a frame that goes whole or not at all, one frame, several, several windows
+# Sizes: nothing, a frame that goes whole or not at all, one frame, several, several windows.
 sizes = st.one_of(
     st.integers(0, 20),
     st.integers(WHOLE_BYTES_MAX - PREFIX_BYTES - 2, WHOLE_BYTES_MAX - PREFIX_BYTES + 2),
@@ -65,7 +65,7 @@ pick = st.integers(0, 1000)
 
 
 class Listener:
-    """Notes what it is told."""
+    """Record which of its methods are called."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -89,22 +89,23 @@ class Listener:
 
 
 class Call:
-    """One call: what the server has sent of it, and what the client has got."""
+    """One call: what the server has sent in it, and what the client has received."""
 
     def __init__(self, stream_id):
         self.id = stream_id
-        self.sent = []  # messages, but for a dropped one
+        self.sent = []  # messages, without a dropped one
         self.reader = MessageReader(2**30)
         self.got = []
-        self.frames = []  # sizes of the DATA that came
-        self.has_ended = False  # the client's side
-        self.has_begun = False  # the response's headers are sent
+        self.frames = []  # sizes of the DATA frames that came
+        self.has_ended = False  # by the client
+        self.has_begun = False  # the headers of the response are sent
         self.is_ended = False  # by the server
         self.is_reset = False  # by the client
-        self.is_closed = False  # as the client sees it
+        self.is_closed = False  # from the client's view
         self.num_blocked = 0  # messages that went out only later
 
     def take(self, data):
+        """Take bytes of the body, and split them into messages."""
         self.frames.append(len(data))
         self.reader.feed(data)
         while self.reader.messages:
@@ -112,7 +113,7 @@ class Call:
 
 
 class Client(H2Connection):
-    """Opens more streams than it may, and knows at once how large a frame may be."""
+    """A client that opens more streams than allowed, and knows the largest frame at once."""
 
     open_outbound_streams = 0
 
@@ -123,17 +124,20 @@ class Client(H2Connection):
 
 
 def make_client():
+    """Return a client that has begun its connection."""
     client = Client(H2Configuration(client_side=True, header_encoding=None))
     client.initiate_connection()
     return client
 
 
 class Schedule(RuleBasedStateMachine):
+    """Random acts of a client, a transport and a server over one connection."""
+
     def __init__(self):
         super().__init__()
         self.listeners = {}
         self.calls = {}
-        self.server = Connection(self.on_stream, streams_max=STREAMS_MAX)
+        self.server = Http2Connection(self.on_stream, LIMITS)
         self.client = make_client()
         self.to_client = bytearray()
         self.to_server = bytearray()
@@ -141,12 +145,14 @@ class Schedule(RuleBasedStateMachine):
         self.num_messages = 0
 
     def on_stream(self, stream):
+        """Begin to listen to a stream that the client has opened."""
         self.listeners[stream.id] = listener = Listener(stream)
         return listener
 
     # ---- the wire
 
     def to_the_client(self, size=None):
+        """Let the client receive bytes that the server has sent: ``size``, or all."""
         self.to_client += self.server.take_output()
         if data := bytes(self.to_client[:size]):
             del self.to_client[: len(data)]
@@ -154,14 +160,18 @@ class Schedule(RuleBasedStateMachine):
                 self.hear(event)
 
     def to_the_server(self, size=None):
+        """Let the server receive bytes that the client has sent: ``size``, or all."""
         self.to_server += self.client.data_to_send()
         if data := bytes(self.to_server[:size]):
             del self.to_server[: len(data)]
             self.watching(lambda: self.server.receive(data))
 
     def watching(self, act):
-        """Do it; a listener is told that it is drained exactly if a message that was blocked then
-        is not, though it was neither dropped nor reset."""
+        """Call ``act``, and check the calls of `on_drained`.
+
+        A listener's `on_drained` must be called exactly if its message was blocked before and is
+        not any more, and was neither dropped nor reset.
+        """
         blocked = dict(self.server.blocked)
         before = {one: self.listeners[one].num_drained for one in self.listeners}
         act()
@@ -171,16 +181,17 @@ class Schedule(RuleBasedStateMachine):
                 and stream_id not in self.server.blocked
                 and not listener.stream.is_over
             )
-            told = listener.num_drained - before.get(stream_id, 0)
+            num_calls = listener.num_drained - before.get(stream_id, 0)
             if not listener.stream.is_over:
-                assert told == has_gone
+                assert num_calls == has_gone
             else:
-                assert told <= (stream_id in blocked)
+                assert num_calls <= (stream_id in blocked)
 
     def hear(self, event):
+        """Take an event of the client."""
         if isinstance(event, DataReceived):
             self.calls[event.stream_id].take(event.data)
-            # nothing is acknowledged: windows open by the rules alone
+            # The client acknowledges nothing: windows open only by this machine's rules.
         elif isinstance(event, StreamEnded):
             self.calls[event.stream_id].is_closed = True
         elif isinstance(event, StreamReset):
@@ -198,7 +209,7 @@ class Schedule(RuleBasedStateMachine):
 
     @property
     def running(self):
-        """Calls that the server knows and may send in."""
+        """Return the calls that the server knows and may send in."""
         return [
             call
             for call in self.calls.values()
@@ -207,13 +218,15 @@ class Schedule(RuleBasedStateMachine):
 
     @property
     def open(self):
-        """Calls that the client knows and may send in."""
+        """Return the calls that the client knows and may send in."""
         return [one for one in self.calls.values() if not (one.is_reset or one.is_closed)]
 
     def stream(self, call):
+        """Return the server's stream of a call."""
         return self.listeners[call.id].stream
 
     def one_of(self, calls, which):
+        """Return one of the calls, or None without any."""
         return calls[which % len(calls)] if calls else None
 
     # ---- what the client does
@@ -226,7 +239,7 @@ class Schedule(RuleBasedStateMachine):
             self.exchange()
 
     def exchange(self):
-        """Until nothing more comes."""
+        """Pass bytes both ways until no more come."""
         while True:
             self.to_the_server()
             self.to_the_client()
@@ -271,6 +284,7 @@ class Schedule(RuleBasedStateMachine):
         self.open_window(size, None)
 
     def open_window(self, size, stream_id):
+        """Let the client open a window."""
         self.client.increment_flow_control_window(size, stream_id)
 
     @rule(window=windows, frame=st.sampled_from([16_384, 16_385, 60_000]), table=windows)
@@ -278,7 +292,7 @@ class Schedule(RuleBasedStateMachine):
         self.change_settings(window, frame, min(table, 2**16))
 
     def change_settings(self, window, frame, table):
-        """All of them: h2's client takes any answer for that to the next change of each."""
+        """Change all settings at once: to h2's client, any ACK confirms the next change of each."""
         self.client.update_settings(
             {
                 SettingCodes.INITIAL_WINDOW_SIZE: window,
@@ -292,7 +306,7 @@ class Schedule(RuleBasedStateMachine):
         self.client.ping(b"12345678")
         self.server.ping()
 
-    # ---- what the transport does
+    # ---- the transport
 
     @rule(size=st.one_of(st.none(), st.integers(1, 60)))
     def bytes_reach_the_server(self, size):
@@ -327,6 +341,7 @@ class Schedule(RuleBasedStateMachine):
                 self.send(call, size, may_wait)
 
     def send(self, call, size, may_wait):
+        """Send a message of a size, and check whether it could go."""
         stream = self.stream(call)
         if not call.has_begun:
             call.has_begun = True
@@ -346,6 +361,7 @@ class Schedule(RuleBasedStateMachine):
         call.num_blocked += stream.is_blocked
 
     def could_send(self, call, size):
+        """Return whether a message of this size can be sent at once."""
         h2 = self.server.h2
         window = min(
             h2.streams[call.id].outbound_flow_control_window, h2.outbound_flow_control_window
@@ -360,7 +376,7 @@ class Schedule(RuleBasedStateMachine):
             self.drop(call)
 
     def drop(self, call):
-        """What is a whole frame or nothing is never there in part."""
+        """Drop a blocked message. One that goes whole or not at all never goes in part."""
         stream, message = self.stream(call), call.sent[-1]
         is_dropped = stream.drop_message()
         assert stream.is_blocked == (not is_dropped)
@@ -385,22 +401,23 @@ class Schedule(RuleBasedStateMachine):
         assert not stream.is_blocked
 
     def end(self, call):
+        """End a call with trailers."""
         trailers = [(b"grpc-status", b"0"), (b"x-id", b"%d" % call.id)]
         headers = trailers if call.has_begun else RESPONSE_HEADERS + trailers
         self.stream(call).send_headers(headers, is_last=True)
         call.is_ended = True
 
-    # ---- what holds
+    # ---- invariants
 
     @invariant()
-    def what_came_is_a_prefix_of_what_was_sent(self):
+    def received_bytes_are_a_prefix_of_sent_ones(self):
         for call in self.calls.values():
             assert call.reader.error is None
-            if not call.is_reset:  # h2 tells nothing of a stream that the client has reset
+            if not call.is_reset:  # h2 has no events for a stream that the client has reset
                 assert call.got == call.sent[: len(call.got)]
 
     @invariant()
-    def nothing_is_kept_of_what_is_over(self):
+    def nothing_is_kept_of_ended_calls(self):
         server = self.server
         assert set(server.blocked) <= set(server._streams)
         assert set(server._streams) == set(server.h2.streams)
@@ -411,7 +428,7 @@ class Schedule(RuleBasedStateMachine):
             assert stream.is_blocked == (stream_id in server.blocked)
 
     def teardown(self):
-        """Everything arrives, every window opens, every call ends: nothing is left."""
+        """Let everything arrive, open every window and end every call: nothing is left."""
         self.watching(self.server.unclog)
         self.exchange()
         self.to_the_client()
@@ -425,7 +442,7 @@ class Schedule(RuleBasedStateMachine):
         assert not self.server.blocked
         for call in self.calls.values():
             if call.is_reset:
-                continue  # perhaps together with its begin, and so nobody has served it
+                continue  # perhaps in the same bytes as its begin, so that nobody has served it
             stream = self.stream(call)
             assert call.got == call.sent
             assert not call.reader.is_amid_message
@@ -450,37 +467,40 @@ Schedule.TestCase.settings = settings(stateful_step_count=60)
 TestEveryInterleaving = Schedule.TestCase
 
 
-# ---- single claims
+# ---- examples
 
 
 class Pair:
-    """A server's connection and a client that have greeted each other."""
+    """A server's connection and a client that have exchanged their settings."""
 
     def __init__(self, **settings):
         self.listeners = {}
-        self.server = Connection(self.on_stream, streams_max=STREAMS_MAX)
+        self.server = Http2Connection(self.on_stream, LIMITS)
         self.client = make_client()
         if settings:
             self.client.update_settings({SettingCodes[name]: settings[name] for name in settings})
         self.exchange()
 
     def on_stream(self, stream):
+        """Begin to listen to a stream that the client has opened."""
         self.listeners[stream.id] = listener = Listener(stream)
         return listener
 
     def exchange(self):
-        """Both hear all the other says; what the client is told."""
+        """Let both receive all that the other has sent; return the client's events."""
         self.server.receive(self.client.data_to_send())
         events = self.client.receive_data(self.server.take_output())
         self.server.receive(self.client.data_to_send())
         return events
 
     def call(self, *, is_ended=True):
+        """Begin a call at the client, and return its stream's number."""
         stream_id = self.client.get_next_available_stream_id()
         self.client.send_headers(stream_id, REQUEST, end_stream=is_ended)
         return stream_id
 
     def begin(self):
+        """Begin a call, and return the server's stream of it."""
         stream_id = self.call()
         self.exchange()
         stream = self.listeners[stream_id].stream
@@ -512,7 +532,7 @@ def test_one_stream_too_many_is_refused_and_the_others_go_on():
     assert pair.server.num_streams == len(pair.server.h2.streams) == STREAMS_MAX
 
 
-def test_calls_go_on_after_the_client_has_said_that_it_opens_no_more():
+def test_calls_go_on_after_the_client_has_sent_goaway():
     pair = Pair(INITIAL_WINDOW_SIZE=10)
     stream = pair.begin()
     stream.send_message(b"message")
@@ -532,7 +552,7 @@ def test_calls_go_on_after_the_client_has_said_that_it_opens_no_more():
     assert pair.server.is_ending
 
 
-def test_a_server_that_ends_refuses_what_begins_and_ends_what_runs():
+def test_a_server_that_stops_refuses_new_calls_and_lets_running_ones_end():
     pair = Pair()
     stream = pair.begin()
     pair.server.end_gracefully()
@@ -563,22 +583,22 @@ def test_a_message_that_was_begun_takes_every_byte_that_a_window_gives():
     assert pair.listeners[stream.id].num_drained == 1
 
 
-def test_a_large_message_is_taken_apart_once():
-    """It took its size times the number of its frames."""
+def test_a_large_message_is_split_once():
+    """Splitting once took the message's size times the number of its frames."""
     pair = Pair(INITIAL_WINDOW_SIZE=WINDOW_MAX)
     pair.client.increment_flow_control_window(2**30)
     stream = pair.begin()
     message = bytes(2**26)
     began_at = time.perf_counter()
     stream.send_message(message)
-    assert time.perf_counter() - began_at < 5  # 8 s of copying, where it is not
+    assert time.perf_counter() - began_at < 5  # 8 s if every frame copies the rest
     assert not stream.is_blocked
     assert sum(map(len, pair.server.output)) > len(message)
 
 
 @pytest.mark.parametrize("is_of_settings", [False, True])
-def test_a_flood_that_opens_windows_has_each_stream_looked_at_once(monkeypatch, is_of_settings):
-    """It took a look at every stream for each frame: 2 ms of all clients' time for 13 bytes."""
+def test_a_flood_that_opens_windows_looks_at_each_stream_once(monkeypatch, is_of_settings):
+    """A look at every stream for each frame took 2 ms of all clients' time for 13 bytes."""
     pair = Pair(INITIAL_WINDOW_SIZE=0)
     streams = [pair.begin() for _ in range(STREAMS_MAX)]
     for stream in streams:
@@ -596,14 +616,14 @@ def test_a_flood_that_opens_windows_has_each_stream_looked_at_once(monkeypatch, 
     assert pushed == streams
 
 
-def test_a_client_that_keeps_a_huge_table_has_us_keep_none():
+def test_a_client_with_a_huge_header_table_leaves_ours_small():
     pair = Pair(HEADER_TABLE_SIZE=2**32 - 1)
     for number in range(200):
         stream = pair.begin()
         trailers = [(b"grpc-status", b"0"), (b"grpc-message", b"%d" % number * 30)]
         stream.send_headers(trailers, is_last=True)
         pair.exchange()
-    assert pair.server.h2.encoder.header_table._current_size <= HEADER_TABLE_BYTES_MAX
+    assert pair.server.h2.encoder.header_table._current_size <= LIMITS.header_table_bytes
 
 
 @given(
@@ -611,7 +631,7 @@ def test_a_client_that_keeps_a_huge_table_has_us_keep_none():
     st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4),
     st.integers(1, 60),
 )
-def test_whatever_a_client_sends_nothing_but_a_protocol_error_is_raised(parts, edits, step):
+def test_whatever_a_client_sends_only_a_protocol_error_is_raised(parts, edits, step):
     pair = Pair()
     pair.begin()
     for part in parts:
@@ -643,7 +663,7 @@ def test_whatever_a_client_sends_nothing_but_a_protocol_error_is_raised(parts, e
 @pytest.mark.parametrize(
     "data", [b"GET / HTTP/1.1\r\nhost: a\r\n\r\n", b"\x16\x03\x01\x02", b"PRX"]
 )
-def test_what_is_not_http2_is_a_protocol_error(data):
-    server = Connection(lambda stream: None, streams_max=STREAMS_MAX)
+def test_bytes_that_are_not_http2_are_a_protocol_error(data):
+    server = Http2Connection(lambda stream: None, LIMITS)
     with pytest.raises(ProtocolError):
         server.receive(data)

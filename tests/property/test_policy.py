@@ -1,4 +1,4 @@
-"""Laws of the policies: orders that are orders, nothing over budget, nobody starved (D4, D6)."""
+"""Laws of the policies: orders are orders, nothing is over budget, nobody starves (D4, D6)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from engine.core.plan import Logits
-from engine.core.policy import blocks_for, order_victims, retry_after, waiting_key
+from engine.core.common.refusals import retry_after
+from engine.core.text.admission import order_victims
+from engine.core.text.blocks import blocks_for
+from engine.core.text.plan import Logits
+from engine.core.text.waiting_queue import waiting_key
 from tests.support.core_driver import Driver, make_request
 
 RANKS = st.tuples(st.integers(-2, 2), st.floats(0, 100), st.integers(1, 1000))
@@ -27,7 +30,7 @@ REQUESTS = st.builds(
 )
 
 
-# ---- the waiting line
+# ---- the waiting queue
 
 
 @given(request=REQUESTS, now=st.floats(0, 2000), later=st.floats(0, 100))
@@ -61,6 +64,7 @@ def test_equals_are_ordered_by_deadline_then_arrival_then_number(one, other):
 
 
 def sequences(ranks):
+    """Return sequences with these ranks."""
     return [SimpleNamespace(rank=rank) for rank in sorted(ranks)]
 
 
@@ -75,7 +79,7 @@ def test_victims_are_the_parked_and_then_the_later_ones_the_last_first(parked, r
 
 
 @given(queued=st.integers(0, 10**7), rate=st.floats(-1, 10**5))
-def test_a_retry_is_asked_for_between_one_and_thirty_seconds(queued, rate):
+def test_the_retry_delay_is_between_one_and_thirty_seconds(queued, rate):
     seconds = retry_after(queued, rate)
     assert 1.0 <= seconds <= 30.0
     if rate > 0 and 1.0 < queued / rate < 30.0:
@@ -101,8 +105,10 @@ def test_blocks_hold_the_tokens_and_no_block_is_empty(tokens, size):
     prepared=st.booleans(),
 )
 def test_a_step_is_never_over_budget_and_wastes_none(prompts, max_num_seqs, room, size, prepared):
-    """No step has more tokens or sequences than allowed; every decode has its one token; and
-    prompt tokens are left out only for want of room, seats or blocks."""
+    """No step has more tokens or sequences than allowed, and every decode has its one token.
+
+    Prompt tokens are left out only for want of room, seats or blocks.
+    """
     driver = Driver(
         num_blocks=2000,
         block_size=size,
@@ -136,7 +142,7 @@ def test_a_step_is_never_over_budget_and_wastes_none(prompts, max_num_seqs, room
     prepared=st.booleans(),
 )
 def test_the_oldest_goes_on_in_every_step(others, size, prepared):
-    """However crowded, the first of the highest priority is in every plan until it has ended."""
+    """However crowded the engine, the first request of the highest priority is in every plan."""
     driver = Driver(
         num_blocks=-(-96 // size),
         block_size=size,
@@ -181,12 +187,14 @@ def test_the_oldest_goes_on_in_every_step(others, size, prepared):
     shared=st.sampled_from([0, 20, 40]),
     prepared=st.booleans(),
 )
-def test_whoever_gives_way_gives_way_to_somebody(asked, size, extra, budget, shared, prepared):
-    """Prompts in chunks, choices that fork, and a pool that holds few of them: nobody is preempted
-    by a plan in which nobody else gets blocks (`Driver.begin_step` looks). A parent that could
-    not fork for want of a block made two others begin anew in every step (the simulator's seed
-    5049); the first in line that was given room, and then not started, made others lose theirs
-    (127 of 3,000 schedules like these)."""
+def test_a_preempted_request_gives_way_to_another(asked, size, extra, budget, shared, prepared):
+    """Nobody is preempted by a plan in which nobody else gets blocks (`Driver.begin_step` checks).
+
+    The schedules have prompts in chunks, choices that fork, and a pool that holds few of them. Two
+    bugs broke this rule. A parent that could not fork for want of a block made two others begin
+    anew in every step (the simulator's seed 5049). And the first of the queue got room, but did not
+    start, so that others lost theirs for nothing (127 of 3,000 schedules like these).
+    """
     driver = Driver(
         num_blocks=-(-96 // size) + extra,
         block_size=size,

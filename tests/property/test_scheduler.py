@@ -1,5 +1,6 @@
-"""The scheduler against the plainest model of it: every reader gets its own tokens, in order,
-and one end; the books balance after every event. Drawn schedules, not examples (R79-R87, R195).
+"""The scheduler against a plain model of it, on drawn schedules (R79-R87, R195).
+
+Every reader gets its own tokens, in order, and one end. The invariants hold after every event.
 """
 
 from __future__ import annotations
@@ -8,9 +9,16 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.core.events import Pause, PauseMode, ResetPrefixCache, Resume, StepDone, StepFailed
-from engine.core.plan import FailureKind, StepFailure
-from engine.core.types import EndReason, Sampling
+from engine.core.common.events import (
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    StepDone,
+    StepFailed,
+)
+from engine.core.common.steps import FailureKind, StepFailure
+from engine.core.common.types import EndReason, Sampling
 from tests.support.core_driver import Driver, make_request
 
 PREFIXES = [tuple(range(1, 30)), tuple(range(100, 130)), ()]
@@ -90,8 +98,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.cancel(data.draw(st.sampled_from(sorted(self.driver.requests))), reason)
 
     @rule()
-    def end_what_is_late(self):
-        """As the requests' own scopes do, at some time after their deadlines."""
+    def end_late_requests(self):
+        """End late requests, as their own scopes do at some time after their deadlines."""
         for name, request in self.driver.requests.items():
             if request.deadline is not None and request.deadline <= self.driver.now:
                 self.driver.cancel(name, EndReason.DEADLINE)
@@ -125,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.in_flight is not None)
     @rule(kind=st.sampled_from(FailureKind))
     def fail_step(self, kind):
-        # released and admitted take effect in a failed step, nothing else does
+        # Of a failed step, only the released and the admitted take effect.
         driver, plan = self.driver, self.driver.in_flight
         driver.runner.script.plan_fault = lambda plan: KeyboardInterrupt()
         try:
@@ -138,7 +146,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.in_flight is not None)
     @rule(index=st.integers(0, 3))
     def fail_a_row(self, index):
-        # one row of the step, parents and forked choices alike (missed until a simulation hit it)
+        # One row of the step fails, of parents and forked choices alike. A simulation found this
+        # case.
         left = iter(range(1000))
         script = self.driver.runner.script
         script.sample_fault = lambda: "sample" if next(left) == index else None
@@ -162,13 +171,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.apply(ResetPrefixCache())
 
     @invariant()
-    def books_balance(self):
+    def invariants_hold(self):
         if hasattr(self, "driver"):
             self.driver.scheduler.check()
             self.driver.check_tokens()
 
     @invariant()
-    def salts_share_no_block_and_who_bypasses_shares_none_at_all(self):
+    def different_salts_share_no_block_and_bypassing_requests_share_none(self):
         if not hasattr(self, "driver"):
             return
         ledger, tenants = self.driver.scheduler._ledger, {}
@@ -181,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert block not in ledger.cache._key_of
 
     @invariant()
-    def everything_live_is_explained_and_the_look_changes_nothing(self):
+    def everything_live_is_explained_and_explaining_changes_nothing(self):
         if not hasattr(self, "driver"):
             return
         scheduler, now = self.driver.scheduler, self.driver.now
@@ -196,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert said.waiting_for
             else:
                 assert said.position == 0
-            if live.parent in ledger.waiting and said.state == "WAITING":
+            if live.parent in ledger.waiting.sequences and said.state == "WAITING":
                 places.append((live.parent.waiting_key, said.position))
         assert [place for _, place in sorted(places)] == sorted(place for _, place in places)
         assert len(set(places)) == len(places)
@@ -211,10 +220,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if driver.in_flight is not None:
             driver.end_step()
         driver.apply(Resume())
-        self.end_what_is_late()
+        self.end_late_requests()
         for name, request in driver.requests.items():
             driver.read(name)
-            if request.deadline is not None:  # it may pass while the others run on
+            if request.deadline is not None:  # the deadline may pass while the others run on
                 driver.cancel(name, EndReason.DEADLINE)
         driver.run()
         driver.check_tokens()

@@ -1,4 +1,4 @@
-"""Telemetry against the plainest account of the same deliveries, and what it may keep."""
+"""Telemetry against a plain model of the same deliveries, and what it may keep."""
 
 from __future__ import annotations
 
@@ -6,19 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.credit import Credit
-from engine.core.events import Finished, Refused, Submit, Tokens
-from engine.core.types import (
-    EndReason,
-    Request,
-    RequestId,
-    Sampling,
-    Stops,
-    Timings,
-    Usage,
-)
+from engine.core.common.credit import Credit
+from engine.core.common.events import Finished, Refused, Submit, Tokens
+from engine.core.common.types import EndReason, Request, RequestId, Sampling, Stops, Timings, Usage
 from engine.errors import Overloaded
-from engine.telemetry import Histogram, ReplicaTelemetry
+from engine.replica.telemetry import Histogram, ReplicaTelemetry
 
 BOUNDS = (0.5, 1.0, 5.0)
 NUM_REQUESTS, NUM_CHOICES = 4, 3
@@ -33,17 +25,20 @@ STEPS = st.lists(
 
 
 def submit(number):
+    """Return the Submit of a request."""
     name = RequestId(f"r{number}")
     request = Request(name, (1, 2), Sampling(), Stops(max_tokens=9), arrival=0.0, n=NUM_CHOICES)
     return Submit(request, Credit(9))
 
 
 def finish(number, choice, reason=EndReason.LENGTH, parked_s=0.0):
+    """Return the end of a choice."""
     timings = Timings(queue_s=1.0, prefill_s=2.0, decode_s=3.0, parked_s=parked_s)
     return Finished(RequestId(f"r{number}"), choice, reason, Usage(2, 0, 5), timings)
 
 
 def started():
+    """Return a telemetry whose requests were all submitted."""
     telemetry = ReplicaTelemetry()
     for number in range(NUM_REQUESTS):
         telemetry.submitted(submit(number))
@@ -108,7 +103,7 @@ def test_a_refused_request_is_forgotten():
     assert telemetry.first_token.snapshot().count == 0
 
 
-def test_what_is_cancelled_is_timed_until_it_holds_nothing():
+def test_a_cancelled_request_is_timed_until_it_holds_nothing():
     telemetry = started()
     telemetry.cancelled(RequestId("r1"), "decode", 5.0)
     telemetry.look_at_cancelled(lambda _: True, 6.0)
@@ -119,7 +114,7 @@ def test_what_is_cancelled_is_timed_until_it_holds_nothing():
     assert (found.count, found.total) == (1, 1.5)
 
 
-def test_an_idle_time_is_no_gap_between_steps():
+def test_idle_time_is_not_counted_as_a_gap_between_steps():
     telemetry = ReplicaTelemetry()
     telemetry.step_begins(1, 1.0)
     telemetry.step_ended(1.0, 2.0)

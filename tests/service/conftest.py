@@ -1,4 +1,4 @@
-"""A test that fails shows what its servers logged; the demo model is loaded once for all."""
+"""A failed test shows what its servers logged; the demo model is loaded once for all tests."""
 
 import pytest
 
@@ -9,7 +9,7 @@ TAIL_CHARS = 6000
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory):
-    """`triolet serve` with the story model, on a Unix socket."""
+    """Serve the story model by `triolet serve` on a Unix socket."""
     uds = tmp_path_factory.mktemp("demo") / "socket"
     with server.real("--served-model-name", "stories", uds=uds) as one:
         yield one

@@ -1,5 +1,7 @@
-"""Every kind of bad input, over the wire: the code and the reason of design §5, the field by name,
-and a server that goes on. A client's mistake is never INTERNAL or UNKNOWN."""
+"""Every kind of bad input, over the wire: code and reason of design §5, and the field by name.
+
+The server goes on after each. A client's mistake is never INTERNAL or UNKNOWN.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,9 @@ import socket
 import pytest
 from grpc import StatusCode
 
-from grpc_service._generated.triolet.v1 import (
-    control_pb2,
-    control_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-    models_pb2,
-)
-from grpc_service.servicer import CONTROL, INFERENCE, MODELS
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
+from grpc_service.services.methods import CONTROL, INFERENCE, MODELS
 from tests.support.core_driver import expected_tokens
 from tests.support.server import fake
 from tests.support.wire import (
@@ -36,11 +33,12 @@ from tests.support.wire import (
 VOCAB = 1000
 MAX_MODEL_LEN = 512
 INVALID = StatusCode.INVALID_ARGUMENT
-METADATA_LIMIT = 8 * 1024  # what a client may refuse beyond
+METADATA_LIMIT = 8 * 1024  # a client may refuse longer metadata
 
 
 @pytest.fixture(scope="module")
 def server():
+    """Yield a server with a small model."""
     with fake(runner={"max_model_len": MAX_MODEL_LEN}) as one:
         wait_serving(one.channel)
         yield one
@@ -48,7 +46,7 @@ def server():
 
 @pytest.fixture
 def channel(server):
-    """After every bad input the server is idle, whole, and serves on."""
+    """Yield a channel. After every bad input the server is idle, has all blocks, and serves."""
     yield server.channel
     wait_idle(server.channel)
     heard = generate(server.channel, prompt_ids=[1], max_tokens=2)
@@ -57,12 +55,13 @@ def channel(server):
 
 @pytest.fixture(scope="module", autouse=True)
 def all_were_refused(server):
-    """Nothing bad was ever run: what did not finish was refused."""
+    """Check at the end that no bad request ever ran: what did not finish was refused."""
     yield
     assert set(ended(server.channel)) <= {"finished", "refused"}
 
 
 def check_invalid(error, fields, why="INVALID_REQUEST"):
+    """Check that an error is INVALID_ARGUMENT and names these fields."""
     assert error.code() is INVALID
     assert reason(error) == why
     assert broken_fields(error) == list(fields)
@@ -215,9 +214,9 @@ def test_a_printable_request_id_is_taken_as_it_is(channel, request_id):
     assert heard.started.request_id == request_id
 
 
-def test_no_input_at_all_is_named(channel):
-    stub = inference_pb2_grpc.InferenceStub(channel)
-    error = error_of(lambda: list(stub.Generate(inference_pb2.GenerateRequest(), timeout=10)))
+def test_a_missing_input_is_named(channel):
+    stub = stubs.InferenceStub(channel)
+    error = error_of(lambda: list(stub.Generate(pb.GenerateRequest(), timeout=10)))
     check_invalid(error, ["input"])
 
 
@@ -244,7 +243,7 @@ def test_more_copies_of_a_prompt_than_there_are_blocks_are_too_large():
 
 
 @pytest.mark.parametrize("name", ["nobody", "FAKE", "fake ", "x" * 10_000, "\0"])
-def test_a_model_that_is_not_there_is_not_found(channel, name):
+def test_an_unknown_model_is_not_found(channel, name):
     for error in (
         generate(channel, model=name).error,
         error_of(lambda: tokenize(channel, "x", model=name)),
@@ -260,13 +259,14 @@ METHODS = [method for service in (INFERENCE, MODELS, CONTROL) for method in serv
 
 
 def send(channel, path, data, *, streams=False):
-    """The error of a call whose request are these bytes."""
+    """Return the error of a call whose request has these bytes."""
     make = channel.unary_stream if streams else channel.unary_unary
     call = make(path)
     return error_of(lambda: list(call(data, timeout=10)) if streams else call(data, timeout=10))
 
 
 def path_of(method):
+    """Return the path of an RPC."""
     return f"/{method.containing_service.full_name}/{method.name}"
 
 
@@ -276,7 +276,7 @@ def path_of(method):
     ids=["garbage", "cut short", "no length", "all bytes", "nested groups"],
 )
 @pytest.mark.parametrize("method", METHODS, ids=path_of)
-def test_bytes_that_are_no_request_are_an_invalid_argument(channel, method, data):
+def test_malformed_bytes_are_an_invalid_argument(channel, method, data):
     error = send(channel, path_of(method), data, streams=method.server_streaming)
     assert error.code() is INVALID
     assert reason(error) == "INVALID_REQUEST"
@@ -292,7 +292,7 @@ def test_a_text_that_is_not_utf_8_is_an_invalid_argument(channel):
 
 
 def nested(depth):
-    """A GenerateRequest whose chat's template_args is a list in a list in a list …"""
+    """Return a GenerateRequest whose chat's template_args has lists in lists, ``depth`` deep."""
 
     def field(number, data):
         size, encoded = len(data), b""
@@ -325,17 +325,17 @@ def test_a_request_of_5_mib_is_refused_and_the_connection_goes_on(channel):
         assert "4194304" in error.details()
 
 
-def test_a_request_of_any_size_beyond_the_limit_is_told_so(channel):
+def test_a_request_of_any_size_beyond_the_limit_is_refused(channel):
     error = generate(channel, text="x" * 9 * 2**20).error
     assert error.code() is StatusCode.INVALID_ARGUMENT
     assert reason(error) == "REQUEST_TOO_LARGE"
 
 
-def test_a_request_just_below_4_mib_is_heard(channel):
+def test_a_request_just_below_4_mib_is_served(channel):
     check_invalid(generate(channel, request_id="x" * (4 * 2**20 - 64)).error, ["request_id"])
 
 
-def test_fields_that_a_newer_client_knows_are_passed_over(channel):
+def test_unknown_fields_of_a_newer_client_are_ignored(channel):
     request = generate_request(prompt_ids=[1], max_tokens=1).SerializeToString()
     newer = request + b"\xf8\x3f\x01"  # field 1023, varint 1
     call = channel.unary_stream("/triolet.v1.Inference/Generate")
@@ -345,7 +345,7 @@ def test_fields_that_a_newer_client_knows_are_passed_over(channel):
 @pytest.mark.parametrize(
     "path", ["/triolet.v1.Inference/Nothing", "/triolet.v1.Nothing/Generate", "/x", "/"]
 )
-def test_a_method_that_is_not_there_is_unimplemented(channel, path):
+def test_an_unknown_method_is_unimplemented(channel, path):
     assert send(channel, path, b"").code() is StatusCode.UNIMPLEMENTED
 
 
@@ -353,7 +353,8 @@ def test_a_method_that_is_not_there_is_unimplemented(channel, path):
 
 
 def inference(channel, name, request):
-    stub = inference_pb2_grpc.InferenceStub(channel)
+    """Return the error of a call of the service Inference."""
+    stub = stubs.InferenceStub(channel)
     return error_of(lambda: getattr(stub, name)(request, timeout=10))
 
 
@@ -367,7 +368,7 @@ def inference(channel, name, request):
     ids=str,
 )
 def test_a_broken_tokenize_is_named(channel, fields, field):
-    error = inference(channel, "Tokenize", inference_pb2.TokenizeRequest(**fields))
+    error = inference(channel, "Tokenize", pb.TokenizeRequest(**fields))
     check_invalid(error, [field])
 
 
@@ -390,14 +391,14 @@ def test_a_broken_chat_is_named_by_both_calls_and_the_next_is_served(channel, ch
     whole = {"messages": [{"role": "user", "content": "x"}]}
     error = generate(channel, chat=whole | chat).error
     check_invalid(error, [field], "REQUEST_TOO_LARGE" if field == "input" else "INVALID_REQUEST")
-    if field != "input":  # a count of tokens has no context to fit into
-        request = inference_pb2.TokenizeRequest(chat=whole | chat)
+    if field != "input":  # a count of tokens has no context to exceed
+        request = pb.TokenizeRequest(chat=whole | chat)
         check_invalid(inference(channel, "Tokenize", request), [field], "INVALID_REQUEST")
     assert generate(channel, chat=whole, max_tokens=1).error is None
 
 
 def test_an_answer_that_does_not_fit_in_a_message_is_too_large(channel):
-    request = inference_pb2.DetokenizeRequest(ids=[VOCAB - 1] * 900_000)
+    request = pb.DetokenizeRequest(ids=[VOCAB - 1] * 900_000)
     check_invalid(inference(channel, "Detokenize", request), ["ids"], "REQUEST_TOO_LARGE")
 
 
@@ -405,15 +406,15 @@ def test_an_answer_that_does_not_fit_in_a_message_is_too_large(channel):
 def test_detokenize_names_the_id_outside_the_vocabulary(channel, place):
     ids = [1] * 1000
     ids[place] = VOCAB
-    error = inference(channel, "Detokenize", inference_pb2.DetokenizeRequest(ids=ids))
+    error = inference(channel, "Detokenize", pb.DetokenizeRequest(ids=ids))
     check_invalid(error, [f"ids[{place}]"])
 
 
-def test_detokenize_of_nothing_is_nothing_and_of_much_is_joined(channel):
-    stub = inference_pb2_grpc.InferenceStub(channel)
-    assert not stub.Detokenize(inference_pb2.DetokenizeRequest(), timeout=10).text
+def test_detokenize_of_no_ids_is_empty_and_of_many_is_joined(channel):
+    stub = stubs.InferenceStub(channel)
+    assert not stub.Detokenize(pb.DetokenizeRequest(), timeout=10).text
     ids = [VOCAB - 1, 0, 1]
-    request = inference_pb2.DetokenizeRequest(ids=ids, skip_special_tokens=False)
+    request = pb.DetokenizeRequest(ids=ids, skip_special_tokens=False)
     assert stub.Detokenize(request, timeout=10).text == "<999><0><1>"
     request.skip_special_tokens = True
     assert stub.Detokenize(request, timeout=10).text == "<999><1>"
@@ -422,10 +423,10 @@ def test_detokenize_of_nothing_is_nothing_and_of_much_is_joined(channel):
 def test_get_model_of_no_name_is_named_and_of_an_unknown_one_not_found(channel):
     call = channel.unary_unary(
         "/triolet.v1.Models/GetModel",
-        request_serializer=models_pb2.GetModelRequest.SerializeToString,
+        request_serializer=pb.GetModelRequest.SerializeToString,
     )
-    check_invalid(error_of(lambda: call(models_pb2.GetModelRequest(), timeout=10)), ["model"])
-    error = error_of(lambda: call(models_pb2.GetModelRequest(model="nobody"), timeout=10))
+    check_invalid(error_of(lambda: call(pb.GetModelRequest(), timeout=10)), ["model"])
+    error = error_of(lambda: call(pb.GetModelRequest(model="nobody"), timeout=10))
     assert (error.code(), reason(error)) == (StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
 
 
@@ -444,14 +445,14 @@ def test_get_model_of_no_name_is_named_and_of_an_unknown_one_not_found(channel):
     ids=lambda value: str(value)[:30],
 )
 def test_a_broken_operation_is_named_and_does_nothing(channel, method, fields, field):
-    stub = control_pb2_grpc.ControlStub(channel)
-    request = getattr(control_pb2, f"{method}Request")(**fields)
+    stub = stubs.ControlStub(channel)
+    request = getattr(pb, f"{method}Request")(**fields)
     check_invalid(error_of(lambda: getattr(stub, method)(request, timeout=10)), [field])
     assert health(channel) == SERVING
 
 
 def test_a_client_that_speaks_no_grpc_at_all_disturbs_nobody(channel, server):
-    """Bytes of other protocols on the port, and connections that say nothing."""
+    """Bytes of other protocols on the port, and connections that send nothing."""
     host, port = server.address.rsplit(":", 1)
     for data in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\0" * 100, b"\x16\x03\x01\x02\x00"):
         with socket.create_connection((host, int(port)), timeout=5) as client:

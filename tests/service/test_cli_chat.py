@@ -1,4 +1,4 @@
-"""``triolet chat`` and the commands beside it: by pipe, by terminal, and while still importing."""
+"""``triolet chat`` and similar commands: by pipe, on a terminal, and during their imports."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ import sys
 
 import pytest
 
-from engine.core.events import Finished, Tokens
-from engine.core.types import EndReason, Timings, Usage
+from engine.core.common.events import Finished, Tokens
+from engine.core.common.types import EndReason, Timings, Usage
 from engine.errors import Overloaded
-from engine.requests import AnswerTokens, Started
+from engine.requests.text_values import AnswerTokens, Started
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from grpc_service.cli.main import SHELLS, main
-from tests.service import fake_front
-from tests.service.fake_front import FakeFront, run
+from tests.service import fake_backend
+from tests.service.fake_backend import FakeBackend, run
 
 STARTED = Started("r1", "stories", 4)
 LIMIT_S = 20
 
 
 def tokens(text):
+    """Return the event of a token with this text."""
     return Tokens("r1", 0, (1,), text)
 
 
 def finished(reason=EndReason.STOP):
+    """Return the end of an answer."""
     return Finished("r1", 0, reason, Usage(4, 0, 2), Timings())
 
 
@@ -40,16 +42,16 @@ ANSWER = ([STARTED], [tokens("Yes")], [tokens(", so.")], [finished()])
 
 @pytest.fixture
 def chat(capsys, monkeypatch):
-    """Talks by pipe; returns exit code, standard output and standard error."""
+    """Return a function that talks by pipe and returns exit code, output and error output."""
 
-    def call(front, typed, *argv):
+    def call(backend, typed, *argv):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
 
         async def command(channel):
             given = ["chat", *argv, "--server", channel.address]
             return await asyncio.to_thread(main, given)
 
-        code = run(front, command)
+        code = run(backend, command)
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 
@@ -57,72 +59,73 @@ def chat(capsys, monkeypatch):
 
 
 def said(call):
+    """Return the messages of a call."""
     return [(m["role"], m["content"]) for m in call.request.chat.messages]
 
 
-def test_what_was_said_is_sent_again_each_turn(chat):
-    front = FakeFront(*ANSWER)
-    code, out, err = chat(front, "one\n\n  two \n", "--system", "Brief.", "--max-tokens", "7")
+def test_earlier_turns_are_sent_again(chat):
+    backend = FakeBackend(*ANSWER)
+    code, out, err = chat(backend, "one\n\n  two \n", "--system", "Brief.", "--max-tokens", "7")
     assert (code, out, err) == (0, "Yes, so.\nYes, so.\n", "")
-    first, second = front.calls
+    first, second = backend.streams
     assert said(first) == [("system", "Brief."), ("user", "one")]
     assert said(second) == [*said(first), ("assistant", "Yes, so."), ("user", "two")]
     assert first.request.sampling.max_tokens == 7
 
 
 def test_reset_and_system_begin_anew(chat):
-    front = FakeFront(*ANSWER)
+    backend = FakeBackend(*ANSWER)
     typed = "one\n/reset\ntwo\n/system Loud.\nthree\n/system\nfour\n/what\n /five\n"
-    code, _, err = chat(front, typed, "--system", "Brief.")
+    code, _, err = chat(backend, typed, "--system", "Brief.")
     assert code == 0
-    assert [said(call)[:2] for call in front.calls[1:4]] == [
+    assert [said(call)[:2] for call in backend.streams[1:4]] == [
         [("system", "Brief."), ("user", "two")],
         [("system", "Loud."), ("user", "three")],
         [("user", "four")],
     ]
-    assert said(front.calls[4])[-1] == ("user", "/five")
-    assert "There is no /what." in err
+    assert said(backend.streams[4])[-1] == ("user", "/five")
+    assert "There is no command /what." in err
 
 
-def test_reasoning_and_cuts_are_no_part_of_the_answer(chat):
+def test_reasoning_and_notes_of_a_cut_are_not_sent_again(chat):
     hm = AnswerTokens.of(tokens(""), "hm")
-    front = FakeFront([STARTED], [hm], [tokens("Yes")], [finished(EndReason.LENGTH)])
-    code, out, err = chat(front, "one\ntwo\n")
+    backend = FakeBackend([STARTED], [hm], [tokens("Yes")], [finished(EndReason.LENGTH)])
+    code, out, err = chat(backend, "one\ntwo\n")
     assert (code, out) == (0, "Yes\nYes\n")
-    assert err.startswith("hm\n(cut by --max-tokens")
-    assert said(front.calls[1])[1] == ("assistant", "Yes")
+    assert err.startswith("hm\n(cut at --max-tokens")
+    assert said(backend.streams[1])[1] == ("assistant", "Yes")
 
 
-def test_what_outgrows_the_context_is_left_out_and_said_so(chat):
-    front = FakeFront(*ANSWER)
+def test_turns_that_exceed_the_context_are_left_out_with_a_note(chat):
+    backend = FakeBackend(*ANSWER)
 
     async def tokenize(model, *, text, chat, add_special_tokens):
-        from engine.core.plan import TokenSpan
+        from engine.worker.interface import TokenSpan
 
         count = sum(len(message["content"]) for message in chat.messages)
         return tuple(TokenSpan(1, "x", 0, 1) for _ in range(count)), 400
 
-    front.engine.tokenize = tokenize
+    backend.engine.tokenize = tokenize
     typed = "".join(f"{number}{'x' * 80}\n" for number in range(6))
-    code, out, err = chat(front, typed, "--system", "Brief.")
+    code, out, err = chat(backend, typed, "--system", "Brief.")
     assert code == 0
     assert out.count("Yes") == 6
-    dropped = re.findall(r"The context is full: (\d+) messages", err)
+    dropped = re.findall(r"The context is full: (\d+) earlier messages", err)
     assert dropped == ["4", "4"]  # the fourth question and the sixth; the fifth had room
-    questions = [text[0] for role, text in said(front.calls[-1]) if role == "user"]
+    questions = [text[0] for role, text in said(backend.streams[-1]) if role == "user"]
     assert questions == ["0", "5"]
-    assert said(front.calls[-1])[0] == ("system", "Brief.")
+    assert said(backend.streams[-1])[0] == ("system", "Brief.")
 
 
 def test_a_call_that_fails_ends_a_pipe(chat):
-    front = FakeFront(error=Overloaded("full", retry_after_s=2))
-    code, out, err = chat(front, "one\ntwo\n")
+    backend = FakeBackend(error=Overloaded("full", retry_after_s=2))
+    code, out, err = chat(backend, "one\ntwo\n")
     assert (code, out, err) == (1, "", "triolet: full; try again in 2 s\n")
-    assert len(front.calls) == 1
+    assert len(backend.streams) == 1
 
 
 def test_json_is_one_event_per_line(chat):
-    _, out, _ = chat(FakeFront(*ANSWER), "one\n", "--json")
+    _, out, _ = chat(FakeBackend(*ANSWER), "one\n", "--json")
     events = [json.loads(line) for line in out.splitlines()]
     assert [next(iter(event)) for event in events] == ["started", "delta", "delta", "finished"]
 
@@ -130,8 +133,8 @@ def test_json_is_one_event_per_line(chat):
 # ---- on a terminal
 
 
-# In the new process, and not between fork and exec: other threads of this one hold locks then.
-# A background shell's children ignore Ctrl-C.
+# The terminal and the signal are set in the new process, and not between fork and exec: other
+# threads of this one hold locks then. A background shell's children ignore Ctrl-C.
 ON_ITS_TERMINAL = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -157,7 +160,7 @@ class Terminal:
         self.seen = ""
 
     async def expect(self, text):
-        """Read until ``text`` was shown; what came before it is forgotten."""
+        """Read until ``text`` was shown, and drop everything up to it."""
         async with asyncio.timeout(LIMIT_S):
             while text not in self.seen:
                 data = await asyncio.to_thread(os.read, self._fd, 4096)
@@ -166,13 +169,14 @@ class Terminal:
         return before
 
     def type(self, text):
+        """Write keys to the terminal."""
         os.write(self._fd, text.encode())
 
     async def press(self, key, shown):
-        """Press ``key`` once a second until ``shown``, as a person would.
+        """Press ``key`` once a second until ``shown`` was shown, as a person would.
 
-        Python's line editor looks for a signal only when one interrupts its wait: a Ctrl-C between
-        the prompt and that wait shows with the next key.
+        Python's line editor looks for a signal only when the signal interrupts its wait: a Ctrl-C
+        between the prompt and that wait shows with the next key.
         """
         presses = asyncio.create_task(self._press_on(key))
         try:
@@ -186,16 +190,18 @@ class Terminal:
             await asyncio.sleep(1)
 
     async def end(self):
+        """Wait until the process ends, and return its exit code."""
         return await asyncio.to_thread(self.process.wait, LIMIT_S)
 
     def kill(self):
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
         os.close(self._fd)
 
 
 def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():
-    front = FakeFront([STARTED], [tokens("Once")], hangs=True)
+    backend = FakeBackend([STARTED], [tokens("Once")], hangs=True)
 
     async def command(channel):
         terminal = Terminal(channel.address)
@@ -206,7 +212,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():
             terminal.type("\x03")
             await terminal.expect("(stopped)")
             await terminal.expect("> ")
-            await terminal.press("\x03", "Ctrl-D leaves.")  # with nothing to end
+            await terminal.press("\x03", "Ctrl-D ends the chat.")  # no answer is under way
             await terminal.expect("> ")
             terminal.type("two\n")
             await terminal.expect("Once")
@@ -218,15 +224,15 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat():
         finally:
             terminal.kill()
 
-    assert run(front, command) == 0
-    first, second = front.calls
+    assert run(backend, command) == 0
+    first, second = backend.streams
     assert said(second) == [("user", "one"), ("assistant", "Once"), ("user", "two")]
     assert first.num_leaves
     assert second.num_leaves
 
 
-def test_a_call_that_fails_on_a_terminal_is_told_and_the_chat_goes_on():
-    front = FakeFront(error=Overloaded("full"))
+def test_a_call_that_fails_on_a_terminal_is_reported_and_the_chat_goes_on():
+    backend = FakeBackend(error=Overloaded("full"))
 
     async def command(channel):
         terminal = Terminal(channel.address)
@@ -241,10 +247,10 @@ def test_a_call_that_fails_on_a_terminal_is_told_and_the_chat_goes_on():
         finally:
             terminal.kill()
 
-    assert run(front, command) == 0
+    assert run(backend, command) == 0
 
 
-# ---- while it is imported
+# ---- during the imports
 
 
 INTERRUPT = """
@@ -269,7 +275,7 @@ sys.exit(main())
     "module",
     ["grpc_service.cli.main", "engine.config", "grpc", "grpc_service.cli.generate"],
 )
-def test_ctrl_c_while_it_is_imported_leaves_no_traceback(module):
+def test_ctrl_c_during_the_imports_shows_no_traceback(module):
     argv = [sys.executable, "-c", INTERRUPT, module, "generate", "x", "--server", "127.0.0.1:1"]
     done = subprocess.run(argv, capture_output=True, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b"")
@@ -291,40 +297,42 @@ def test_a_signal_that_was_ignored_stays_ignored():
 # ---- explain, abort, completion
 
 
-def client(front, capsys, *argv):
+def client(backend, capsys, *argv):
+    """Run a client command, and return its exit code and output."""
+
     async def command(channel):
         return await asyncio.to_thread(main, [*argv, "--server", channel.address])
 
-    return run(front, command), *capsys.readouterr()
+    return run(backend, command), *capsys.readouterr()
 
 
 def test_explain(capsys):
-    code, out, _ = client(FakeFront(), capsys, "explain", "r1")
+    code, out, _ = client(FakeBackend(), capsys, "explain", "r1")
     assert code == 0
     assert out.splitlines() == [
         "state     waiting",
         "waits for seats: 1 of 1 sequences run",
-        "in line   place 2, starts in about 1.25 s",
+        "in queue  place 2, starts in about 1.25 s",
         "computed  0 tokens, in 0 blocks",
         "parked    0.5 s so far",
     ]
-    code, out, err = client(FakeFront(), capsys, "explain", "r2")
+    code, out, err = client(FakeBackend(), capsys, "explain", "r2")
     assert (code, out, err) == (1, "", "triolet: no live request has the id 'r2'\n")
-    code, out, err = client(FakeFront(), capsys, "explain", "")
+    code, out, err = client(FakeBackend(), capsys, "explain", "")
     assert (code, err) == (1, "triolet: request_id: is empty\n")
 
 
-def test_an_abort_of_what_is_not_known_says_what_becomes_of_it(capsys):
-    _, out, _ = client(FakeFront(), capsys, "abort", "r9")
-    assert out == "r9: not known; if it arrives within 60 s, it is aborted then\n"
+def test_an_abort_of_an_unknown_request_explains_its_effect(capsys):
+    _, out, _ = client(FakeBackend(), capsys, "abort", "r9")
+    assert out == "r9: not known; if it arrives within 60 s, it will be aborted\n"
 
 
-def test_models_and_stats_tell_of_a_pause(capsys, monkeypatch):
+def test_models_and_stats_show_a_pause(capsys, monkeypatch):
     paused = ReplicaCounts("stories", 0, ModelState.READY, Counts(), "wait")
-    monkeypatch.setattr(fake_front, "STATISTICS", EngineStatistics(Counts(), (paused,)))
-    _, out, _ = client(FakeFront(), capsys, "stats")
+    monkeypatch.setattr(fake_backend, "STATISTICS", EngineStatistics(Counts(), (paused,)))
+    _, out, _ = client(FakeBackend(), capsys, "stats")
     assert out.splitlines()[-1].startswith("stories/0 READY, paused (wait): 0 running")
-    _, out, _ = client(FakeFront(), capsys, "models")
+    _, out, _ = client(FakeBackend(), capsys, "models")
     assert "READY, paused (wait)" in out
     assert "FAILED " in out
 

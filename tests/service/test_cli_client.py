@@ -1,4 +1,4 @@
-"""The client commands against a scripted front: what they print, and how they end."""
+"""The client commands against a scripted backend: what they print, and how they end."""
 
 from __future__ import annotations
 
@@ -12,43 +12,45 @@ import time
 
 import pytest
 
-from engine.core.events import Finished, Tokens
-from engine.core.types import EndReason, Timings, Usage
+from engine.core.common.events import Finished, Tokens
+from engine.core.common.types import EndReason, Timings, Usage
 from engine.errors import Overloaded
-from engine.requests import OutputOptions, SamplingParams, Started
+from engine.requests.text_values import OutputOptions, SamplingParams, Started
 from grpc_service.cli.main import main
-from tests.service.fake_front import FakeFront, run, runner
+from tests.service.fake_backend import FakeBackend, run, runner
 
 STARTED = Started("r1", "stories", 4)
 SILENT = "127.0.0.1:1"  # nobody listens on port 1
 
 
 def tokens(text, choice=0):
+    """Return the event of a token with this text."""
     return Tokens("r1", choice, (1,), text)
 
 
 def finished(choice=0):
+    """Return the end of a choice."""
     return Finished("r1", choice, EndReason.STOP, Usage(4, 0, 2), Timings())
 
 
 STORY = ([STARTED], [tokens("Once")], [tokens(" more")], [finished()])
 
 
-def triolet(front, *argv):
-    """The exit code of a command whose server is ``front``'s."""
+def triolet(backend, *argv):
+    """Return the exit code of a command whose server is ``backend``'s."""
 
     async def command(channel):
         return await asyncio.to_thread(main, [*argv, "--server", channel.address])
 
-    return run(front, command)
+    return run(backend, command)
 
 
 @pytest.fixture
 def ask(capsys):
-    """Runs a command; returns its exit code, standard output and standard error."""
+    """Return a function that runs a command and returns exit code, output and error output."""
 
-    def call(front, *argv):
-        code = triolet(front, *argv)
+    def call(backend, *argv):
+        code = triolet(backend, *argv)
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 
@@ -59,23 +61,23 @@ def ask(capsys):
 
 
 def test_generate_prints_the_text_and_one_newline(ask):
-    front = FakeFront(*STORY)
-    assert ask(front, "generate", "Once") == (0, "Once more\n", "")
-    assert ask(FakeFront([STARTED], [tokens("a\n")], [finished()]), "generate", "a")[1] == "a\n"
-    request = front.last.request
+    backend = FakeBackend(*STORY)
+    assert ask(backend, "generate", "Once") == (0, "Once more\n", "")
+    assert ask(FakeBackend([STARTED], [tokens("a\n")], [finished()]), "generate", "a")[1] == "a\n"
+    request = backend.last.request
     assert (request.text, request.n, request.timeout_s) == ("Once", None, None)
     assert request.sampling == SamplingParams()
     assert request.output == OutputOptions()
 
 
-def test_generate_sends_what_it_is_told(ask):
-    front = FakeFront(*STORY)
+def test_generate_sends_its_arguments(ask):
+    backend = FakeBackend(*STORY)
     given = "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 0 --seed 7 --stop a --stop b"
     given += " --n 1 --timeout 20 --model stories --min-p 0.1 --typical-p 0.9"
     given += " --repetition-penalty 1.1 --presence-penalty -0.5 --frequency-penalty 0.25"
     given += " --bad-word c --bad-word d --json --logprobs 0 --prompt-logprobs 3"
-    assert ask(front, "generate", "x", *given.split())[0] == 0
-    request, sampling = front.last.request, front.last.request.sampling
+    assert ask(backend, "generate", "x", *given.split())[0] == 0
+    request, sampling = backend.last.request, backend.last.request.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (5, 0.0, 0.5)
     assert (sampling.top_k, sampling.seed, sampling.stop) == (0, 7, ("a", "b"))
     assert (sampling.min_p, sampling.typical_p, sampling.repetition_penalty) == (0.1, 0.9, 1.1)
@@ -87,33 +89,33 @@ def test_generate_sends_what_it_is_told(ask):
 
 
 @pytest.mark.parametrize("flag", ["--logprobs", "--prompt-logprobs"])
-def test_what_only_json_shows_is_refused_without_it(flag, capsys):
+def test_flags_that_only_json_shows_need_json(flag, capsys):
     assert main(["generate", "x", flag, "0", "--server", SILENT]) == 2
-    assert capsys.readouterr().err == f"triolet: {flag} is shown by --json only; give both\n"
+    assert capsys.readouterr().err == f"triolet: {flag} needs --json\n"
 
 
 def test_generate_reads_its_prompt_from_standard_input(ask, monkeypatch):
-    front = FakeFront(*STORY)
+    backend = FakeBackend(*STORY)
     monkeypatch.setattr("sys.stdin.read", lambda: "two\nlines\n\n")
-    assert ask(front, "generate", "-")[0] == 0
-    assert front.last.request.text == "two\nlines\n"
+    assert ask(backend, "generate", "-")[0] == 0
+    assert backend.last.request.text == "two\nlines\n"
 
 
 def test_generate_prints_several_choices_one_after_the_other(ask):
     batch = [tokens("b", 1), finished(1), tokens("a", 0), finished(0)]
-    code, out, _ = ask(FakeFront([STARTED], batch), "generate", "x", "--n", "2")
+    code, out, _ = ask(FakeBackend([STARTED], batch), "generate", "x", "--n", "2")
     assert (code, out) == (0, "--- 1 of 2 ---\na\n--- 2 of 2 ---\nb\n")
 
 
 def test_generate_json_is_one_event_per_line(ask):
-    _, out, _ = ask(FakeFront(*STORY), "generate", "x", "--json")
+    _, out, _ = ask(FakeBackend(*STORY), "generate", "x", "--json")
     events = [json.loads(line) for line in out.splitlines()]
     assert [next(iter(event)) for event in events] == ["started", "delta", "delta", "finished"]
     assert events[3]["finished"]["reason"] == "FINISH_REASON_STOP"
 
 
-def test_tokenize_there_and_back(ask):
-    code, out, _ = ask(FakeFront(), "tokenize", "hi")
+def test_tokenize_and_detokenize(ask):
+    code, out, _ = ask(FakeBackend(), "tokenize", "hi")
     assert code == 0
     assert out.splitlines() == [
         "ID   PLACE  TEXT",
@@ -121,36 +123,36 @@ def test_tokenize_there_and_back(ask):
         '105  1–2    "i"',
         "2 of at most 2048 tokens",
     ]
-    assert ask(FakeFront(), "tokenize", "--detokenize", "104", "105")[1] == "hi\n"
-    _, out, _ = ask(FakeFront(), "tokenize", "h", "--json")
+    assert ask(FakeBackend(), "tokenize", "--detokenize", "104", "105")[1] == "hi\n"
+    _, out, _ = ask(FakeBackend(), "tokenize", "h", "--json")
     assert json.loads(out)["tokens"] == [{"id": 104, "text": "h", "start": 0, "end": 1}]
 
 
 def test_tokenize_can_leave_special_tokens_out(ask):
-    front = FakeFront()
-    ask(front, "tokenize", "hi", "--no-special-tokens")
-    ask(front, "tokenize", "hi")
-    assert [asked[3] for asked in front.engine.asked] == [False, None]
+    backend = FakeBackend()
+    ask(backend, "tokenize", "hi", "--no-special-tokens")
+    ask(backend, "tokenize", "hi")
+    assert [asked[3] for asked in backend.engine.asked] == [False, None]
 
 
 def test_models(ask):
-    code, out, _ = ask(FakeFront(), "models")
+    code, out, _ = ask(FakeBackend(), "models")
     assert code == 0
     head, first, second, error = out.splitlines()
     assert head.split()[:3] == ["NAME", "STATE", "CAPABILITY"]
     assert first.split()[:4] == ["stories,", "s", "READY", "text-to-text"]
     assert second.split()[:2] == ["broken", "FAILED"]
     assert error == "broken: no such file"
-    listed = json.loads(ask(FakeFront(), "models", "--json")[1])["models"]
+    listed = json.loads(ask(FakeBackend(), "models", "--json")[1])["models"]
     assert [model["name"] for model in listed] == ["stories", "broken"]
 
 
 def test_stats(ask):
-    code, out, _ = ask(FakeFront(), "stats")
+    code, out, _ = ask(FakeBackend(), "stats")
     assert code == 0
-    assert "sequences 3 running, 0 waiting, 0 parked, 0 ending, 0 zombies" in out
+    assert "sequences 3 running, 0 waiting, 0 parked, 0 ending, 0 unread_calls" in out
     assert "requests  7 finished, 0 cancelled" in out
-    totals = json.loads(ask(FakeFront(), "stats", "--json")[1])["totals"]
+    totals = json.loads(ask(FakeBackend(), "stats", "--json")[1])["totals"]
     assert (totals["running"], totals["waiting"]) == (3, 0)
 
 
@@ -158,46 +160,46 @@ def test_stats(ask):
 
 
 def test_a_servers_error_is_one_line_with_its_hint(ask):
-    front = FakeFront([STARTED], [tokens("On")], error=Overloaded("full\nup", retry_after_s=2))
-    code, out, err = ask(front, "generate", "x")
+    backend = FakeBackend([STARTED], [tokens("On")], error=Overloaded("full\nup", retry_after_s=2))
+    code, out, err = ask(backend, "generate", "x")
     assert (code, out) == (1, "On\n")
     assert err == "triolet: full up; try again in 2 s\n"
 
 
 def test_every_broken_field_is_named_once(ask):
-    code, _, err = ask(FakeFront(), "generate", "x", "--top-p", "2", "--n", "17")
+    code, _, err = ask(FakeBackend(), "generate", "x", "--top-p", "2", "--n", "17")
     assert code == 1
     assert err == "triolet: n: is 17, outside [1, 16]; sampling.top_p: is 2, outside (0, 1]\n"
 
 
-def test_a_deadline_says_which(ask):
-    code, _, err = ask(FakeFront([STARTED], hangs=True), "generate", "x", "--timeout", "0.2")
+def test_a_passed_deadline_is_named(ask):
+    code, _, err = ask(FakeBackend([STARTED], hangs=True), "generate", "x", "--timeout", "0.2")
     assert (code, err) == (1, "triolet: the server did not finish within 0.2 s (--timeout)\n")
 
 
 @pytest.mark.parametrize("command", [["models"], ["stats"], ["generate", "x"], ["tokenize", "x"]])
-def test_a_server_that_is_not_there_is_one_clear_sentence(command, capsys):
+def test_a_missing_server_is_one_clear_sentence(command, capsys):
     assert main([*command, "--server", SILENT]) == 1
     out, err = capsys.readouterr()
     assert not out
     assert err == f"triolet: no server answers at {SILENT}; `triolet serve` starts one\n"
 
 
-def test_a_proxy_in_the_environment_is_not_asked_for_loopback(ask, monkeypatch):
+def test_a_proxy_in_the_environment_is_not_used_for_loopback(ask, monkeypatch):
     monkeypatch.setenv("http_proxy", f"http://{SILENT}")
     monkeypatch.setenv("grpc_proxy", f"http://{SILENT}")
-    assert ask(FakeFront(*STORY), "generate", "x")[0] == 0
+    assert ask(FakeBackend(*STORY), "generate", "x")[0] == 0
 
 
 def test_an_argument_that_is_not_utf_8_is_one_clear_sentence(ask):
-    code, out, err = ask(FakeFront(*STORY), "generate", "a\udcff")
+    code, out, err = ask(FakeBackend(*STORY), "generate", "a\udcff")
     assert (code, out) == (2, "")
     assert err == "triolet: an argument is not UTF-8\n"
 
 
 def test_standard_input_that_is_not_utf_8_is_one_clear_sentence(ask, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("a\udcff"))
-    code, out, err = ask(FakeFront(*STORY), "generate", "-")
+    code, out, err = ask(FakeBackend(*STORY), "generate", "-")
     assert (code, out) == (2, "")
     assert err == "triolet: standard input is not UTF-8\n"
 
@@ -206,6 +208,7 @@ def test_standard_input_that_is_not_utf_8_is_one_clear_sentence(ask, monkeypatch
 
 
 async def process_of(address, *argv):
+    """Start a command in a process of its own."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "grpc_service", *argv, "--server", address),
         stdout=asyncio.subprocess.PIPE,
@@ -215,21 +218,21 @@ async def process_of(address, *argv):
 
 
 def test_ctrl_c_ends_the_command_and_the_call_without_a_traceback():
-    front = FakeFront([STARTED], [tokens("Once")], hangs=True)
+    backend = FakeBackend([STARTED], [tokens("Once")], hangs=True)
 
     async def command(channel):
         process = await process_of(channel.address, "generate", "x")
         assert await process.stdout.read(4) == b"Once"
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()
-        await front.last.left.wait()
+        await backend.last.left.wait()
         return process.returncode, out, err
 
-    assert run(front, command) == (130, b"\n", b"")
+    assert run(backend, command) == (130, b"\n", b"")
 
 
 def test_a_reader_of_the_output_that_goes_ends_the_command_and_the_call():
-    front = FakeFront([STARTED], *[[tokens("x" * 1000)] for _ in range(300)], hangs=True)
+    backend = FakeBackend([STARTED], *[[tokens("x" * 1000)] for _ in range(300)], hangs=True)
 
     async def command(channel):
         process = await process_of(channel.address, "generate", "x")
@@ -237,14 +240,14 @@ def test_a_reader_of_the_output_that_goes_ends_the_command_and_the_call():
         process.stdout._transport.close()
         err = await process.stderr.read()
         await process.wait()
-        await front.last.left.wait()
+        await backend.last.left.wait()
         return process.returncode, err
 
-    assert run(front, command) == (141, b"")
+    assert run(backend, command) == (141, b"")
 
 
 def test_a_server_that_stops_is_one_line():
-    front = FakeFront([STARTED], [tokens("Once")], hangs=True)
+    backend = FakeBackend([STARTED], [tokens("Once")], hangs=True)
     address = []
 
     async def command(channel):
@@ -258,12 +261,12 @@ def test_a_server_that_stops_is_one_line():
         return process.returncode, out, err.decode()
 
     line = "triolet: the connection to the server at {} was lost\n"
-    ended = runner().run(end(run(front, command)))
+    ended = runner().run(end(run(backend, command)))
     assert ended == (1, b"\n", line.format(*address))
 
 
 def test_a_client_command_starts_without_the_heavy_packages():
-    """Time is measured where it can be told apart: what is imported decides it."""
+    """What is imported decides the time. Imports are exact; a time on a busy machine is not."""
 
     async def command(channel):
         code = (
@@ -280,6 +283,6 @@ def test_a_client_command_starts_without_the_heavy_packages():
         out, err = await process.communicate()
         return process.returncode, out, err, time.monotonic() - started
 
-    *ended, seconds = run(FakeFront(*STORY), command)
+    *ended, seconds = run(FakeBackend(*STORY), command)
     assert ended == [0, b"Once more\n", b"[]\n"]
-    assert seconds < 5  # 0.3 s on the author's machine, left room for a busy one
+    assert seconds < 5  # 0.3 s on the author's machine; a busy one may take longer

@@ -1,4 +1,4 @@
-"""`triolet embed` and `rerank` against a scripted front: what they send, print and refuse."""
+"""`triolet embed` and `rerank` against a scripted backend: what they send, print and refuse."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.core.events import Finished
-from engine.core.types import EndReason, Timings, Usage
-from engine.encode_requests import Embedding, EmbedRequest, Score
+from engine.core.common.events import Finished
+from engine.core.common.types import EndReason, Timings, Usage
 from engine.errors import FieldViolation, InvalidRequest, Overloaded
-from engine.requests import Started
+from engine.requests.encode_values import Embedding, EmbedRequest, Score
+from engine.requests.text_values import Started
 from grpc_service.cli import embed
 from grpc_service.cli import texts as cli_texts
 from grpc_service.cli.main import main
-from tests.service.fake_front import FakeCall, FakeFront, run
+from tests.service.fake_backend import FakeBackend, run
 from tests.service.test_cli_client import SILENT, process_of, triolet
 
 STARTED = Started("r1", "emb", 4)
@@ -35,18 +35,23 @@ FINISHED = Finished("r1", 0, EndReason.STOP, Usage(4, 0, 0), Timings())
 
 
 def angle_of(text):
+    """Return the angle of a text's vector, in radians."""
     return math.radians(float(text) if text.replace(".", "").isdigit() else len(text))
 
 
-class Encoder(FakeFront):
-    """Vectors of 2 numbers, twice as long as 1, at the angle in degrees that a text is (else its
-    length); scores by the same number. The last first, as lengths have it."""
+class Encoder(FakeBackend):
+    """A backend that gives vectors and scores.
+
+    A vector has 2 numbers and the norm 2. Its angle in degrees is the text, or else the text's
+    length; a score is a hundredth of this angle. The last input comes first.
+    """
 
     def __init__(self, error_in=None):
         super().__init__()
         self.error_in = error_in
+        self.engine.script_of = self.script_of
 
-    def encode(self, request, peer=""):
+    def script_of(self, request):
         batches = [[STARTED]]
         if isinstance(request, EmbedRequest):
             for index, text in reversed(list(enumerate(request.inputs))):
@@ -56,21 +61,21 @@ class Encoder(FakeFront):
         else:
             for index, text in reversed(list(enumerate(request.documents))):
                 batches.append([Score(index, math.degrees(angle_of(text)) / 100)])
-        is_broken = len(self.calls) == self.error_in
+        is_broken = len(self.streams) == self.error_in
         error = InvalidRequest([FieldViolation("inputs[1].text", "has no tokens")])
-        call = FakeCall(
-            request, [*batches, [FINISHED]], error=error if is_broken else None, credited=(object,)
-        )
-        self.calls.append(call)
-        return call
+        return {
+            "batches": [*batches, [FINISHED]],
+            "error": error if is_broken else None,
+            "credited": (object,),
+        }
 
 
 @pytest.fixture
 def ask(capsys):
-    """Runs a command; returns its exit code, standard output and standard error."""
+    """Return a function that runs a command and returns exit code, output and error output."""
 
-    def call(front, *argv):
-        code = triolet(front, *argv)
+    def call(backend, *argv):
+        code = triolet(backend, *argv)
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 
@@ -79,7 +84,7 @@ def ask(capsys):
 
 @pytest.fixture
 def stdin(monkeypatch):
-    """Gives the command a standard input."""
+    """Return a function that sets the standard input of the command."""
 
     def give(text, *, is_terminal=False):
         stream = io.StringIO(text)
@@ -92,7 +97,7 @@ def stdin(monkeypatch):
 # ---- embed -----------------------------------------------------------------------------------
 
 
-def test_embed_shows_the_vectors_and_how_alike_they_are(ask):
+def test_embed_shows_the_vectors_and_their_similarities(ask):
     code, out, err = ask(Encoder(), "embed", "0", "60", "90")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
@@ -123,7 +128,7 @@ def test_embed_of_many_texts_names_each_ones_nearest(ask):
     assert out.endswith("\n11 vectors of 2 numbers by emb\n")
 
 
-def test_the_nearest_is_the_one_that_all_with_all_gives(ask, stdin):
+def test_the_nearest_is_the_one_of_a_comparison_of_all_pairs(ask, stdin):
     angles = [f"{number * 137.5 % 360:.4f}" for number in range(120)]
     stdin("\n".join(angles))
     _, out, _ = ask(Encoder(), "embed")
@@ -134,17 +139,17 @@ def test_the_nearest_is_the_one_that_all_with_all_gives(ask, stdin):
     np.testing.assert_allclose(alike[np.arange(120), nearest], alike.max(axis=1), atol=1e-6)
 
 
-def test_of_too_many_texts_to_compare_there_are_only_numbers(ask, stdin):
+def test_too_many_texts_to_compare_show_only_numbers(ask, stdin):
     stdin("\n".join(map(str, range(embed.NEAREST_MAX + 1))))
     _, out, _ = ask(Encoder(), "embed")
     assert "NEAREST" not in out
     assert out.splitlines()[-2:] == [
         "301 vectors of 2 numbers by emb",
-        "Of more than 300 texts no similarities are shown; --json has the numbers.",
+        "Similarities are shown for at most 300 texts; --json prints the vectors.",
     ]
 
 
-def test_a_vector_of_nothing_is_like_nothing(ask, monkeypatch):
+def test_a_zero_vector_is_similar_to_nothing(ask, monkeypatch):
     monkeypatch.setattr("tests.service.test_cli_encode.angle_of", lambda text: 0.0)
     monkeypatch.setattr(math, "cos", lambda at: 0.0)
     code, out, err = ask(Encoder(), "embed", "a", "b")
@@ -152,18 +157,18 @@ def test_a_vector_of_nothing_is_like_nothing(ask, monkeypatch):
     assert out.splitlines()[-3:-1] == ["1  0.000  0.000", ""]
 
 
-def test_embed_sends_what_it_is_told(ask):
-    front = Encoder()
+def test_embed_sends_its_arguments(ask):
+    backend = Encoder()
     given = "--dimensions 2 --prompt-name query --no-normalize --no-truncate --model emb"
-    assert ask(front, "embed", "a", "b", *given.split(), "--timeout", "20")[0] == 0
-    request = front.last.request
+    assert ask(backend, "embed", "a", "b", *given.split(), "--timeout", "20")[0] == 0
+    request = backend.last.request
     assert (request.inputs, request.dimensions, request.prompt_name) == (("a", "b"), 2, "query")
     assert (request.normalize, request.truncate, request.model) == (False, False, "emb")
     assert 15 < request.timeout_s < 21
-    ask(front, "embed", "a", "--normalize")
-    assert (front.last.request.normalize, front.last.request.truncate) == (True, None)
-    ask(front, "embed", "a")
-    assert front.last.request == EmbedRequest(inputs=("a",))
+    ask(backend, "embed", "a", "--normalize")
+    assert (backend.last.request.normalize, backend.last.request.truncate) == (True, None)
+    ask(backend, "embed", "a")
+    assert backend.last.request == EmbedRequest(inputs=("a",))
 
 
 def test_embed_json_is_a_line_per_text_in_their_order(ask):
@@ -176,23 +181,23 @@ def test_embed_json_is_a_line_per_text_in_their_order(ask):
     assert lines[0]["values"] == [2.0, 0.0]
 
 
-# ---- where texts come from -------------------------------------------------------------------
+# ---- sources of texts ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argv", [[], ["-"], ["--file", "-"]])
-def test_lines_of_standard_input_are_texts_and_none_is_left_out(ask, stdin, argv):
-    front = Encoder()
+def test_every_line_of_standard_input_is_a_text(ask, stdin, argv):
+    backend = Encoder()
     stdin("one\n\n two \u2028 \x0c\n")
-    assert ask(front, "embed", *argv)[0] == 0
-    assert front.last.request.inputs == ("one", "", " two \u2028 \x0c")
+    assert ask(backend, "embed", *argv)[0] == 0
+    assert backend.last.request.inputs == ("one", "", " two \u2028 \x0c")
 
 
 def test_lines_of_a_file_are_texts(ask, tmp_path):
     path = tmp_path / "texts"
     path.write_bytes("one\r\nzwei Flüsse".encode())
-    front = Encoder()
-    assert ask(front, "rerank", "which?", "--file", str(path))[0] == 0
-    assert (front.last.request.query, front.last.request.documents) == (
+    backend = Encoder()
+    assert ask(backend, "rerank", "which?", "--file", str(path))[0] == 0
+    assert (backend.last.request.query, backend.last.request.documents) == (
         "which?",
         ("one", "zwei Flüsse"),
     )
@@ -202,7 +207,8 @@ def test_lines_of_a_file_are_texts(ask, tmp_path):
 def test_no_texts_are_one_clear_sentence(ask, stdin, tmp_path, command):
     what = {"embed": "texts", "rerank": "documents"}[command[0]]
     stdin("", is_terminal=True)
-    said = f"triolet: there are no {what}; give some, or --file FILE (- for standard input)\n"
+    said = f"triolet: there are no {what}; give some as arguments, "
+    said += "or --file FILE (- is standard input)\n"
     assert ask(Encoder(), *command) == (2, "", said)
     stdin("")
     said = f"triolet: there are no {what} in standard input\n"
@@ -224,35 +230,35 @@ def test_a_file_that_cannot_be_read_is_named(ask, tmp_path):
     assert ask(Encoder(), "embed", "--file", str(latin)) == (2, "", said)
 
 
-# ---- more than a call takes ------------------------------------------------------------------
+# ---- more texts than a call takes ------------------------------------------------------------
 
 
 def test_more_texts_than_a_call_takes_go_in_several_and_are_numbered_through(ask, stdin):
-    front = Encoder()
+    backend = Encoder()
     texts = [str(number) for number in range(2 * cli_texts.MAX_INPUTS + 3)]
     stdin("\n".join(texts) + "\n")
-    code, out, _ = ask(front, "embed", "--json")
+    code, out, _ = ask(backend, "embed", "--json")
     assert code == 0
-    assert [len(call.request.inputs) for call in front.calls] == [2048, 2048, 3]
-    assert [text for call in front.calls for text in call.request.inputs] == texts
+    assert [len(call.request.inputs) for call in backend.streams] == [2048, 2048, 3]
+    assert [text for call in backend.streams for text in call.request.inputs] == texts
     assert [json.loads(line)["index"] for line in out.splitlines()] == list(range(len(texts)))
     assert all(json.loads(line)["model"] == "emb" for line in out.splitlines())
 
 
 def test_texts_that_are_long_together_go_in_several_calls(ask, stdin):
-    front = Encoder()
+    backend = Encoder()
     long = "ü" * (cli_texts.BYTES_MAX // 5)
     stdin("\n".join([long] * 5))
-    assert ask(front, "rerank", "q", "--json")[0] == 0
-    assert [len(call.request.documents) for call in front.calls] == [2, 2, 1]
+    assert ask(backend, "rerank", "q", "--json")[0] == 0
+    assert [len(call.request.documents) for call in backend.streams] == [2, 2, 1]
 
 
 def test_an_error_of_a_later_call_says_which_texts_it_counts(ask, monkeypatch):
     monkeypatch.setattr(cli_texts, "MAX_INPUTS", 2)
-    front = Encoder(error_in=1)
-    code, _, err = ask(front, "embed", "a", "b", "c", "d", "e", "--json")
+    backend = Encoder(error_in=1)
+    code, _, err = ask(backend, "embed", "a", "b", "c", "d", "e", "--json")
     assert code == 1
-    assert len(front.calls) == 2
+    assert len(backend.streams) == 2
     assert err.splitlines() == [
         "triolet: in texts 2 to 3, whose own numbers begin at 0:",
         "triolet: inputs[1].text: has no tokens",
@@ -263,9 +269,9 @@ def test_one_timeout_holds_for_all_calls(ask, monkeypatch):
     monkeypatch.setattr(cli_texts, "MAX_INPUTS", 1)
     clock = itertools.count(100, 5)
     monkeypatch.setattr(cli_texts, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    front = Encoder()
-    ask(front, "embed", "a", "b", "c", "--timeout", "20")
-    assert [call.request.timeout_s for call in front.calls] == pytest.approx([15, 10, 5], abs=1)
+    backend = Encoder()
+    ask(backend, "embed", "a", "b", "c", "--timeout", "20")
+    assert [call.request.timeout_s for call in backend.streams] == pytest.approx([15, 10, 5], abs=1)
 
 
 # ---- rerank ----------------------------------------------------------------------------------
@@ -282,16 +288,16 @@ def test_rerank_shows_the_best_first(ask):
     ]
 
 
-def test_rerank_sends_what_it_is_told(ask):
-    front = Encoder()
+def test_rerank_sends_its_arguments(ask):
+    backend = Encoder()
     given = ("--top-n", "1", "--raw-scores", "--no-truncate", "--model", "rank")
-    _, out, _ = ask(front, "rerank", "q", "30", "90", *given)
-    request = front.last.request
+    _, out, _ = ask(backend, "rerank", "q", "30", "90", *given)
+    request = backend.last.request
     assert (request.top_n, request.raw_scores, request.truncate) == (1, True, False)
     assert request.model == "rank"
     assert out.splitlines()[1:] == ["0.9000  1      90"]
-    ask(front, "rerank", "q", "30")
-    assert (front.last.request.top_n, front.last.request.raw_scores) == (None, None)
+    ask(backend, "rerank", "q", "30")
+    assert (backend.last.request.top_n, backend.last.request.raw_scores) == (None, None)
 
 
 def test_rerank_json_is_a_line_per_document_best_first(ask):
@@ -303,9 +309,9 @@ def test_rerank_json_is_a_line_per_document_best_first(ask):
 
 def test_rerank_sorts_what_several_calls_scored(ask, monkeypatch):
     monkeypatch.setattr(cli_texts, "MAX_INPUTS", 2)
-    front = Encoder()
-    _, out, _ = ask(front, "rerank", "q", "30", "20", "90", "10", "60", "--json", "--top-n", "3")
-    assert len(front.calls) == 3
+    backend = Encoder()
+    _, out, _ = ask(backend, "rerank", "q", "30", "20", "90", "10", "60", "--json", "--top-n", "3")
+    assert len(backend.streams) == 3
     assert [json.loads(line)["index"] for line in out.splitlines()] == [2, 4, 0]
 
 
@@ -317,8 +323,8 @@ def test_failures_are_one_line(command, ask, capsys):
     assert main([*command, "--server", SILENT]) == 1
     said = f"triolet: no server answers at {SILENT}; `triolet serve` starts one\n"
     assert capsys.readouterr() == ("", said)
-    front = FakeFront(error=Overloaded("full", retry_after_s=2))
-    assert ask(front, *command) == (1, "", "triolet: full; try again in 2 s\n")
+    backend = FakeBackend(error=Overloaded("full", retry_after_s=2))
+    assert ask(backend, *command) == (1, "", "triolet: full; try again in 2 s\n")
 
 
 @pytest.mark.parametrize("command", ["embed", "rerank"])
@@ -331,8 +337,11 @@ def test_help_says_where_texts_come_from(command, capsys):
 
 
 async def on_a_terminal(address, *argv, is_piped=False):
-    """What a command writes to a terminal of 60 columns, and to a pipe if its standard output
-    ``is_piped``; the exit code first."""
+    """Run a command on a terminal of 60 columns.
+
+    Return the exit code, the terminal's text, and what went to a pipe if the standard output
+    ``is_piped``.
+    """
     master, slave = pty.openpty()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -350,7 +359,7 @@ async def on_a_terminal(address, *argv, is_piped=False):
 
 
 def _read_terminal(master):
-    """All that was written, until nobody has the other side open any more."""
+    """Return all that was written until the other side has closed."""
     parts = []
     with open(master, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
         while part := terminal.read(4096):
@@ -385,7 +394,7 @@ def test_many_texts_have_a_bar_that_leaves_the_output_alone(tmp_path):
     assert [json.loads(line)["index"] for line in out.splitlines()] == list(range(300))
 
 
-def test_where_lines_go_to_the_terminal_there_is_no_bar(tmp_path):
+def test_there_is_no_bar_where_lines_go_to_the_terminal(tmp_path):
     texts = tmp_path / "texts"
     texts.write_text("\n".join(map(str, range(120))))
 
@@ -398,14 +407,14 @@ def test_where_lines_go_to_the_terminal_there_is_no_bar(tmp_path):
 
 
 def test_ctrl_c_ends_the_command_and_the_call():
-    front = FakeFront([STARTED], [Embedding(0, array("f", [1.0]), 3)], hangs=True)
+    backend = FakeBackend([STARTED], [Embedding(0, array("f", [1.0]), 3)], hangs=True)
 
     async def command(channel):
         process = await process_of(channel.address, "embed", "a", "b", "--json")
         assert json.loads(await process.stdout.readline())["index"] == 0
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()
-        await front.last.left.wait()
+        await backend.last.left.wait()
         return process.returncode, out, err
 
-    assert run(front, command) == (130, b"", b"")
+    assert run(backend, command) == (130, b"", b"")

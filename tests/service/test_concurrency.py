@@ -1,4 +1,4 @@
-"""The demo model under 64 clients at once: each gets what it would get alone, in shared steps."""
+"""64 clients of the demo model at once: each gets its answer alone, in shared steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = (
 
 
 def text_of(draw, num_sentences):
-    """Something like a story."""
+    """Return a text like a story."""
     sentences = []
     for _ in range(num_sentences):
         name, animal, place, weather = (draw.choice(words) for words in WORDS)
@@ -34,7 +34,7 @@ def text_of(draw, num_sentences):
 
 
 def requests_of(channel):
-    """Prompts of 1 to 500 tokens, each cut from another place of a text, and their max_tokens."""
+    """Return requests of 1 to 500 tokens, each cut from another place of a text."""
     draw = random.Random(SEED)
     ids = tokenize(channel, text_of(draw, 200))
     assert len(ids) > 2 * PROMPT_TOKENS[1]
@@ -54,10 +54,10 @@ def requests_of(channel):
         }
 
 
-def test_64_clients_at_once_get_what_each_gets_alone_in_steps_of_many_rows(demo, capsys):
+def test_64_clients_at_once_get_the_same_as_alone_in_steps_of_many_rows(demo, capsys):
     channel = demo.channel
     [model] = list_models(channel)
-    assert model.dtype == "float32", f"{DEMO} is to be compared exactly"
+    assert model.dtype == "float32", f"{DEMO} must be in float32 to be compared exactly"
     requests = list(requests_of(channel))
     alone = [generate(channel, **request) for request in requests]
     before = wait_idle(channel)

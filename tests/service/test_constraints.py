@@ -1,5 +1,8 @@
-"""Structured output over gRPC, with the demo model: forms hold, bad ones name their field, costly
-ones delay nobody, and leaving while one compiles frees everything."""
+"""Structured output over gRPC, with the demo model.
+
+Answers follow their forms, bad forms name their field, costly ones delay nobody, and a client that
+leaves while one compiles frees everything.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ FORMS = {
 
 
 def costly(number):
-    """A schema that llguidance would work on for a minute; no two are the same."""
+    """Return a schema that llguidance would work on for a minute; no two are the same."""
     patterns = [{"type": "string", "pattern": f"{number}a{i}"} for i in range(1500)]
     return {"json_schema": json.dumps({"allOf": patterns})}
 
@@ -104,7 +107,7 @@ def test_a_bad_constraint_names_its_field_and_says_why(demo, constraint, field):
     assert broken_fields(error) == [field]
     [violation] = details(error)["BadRequest"].field_violations
     assert len(violation.description) > 5
-    assert took < 10  # one second of a processor at most, on a machine that may be busy
+    assert took < 10  # one second of processor time at most, on a machine that may be busy
     wait_idle(demo.channel)
     fine = generate(demo.channel, constraint={"regex": "ok[0-9]"}, max_tokens=5)
     assert re.fullmatch("ok[0-9]", fine.text())
@@ -118,7 +121,7 @@ def test_settings_that_leave_no_token_are_the_clients_mistake(demo):
     wait_idle(demo.channel)
 
 
-def test_who_cancels_while_a_constraint_compiles_frees_everything(demo):
+def test_a_cancel_while_a_constraint_compiles_frees_everything(demo):
     before = ended(demo.channel)
     with Generation(demo.channel, constraint=costly(1), max_tokens=5) as call:
         time.sleep(0.3)
@@ -136,12 +139,15 @@ def test_a_deadline_that_passes_while_a_constraint_compiles_says_where(demo):
     wait_idle(demo.channel)
 
 
-# ---- nobody else waits -----------------------------------------------------------------------
+# ---- other requests do not wait --------------------------------------------------------------
 
 
 def gaps(channel, until):
-    """Seconds between Deltas until ``until()``; of one stream after another, as a context may be
-    full before a compilation is over."""
+    """Return the seconds between Deltas until ``until()``.
+
+    They are of one stream after another, because a context may be full before a compilation is
+    over.
+    """
     found, last = [], time.monotonic()
     while not until():
         with Generation(
@@ -157,8 +163,7 @@ def gaps(channel, until):
 
 @pytest.mark.alone
 def test_a_costly_constraint_does_not_hold_up_another_stream(demo, capsys):
-    """The compiler is a process with less of a claim to the processors than the model has, and
-    no step waits for it."""
+    """No step waits for the compiler, a process with a lower priority than the model."""
     end = time.monotonic() + 1.5
     alone = gaps(demo.channel, lambda: time.monotonic() > end)
     with Generation(demo.channel, constraint=costly(3), max_tokens=5) as bad:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.crowd import crowd
 from tests.support.server import fake
@@ -17,7 +18,7 @@ DRAIN_S = 1.0
 
 
 def test_of_500_streams_100_vanish_and_50_stall_and_the_other_350_finish_unchanged():
-    """And the end does not wait for those that stall."""
+    """The server's end does not wait for the streams that stall."""
     total = FINISH + VANISH + STALL
     engine = {
         "max_num_seqs": total,
@@ -39,11 +40,11 @@ def test_of_500_streams_100_vanish_and_50_stall_and_the_other_350_finish_unchang
         ):
             stalled.heard()
             vanishing.heard()
-            control = control_pb2_grpc.ControlStub(channel)
-            control.Pause(control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_KEEP))
+            control = stubs.ControlStub(channel)
+            control.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP))
             with crowd(address, streams=FINISH, first=201, tokens=TOKENS) as finishing:
                 wait_until(lambda: live(stats(channel)) == total, 30, "all at once")
-                control.Resume(control_pb2.ResumeRequest())
+                control.Resume(pb.ResumeRequest())
                 vanishing.kill()
                 heard = finishing.heard()
             expected = {n: expected_tokens([n], count=TOKENS, seed=1) for n in range(201, 551)}
@@ -59,4 +60,5 @@ def test_of_500_streams_100_vanish_and_50_stall_and_the_other_350_finish_unchang
 
 
 def live(totals):
+    """Return the number of live requests."""
     return totals.running + totals.waiting + totals.parked + totals.ending

@@ -11,12 +11,8 @@ import pytest
 pytest.importorskip("torch")
 
 import engine
-from grpc_service._generated.triolet.v1 import (
-    control_pb2,
-    control_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-)
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.server import real
 from tests.support.wire import broken_fields, connect, error_of, reason, wait_idle
 
@@ -27,17 +23,21 @@ WORDS = 20  # tokens of each answer
 
 @pytest.fixture(scope="module")
 def server():
+    """Yield a server with the demo model."""
     with real() as one:
         yield one
 
 
 @pytest.mark.alone
 def test_a_second_turn_after_a_thousand_tokens_computes_only_its_own():
-    """Its usage shows it, and so does the time to its first token. The answer's tokens are the
-    same when they are read again, as far as the template leaves its text alone."""
+    """The second turn's usage and the time to its first token show it.
+
+    The answer's tokens are the same when they are read again, as far as the template leaves its
+    text alone.
+    """
     first_s, second_s = [], []
-    with engine.sync.open_engine(engine.EngineConfig(step_timeout_s=300)) as eng:
-        list(eng.generate(engine.GenerateRequest(text=STORY)))  # whatever the first step prepares
+    with engine.blocking.open_engine(engine.EngineConfig(step_timeout_s=300)) as eng:
+        list(eng.generate(engine.GenerateRequest(text=STORY)))  # the first step does one-time work
         for number in range(3):
             sampling = engine.SamplingParams(max_tokens=WORDS, temperature=0)
             with eng.chat(system=f"Story {number}.", sampling=sampling) as chat:
@@ -67,31 +67,29 @@ def test_the_chat_command_talks_with_the_demo(server):
     )  # fmt: skip
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) >= 2
-    assert "The conversation is forgotten." in done.stderr
+    assert "The conversation was forgotten." in done.stderr
 
 
-def test_tools_reach_a_template_that_has_none_and_do_no_harm(server):
-    chat = inference_pb2.Chat(
-        messages=[{"role": "user", "content": "Tell me of Ada."}], tools=[{"name": "f"}]
-    )
+def test_tools_do_no_harm_to_a_template_without_tools(server):
+    chat = pb.Chat(messages=[{"role": "user", "content": "Tell me of Ada."}], tools=[{"name": "f"}])
     with connect(server.address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        request = inference_pb2.GenerateRequest(chat=chat, sampling={"max_tokens": 5})
+        stub = stubs.InferenceStub(channel)
+        request = pb.GenerateRequest(chat=chat, sampling={"max_tokens": 5})
         events = list(stub.Generate(request, timeout=60))
         assert events[-1].finished.usage.completion_tokens
-        assert len(stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat)).tokens) == (
+        assert len(stub.Tokenize(pb.TokenizeRequest(chat=chat)).tokens) == (
             events[0].started.prompt_tokens
         )
 
 
-def test_variables_that_a_template_may_not_be_given_are_named(server):
-    chat = inference_pb2.Chat(messages=[{"role": "user", "content": "Tell me of Ada."}])
+def test_variables_that_a_template_may_not_get_are_named(server):
+    chat = pb.Chat(messages=[{"role": "user", "content": "Tell me of Ada."}])
     chat.template_args.update({"self": 1, "messages": []})
     with connect(server.address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
+        stub = stubs.InferenceStub(channel)
         for call in (
-            lambda: list(stub.Generate(inference_pb2.GenerateRequest(chat=chat), timeout=60)),
-            lambda: stub.Tokenize(inference_pb2.TokenizeRequest(chat=chat), timeout=60),
+            lambda: list(stub.Generate(pb.GenerateRequest(chat=chat), timeout=60)),
+            lambda: stub.Tokenize(pb.TokenizeRequest(chat=chat), timeout=60),
         ):
             error = error_of(call)
             assert broken_fields(error) == ["chat.template_args"]
@@ -101,18 +99,16 @@ def test_variables_that_a_template_may_not_be_given_are_named(server):
 def test_explain_of_a_live_request_and_of_one_that_has_ended(server):
     with connect(server.address) as channel:
         stub, control = (
-            inference_pb2_grpc.InferenceStub(channel),
-            control_pb2_grpc.ControlStub(channel),
+            stubs.InferenceStub(channel),
+            stubs.ControlStub(channel),
         )
-        request = inference_pb2.GenerateRequest(
-            text=STORY, request_id="long", sampling={"ignore_eos": True}
-        )
+        request = pb.GenerateRequest(text=STORY, request_id="long", sampling={"ignore_eos": True})
         call = stub.Generate(request, timeout=60)
         next(iter(call))
-        said = control.Explain(control_pb2.ExplainRequest(request_id="long"), timeout=10)
+        said = control.Explain(pb.ExplainRequest(request_id="long"), timeout=10)
         assert said.state in ("WAITING", "RUNNING", "PARKED")
         call.cancel()
         wait_idle(channel)
-        ask = control_pb2.ExplainRequest(request_id="long")
+        ask = pb.ExplainRequest(request_id="long")
         error = error_of(lambda: control.Explain(ask, timeout=10))
         assert reason(error) == "REQUEST_NOT_FOUND"

@@ -1,5 +1,7 @@
-"""Clients that go, in every phase, with the demo model behind `triolet serve`: the blocks are free
-when GetStats is next asked, or a few milliseconds later (R201-R211)."""
+"""Clients that leave, in every phase, with the demo model behind `triolet serve` (R201-R211).
+
+The blocks are free when GetStats is next called, or a few milliseconds later.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,21 @@ from tests.support.wire import (
 
 pytestmark = pytest.mark.model
 
-FREE_WITHIN_S = 1.0  # a step of this model takes 2-5 ms; a busy machine, a hundred times that
+FREE_WITHIN_S = 1.0  # a step of this model takes 2-5 ms; on a busy machine, a hundred times that
 LONG = 1500
 SEATS = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--stream-buffer", "16")
 
 
 @pytest.fixture(scope="module")
 def narrow():
+    """Yield a server with the demo model and two seats."""
     with real(*SEATS) as server:
         yield server
 
 
 @pytest.fixture
 def free_within(request, capsys):
-    """Tells how long a phase's blocks took, beside the tests' own lines."""
+    """Return a function that prints how long a phase's blocks took to come back."""
     took = {}
     yield took
     with capsys.disabled():
@@ -46,6 +49,7 @@ def free_within(request, capsys):
 
 @contextlib.contextmanager
 def both_seats_taken(channel, are_wanted):
+    """Take both seats by two requests."""
     with contextlib.ExitStack() as stack:
         for text in ("Once", "One day") if are_wanted else ():
             fields = {"text": text, "max_tokens": LONG, "sampling": {"ignore_eos": True}}
@@ -89,7 +93,7 @@ def test_a_cancel_frees_the_blocks(narrow, phase, free_within):
         fields = {"max_tokens": LONG, "sampling": {"ignore_eos": True}} | fields
         with Generation(own, **fields) as call:
             if phase == "tokenize":
-                time.sleep(0.1)  # of the half second or more that this text takes
+                time.sleep(0.1)  # this text takes half a second or more
             wait_until(lambda: is_there(stats(channel), before), 20, phase)
             start = time.monotonic()
             call.call.cancel()
@@ -111,13 +115,13 @@ def test_a_cancel_while_the_model_loads(tmp_path, free_within):
         with connect(server.address) as channel:
             wait_until(lambda: answers(channel), 60, "bound")
             with Generation(channel, text="Once", max_tokens=LONG) as call:
-                stats(channel)  # an answer to a later call: the first has been heard
+                stats(channel)  # an answer to a later call: the server has received the first
                 is_loading = READY.search(server.out) is None
                 start = time.monotonic()
                 call.call.cancel()
                 wait_until(lambda: ended(channel).get("cancelled") == 1, FREE_WITHIN_S)
                 free_within["load"] = time.monotonic() - start
-                assert is_loading, "it was ready too soon to be looked at"
+                assert is_loading, "the model was ready too soon"
             listen_until_ready(server)
             heard = generate(channel, text="Once", max_tokens=3)
             assert heard.error is None
@@ -125,6 +129,7 @@ def test_a_cancel_while_the_model_loads(tmp_path, free_within):
 
 
 def answers(channel):
+    """Return the statistics, or None if the server does not answer."""
     try:
         return stats(channel, timeout=2)
     except Exception:

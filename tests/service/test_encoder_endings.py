@@ -1,6 +1,8 @@
-"""How an Embed or Rerank ends early, in each phase of its life: queued, load, tokenize, encode and
-parked; by the client, its connection, its deadline, the operator and a pause. Whatever it is, the
-end is counted once, everything is given back after the step in flight, and the next call works.
+"""How an Embed or Rerank call ends early, in each phase of its life.
+
+The phases are queued, load, tokenize, encode and parked. A call is ended by the client, its
+connection, its deadline, the operator, or a pause. In every case the end is counted once,
+everything is given back after the step in flight, and the next call works.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
-from engine.model.fake_encoder import SEPARATOR, score_of, vector_of
-from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, control_pb2_grpc
+from engine.worker.fakes.encoder import SEPARATOR, score_of, vector_of
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.encode_wire import (
     Encode,
     embed,
@@ -40,14 +43,15 @@ from tests.support.wire import (
 
 Code = grpc.StatusCode
 STEP_S = 0.05
-SLOW_S = 0.6  # a load, and tokenising one long text
-AT_ONCE_S = 2.0  # on a busy machine
+SLOW_S = 0.6  # seconds of a load, and of tokenising one long text
+AT_ONCE_S = 2.0  # for what should be immediate, on a busy machine
 TIMEOUT_S = 1.0
 LATE = [f"late{number}" for number in range(20)]
 NAMES = (f"ending-{number}" for number in itertools.count())
 
 
 def models(**script):
+    """Return the settings of a text model and two encoders."""
     return [
         {"name": "fake"},
         {"name": "emb", "capability": "text-embedding", "script": script},
@@ -62,32 +66,37 @@ COLD = [
 
 
 def is_queued(server, before, request):
+    """Return whether the request waits in the queue."""
     return stats(server.channel).waiting - before.waiting > 30
 
 
 def is_loading(server, before, request):
+    """Return whether the request's model loads."""
     [model] = [one for one in list_models(server.channel) if one.name == request.model]
-    return model.state == common_pb2.MODEL_STATE_LOADING
+    return model.state == pb.MODEL_STATE_LOADING
 
 
 def is_tokenising(server, before, request):
-    time.sleep(0.2)  # nothing shows it but its deadline's status
+    """Return whether the request is tokenised, after a moment."""
+    time.sleep(0.2)  # only the status at its deadline shows this phase
     now = stats(server.channel)
     return not now.running + now.waiting
 
 
 def is_encoding(server, before, request):
+    """Return whether a step has inputs of the request."""
     now = stats(server.channel)
     return now.step_count - before.step_count >= 3 and now.running > 0
 
 
 def is_parked(server, before, request):
+    """Return whether the request is parked."""
     return stats(server.channel).parked > 0
 
 
 @dataclass(frozen=True)
 class Phase:
-    """``request`` comes into the phase on a server of these settings."""
+    """A way into a phase, for ``request`` on a server with these settings."""
 
     request: object
     is_there: object
@@ -114,7 +123,7 @@ PHASES = {
 
 @pytest.fixture(scope="module", params=PHASES)
 def place(request):
-    """A phase, a server that gives time to look into it, and names of models still cold."""
+    """Return a phase, a server slow enough to observe it, and names of models not loaded yet."""
     phase = PHASES[request.param]
     with fake(**phase.server) as server:
         wait_serving(server.channel)
@@ -126,6 +135,8 @@ def place(request):
 
 @dataclass
 class Asked:
+    """A request in its phase: its call and channel, and the counts before it."""
+
     call: Encode
     own: grpc.Channel
     between: object
@@ -136,7 +147,7 @@ class Asked:
 
 @contextlib.contextmanager
 def blocker(channel, is_wanted, spares_others):
-    """A request that takes every step, and gets what is right to its end."""
+    """Send a request that takes every step, and check that it gets the right values to its end."""
     if not is_wanted:
         yield
         return
@@ -152,7 +163,7 @@ def blocker(channel, is_wanted, spares_others):
 
 @contextlib.contextmanager
 def in_phase(place, *, timeout=None, spares_others=True):
-    """A request that has come into the phase."""
+    """Yield a request that has come into the phase."""
     name, phase, server = place
     request = type(phase.request)()
     request.CopyFrom(phase.request)
@@ -177,8 +188,10 @@ def in_phase(place, *, timeout=None, spares_others=True):
 
 
 def check_end(place, asked, how, *, within_s=AT_ONCE_S, is_now=True):
-    """It is counted once, as ``how``, and gone after the step in flight and one that had begun, if
-    the end was to come now."""
+    """Check that the end is counted once, as ``how``, and frees everything.
+
+    If the end is due now, the request is gone after the step in flight and one that had begun.
+    """
     _, phase, server = place
     wait_until(lambda: ended(server.channel) != asked.ends, within_s, "the end")
     assert ended(server.channel) == asked.ends | {how: asked.ends.get(how, 0) + 1}
@@ -188,7 +201,7 @@ def check_end(place, asked, how, *, within_s=AT_ONCE_S, is_now=True):
 
 
 def check_values(place, call):
-    """What came before the end is each input's own."""
+    """Check that the values that came before the end are each input's own."""
     name = place[0]
     for message in call.messages:
         if "rerank" in name:
@@ -201,7 +214,7 @@ def check_values(place, call):
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "reset"])
-def test_a_client_that_goes(place, how):
+def test_a_client_that_leaves(place, how):
     with in_phase(place) as asked:
         {
             "cancel": asked.call.call.cancel,
@@ -213,10 +226,10 @@ def test_a_client_that_goes(place, how):
 
 def test_an_operators_abort(place):
     with in_phase(place) as asked:
-        stub = control_pb2_grpc.ControlStub(place[2].channel)
-        request = control_pb2.AbortRequest(request_ids=[asked.name])
+        stub = stubs.ControlStub(place[2].channel)
+        request = pb.AbortRequest(request_ids=[asked.name])
         [result] = stub.Abort(request, timeout=5).results
-        assert result.outcome == control_pb2.ABORT_OUTCOME_ABORTED
+        assert result.outcome == pb.ABORT_OUTCOME_ABORTED
         check_end(place, asked, "aborted")
         heard = asked.call.finish()
         assert (heard.error.code(), reason(heard.error)) == (Code.ABORTED, "ABORTED")
@@ -225,17 +238,17 @@ def test_an_operators_abort(place):
 
 def test_a_pause_that_aborts(place):
     name, _, server = place
-    stub = control_pb2_grpc.ControlStub(server.channel)
+    stub = stubs.ControlStub(server.channel)
     with in_phase(place, spares_others=False) as asked:
-        stub.Pause(control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_ABORT), timeout=5)
+        stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT), timeout=5)
         try:
             error = asked.call.finish().error
-            if name in ("load", "tokenize"):  # it is refused when it comes to the scheduler
+            if name in ("load", "tokenize"):  # the pause refuses it when it reaches the scheduler
                 assert (error.code(), reason(error)) == (Code.UNAVAILABLE, "PAUSED")
             else:
                 assert (error.code(), reason(error)) == (Code.ABORTED, "ABORTED")
         finally:
-            stub.Resume(control_pb2.ResumeRequest(), timeout=5)
+            stub.Resume(pb.ResumeRequest(), timeout=5)
 
 
 def test_a_deadline(place):
@@ -244,7 +257,7 @@ def test_a_deadline(place):
     with in_phase(place, timeout=timeout) as asked:
         limit = TIMEOUT_S + AT_ONCE_S
         ends = wait_until(lambda: (now := ended(server.channel)) != asked.ends and now, limit)
-        # a client on a busy machine may give it up before the server does
+        # on a busy machine, a client may give the call up before the server does
         how = "deadline" if ends.get("deadline") != asked.ends.get("deadline") else "cancelled"
         check_end(place, asked, how, is_now=False)
         heard = asked.call.finish()
@@ -272,7 +285,7 @@ def test_a_reader_that_stalls_is_ended():
                 assert list(message.values) == vector_of((MANY * 6)[message.index])
 
 
-def test_a_drain_lets_what_runs_finish_and_cuts_the_rest():
+def test_a_drain_lets_running_requests_finish_and_cuts_the_rest():
     with fake(models=models(step_s=STEP_S), engine={"max_num_seqs": 2}) as server:
         wait_serving(server.channel)
         with (
@@ -284,7 +297,7 @@ def test_a_drain_lets_what_runs_finish_and_cuts_the_rest():
             assert short.finish().error is None
             assert len(short.messages) == 20
             wait_until(lambda: len(long.messages) or long.read(), 10)
-            server.signal()  # a second one cuts
+            server.signal()  # a second signal cuts
             heard = long.finish()
             assert heard.error.code() in (Code.UNAVAILABLE, Code.CANCELLED)
         assert server.wait() == 128 + 15

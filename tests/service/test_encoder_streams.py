@@ -1,22 +1,24 @@
-"""`Engine.embed` and `Engine.rerank` in process, in Trio and for threads that block, on fakes."""
+"""`Engine.embed` and `Engine.rerank` in process, in Trio and for blocking threads, on fakes."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 import trio
 
-from engine import sync
-from engine.api import open_engine
+from engine.api import aio, blocking
+from engine.api.engine import open_engine
+from engine.api.handles import CrossEncoder, Encoder
 from engine.config import EngineConfig, ModelConfig
-from engine.core.encode_types import EncoderKind
-from engine.core.events import Finished
-from engine.encode_requests import Embedding, EmbedRequest, RerankRequest, Score
+from engine.core.common.events import Finished
 from engine.errors import DeadlineExceeded, InvalidRequest, RequestCancelled, ShuttingDown
-from engine.handles import CrossEncoder, Encoder
-from engine.model.fake import FakeRunner, FakeScript
-from engine.model.fake_encoder import SEPARATOR, FakeEncoder, score_of, vector_of
-from engine.requests import Started
+from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
+from engine.requests.text_values import Started
 from engine.status import Capability
+from engine.worker.fakes.encoder import SEPARATOR, FakeEncoder, score_of, vector_of
+from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.interface import EncoderKind
 
 KINDS = {
     Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
@@ -26,6 +28,7 @@ INPUTS = tuple((i + 1, 2) for i in range(30))
 
 
 def config(**fields):
+    """Return the configuration of a text model and two encoders."""
     models = (
         ModelConfig("fake"),
         ModelConfig("emb", capability=Capability.TEXT_EMBEDDING),
@@ -35,6 +38,8 @@ def config(**fields):
 
 
 def make_runner_with(script):
+    """Return a maker of fake runners with this script."""
+
     def make_runner(model, config):
         if model.capability in KINDS:
             return FakeEncoder(KINDS[model.capability], script=script)
@@ -44,7 +49,7 @@ def make_runner_with(script):
 
 
 def drive(main, *, script=None, **fields):
-    """Run ``main(engine)``; nothing is left in any scheduler at its end."""
+    """Run ``main(engine)``, and check that nothing is left in any scheduler at its end."""
 
     async def run():
         make_runner = make_runner_with(script or FakeScript())
@@ -59,6 +64,7 @@ def drive(main, *, script=None, **fields):
 
 
 def score_ids(text):
+    """Return the token ids of a query with a document."""
     return [ord("q") + 1, SEPARATOR, *(byte + 1 for byte in text.encode())]
 
 
@@ -136,7 +142,7 @@ def test_handles_use_the_streams():
 
 def test_blocking_streams_and_handles():
     make_runner = make_runner_with(FakeScript())
-    with sync.open_engine(config(in_process_buffer=4), make_runner=make_runner) as engine:
+    with blocking.open_engine(config(in_process_buffer=4), make_runner=make_runner) as engine:
         events = list(engine.embed(EmbedRequest(inputs=INPUTS)))
         vectors = {one.index: list(one.values) for one in events if isinstance(one, Embedding)}
         assert vectors == {i: vector_of(ids) for i, ids in enumerate(INPUTS)}
@@ -151,3 +157,24 @@ def test_blocking_streams_and_handles():
         assert stream is not None
     with pytest.raises(ShuttingDown):
         engine.embed(EmbedRequest(inputs=INPUTS))
+
+
+def test_asyncio_streams_and_handles():
+    async def main():
+        fields = config(in_process_buffer=4)
+        async with aio.open_engine(fields, make_runner=make_runner_with(FakeScript())) as engine:
+            events = [event async for event in engine.embed(EmbedRequest(inputs=INPUTS))]
+            vectors = {one.index: list(one.values) for one in events if isinstance(one, Embedding)}
+            assert vectors == {i: vector_of(ids) for i, ids in enumerate(INPUTS)}
+            request = RerankRequest(query="q", documents=("a", "bb", "ccc") * 5, top_n=2)
+            best = [one async for one in engine.rerank(request) if isinstance(one, Score)]
+            assert len(best) == 2
+            assert best[0].score >= best[1].score
+            assert await engine.encoder().embed(["a"]) == (tuple(vector_of([98])),)
+            assert await engine.cross_encoder().rank("q", ["a"]) == (score_of(score_ids("a")),)
+            async with engine.embed(EmbedRequest(inputs=INPUTS)) as stream:
+                await anext(stream)
+        with pytest.raises(ShuttingDown):
+            await anext(engine.embed(EmbedRequest(inputs=INPUTS)))
+
+    asyncio.run(main(), debug=True)

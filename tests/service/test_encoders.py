@@ -1,4 +1,4 @@
-"""Embed and Rerank over real gRPC, with encoders that have no model."""
+"""Embed and Rerank over real gRPC, with fake encoders."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 import grpc
 import pytest
 
-from engine.encode_requests import MAX_INPUTS
-from engine.model.fake_encoder import PROMPTS, SEPARATOR, score_of, vector_of
-from grpc_service._generated.triolet.v1 import common_pb2
+from engine.requests.encode_values import MAX_INPUTS
+from engine.worker.fakes.encoder import PROMPTS, SEPARATOR, score_of, vector_of
+from grpc_service.client import messages as pb
 from tests.support.encode_wire import (
     ENCODERS,
     Encode,
@@ -41,12 +41,13 @@ Code = grpc.StatusCode
 
 
 def ids_of(text):
-    """The fake tokenizer's."""
+    """Return the fake tokenizer's ids for a text."""
     return [byte + 1 for byte in text.encode()]
 
 
 @pytest.fixture(scope="module")
 def server():
+    """Yield a server with a text model and encoders."""
     failures = "STEP_FAILED|Traceback"
     with fake(models=ENCODERS, engine={"stream_buffer": 16}, may_log=failures) as one:
         wait_serving(one.channel)
@@ -68,7 +69,7 @@ def test_one_message_per_input_by_its_index(server):
         assert message.tokens == len(ids)
 
 
-def test_the_model_stands_in_the_first_message_only(server):
+def test_only_the_first_message_names_the_model(server):
     heard = embed(server.channel, ["a", "b", "c"])
     assert [message.model for message in heard.messages] == ["emb", "", ""]
 
@@ -100,7 +101,7 @@ def test_the_best_come_sorted_at_the_end(server, top_n):
     assert rerank(server.channel, "q", documents, top_n=top_n).messages == best
 
 
-def test_what_is_too_long_is_cut_unless_that_is_refused(server):
+def test_too_long_inputs_are_cut_unless_that_is_refused(server):
     long = "x" * (ENCODER_MAX_LEN + 5)
     for fields in ({}, {"truncate": True}):
         [message] = embed(server.channel, [long], **fields).messages
@@ -166,7 +167,7 @@ def test_bad_input_is_named_before_any_result(server, name):
     assert embed(server.channel, ["a"]).error is None
 
 
-def test_images_are_not_supported_and_said_so_by_name(server):
+def test_images_are_refused_by_name(server):
     error = embed(server.channel, ["a", {"image": b"\x89PNG"}]).error
     assert (error.code(), reason(error)) == (Code.UNIMPLEMENTED, "UNSUPPORTED")
     assert "inputs[1].image" in error.details()
@@ -177,7 +178,7 @@ def test_generating_with_an_encoder_is_refused(server):
     assert (error.code(), broken_fields(error)) == (Code.INVALID_ARGUMENT, ["model"])
 
 
-def test_a_model_nobody_knows_and_none_with_the_capability(server):
+def test_an_unknown_model_and_one_without_the_capability(server):
     assert embed(server.channel, ["a"], model="who").error.code() is Code.NOT_FOUND
     with fake() as text_only:
         wait_serving(text_only.channel)
@@ -190,7 +191,7 @@ def test_a_model_nobody_knows_and_none_with_the_capability(server):
 
 
 def test_two_thousand_inputs_in_one_call_are_held_back_by_its_reader():
-    """At no time does more than the stream's buffer wait, and others are served meanwhile."""
+    """At no time more waits than the stream's buffer, and others are served meanwhile."""
     count, buffer = 2000, 16
     models = [one | {"script": {"step_s": 0.001}} for one in ENCODERS]
     with fake(models=models, engine={"stream_buffer": buffer, "max_num_seqs": 8}) as server:
@@ -204,7 +205,7 @@ def test_two_thousand_inputs_in_one_call_are_held_back_by_its_reader():
             time.sleep(0.3)
             held = stats(server.channel)
             assert held.running == 0
-            # what was computed is what was read, the buffer, and what the transport took
+            # computed are what was read, the buffer, and what the transport took
             assert held.step_rows_total < 400
             assert held.parked + held.step_rows_total == count
             assert embed(server.channel, ["a"]).error is None
@@ -291,19 +292,19 @@ def test_a_step_that_raises_costs_only_the_request_that_made_it_raise():
 def test_models_and_their_capabilities_are_listed(server):
     listed = {model.name: model for model in list_models(server.channel)}
     assert {name: model.capability for name, model in listed.items()} == {
-        "fake": common_pb2.CAPABILITY_TEXT_TO_TEXT,
-        "emb": common_pb2.CAPABILITY_TEXT_EMBEDDING,
-        "rank": common_pb2.CAPABILITY_RERANK,
+        "fake": pb.CAPABILITY_TEXT_TO_TEXT,
+        "emb": pb.CAPABILITY_TEXT_EMBEDDING,
+        "rank": pb.CAPABILITY_RERANK,
     }
     assert listed["emb"].replicas[0].threads == 1
     assert listed["emb"].max_model_len == ENCODER_MAX_LEN
 
 
-def test_tokens_of_an_encoder_are_told_by_its_name(server):
+def test_an_encoders_tokens_are_counted_under_its_name(server):
     assert tokenize(server.channel, "ab", model="emb") == ids_of("ab")
 
 
-def test_a_lazy_encoder_is_loaded_once_for_all_who_ask():
+def test_a_lazy_encoder_is_loaded_once_for_all_requests():
     lazy = {"name": "emb", "capability": "text-embedding", "lazy": True, "script": {"load_s": 0.3}}
     with fake(models=[{"name": "fake"}, lazy]) as server:
         wait_serving(server.channel)

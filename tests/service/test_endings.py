@@ -1,8 +1,9 @@
-"""Every phase of a request × every way it can be ended from outside, over real gRPC: who ended it
-hears of it at once, all of its choices end, its blocks are free after at most a step, it is counted
-once, and the next request works (R1-R23, R201-R211; D1, D18).
+"""Every phase of a request and every way to end it from outside, over real gRPC.
 
-What ends the server is in test_signals.py, what the server does to itself in test_faults.py.
+Whoever ends it learns of the end at once, all choices end, the blocks are free after at most a
+step, the end is counted once, and the next request works (R1-R23, R201-R211; D1, D18).
+
+test_signals.py has what ends the server, test_faults.py what the server does to itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, control_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.proxy import proxy
 from tests.support.server import ROOT, fake
@@ -37,18 +39,18 @@ from tests.support.wire import (
 )
 
 STEP_S = 0.1
-SLOW_S = 3.0  # what loading and encoding take, where that is the phase
+SLOW_S = 3.0  # seconds of loading or encoding, in these phases
 TIMEOUT_S = 1.0
 AT_ONCE_S = 1.5  # generous for a busy machine, and half of what waiting for a thread would take
 LONG = 2000
-LATE = [f"late{i}" for i in range(9)]  # a cold model for every way
-LOADING = common_pb2.MODEL_STATE_LOADING
+LATE = [f"late{i}" for i in range(9)]  # a model that is not loaded yet, for every way to end
+LOADING = pb.MODEL_STATE_LOADING
 Code = grpc.StatusCode
 
 
 @dataclass
 class Phase:
-    """How a request gets into a phase, and how one sees that it is there."""
+    """How a request gets into a phase, and how the server's totals show that it is there."""
 
     request: dict
     is_there: object
@@ -58,31 +60,37 @@ class Phase:
 
 
 def is_queued(server, before, request):
+    """Return whether the request waits in the queue."""
     return stats(server.channel).waiting == 1
 
 
 def is_loading(server, before, request):
+    """Return whether the request's model loads."""
     states = {model.name: model.state for model in list_models(server.channel)}
     return states[request["model"]] == LOADING
 
 
 def is_tokenising(server, before, request):
-    time.sleep(0.4)  # nothing shows it but its own deadline's status, which a test below reads
+    """Return whether the request is tokenised, after a moment."""
+    time.sleep(0.4)  # only the status at its deadline shows this phase, which a test below reads
     now = stats(server.channel)
     return not now.running + now.waiting
 
 
 def is_prefilling(server, before, request):
+    """Return whether the request's prompt is being computed."""
     now = stats(server.channel)
     return now.step_count - before.step_count >= 3 and now.running == 1
 
 
 def is_decoding(server, before, request):
+    """Return whether the request has tokens."""
     made = stats(server.channel).completion_tokens_total - before.completion_tokens_total
     return made >= 4
 
 
 def is_parked(server, before, request):
+    """Return whether all choices of the request are parked."""
     return stats(server.channel).parked == request.get("n", 1)
 
 
@@ -114,7 +122,7 @@ PHASES = {
 
 @pytest.fixture(scope="module", params=PHASES)
 def place(request):
-    """A phase, a server that gives time to look into it, and names of models still cold."""
+    """Return a phase, a server slow enough to observe it, and names of models not loaded yet."""
     phase = PHASES[request.param]
     with fake(**phase.server) as server:
         wait_serving(server.channel)
@@ -124,8 +132,10 @@ def place(request):
 
 @contextlib.contextmanager
 def blockers(channel, are_wanted, *, are_spared=True):
-    """Two generations that take both seats; what they get is right to the end, and unless that is
-    everybody's they live on."""
+    """Run two generations that take both seats.
+
+    What they get is right to the end. They live on unless the test ends every request.
+    """
     if not are_wanted:
         yield 0
         return
@@ -151,7 +161,7 @@ NAMES = (f"ending-{number}" for number in itertools.count())
 
 @contextlib.contextmanager
 def in_phase(place, *, spares_others=True, **more):
-    """A request that has come into the phase: the call, its channel, and the counts before."""
+    """Yield a request that has come into the phase: call, channel, and the counts before."""
     name, phase, server = place
     fields = phase.request | {"n": 2, "max_tokens": LONG, "request_id": next(NAMES)} | more
     if name == "load":
@@ -178,6 +188,8 @@ def in_phase(place, *, spares_others=True, **more):
 
 @dataclass
 class Asked:
+    """A request in its phase: its call and channel, and the counts before it."""
+
     call: Generation
     own: grpc.Channel
     between: object
@@ -187,8 +199,10 @@ class Asked:
 
 
 def check_end(place, asked, how, *, within_s=AT_ONCE_S, is_now=True):
-    """It is counted once, as ``how``, and gone after the step in flight and one that had begun, if
-    the end was to come now."""
+    """Check that the end is counted once, as ``how``, and frees everything.
+
+    If the end is due now, the request is gone after the step in flight and one that had begun.
+    """
     name, phase, server = place
     wait_until(lambda: ended(server.channel) != asked.ends, within_s, "the end")
     assert ended(server.channel) == asked.ends | {how: asked.ends.get(how, 0) + 1}
@@ -198,11 +212,12 @@ def check_end(place, asked, how, *, within_s=AT_ONCE_S, is_now=True):
 
 
 def control(channel):
-    return control_pb2_grpc.ControlStub(channel)
+    """Return the stub of the service Control."""
+    return stubs.ControlStub(channel)
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "reset"])
-def test_a_client_that_goes(place, how):
+def test_a_client_that_leaves(place, how):
     with in_phase(place) as asked:
         {
             "cancel": asked.call.call.cancel,
@@ -215,7 +230,7 @@ def test_a_client_that_goes(place, how):
 def test_a_client_process_that_is_killed(place):
     name, phase, server = place
     if name == "parked":
-        return  # test_peers.py kills one that has stopped reading; this command always reads
+        return  # test_peers.py kills a client that has stopped reading; this command always reads
     wait_idle(server.channel)
     with blockers(server.channel, phase.blocked):
         before, ends = stats(server.channel), ended(server.channel)
@@ -232,7 +247,7 @@ def test_a_client_process_that_is_killed(place):
         ) as client:
             try:
                 if name == "tokenize":
-                    time.sleep(1.0)  # it has to start first
+                    time.sleep(1.0)  # the command has to start first
                 wait_until(lambda: phase.is_there(server, before, fields), 20, name)
             finally:
                 client.kill()
@@ -246,10 +261,10 @@ def test_an_operators_abort(place):
         start = time.monotonic()
         results = (
             control(place[2].channel)
-            .Abort(control_pb2.AbortRequest(request_ids=[asked.fields["request_id"]]), timeout=5)
+            .Abort(pb.AbortRequest(request_ids=[asked.fields["request_id"]]), timeout=5)
             .results
         )
-        assert [one.outcome for one in results] == [control_pb2.ABORT_OUTCOME_ABORTED]
+        assert [one.outcome for one in results] == [pb.ABORT_OUTCOME_ABORTED]
         check_end(place, asked, "aborted")
         heard = asked.call.finish()
         assert time.monotonic() - start < AT_ONCE_S
@@ -262,12 +277,10 @@ def test_an_operators_abort(place):
 
 
 def test_a_pause_that_aborts(place):
-    """What has not come to the scheduler yet is not refused before it does."""
+    """A request that has not reached the scheduler yet is refused when it does."""
     name, _, server = place
     with in_phase(place, spares_others=False) as asked:
-        control(server.channel).Pause(
-            control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_ABORT), timeout=5
-        )
+        control(server.channel).Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT), timeout=5)
         try:
             if name in ("load", "tokenize"):
                 # another test's text may be in the one thread that encodes
@@ -279,21 +292,24 @@ def test_a_pause_that_aborts(place):
             error = asked.call.finish().error
             assert (error.code(), reason(error)) == expected
         finally:
-            control(server.channel).Resume(control_pb2.ResumeRequest(), timeout=5)
+            control(server.channel).Resume(pb.ResumeRequest(), timeout=5)
 
 
 def test_a_deadline(place):
     name, phase, server = place
     with contextlib.ExitStack() as stack:
-        if name == "prefill":  # one that has measured no step yet, else it is refused at once
+        if name == "prefill":  # a server without a measured step; else it refuses
             server = stack.enter_context(fake(**phase.server))
             wait_serving(server.channel)
         check_deadline((name, phase, server))
 
 
 def check_deadline(place):
-    """On a busy machine a request may be on its way for longer than the server's margin: its client
-    then gives it up before the server does."""
+    """Check the status at a deadline.
+
+    On a busy machine a request may be on its way for longer than the server's margin. Its client
+    then gives it up before the server does.
+    """
     name, _, server = place
     with in_phase(place, timeout=TIMEOUT_S) as asked:
         start = time.monotonic()
@@ -305,14 +321,14 @@ def check_deadline(place):
         assert time.monotonic() - start < TIMEOUT_S + AT_ONCE_S
         assert heard.error.code() is Code.DEADLINE_EXCEEDED
         if heard.error.details().startswith("the deadline passed"):
-            # mostly; a busy machine, or a reader that does not read, may hear its own timer first
+            # on a busy machine, or without reading, a client's own timer may come first
             info = details(heard.error)["ErrorInfo"]
             assert info.metadata["phase"] == name
             assert int(info.metadata["tokens_done"]) == sum(map(len, map(heard.ids, range(2))))
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "reset", "abort", "pause", "deadline"])
-def test_nothing_happens_to_what_is_over(how):
+def test_ending_a_request_that_is_over_does_nothing(how):
     with fake() as server, proxy(server.address) as between, connect(between.address) as own:
         wait_serving(server.channel)
         timeout = 0.8 if how == "deadline" else None
@@ -320,13 +336,13 @@ def test_nothing_happens_to_what_is_over(how):
             heard = call.finish()
             assert heard.error is None
             if how == "abort":
-                request = control_pb2.AbortRequest(request_ids=["x"])
+                request = pb.AbortRequest(request_ids=["x"])
                 [one] = control(server.channel).Abort(request, timeout=5).results
-                assert one.outcome == control_pb2.ABORT_OUTCOME_ALREADY_ENDED
+                assert one.outcome == pb.ABORT_OUTCOME_ALREADY_ENDED
             elif how == "pause":
-                request = control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_ABORT)
+                request = pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT)
                 control(server.channel).Pause(request, timeout=5)
-                control(server.channel).Resume(control_pb2.ResumeRequest(), timeout=5)
+                control(server.channel).Resume(pb.ResumeRequest(), timeout=5)
             elif how == "deadline":
                 time.sleep(1.0)
             else:

@@ -1,5 +1,8 @@
-"""What the server does when something of its own breaks: a step that hangs, a thread that dies, a
-bug in the engine. Nobody waits for ever, and the exit code says what it was (D17)."""
+"""What the server does when a part of itself breaks (D17).
+
+A step hangs, a thread dies, the engine has a bug: nobody waits for ever, and the exit code names
+the cause.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import time
 import grpc
 import pytest
 
-from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, control_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.fake_server import BROKEN_STEP, EXITING_STEP, HUNG_STEP, OUT_OF_MEMORY_STEP
 from tests.support.server import fake
@@ -33,7 +37,7 @@ from tests.support.wire import (
 
 LIMIT_S = 0.4  # --step-timeout
 LONG = 2000
-SOON_S = 8.0  # what must be at once, on a busy machine
+SOON_S = 8.0  # for what should be immediate, on a busy machine
 HUNG_LOG = r"ERROR .*step \d+ of \w+ has been running"
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 INTERNAL = grpc.StatusCode.INTERNAL
@@ -43,7 +47,7 @@ INTERNAL = grpc.StatusCode.INTERNAL
 
 @contextlib.contextmanager
 def hanging(*, step_timeout_s=LIMIT_S, engine=None, waits=True, **settings):
-    """A server, and a request whose step hangs; reported, unless ``waits`` is false."""
+    """Yield a server and a request whose step hangs, reported unless ``waits`` is false."""
     engine = {"step_timeout_s": step_timeout_s} | (engine or {})
     with fake(engine=engine, may_log=HUNG_LOG, **settings) as server:
         wait_serving(server.channel)
@@ -56,10 +60,11 @@ def hanging(*, step_timeout_s=LIMIT_S, engine=None, waits=True, **settings):
 
 
 def elapsed(start):
+    """Return the seconds since ``start``."""
     return time.monotonic() - start
 
 
-def test_a_step_that_hangs_shows_in_health_and_log_and_one_that_ends_after_all_too():
+def test_a_hung_step_and_its_late_end_show_in_health_and_log():
     models = [{"name": "fake"}, {"name": "other"}]
     with hanging(models=models) as (server, call):
         channel = server.channel
@@ -80,8 +85,8 @@ def test_a_step_that_hangs_shows_in_health_and_log_and_one_that_ends_after_all_t
         wait_idle(channel)
 
 
-def test_a_hung_models_clients_get_a_status_at_their_deadline_on_abort_and_when_they_go():
-    """Their blocks are free when the step ends; new requests wait in the queue."""
+def test_a_hung_models_clients_get_a_status_at_their_deadline_on_abort_and_when_they_leave():
+    """The blocks are free when the step ends; new requests wait in the queue."""
     with hanging() as (server, call):
         channel = server.channel
         start = time.monotonic()
@@ -106,11 +111,10 @@ def test_a_hung_models_clients_get_a_status_at_their_deadline_on_abort_and_when_
 
 
 def abort(channel, request_id):
-    control = control_pb2_grpc.ControlStub(channel)
-    [result] = control.Abort(
-        control_pb2.AbortRequest(request_ids=[request_id]), timeout=SOON_S
-    ).results
-    assert result.outcome == control_pb2.ABORT_OUTCOME_ABORTED
+    """Abort a live request."""
+    control = stubs.ControlStub(channel)
+    [result] = control.Abort(pb.AbortRequest(request_ids=[request_id]), timeout=SOON_S).results
+    assert result.outcome == pb.ABORT_OUTCOME_ABORTED
 
 
 def test_the_queue_of_a_hung_model_has_its_bounds():
@@ -198,13 +202,14 @@ def test_a_second_signal_counts_also_when_the_drain_is_over_and_a_step_is_waited
 
 
 def is_listening(server):
+    """Return whether the server still accepts calls."""
     with contextlib.suppress(grpc.RpcError):
         health(server.channel, timeout=2)
         return True
     return False
 
 
-def test_the_watchdog_sleeps_when_the_server_does():
+def test_the_watchdog_sleeps_while_the_server_is_idle():
     with fake(engine={"step_timeout_s": 0.2}) as server:
         wait_serving(server.channel)
         assert "triolet-watchdog" not in server.ask()["switches"]
@@ -213,7 +218,7 @@ def test_the_watchdog_sleeps_when_the_server_does():
         def looks():
             return server.ask()["switches"]["triolet-watchdog"]
 
-        def is_asleep():  # after its last look, a limit after the last step
+        def is_asleep():  # after its last check, one limit after the last step
             before = looks()
             time.sleep(0.5)
             return looks() == before
@@ -225,12 +230,12 @@ def test_the_watchdog_sleeps_when_the_server_does():
         assert generate(server.channel, max_tokens=5).error is None
 
 
-# ---- steps that fail for good ----------------------------------------------------------------
+# ---- steps that always fail ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", [OUT_OF_MEMORY_STEP, EXITING_STEP])
 def test_a_step_that_never_succeeds_ends_its_request_and_no_other(first):
-    """Out of memory, the newest is to blame; a SystemExit in a step is an error like any other."""
+    """Out of memory, the newest request is to blame. SystemExit counts like any error."""
     may_log = r"Traceback|STEP_FAILED|step \d+ of fake failed|SystemExit"
     with fake(script={"step_s": 0.01}, may_log=may_log) as server:
         channel = server.channel
@@ -254,7 +259,7 @@ DEAD_LOG = r"ERROR|CRITICAL|Traceback|Exception|Warning"
 
 @contextlib.contextmanager
 def serving(**settings):
-    """`triolet serve` of fake models that log their death, with a stream under way."""
+    """Yield `triolet serve` with fake models that log their death, and a stream under way."""
     settings = {"script": {"step_s": 0.02}, "is_command": True} | settings
     with fake(may_log=DEAD_LOG, **settings) as server:
         wait_serving(server.channel)
@@ -271,13 +276,13 @@ PROVOCATIONS = {
 
 
 def connect_to(server):
-    """One more connection. What becomes of it does not matter."""
+    """Open one more connection, whatever becomes of it."""
     with connect(server.address) as channel, contextlib.suppress(grpc.RpcError):
         list_models(channel)
 
 
 @pytest.mark.parametrize("fault", PROVOCATIONS)
-def test_a_bug_in_what_all_calls_need_ends_the_process_and_every_call(fault):
+def test_a_bug_in_a_part_that_all_calls_need_ends_the_process(fault):
     with serving() as (server, call):
         start = time.monotonic()
         server.tell(fault)
@@ -307,7 +312,7 @@ def test_such_a_bug_ends_the_process_also_while_a_step_hangs(fault):
         assert elapsed(start) < 2 * SOON_S
 
 
-def test_a_bug_in_what_serves_one_call_ends_that_call_alone():
+def test_a_bug_in_one_calls_task_ends_that_call_alone():
     with serving(is_command=False) as (server, call):
         server.tell("break_call")
         error = generate(server.channel, prompt_ids=[3], max_tokens=3).error
@@ -319,7 +324,7 @@ def test_a_bug_in_what_serves_one_call_ends_that_call_alone():
 
 
 def test_a_bug_in_one_models_loop_ends_its_requests_and_leaves_the_others_alone():
-    """Its worker comes back by itself; who asks meanwhile waits."""
+    """The model's worker is replaced; requests that come meanwhile wait."""
     models = [{"name": "fake"}, {"name": "other"}]
     with serving(models=models, is_command=False) as (server, call):
         channel = server.channel
@@ -329,7 +334,7 @@ def test_a_bug_in_one_models_loop_ends_its_requests_and_leaves_the_others_alone(
             for error in (bad.error, call.finish().error):
                 assert error.code() is INTERNAL
                 assert reason(error) == "ENGINE_BUG"
-                assert error.details() == "the engine made an internal error; it was logged"
+                assert error.details() == "the engine had an internal error, which was logged"
             ids = call.heard.ids()
             assert ids == expected_tokens([7], count=len(ids))
             assert health(channel, "model/fake") == health(channel) == NOT_SERVING
@@ -340,14 +345,14 @@ def test_a_bug_in_one_models_loop_ends_its_requests_and_leaves_the_others_alone(
             assert health(channel, "model/fake") == health(channel) == SERVING
             assert beside.finish().ids() == expected_tokens([8], count=100)
         [fake] = [model for model in list_models(channel) if model.name == "fake"]
-        assert (fake.state, fake.replicas[0].restarts) == (common_pb2.MODEL_STATE_READY, 1)
+        assert (fake.state, fake.replicas[0].restarts) == (pb.MODEL_STATE_READY, 1)
         assert "is not in flight" in server.log
         assert ended(channel)["failed"] >= 2
         assert generate(channel, model="other", max_tokens=2).error is None
         assert server.stop() == 0
 
 
-def test_a_server_whose_only_model_has_a_bug_says_so_and_ends_in_order():
+def test_a_server_whose_only_model_has_a_bug_shows_it_and_ends_in_order():
     with serving(is_command=False) as (server, call):
         assert reason(generate(server.channel, prompt_ids=[BROKEN_STEP]).error) == "ENGINE_BUG"
         assert reason(call.finish().error) == "ENGINE_BUG"

@@ -1,7 +1,7 @@
 """Clients that send what no client should: any message on every RPC, any bytes, floods of frames.
 
 Rule: whatever comes, the server answers with a status that is neither INTERNAL nor UNKNOWN, or ends
-the connection; it logs no error, it keeps nothing, and other clients are served meanwhile.
+the connection. It logs no error, keeps nothing, and serves other clients meanwhile.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ DRAIN = "triolet.v1.Control/Drain"
 FEW = 20
 # The full run draws at least 20,000 in all; a message without fields has only one value.
 MANY = -(-20_000 // sum(bool(method.input_type.fields) for method in METHODS.values()))
-# What would be served; many of an RPC's messages differ little from it (`nearly_right`): of those
-# drawn from nothing hardly one gets as far as the engine.
+# Valid requests. Many drawn messages differ little from these (`nearly_right`): messages that are
+# drawn from nothing hardly ever get as far as the engine.
 SERVED = {
     "Inference/Generate": inference_pb2.GenerateRequest(text="Once", sampling={"max_tokens": 9}),
     "Inference/Embed": inference_pb2.EmbedRequest(inputs=[{"text": "Once"}]),
@@ -60,14 +60,14 @@ MODELS = (
 CALL_S = 2.0
 READ_MAX = 20
 SOON_S = 20.0
-GROWTH_MAX = 48 * 2**20  # guess: what allocators keep; a leak of 5,000 streams is far more
+GROWTH_MAX = 48 * 2**20  # guess: memory that allocators keep; a leak of 5,000 streams is far more
 BAD = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 CLIENTS_OWN = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 
 
 @contextlib.contextmanager
 def small_server():
-    """Requests on it end soon, whatever they ask for."""
+    """Return a server whose requests end soon, whatever they ask for."""
     runner = {"max_model_len": 96, "num_blocks": 64}
     with fake(runner=runner, models=MODELS) as one:
         wait_serving(one.channel)
@@ -76,13 +76,14 @@ def small_server():
 
 @pytest.fixture(scope="module")
 def server():
+    """Yield the server that all messages go to."""
     with small_server() as one:
         yield one
 
 
 @contextlib.contextmanager
 def nothing_is_left(server):
-    """The block leaves no request, no file and no memory behind, and no other client alone."""
+    """Check that the block leaves no request, file or memory behind, and that others are served."""
     check_served(server)
     wait_idle(server.channel)
     files, memory = server.num_files(), server.memory_bytes()
@@ -94,7 +95,7 @@ def nothing_is_left(server):
 
 
 def check_served(server):
-    """A client of its own gets what it asks for, soon."""
+    """Check that a client of its own is served soon."""
     with connect(server.address) as channel:
         heard = generate(channel, prompt_ids=[5], sampling={"ignore_eos": True}, max_tokens=9)
         assert heard.error is None, heard.error
@@ -102,7 +103,7 @@ def check_served(server):
 
 
 def call(channel, name, request, serializer=None):
-    """One call with any bytes; its status code. Of an endless answer some is read."""
+    """Make one call with any bytes; return its status code. An endless answer is read in part."""
     error = _error_of(channel, name, request, serializer)
     if error is None:
         return grpc.StatusCode.OK
@@ -157,11 +158,12 @@ def fuzz_messages(server, name, num_examples):
     while num_sent < num_examples:
         num_sent += 1
         call(server.channel, name, b"")
-    if name != DRAIN:  # after it there is nothing to resume
+    if name != DRAIN:  # after a drain there is nothing to resume
         resume(server)
 
 
 def resume(server):
+    """Resume all models."""
     assert call(server.channel, "triolet.v1.Control/Resume", b"") is grpc.StatusCode.OK
 
 
@@ -211,7 +213,7 @@ NOISE = st.lists(
         st.binary(max_size=200),
         st.just(http2.PREFACE),
         st.just(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
-        st.just(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40)),  # of TLS
+        st.just(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(40)),  # the start of TLS
         st.builds(
             http2.frame,
             st.integers(0, 255),
@@ -257,16 +259,19 @@ REQUEST = inference_pb2.GenerateRequest(
 
 
 def pings(connection):
+    """Send PING frames."""
     for number in range(4 * FLOOD):
         connection.send(http2.PING, number.to_bytes(8, "big"))
 
 
 def settings_frames(connection):
+    """Send SETTINGS frames."""
     for number in range(4 * FLOOD):
         connection.send(http2.SETTINGS, http2.setting(http2.INITIAL_WINDOW, 1000 + number % 7))
 
 
 def rapid_resets(connection):
+    """Open calls and reset them at once."""
     for number in range(FLOOD):
         stream = connection.open(GENERATE, REQUEST)
         connection.send(http2.RST_STREAM, (8).to_bytes(4, "big"), stream=stream)
@@ -275,7 +280,7 @@ def rapid_resets(connection):
 
 
 def tiny_windows(connection):
-    """A hundred streams that are read a byte at a time."""
+    """Open a hundred streams that are read byte by byte."""
     connection.send(http2.SETTINGS, http2.setting(http2.INITIAL_WINDOW, 1))
     streams = [connection.open(GENERATE, REQUEST) for _ in range(100)]
     for _ in range(20):
@@ -285,24 +290,28 @@ def tiny_windows(connection):
 
 
 def headers_that_never_end(connection):
+    """Send CONTINUATION frames without an end."""
     connection.send(http2.HEADERS, http2.headers(GENERATE), stream=1)
     for _ in range(FLOOD):
         connection.send(http2.CONTINUATION, http2.field("x", "y" * 100), stream=1)
 
 
 def requests_that_never_come(connection):
+    """Open calls without ever sending their requests."""
     for _ in range(500):
         connection.open(GENERATE)
     connection.drain()
 
 
 def empty_data(connection):
+    """Send empty DATA frames."""
     stream = connection.open(GENERATE)
     for _ in range(4 * FLOOD):
         connection.send(http2.DATA, stream=stream)
 
 
 def window_updates(connection):
+    """Send WINDOW_UPDATE frames."""
     for _ in range(4 * FLOOD):
         connection.send(http2.WINDOW_UPDATE, (1).to_bytes(4, "big"))
 
@@ -317,7 +326,7 @@ def test_a_flood_costs_others_nothing_but_time(flood):
         done = threading.Event()
 
         def run():
-            # the server may close the connection, or read no more of it
+            # the server may close the connection, or stop reading from it
             with (
                 contextlib.suppress(ConnectionError, TimeoutError),
                 http2.connect(server.address) as connection,
@@ -335,10 +344,10 @@ def test_a_flood_costs_others_nothing_but_time(flood):
         thread.join()
 
 
-def test_what_floods_leave_behind_does_not_add_up():
-    """The dearest of them, again and again on one server."""
+def test_remains_of_floods_do_not_add_up():
+    """The most expensive flood, again and again on one server."""
     with small_server() as server:
-        for _ in range(2):  # what is allocated once
+        for _ in range(2):  # the first round allocates what is allocated once
             reset(server)
         memory = server.memory_bytes()
         with nothing_is_left(server):
@@ -349,6 +358,7 @@ def test_what_floods_leave_behind_does_not_add_up():
 
 
 def reset(server):
+    """Flood a server with calls that are reset."""
     with (
         contextlib.suppress(ConnectionError, TimeoutError),
         http2.connect(server.address) as connection,
@@ -357,7 +367,7 @@ def reset(server):
 
 
 def test_random_bytes_of_every_length_are_no_message(server):
-    """Beside Hypothesis' short ones: long ones, which take the parser longer."""
+    """Hypothesis draws short messages; long ones take the parser longer."""
     source = random.Random(7)
     with nothing_is_left(server):
         for size in (1_000, 10_000, 100_000, 1_000_000):

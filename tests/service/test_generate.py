@@ -1,5 +1,7 @@
-"""Generate over real gRPC, from a server process with the fake model: what comes, and in which
-order. The oracle of the fake's tokens is `core_driver.expected_tokens`."""
+"""Generate over real gRPC, from a server process with the fake model: what comes, in which order.
+
+`core_driver.expected_tokens` is the oracle of the fake's tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import time
 import grpc
 import pytest
 
-from engine.model.fake import BYTE_OFFSET, fake_logprob
+from engine.worker.fakes.text import BYTE_OFFSET, fake_logprob
 from tests.support.core_driver import expected_tokens
 from tests.support.server import fake
 from tests.support.wire import (
@@ -34,7 +36,7 @@ MAX_MODEL_LEN = 256
 
 @pytest.fixture(scope="module")
 def server():
-    """Three models: `slow` takes 50 ms a step, `ending` ends by itself now and then."""
+    """Serve three models: `slow` takes 50 ms a step, `ending` sometimes ends by itself."""
     models = [
         {"name": "quick", "aliases": ["q"]},
         {"name": "slow", "script": {"step_s": 0.05}},
@@ -47,22 +49,22 @@ def server():
 
 @pytest.fixture
 def channel(server):
-    """Every test leaves an idle engine behind."""
+    """Yield a channel, and check that the test leaves an idle engine behind."""
     yield server.channel
     wait_idle(server.channel)
 
 
 def shown(ids):
-    """The fake's text for token ids."""
+    """Return the fake's text for token ids."""
     return "".join(f"<{i}>" for i in ids)
 
 
 def ids_of(text):
-    """The fake's ids for a text without <…>."""
+    """Return the fake's ids for a text without <…>."""
     return [byte + BYTE_OFFSET for byte in text.encode()]
 
 
-# ---- what comes ------------------------------------------------------------------------------
+# ---- messages ---------------------------------------------------------------------------------
 
 
 def test_a_stream_is_started_then_deltas_then_finished_with_the_models_own_tokens(channel):
@@ -79,7 +81,7 @@ def test_a_stream_is_started_then_deltas_then_finished_with_the_models_own_token
 
 
 def test_tokens_come_while_later_ones_are_still_being_made(channel):
-    """R165: 20 steps of 50 ms, and the first token within the first few of them."""
+    """R165: 20 steps of 50 ms, and the first token comes within the first few steps."""
     start = time.monotonic()
     with Generation(channel, model="slow", prompt_ids=[1], max_tokens=20) as call:
         call.read_deltas(1)
@@ -89,7 +91,7 @@ def test_tokens_come_while_later_ones_are_still_being_made(channel):
     assert first_s < (time.monotonic() - start) / 2
 
 
-def test_token_ids_come_only_when_asked_for(channel):
+def test_token_ids_come_only_on_request(channel):
     heard = generate(channel, prompt_ids=PROMPT, max_tokens=5, output={})
     assert heard.ids() == []
     assert heard.text() == shown(expected_tokens(PROMPT, count=5))
@@ -103,7 +105,7 @@ def test_a_text_is_tokenised_by_the_server(channel):
     assert heard.ids() == expected_tokens(prompt, count=4)
 
 
-def test_a_long_text_is_tokenised_beside_the_loop_and_comes_to_the_same(channel):
+def test_a_long_text_is_tokenised_in_a_thread_with_the_same_result(channel):
     """Above 4 KiB a thread tokenises; the prompt is then cut to fit the model."""
     text = "".join(chr(97 + i % 26) for i in range(6000))
     heard = generate(channel, text=text, max_tokens=3, prompt={"truncate_to": 50})
@@ -184,7 +186,7 @@ def test_log_probabilities_come_with_tokens_and_those_of_the_prompt_with_started
         assert {tuple(a.rank for a in entry.alternatives) for entry in entries} == {(1, 2)}
 
 
-def test_no_alternatives_and_no_log_probabilities_at_all_are_told_apart(channel):
+def test_no_alternatives_and_no_log_probabilities_differ(channel):
     asked = generate(channel, prompt_ids=PROMPT, max_tokens=2, output={"logprobs": 0})
     entries = [entry for delta in asked.deltas for entry in delta.logprobs]
     assert len(entries) == 2
@@ -194,7 +196,7 @@ def test_no_alternatives_and_no_log_probabilities_at_all_are_told_apart(channel)
     assert not any(delta.logprobs for delta in plain.deltas)
 
 
-def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_and_then_cached(channel):
+def test_a_scored_prompt_is_computed_and_then_cached(channel):
     prompt = [8, *range(200, 290)]
     output = {"prompt_logprobs": 0}
     heard = [
@@ -216,16 +218,16 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_is_computed_and_then_cac
         ({"truncate_to": 4}, PROMPT),
     ],
 )
-def test_a_prompt_is_cut_from_the_left_unless_told_otherwise(channel, options, kept):
+def test_a_prompt_is_cut_from_the_left_by_default(channel, options, kept):
     heard = generate(channel, prompt_ids=PROMPT, max_tokens=3, prompt=options)
     assert heard.started.prompt_tokens == len(kept)
     assert heard.ids() == expected_tokens(kept, count=3)
 
 
-# ---- where it ends ---------------------------------------------------------------------------
+# ---- ends ------------------------------------------------------------------------------------
 
 
-def test_a_stop_string_ends_it_and_is_left_out(channel):
+def test_a_stop_string_ends_the_output_and_is_left_out(channel):
     tokens = expected_tokens(PROMPT, count=6)
     stop = f"<{tokens[3]}><{tokens[4]}"
     heard = generate(channel, prompt_ids=PROMPT, max_tokens=50, stop=["nothing", stop])
@@ -235,21 +237,21 @@ def test_a_stop_string_ends_it_and_is_left_out(channel):
     assert finished.usage.completion_tokens == 5
 
 
-def test_a_stop_string_is_kept_when_asked_for(channel):
+def test_a_stop_string_is_kept_on_request(channel):
     tokens = expected_tokens(PROMPT, count=6)
     sampling = {"include_stop": True, "stop": [f"<{tokens[3]}>"], "max_tokens": 50}
     heard = generate(channel, prompt_ids=PROMPT, sampling=sampling)
     assert heard.text() == shown(tokens[:4])
 
 
-def test_what_could_become_a_stop_string_is_held_back_and_then_given(channel):
+def test_text_that_could_become_a_stop_string_is_held_back_and_then_sent(channel):
     tokens = expected_tokens(PROMPT, count=3)
     heard = generate(channel, prompt_ids=PROMPT, max_tokens=3, stop=[f"<{tokens[0]}>never"])
     assert heard.text() == shown(tokens)
     assert heard.finished().reason == LENGTH
 
 
-def test_a_stop_token_ends_it_and_is_named(channel):
+def test_a_stop_token_ends_the_output_and_is_named(channel):
     tokens = expected_tokens(PROMPT, count=4)
     heard = generate(channel, prompt_ids=PROMPT, max_tokens=50, stop_token_ids=[tokens[3]])
     finished = heard.finished()
@@ -295,7 +297,7 @@ def test_the_longest_prompt_still_gets_one_token(channel):
 # ---- names -----------------------------------------------------------------------------------
 
 
-def test_a_model_is_found_by_name_and_alias_and_the_first_by_none(channel):
+def test_a_model_is_found_by_name_and_alias_and_the_first_without_one(channel):
     answered = [
         generate(channel, model=name, max_tokens=1).started.model
         for name in ("", "quick", "q", "slow")
@@ -324,7 +326,7 @@ def test_a_live_request_id_is_refused_and_the_live_one_goes_on(channel):
             assert reason(second.error) == "DUPLICATE_REQUEST"
             assert second.messages == []
         assert first.finish().ids() == expected_tokens([1], count=8)
-    assert generate(channel, **fields, max_tokens=1).error is None, "free again once it has ended"
+    assert generate(channel, **fields, max_tokens=1).error is None, "the id is free again"
 
 
 # ---- figures ---------------------------------------------------------------------------------
@@ -364,7 +366,7 @@ def test_statistics_count_what_was_done(channel):
 
 
 def test_requests_at_once_share_steps_and_get_their_own_tokens(channel):
-    """R164: 12 requests of 10 tokens in little more than one's time."""
+    """R164: 12 requests of 10 tokens take little more time than one."""
     before = stats(channel)
     heard = {}
 
@@ -384,8 +386,8 @@ def test_requests_at_once_share_steps_and_get_their_own_tokens(channel):
     assert after.step_count - before.step_count < 40
 
 
-def test_a_full_queue_refuses_with_the_time_to_wait_and_keeps_what_it_has():
-    """One runs, one waits, the third is told when to come back."""
+def test_a_full_queue_refuses_with_a_retry_delay_and_keeps_its_requests():
+    """One request runs, one waits, and the third gets the time after which to retry."""
     engine = {"max_num_seqs": 1, "max_queued_requests": 1}
     with fake(script={"step_s": 0.05}, engine=engine) as server:
         channel = server.channel

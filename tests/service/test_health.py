@@ -1,4 +1,4 @@
-"""grpc.health.v1: which names there are, what they say, and watchers that stand still."""
+"""grpc.health.v1: the names that exist, their statuses, and watchers that do not read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trio.testing import wait_all_tasks_blocked
 
 from engine.status import Capability, ModelState, ModelStatus
-from grpc_service import health
-from grpc_service.health import HealthServicer, apply_states, model_states
-from grpc_service.servicer import SERVICE_NAMES
-from tests.service.fake_front import FakeFront, run
+from grpc_service.app import health
+from grpc_service.app.health import HealthServicer, apply_states, model_states
+from grpc_service.services.methods import SERVICE_NAMES
+from tests.service.fake_backend import FakeBackend, run
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -29,6 +29,7 @@ READY, LOADING, FAILED, UNLOADED, DRAINING = (
 
 
 def model(name="a", state=READY, **kwargs):
+    """Return a model's status."""
     return ModelStatus(name, state, **kwargs)
 
 
@@ -72,17 +73,20 @@ def test_a_draining_server_serves_nothing():
 
 
 def watch(channel, name):
+    """Start watching a name."""
     return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=name))
 
 
 async def until(condition):
+    """Wait until ``condition()`` is true."""
     while not condition():  # noqa: ASYNC110 (nothing announces it)
         await asyncio.sleep(0.01)
 
 
 def run_health(main):
+    """Run ``main(channel, servicer)`` against a server of the health service."""
     servicer = HealthServicer()
-    return run(FakeFront(), lambda channel: main(channel, servicer), health=servicer)
+    return run(FakeBackend(), lambda channel: main(channel, servicer), health=servicer)
 
 
 def test_check_and_list():
@@ -101,13 +105,13 @@ def test_check_and_list():
     assert listed == {"", *SERVICE_NAMES, "model/a"}
 
 
-def test_a_watcher_hears_of_every_change_and_of_nothing_else():
+def test_a_watcher_gets_every_change_and_nothing_else():
     async def main(channel, servicer):
         call = watch(channel, "model/a")
         heard = [(await call.read()).status]
         for models, draining in (
             ([model()], False),
-            ([model(), model("b", LOADING)], False),  # nothing new for a
+            ([model(), model("b", LOADING)], False),  # no change for a
             ([model(state=FAILED)], False),
             ([], False),
             ([model()], True),
@@ -123,10 +127,11 @@ def test_a_watcher_hears_of_every_change_and_of_nothing_else():
 
 
 class Watcher:
-    """A watcher's context, whose client reads as the test lets it."""
+    """A watcher's call, whose client reads when the test lets it. It is its own RPC record."""
 
     def __init__(self, *, is_stalled):
         self.written, self.gate = [], trio.Event()
+        self.call = self
         if not is_stalled:
             self.gate.set()
 
@@ -135,7 +140,7 @@ class Watcher:
         self.written.append(response.status)
 
 
-async def test_a_watcher_that_stands_still_delays_nobody_and_misses_what_is_past(nursery):
+async def test_a_watcher_that_does_not_read_delays_nobody_and_misses_past_changes(nursery):
     servicer, request = HealthServicer(), health_pb2.HealthCheckRequest()
     stalled, reading = Watcher(is_stalled=True), Watcher(is_stalled=False)
     for watcher in (stalled, reading):

@@ -1,5 +1,4 @@
-"""A server with nothing to do does nothing: no task step in Trio (R183), and no wait of its thread
-that the kernel counts."""
+"""An idle server does nothing: no task step in Trio (R183), and no counted wait of its thread."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ IDLE_S = 10.0
 
 
 def serve_a_few(server):
-    """What a served request could leave behind: an end, a cancel, a deadline, a client gone."""
+    """Serve requests that could leave something behind: ended, cancelled, late, and lost ones."""
     channel = server.channel
     wait_serving(channel)
     assert generate(channel, prompt_ids=[1, 2, 3], max_tokens=5, n=2).error is None
@@ -24,18 +23,19 @@ def serve_a_few(server):
 
 
 def waits(counts):
+    """Return how often the main thread has waited."""
     return counts["switches"]["MainThread"]
 
 
 def settled(server):
-    """The counts once they stand still for half a second: grpc closes connections at leisure."""
+    """Return the counts once they stay the same for half a second: grpc closes slowly."""
     counts = server.ask()
     for _ in range(20):
         time.sleep(0.5)
         before, counts = counts, server.ask()
         if counts["task_steps"] == before["task_steps"] and waits(counts) == waits(before):
             return counts
-    raise AssertionError(f"never still: {before}, {counts}")
+    raise AssertionError(f"never constant: {before}, {counts}")
 
 
 def test_an_idle_server_makes_no_wake_ups():

@@ -1,6 +1,8 @@
-"""How requests end before their time, over real gRPC: clients that cancel, go, stall or run out
-of time, a server that drains, steps that fail. Whatever happens, it happens to that request only,
-and the engine is free after at most one step."""
+"""How requests end early, over real gRPC.
+
+Clients cancel, leave, stall or run out of time, a server drains, steps fail. The end concerns only
+that request, and its blocks are free after at most one step.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ import time
 import grpc
 import pytest
 
-from grpc_service._generated.triolet.v1 import common_pb2
+from grpc_service.client import messages as pb
 from tests.support.core_driver import expected_tokens
 from tests.support.fake_server import POISONED_ROW, POISONED_STEP
-from tests.support.server import ROOT, fake, fake_argv, process
+from tests.support.server import ROOT, fake, fake_process
 from tests.support.wire import (
     NOT_SERVING,
     SERVING,
@@ -42,16 +44,16 @@ from tests.support.wire import (
 STEP_S = 0.1
 LONG = 2000  # more tokens than any test waits for
 DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
-LOADING = common_pb2.MODEL_STATE_LOADING
+LOADING = pb.MODEL_STATE_LOADING
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
-# ---- clients that go, in every phase ---------------------------------------------------------
+# ---- clients that leave, in every phase --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def slow():
-    """Two sequences at once, 16 tokens a step: there is time to look into every phase."""
+    """Serve two sequences at once, 16 tokens a step, so that every phase can be observed."""
     with fake(
         script={"step_s": STEP_S},
         runner={"max_model_len": 4096},
@@ -63,12 +65,13 @@ def slow():
 
 @contextlib.contextmanager
 def nothing():
+    """Run nothing beside the request."""
     yield
 
 
 @contextlib.contextmanager
 def blockers(channel, timeout=None):
-    """Two generations that take both seats, and keep them."""
+    """Run two generations that take both seats, and keep them."""
     with (
         Generation(channel, prompt_ids=[1], max_tokens=LONG, timeout=timeout) as first,
         Generation(channel, prompt_ids=[2], max_tokens=LONG, timeout=timeout) as second,
@@ -83,6 +86,7 @@ def blockers(channel, timeout=None):
 
 
 def is_in_phase(phase, totals, before):
+    """Return whether the totals show that the request is in the phase."""
     made = totals.completion_tokens_total - before.completion_tokens_total
     steps = totals.step_count - before.step_count
     if phase == "queued":
@@ -94,7 +98,7 @@ PROMPT_CHARS = {"queued": 5, "prefill": 500, "decode": 5}
 
 
 def client_process(server, text):
-    """A client that another process is."""
+    """Yield a client in a process of its own."""
     command = ("generate", text, "--server", server.address, "--max-tokens", str(LONG))
     return subprocess.Popen(
         [sys.executable, "-m", "grpc_service", *command], cwd=ROOT, stdout=subprocess.DEVNULL
@@ -103,7 +107,7 @@ def client_process(server, text):
 
 @contextlib.contextmanager
 def leaving(how, server, text):
-    """A request; what the block is given makes its client leave."""
+    """Make a request, and yield a function that makes its client leave."""
     if how == "kill":
         with client_process(server, text) as client:
             try:
@@ -135,13 +139,13 @@ def test_a_client_that_leaves_ends_its_request_within_a_step(slow, how, phase):
             assert after.running == 2
         else:
             after = wait_idle(channel, 2)
-        # the step in flight, and one that began before the news came over
+        # the step in flight, and one that began before the cancel arrived
         assert after.step_count - last.step_count <= 2
         assert ended(channel)["cancelled"] == ends.get("cancelled", 0) + 1
     wait_idle(channel)
 
 
-def test_a_client_that_leaves_while_the_model_loads_ends_its_request_and_not_the_load():
+def test_a_client_that_leaves_during_a_load_ends_its_request_and_not_the_load():
     with fake(models=[{"name": "late", "lazy": True}], script={"load_s": 0.8}) as server:
         channel = server.channel
         with connect(server.address) as own, Generation(own, max_tokens=3) as call:
@@ -152,8 +156,8 @@ def test_a_client_that_leaves_while_the_model_loads_ends_its_request_and_not_the
         assert server.log.count("is ready") == 1
 
 
-def test_clients_that_cancel_at_random_moments_leave_another_ones_output_as_it_is():
-    """100 cancels, seeded; the blocks are few enough for preemptions."""
+def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output():
+    """100 cancels at seeded moments; there are so few blocks that requests are preempted."""
     seed = 20
     moments = random.Random(seed)
     with fake(
@@ -162,7 +166,7 @@ def test_clients_that_cancel_at_random_moments_leave_another_ones_output_as_it_i
         engine={"max_num_seqs": 8, "max_num_batched_tokens": 64},
     ) as server:
         wait_serving(server.channel)
-        generate(server.channel, max_tokens=1)  # a first step brings its eventfd
+        generate(server.channel, max_tokens=1)  # the first step opens its eventfd
         files = server.num_files()
 
         def cancel_some(number):
@@ -186,7 +190,7 @@ def test_clients_that_cancel_at_random_moments_leave_another_ones_output_as_it_i
         assert heard.ids() == expected_tokens([77], count=500), f"seed {seed}"
         wait_idle(server.channel)
         ends = ended(server.channel)
-        assert sum(ends.values()) <= 102  # one that is cancelled at once may never have come
+        assert sum(ends.values()) <= 102  # a very early cancel may come first
         assert ends["cancelled"] > 50
         wait_until(lambda: server.num_files() <= files, 5, "the connections' files are closed")
 
@@ -195,8 +199,8 @@ def test_clients_that_cancel_at_random_moments_leave_another_ones_output_as_it_i
 
 
 @pytest.fixture(scope="module")
-def hurried():
-    """The server's own deadline: no client's timer runs beside it. As slow as `slow`."""
+def deadline_server():
+    """Serve as slowly as `slow`, with a deadline that no client's timer knows."""
     models = [{"name": "fake"}, {"name": "late", "lazy": True, "script": {"load_s": 1.5}}]
     engine = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "default_deadline_s": 0.6}
     with fake(models=models, script={"step_s": STEP_S}, engine=engine) as server:
@@ -205,48 +209,49 @@ def hurried():
 
 
 def deadline_of(heard):
-    """What a DEADLINE_EXCEEDED tells: the phase and the number of tokens."""
+    """Return what a DEADLINE_EXCEEDED reports: the phase and the number of tokens."""
     assert heard.error.code() is DEADLINE
     info = details(heard.error)["ErrorInfo"]
     assert info.reason == "DEADLINE_EXCEEDED"
     return info.metadata["phase"], int(info.metadata["tokens_done"])
 
 
-def test_a_deadline_in_the_queue_says_so(hurried):
-    with blockers(hurried.channel, timeout=30):
-        heard = generate(hurried.channel)
+def test_a_deadline_in_the_queue_names_the_phase(deadline_server):
+    with blockers(deadline_server.channel, timeout=30):
+        heard = generate(deadline_server.channel)
         assert deadline_of(heard) == ("queued", 0)
         assert heard.kinds == ["started"]
-    wait_idle(hurried.channel)
+    wait_idle(deadline_server.channel)
 
 
-def test_a_deadline_during_prefill_says_so(hurried):
-    heard = generate(hurried.channel, prompt_ids=[3] * 1000)
+def test_a_deadline_during_prefill_names_the_phase(deadline_server):
+    heard = generate(deadline_server.channel, prompt_ids=[3] * 1000)
     assert deadline_of(heard) == ("prefill", 0)
-    wait_idle(hurried.channel, 1)
+    wait_idle(deadline_server.channel, 1)
 
 
-def test_a_deadline_during_decode_says_how_many_tokens_were_made(hurried):
-    ends = ended(hurried.channel)
-    heard = generate(hurried.channel, prompt_ids=[3])
+def test_a_deadline_during_decode_says_how_many_tokens_were_made(deadline_server):
+    ends = ended(deadline_server.channel)
+    heard = generate(deadline_server.channel, prompt_ids=[3])
     phase, num_tokens = deadline_of(heard)
     assert phase == "decode"
     assert heard.ids() == expected_tokens([3], count=num_tokens)
     assert 3 <= num_tokens <= 6
-    wait_idle(hurried.channel, 1)
-    assert ended(hurried.channel)["deadline"] == ends.get("deadline", 0) + 1
+    wait_idle(deadline_server.channel, 1)
+    assert ended(deadline_server.channel)["deadline"] == ends.get("deadline", 0) + 1
 
 
-def test_a_deadline_while_the_model_loads_says_so_and_the_load_goes_on(hurried):
-    assert deadline_of(generate(hurried.channel, model="late")) == ("load", 0)
-    assert generate(hurried.channel, model="late", max_tokens=1, timeout=10).error is None
+def test_a_deadline_while_the_model_loads_names_the_phase_and_the_load_goes_on(deadline_server):
+    assert deadline_of(generate(deadline_server.channel, model="late")) == ("load", 0)
+    assert generate(deadline_server.channel, model="late", max_tokens=1, timeout=10).error is None
 
 
-def test_a_clients_own_deadline_goes_before_the_servers(hurried):
-    heard = generate(hurried.channel, prompt_ids=[3], max_tokens=9, timeout=10)
+def test_a_clients_own_deadline_comes_before_the_servers(deadline_server):
+    heard = generate(deadline_server.channel, prompt_ids=[3], max_tokens=9, timeout=10)
     assert heard.ids() == expected_tokens([3], count=9)
 
 
+@pytest.mark.alone
 def test_many_deadlines_all_reach_their_clients_with_details():
     """D18: at a margin of 0, 12 of 30 clients saw a bare reset."""
     with fake(script={"step_s": 0.1}) as server:
@@ -268,6 +273,7 @@ def test_many_deadlines_all_reach_their_clients_with_details():
         wait_idle(server.channel)
 
 
+@pytest.mark.alone
 def test_a_client_whose_own_timer_ends_the_call_counts_as_a_deadline():
     """D18: at these timeouts the client's timer and the server's are milliseconds apart."""
     with fake(script={"step_s": 0.02}) as server:
@@ -278,7 +284,7 @@ def test_a_client_whose_own_timer_ends_the_call_counts_as_a_deadline():
         wait_idle(server.channel)
         ends = ended(server.channel)
         assert ends.keys() <= {"deadline", "cancelled"}
-        # none on a quiet machine; a busy one may hand a call over 20 ms late
+        # none on a quiet machine; a busy one may deliver a call 20 ms late
         assert ends.get("cancelled", 0) <= 4
 
 
@@ -288,21 +294,24 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_refused_at_once():
         wait_serving(server.channel)
         assert generate(server.channel, prompt_ids=[8] * 32, max_tokens=1).error is None
         start = time.monotonic()
-        heard = generate(server.channel, prompt_ids=[9] * 1000, timeout=15)  # of 62 steps
+        heard = generate(server.channel, prompt_ids=[9] * 1000, timeout=15)  # this takes 62 steps
         assert time.monotonic() - start < 5
         assert heard.error.code() is DEADLINE
         info = details(heard.error)["ErrorInfo"]
         assert (info.reason, info.metadata["phase"]) == ("DEADLINE_INFEASIBLE", "queued")
         assert not heard.messages
         assert stats(server.channel).step_count == 2
-        # cached ones need not be computed, and the rest can be
+        # cached tokens need not be computed, and there is time for the others
         again = generate(server.channel, prompt_ids=[8] * 40, max_tokens=1, timeout=15)
         assert again.error is None
 
 
 def test_a_deadline_that_passes_at_once_leaves_nothing(slow):
-    """The client's transport rounds it up to a millisecond, in which a step may start; that one
-    which has passed on arrival starts none is shown in tests/simulation/test_deadlines.py."""
+    """The client's transport rounds the deadline up to a millisecond, in which a step may start.
+
+    tests/simulation/test_deadlines.py shows that a request whose deadline passed on arrival starts
+    no step.
+    """
     before = wait_idle(slow.channel)
     heard = generate(slow.channel, timeout=1e-6)
     assert heard.error.code() is DEADLINE
@@ -317,7 +326,7 @@ PARKED_TOKENS = 1500
 
 @contextlib.contextmanager
 def stalling(server, **fields):
-    """A request of a client that has stopped reading, parked by the server."""
+    """Yield a request whose client has stopped reading, once the server has parked it."""
     fields = {"prompt_ids": [42], "max_tokens": PARKED_TOKENS} | fields
     with (
         connect(server.address, *SMALL_WINDOW) as own,
@@ -329,7 +338,10 @@ def stalling(server, **fields):
 
 
 def is_parked_for_good(channel):
-    """A stream is parked and drained in turn until what lies between is full too."""
+    """Return whether the stream stays parked.
+
+    It is parked and drained in turn until the buffers on the way to the client are full, too.
+    """
     before = stats(channel)
     if not before.parked:
         return False
@@ -343,6 +355,7 @@ def is_parked_for_good(channel):
 
 @pytest.fixture(scope="module")
 def buffered():
+    """Yield a server with small buffers."""
     with fake(engine={"stream_buffer": BUFFER}) as server:
         wait_serving(server.channel)
         yield server
@@ -402,8 +415,8 @@ def test_a_stopped_readers_deadline_frees_its_blocks(buffered):
     assert ended(buffered.channel)["deadline"] == ends.get("deadline", 0) + 1
 
 
-def test_stopped_readers_without_blocks_left_give_way_to_those_who_read():
-    """The parked one's blocks go to the others, and it recomputes what it lost."""
+def test_stopped_readers_give_their_blocks_to_those_who_read():
+    """The parked request's blocks go to the others, and it recomputes what it lost."""
     with fake(
         engine={"stream_buffer": BUFFER, "prefix_cache": False},
         runner={"num_blocks": 128, "max_model_len": 2048},
@@ -421,7 +434,7 @@ def test_stopped_readers_without_blocks_left_give_way_to_those_who_read():
         wait_idle(server.channel)
 
 
-def test_a_reader_that_has_stopped_for_too_long_is_ended_and_told_if_it_reads_again():
+def test_a_reader_that_stops_for_too_long_is_ended_and_gets_the_status_if_it_reads_again():
     engine = {"stream_buffer": BUFFER, "stall_timeout_s": 3.0}
     with fake(engine=engine) as server:
         channel = server.channel
@@ -434,7 +447,7 @@ def test_a_reader_that_has_stopped_for_too_long_is_ended_and_told_if_it_reads_ag
             assert reason(heard.error) == "READER_STALLED"
             assert heard.ids() == expected_tokens([42], count=len(heard.ids()))
             assert generate(channel, max_tokens=5).error is None
-            # one that never reads on does not hold up the end
+            # a client that never reads on does not delay the end
             start = time.monotonic()
             assert server.stop() == 0
             assert time.monotonic() - start < 5
@@ -442,7 +455,7 @@ def test_a_reader_that_has_stopped_for_too_long_is_ended_and_told_if_it_reads_ag
 
 
 def test_calls_whose_readers_never_read_are_counted_and_bounded():
-    """R71, D1: they hold nothing, everybody else is served, and one address has 64 of them."""
+    """R71, D1: they hold nothing, everybody else is served, and an address may have 64 of them."""
     engine = {"stream_buffer": BUFFER, "stall_timeout_s": 0.3}
     with (
         fake(engine=engine) as server,
@@ -453,7 +466,7 @@ def test_calls_whose_readers_never_read_are_counted_and_bounded():
         wait_serving(channel)
         fields = {"prompt_ids": [42], "max_tokens": PARKED_TOKENS}
         silent = [stack.enter_context(Generation(own, **fields)) for _ in range(64)]
-        wait_until(lambda: stats(channel).zombies == 64, 20, "zombies")
+        wait_until(lambda: stats(channel).unread_calls == 64, 20, "unread_calls")
         assert is_idle(stats(channel))
         assert ended(channel) == {"stalled": 64}
         assert health(channel) == SERVING
@@ -462,9 +475,9 @@ def test_calls_whose_readers_never_read_are_counted_and_bounded():
         assert "64 calls from this address" in refused.details()
         assert details(refused)["RetryInfo"].retry_delay.seconds == 5
         silent[0].cancel()
-        wait_until(lambda: stats(channel).zombies == 63, 5, "one less")
+        wait_until(lambda: stats(channel).unread_calls == 63, 5, "one less")
         assert generate(channel, max_tokens=1).error is None
-        # one that reads after all gets what was its own, and the status
+        # a client that reads after all gets its tokens and the status
         heard = silent[1].finish()
         assert reason(heard.error) == "READER_STALLED"
         assert heard.ids() == expected_tokens([42], count=len(heard.ids()))
@@ -478,7 +491,7 @@ def test_calls_whose_readers_never_read_are_counted_and_bounded():
 
 @contextlib.contextmanager
 def draining(**engine):
-    """A server told to end while it generates: the server and the call."""
+    """Yield a server that was told to end while it generates, and the call."""
     with fake(script={"step_s": 0.03}, engine=engine) as server:
         wait_serving(server.channel)
         with Generation(server.channel, prompt_ids=[9], max_tokens=LONG) as call:
@@ -489,8 +502,8 @@ def draining(**engine):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_the_running_finish_and_refuses_the_new(number):
-    """The running one takes as long as its reader likes."""
+def test_a_signal_lets_running_requests_finish_and_refuses_new_ones(number):
+    """The running request takes as long as its reader likes."""
     with fake(engine={"stream_buffer": BUFFER}) as server:
         wait_serving(server.channel)
         with stalling(server) as call:
@@ -506,7 +519,7 @@ def test_a_signal_lets_the_running_finish_and_refuses_the_new(number):
             assert server.wait() == 0
 
 
-def test_those_who_wait_in_the_queue_finish_too_when_the_server_drains():
+def test_waiting_requests_finish_too_when_the_server_drains():
     with fake(script={"step_s": 0.02}, engine={"max_num_seqs": 1}) as server:
         wait_serving(server.channel)
         calls = [Generation(server.channel, prompt_ids=[i], max_tokens=6) for i in range(3)]
@@ -519,7 +532,7 @@ def test_those_who_wait_in_the_queue_finish_too_when_the_server_drains():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_cuts_what_runs_with_a_status(number):
+def test_a_second_signal_cuts_running_requests_with_a_status(number):
     with draining() as (server, call):
         start = time.monotonic()
         server.signal(number)
@@ -530,7 +543,7 @@ def test_a_second_signal_cuts_what_runs_with_a_status(number):
         assert time.monotonic() - start < 5
 
 
-def test_the_drain_timeout_cuts_what_runs_with_a_status_and_exit_code_75():
+def test_the_drain_timeout_cuts_running_requests_and_the_exit_code_is_75():
     with draining(drain_timeout_s=0.5) as (server, call):
         heard = call.finish()
         assert heard.error.code() is UNAVAILABLE
@@ -560,9 +573,9 @@ def test_sigusr1_logs_statistics_and_sigterm_ends_an_idle_server_that_has_client
         assert time.monotonic() - start < 3
 
 
-def test_a_signal_while_the_model_loads_lets_those_who_wait_for_it_finish():
+def test_a_signal_during_a_load_lets_waiting_requests_finish():
     with fake(script={"load_s": 1.0}) as server:
-        assert health(server.channel) == NOT_SERVING  # and the channel is connected
+        assert health(server.channel) == NOT_SERVING  # this connects the channel
         with Generation(server.channel, prompt_ids=[9], max_tokens=5) as call:
             stats(server.channel)  # an answer to a later call: the first has been heard
             server.signal()
@@ -575,6 +588,7 @@ def test_a_signal_while_the_model_loads_lets_those_who_wait_for_it_finish():
 
 @pytest.fixture(scope="module")
 def failing():
+    """Yield a server whose steps can fail."""
     may_log = r"Traceback|STEP_FAILED|step \d+ of fake failed"
     with fake(script={"step_s": 0.01}, may_log=may_log) as server:
         wait_serving(server.channel)
@@ -610,7 +624,7 @@ def test_a_choice_that_fails_ends_its_request_with_one_status(failing):
     wait_idle(failing.channel)
 
 
-def test_a_cause_that_only_the_log_knows_is_there(failing):
+def test_the_log_has_the_cause_that_no_client_sees(failing):
     generate(failing.channel, prompt_ids=[POISONED_STEP])
     assert "a scripted secret" in failing.log
 
@@ -627,13 +641,13 @@ def test_a_step_out_of_memory_is_tried_again_and_nobody_notices():
         assert is_idle(wait_idle(server.channel))
 
 
-# ---- the front -------------------------------------------------------------------------------
+# ---- the listening address --------------------------------------------------------------------
 
 
 def test_a_port_in_use_is_one_sentence_and_a_failure():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with process(fake_argv(is_command=True, server={"port": port})) as server:
+        with fake_process(is_command=True, server={"port": port}) as server:
             assert server.wait() == 1
             assert server.sentences() == [
                 f"triolet: cannot listen on 127.0.0.1:{port}: Address already in use; choose "
@@ -648,11 +662,11 @@ def test_a_port_in_use_is_one_sentence_and_a_failure():
         ({"host": "192.0.2.1"}, "192.0.2.1:0: Cannot assign requested address; choose another "),
         ({"host": "nobody.invalid"}, "nobody.invalid:0: "),
         ({"uds": "nowhere/socket"}, "unix:nowhere/socket: No such file or directory; choose "),
-        ({"uds": "README.md"}, "unix:README.md: it is there and no socket; choose another with"),
+        ({"uds": "README.md"}, "unix:README.md: the path exists and is no socket; choose"),
     ],
 )
-def test_an_address_that_cannot_be_had_is_one_sentence(where, sentence):
-    with process(fake_argv(is_command=True, server={"insecure": True} | where)) as server:
+def test_an_unusable_address_is_one_sentence(where, sentence):
+    with fake_process(is_command=True, server={"insecure": True} | where) as server:
         assert server.wait() == 1
         [told] = server.sentences()
         assert told.startswith(f"triolet: cannot listen on {sentence}")

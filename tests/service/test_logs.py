@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from engine import logs
-from tests.support.server import fake, fake_argv, process
+from tests.support.server import fake, fake_process
 from tests.support.wire import (
     SMALL_WINDOW,
     Generation,
@@ -33,21 +33,23 @@ SECRET = "zanzibar-mackerel"
 
 @pytest.fixture
 def debugged(monkeypatch):
-    """Servers of this test log everything."""
+    """Make servers of this test log everything."""
     monkeypatch.setenv("TRIOLET_LOG", "DEBUG")
 
 
 def json_server(**settings):
+    """Return a server that logs JSON."""
     settings["server"] = {"log_format": "json"} | settings.get("server", {})
     return fake(**settings)
 
 
 def lines_of(server):
+    """Return the log's lines."""
     return [json.loads(line) for line in server.log.splitlines()]
 
 
 def access_lines(server, **wanted):
-    """The access lines that have these values, once there is one."""
+    """Return the access lines that have these values, once there is one."""
 
     def found():
         lines = [line for line in lines_of(server) if line["logger"] == "triolet.access"]
@@ -72,7 +74,7 @@ def test_a_finished_request_leaves_one_line_with_status_phases_and_tokens():
         assert 0 < sum(phases) <= line["elapsed_s"] + 0.01
 
 
-def test_a_refused_call_says_which_status_and_reason():
+def test_a_refused_calls_line_has_status_and_reason():
     with json_server() as server:
         wait_serving(server.channel)
         assert generate(server.channel, sampling={"top_p": 7.0}).error is not None
@@ -83,7 +85,7 @@ def test_a_refused_call_says_which_status_and_reason():
         assert (line["request_id"], line["reason"]) == ("r2", "MODEL_NOT_FOUND")
 
 
-def test_an_early_end_says_how_far_it_got():
+def test_an_early_ends_line_has_phase_and_tokens():
     with json_server(script={"step_s": 0.02}) as server:
         wait_serving(server.channel)
         with Generation(server.channel, request_id="r3", max_tokens=500) as call:
@@ -115,7 +117,7 @@ def test_the_keys_holder_is_named_and_the_key_is_not(tmp_path, debugged):
         assert "not-a-key-of-anyone" not in server.log
 
 
-def test_probes_are_told_at_debug_only():
+def test_probes_are_logged_at_debug_only():
     with json_server() as server:
         wait_serving(server.channel)
         assert health(server.channel) is not None
@@ -136,8 +138,8 @@ def test_an_id_cannot_forge_a_line():
         assert len(server.log) < 20_000
 
 
-def test_a_server_that_nobody_watches_logs_for_machines():
-    with process(fake_argv(is_command=True, server={"log_format": "auto"})) as server:
+def test_a_server_without_a_terminal_logs_for_machines():
+    with fake_process(is_command=True, server={"log_format": "auto"}) as server:
         wait_until(lambda: "is ready" in server.log, SOON_S)
         wait_until(lambda: "Triolet is ready" in server.out, SOON_S)
         told = [line for line in server.log.splitlines() if not line.startswith("loading ")]
@@ -170,7 +172,7 @@ def test_every_line_of_a_request_has_its_id_also_when_the_server_made_it(debugge
         assert nameless == []
 
 
-def test_a_load_tells_who_locks_and_who_waits(debugged):
+def test_a_loads_lines_name_the_lock_and_the_waiting_requests(debugged):
     models = [{"name": "fake", "lazy": True}]
     with json_server(models=models, script={"load_s": 0.5}) as server:
         with (
@@ -224,6 +226,7 @@ def test_no_text_of_prompts_or_answers_is_logged(debugged):
 
 
 def record(**extra):
+    """Return a log record with these fields."""
     one = logging.makeLogRecord({"name": "n", "levelname": "INFO", "msg": "a %s", "args": ("b",)})
     vars(one).update(extra)
     logs.RequestIdFilter().filter(one)

@@ -1,4 +1,4 @@
-"""Metrics: each one moved by what it means, read as Prometheus reads them, and told in the docs."""
+"""Every metric changes with what it measures, parses as Prometheus does, and is in the docs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
-from grpc_service.metrics import METRICS, PREFIX
+from grpc_service.app.metrics import METRICS, PREFIX
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.fake_server import BROKEN_STEP, HUNG_STEP
-from tests.support.server import ROOT, fake, fake_argv, process
+from tests.support.server import ROOT, fake, fake_process
 from tests.support.wire import (
     SMALL_WINDOW,
     Generation,
@@ -49,7 +50,7 @@ class Scrape:
         }
 
     def total(self, name, **labels):
-        """The sum of its samples; of a histogram, how often it was observed."""
+        """Return the sum of the samples; for a histogram, the number of observations."""
         family = self.families[name.removesuffix("_total")]
         wanted = f"{PREFIX}{name}" + ("_count" if family.type == "histogram" else "")
         return sum(
@@ -61,7 +62,7 @@ class Scrape:
 
 @contextlib.contextmanager
 def metered(**settings):
-    """A server of fake models with metrics on any free port."""
+    """Yield a server of fake models with metrics on any free port."""
     settings["server"] = {"metrics_port": 0} | settings.get("server", {})
     with fake(**settings) as server:
         wait_until(lambda: WHERE.search(server.log), SOON_S)
@@ -70,10 +71,11 @@ def metered(**settings):
 
 
 def control_of(server):
-    return control_pb2_grpc.ControlStub(server.channel)
+    """Return the stub of the service Control."""
+    return stubs.ControlStub(server.channel)
 
 
-# ---- what moves what: each is given a server, and is left when the state may go ------------
+# ---- causes: each takes a server, and leaves when its state may go ---------------------------
 
 
 @contextlib.contextmanager
@@ -92,7 +94,7 @@ def a_running_request(server):
 
 @contextlib.contextmanager
 def a_waiting_request(server):
-    control_of(server).Pause(control_pb2.PauseRequest(mode="PAUSE_MODE_KEEP"), timeout=SOON_S)
+    control_of(server).Pause(pb.PauseRequest(mode="PAUSE_MODE_KEEP"), timeout=SOON_S)
     with Generation(server.channel, max_tokens=2):
         wait_until(lambda: stats(server.channel).waiting == 1, SOON_S)
         yield
@@ -135,7 +137,7 @@ def a_reader_that_stalls(server):
         Generation(channel, prompt_ids=[42], max_tokens=LONG) as call,
     ):
         call.read_deltas(1)
-        wait_until(lambda: stats(server.channel).zombies == 1, SOON_S, "a zombie")
+        wait_until(lambda: stats(server.channel).unread_calls == 1, SOON_S, "an unread call")
         yield
 
 
@@ -189,7 +191,7 @@ def a_missed_deadline(server):
 def a_drain(server):
     with Generation(server.channel, prompt_ids=[3], max_tokens=LONG) as call:
         call.read_deltas(2)
-        drained = control_of(server).Drain.future(control_pb2.DrainRequest())
+        drained = control_of(server).Drain.future(pb.DrainRequest())
         wait_until(lambda: Scrape(server).total("drain_remaining_requests"), SOON_S)
         yield
     drained.result(timeout=SOON_S)
@@ -231,7 +233,7 @@ def a_step_that_hangs(server):
 
 SLOW = {"script": {"step_s": 0.02}, "runner": {"max_model_len": 4096}}
 STALLING = {"engine": {"stream_buffer": 16, "stall_timeout_s": 0.5}}
-# name of a cause: the metrics that it moves, the server it needs.
+# The name of a cause: the metrics that it changes, and the server that it needs.
 CAUSES = {
     a_finished_request: (
         {
@@ -248,7 +250,7 @@ CAUSES = {
     a_waiting_request: ({"num_requests_waiting"}, {}),
     a_reader_that_stops: ({"num_requests_parked"}, {"engine": {"stream_buffer": 16}}),
     a_reader_that_stops_and_goes_on: ({"parked_seconds"}, {"engine": {"stream_buffer": 16}}),
-    a_reader_that_stalls: ({"zombie_calls"}, STALLING),
+    a_reader_that_stalls: ({"unread_calls"}, STALLING),
     the_same_prompt_again: ({"prefix_cache_hits_total"}, {}),
     more_than_the_blocks_hold: (
         {"num_preemptions_total"},
@@ -276,11 +278,11 @@ CAUSES = {
         {"models": [{"name": "fake", "lazy": True, "fails": 1}], "may_log": "fake|Traceback"},
     ),
 }
-FIXED = {"memory_limit_bytes"}  # moved by the configuration alone
+FIXED = {"memory_limit_bytes"}  # the configuration alone sets it
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
-def test_each_metric_is_moved_by_what_it_means(cause):
+def test_each_metric_changes_with_its_cause(cause):
     names, settings = CAUSES[cause]
     with metered(**settings) as server:
         before = Scrape(server)
@@ -300,7 +302,7 @@ def test_the_memory_limit_is_the_configurations():
 
 
 def test_the_figures_are_right():
-    """Two requests of known shape: every count and every label."""
+    """For two requests of known shape, every count and every label is right."""
     with metered(script={"step_s": 0.01}, runner={"max_model_len": 4096}) as server:
         assert generate(server.channel, prompt_ids=range(1, 11), max_tokens=5).error is None
         assert generate(server.channel, prompt_ids=[7] * 20, max_tokens=3, n=2).error is None
@@ -339,7 +341,7 @@ def test_buckets_grow_and_end_with_the_count():
         assert counts[-1] == found.total(name), name
 
 
-def test_no_label_is_a_clients_to_choose():
+def test_no_client_can_choose_a_label():
     with metered() as server:
         secret = "made-up-by-a-client"
         assert generate(server.channel, model=secret).error is not None
@@ -360,8 +362,7 @@ def test_every_metric_is_explained_in_one_line():
 def test_two_servers_cannot_have_one_port():
     with metered() as server:
         port = WHERE.search(server.log)[1].split(":")[-1].split("/")[0]
-        argv = fake_argv(server={"metrics_port": int(port)}, is_command=True)
-        with process(argv) as second:
+        with fake_process(server={"metrics_port": int(port)}, is_command=True) as second:
             assert second.wait() == 1
             assert "choose another --metrics-port or --metrics-host" in "".join(second.sentences())
 
@@ -369,10 +370,10 @@ def test_two_servers_cannot_have_one_port():
 # ---- the same snapshot elsewhere -------------------------------------------------------------
 
 
-def test_watch_stats_tells_at_once_and_again():
+def test_watch_stats_sends_at_once_and_again():
     with fake() as server:
         wait_serving(server.channel)
-        watch = control_of(server).WatchStats(control_pb2.WatchStatsRequest(), timeout=SOON_S)
+        watch = control_of(server).WatchStats(pb.WatchStatsRequest(), timeout=SOON_S)
         assert next(watch).totals.requests_total.finished == 0
         assert generate(server.channel, max_tokens=2).error is None
         started = time.monotonic()
@@ -385,7 +386,7 @@ def test_watch_stats_tells_at_once_and_again():
 def test_a_watcher_that_does_not_read_delays_nobody():
     with fake() as server, connect(server.address, *SMALL_WINDOW) as other:
         wait_serving(server.channel)
-        watch = control_pb2_grpc.ControlStub(other).WatchStats(control_pb2.WatchStatsRequest())
+        watch = stubs.ControlStub(other).WatchStats(pb.WatchStatsRequest())
         next(watch)
         time.sleep(1.5)
         assert generate(server.channel, max_tokens=2).error is None
@@ -404,5 +405,5 @@ def test_usr1_logs_the_figures_for_a_person():
 
 
 def test_nothing_of_prometheus_is_loaded_without_a_port():
-    source = (Path(ROOT) / "grpc_service" / "metrics.py").read_text()
+    source = (Path(ROOT) / "grpc_service" / "app" / "metrics.py").read_text()
     assert not re.search(r"^(from|import) prometheus", source, re.MULTILINE)

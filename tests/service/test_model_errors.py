@@ -1,5 +1,7 @@
-"""`triolet serve` of a model that cannot be served, or at a place it cannot have: one clear
-sentence on standard error, and a failure's exit code."""
+"""A model that cannot be served, or an address that cannot be used.
+
+`triolet serve` prints one clear sentence on standard error, with the exit code of a failure.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,30 @@ pytestmark = pytest.mark.model
 
 
 def missing(directory):
+    """Remove the folder."""
     shutil.rmtree(directory)
 
 
 def empty(directory):
+    """Remove all files."""
     for path in directory.iterdir():
         path.unlink()
 
 
 def without_config(directory):
+    """Remove the config."""
     (directory / "config.json").unlink()
 
 
 def truncated(directory):
+    """Cut the weights' file off."""
     weights = directory / "model.safetensors"
     with weights.open("r+b") as file:
         file.truncate(weights.stat().st_size // 2)
 
 
 def of_another_kind(directory):
+    """Change the architecture's name to one that is not served."""
     path = directory / "config.json"
     config = json.loads(path.read_text()) | {"architectures": ["MambaForCausalLM"]}
     path.write_text(json.dumps(config | {"model_type": "mamba"}))
@@ -52,7 +59,7 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """The servers by name, all started at once: most of their time is torch's import."""
+    """Return the servers by name. All start at once: most of their time is torch's import."""
     with contextlib.ExitStack() as stack:
         servers = {}
         for name, damage in BROKEN.items():
@@ -67,13 +74,13 @@ def ended(tmp_path_factory):
 
 
 def check_failed(server, code=1):
-    """It failed with one sentence, which is returned."""
+    """Check that the server failed with one sentence, and return it."""
     assert server.wait(MODEL_START_LIMIT_S) == code
     assert not server.out
     [told] = server.sentences()
     assert told.startswith("triolet: ")
     assert len(told) < 400
-    assert "Error" not in told, "a type of Python's"
+    assert "Error" not in told, "the sentence names a Python type"
     return told
 
 

@@ -1,4 +1,4 @@
-"""Control over real gRPC: abort, pause, resume, reset and drain, and what requests hear of it."""
+"""Control over real gRPC: abort, pause, resume, reset and drain, and their effect on requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import sys
 import grpc
 import pytest
 
-from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.server import ROOT, fake
 from tests.support.wire import (
@@ -28,14 +29,15 @@ from tests.support.wire import (
 
 STEP_S = 0.02
 LONG = 2000
-ABORTED = control_pb2.ABORT_OUTCOME_ABORTED
-ALREADY_ENDED = control_pb2.ABORT_OUTCOME_ALREADY_ENDED
-REMEMBERED = control_pb2.ABORT_OUTCOME_REMEMBERED
+ABORTED = pb.ABORT_OUTCOME_ABORTED
+ALREADY_ENDED = pb.ABORT_OUTCOME_ALREADY_ENDED
+REMEMBERED = pb.ABORT_OUTCOME_REMEMBERED
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.fixture(scope="module")
 def server():
+    """Yield a server of a slow fake model."""
     with fake(script={"step_s": STEP_S}, runner={"max_model_len": 4096}) as one:
         wait_serving(one.channel)
         yield one
@@ -43,20 +45,23 @@ def server():
 
 @pytest.fixture
 def control(server):
-    stub = control_pb2_grpc.ControlStub(server.channel)
+    """Yield the stub of the service Control, and resume the server afterwards."""
+    stub = stubs.ControlStub(server.channel)
     yield stub
-    stub.Resume(control_pb2.ResumeRequest(), timeout=10)
+    stub.Resume(pb.ResumeRequest(), timeout=10)
     wait_idle(server.channel)
 
 
 def abort(control, *names):
-    answer = control.Abort(control_pb2.AbortRequest(request_ids=names), timeout=10)
+    """Abort requests, and return the outcomes."""
+    answer = control.Abort(pb.AbortRequest(request_ids=names), timeout=10)
     assert [result.request_id for result in answer.results] == list(names)
     return [result.outcome for result in answer.results]
 
 
 def pause(control, mode, **fields):
-    control.Pause(control_pb2.PauseRequest(mode=f"PAUSE_MODE_{mode}", **fields), timeout=10)
+    """Pause the server."""
+    control.Pause(pb.PauseRequest(mode=f"PAUSE_MODE_{mode}", **fields), timeout=10)
 
 
 def test_an_abort_ends_a_running_request_with_every_choice(server, control):
@@ -76,14 +81,14 @@ def test_an_abort_before_its_request_is_remembered_once(server, control):
 
 
 @pytest.mark.parametrize("names", [[], [""], ["x", ""]])
-def test_an_abort_of_nothing_is_refused_by_name(control, names):
-    request = control_pb2.AbortRequest(request_ids=names)
+def test_an_abort_without_an_id_is_refused_by_name(control, names):
+    request = pb.AbortRequest(request_ids=names)
     error = error_of(lambda: control.Abort(request, timeout=10))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert any(field.startswith("request_ids") for field in broken_fields(error))
 
 
-def test_keep_freezes_what_runs_queues_what_comes_and_resumes_both(server, control):
+def test_keep_freezes_running_requests_queues_new_ones_and_resumes_both(server, control):
     with Generation(server.channel, prompt_ids=[5, 6], max_tokens=60) as running:
         running.read_deltas(3)
         pause(control, "KEEP")
@@ -92,34 +97,34 @@ def test_keep_freezes_what_runs_queues_what_comes_and_resumes_both(server, contr
         with Generation(server.channel, prompt_ids=[7], max_tokens=3) as queued:
             wait_until(lambda: stats(server.channel).waiting == 1, 5, "one waiting")
             assert stats(server.channel).step_count <= steps + 1
-            control.Resume(control_pb2.ResumeRequest(), timeout=10)
+            control.Resume(pb.ResumeRequest(), timeout=10)
             assert queued.finish().ids() == expected_tokens([7], count=3)
         assert running.finish().ids() == expected_tokens([5, 6], count=60)
 
 
 @pytest.mark.parametrize("mode", ["KEEP", "WAIT", "ABORT"])
-def test_the_statistics_tell_of_a_pause(control, mode):
+def test_the_statistics_show_a_pause(control, mode):
     def told():
-        [replica] = control.GetStats(control_pb2.GetStatsRequest(), timeout=10).replicas
-        return control_pb2.PauseMode.Name(replica.pause).removeprefix("PAUSE_MODE_")
+        [replica] = control.GetStats(pb.GetStatsRequest(), timeout=10).replicas
+        return pb.PauseMode.Name(replica.pause).removeprefix("PAUSE_MODE_")
 
     assert told() == "UNSPECIFIED"
     pause(control, mode)
     assert told() == mode
-    control.Resume(control_pb2.ResumeRequest(), timeout=10)
+    control.Resume(pb.ResumeRequest(), timeout=10)
     assert told() == "UNSPECIFIED"
 
 
-def test_explain_tells_of_a_live_request_while_steps_run(server, control):
+def test_explain_describes_a_live_request_while_steps_run(server, control):
     with Generation(server.channel, request_id="live", max_tokens=LONG) as running:
         running.read_deltas(2)
         for _ in range(5):
-            said = control.Explain(control_pb2.ExplainRequest(request_id="live"), timeout=10)
+            said = control.Explain(pb.ExplainRequest(request_id="live"), timeout=10)
             assert (said.state, said.position) == ("RUNNING", 0)
             assert said.computed_tokens
             assert not said.HasField("estimate")
         pause(control, "KEEP")
-        ask = control_pb2.ExplainRequest(request_id="live")
+        ask = pb.ExplainRequest(request_id="live")
         pausing = "resume: the model is paused (keep)"
         wait_until(lambda: control.Explain(ask, timeout=10).waiting_for == pausing, 5, pausing)
     wait_idle(server.channel)
@@ -143,12 +148,12 @@ def test_abort_mode_ends_running_and_waiting_ones(server, control):
         pause(control, "ABORT")
         assert reason(running.finish().error) == "ABORTED"
     assert reason(generate(server.channel).error) == "PAUSED"
-    control.Resume(control_pb2.ResumeRequest(), timeout=10)
+    control.Resume(pb.ResumeRequest(), timeout=10)
     assert generate(server.channel, max_tokens=2).error is None
 
 
-def test_a_pause_of_no_mode_or_no_such_model_is_refused_by_name(control):
-    error = error_of(lambda: control.Pause(control_pb2.PauseRequest(), timeout=10))
+def test_a_pause_without_a_mode_or_of_an_unknown_model_is_refused_by_name(control):
+    error = error_of(lambda: control.Pause(pb.PauseRequest(), timeout=10))
     assert broken_fields(error) == ["mode"]
     error = error_of(lambda: pause(control, "KEEP", model="nobody"))
     assert error.code() is grpc.StatusCode.NOT_FOUND
@@ -160,12 +165,13 @@ def test_a_reset_cache_is_not_hit(server, control):
     assert first.finished().usage.cached_tokens == 0
     again = generate(server.channel, prompt_ids=prompt, max_tokens=1)
     assert again.finished().usage.cached_tokens == 96
-    control.ResetPrefixCache(control_pb2.ResetPrefixCacheRequest(), timeout=10)
+    control.ResetPrefixCache(pb.ResetPrefixCacheRequest(), timeout=10)
     after = generate(server.channel, prompt_ids=prompt, max_tokens=1)
     assert after.finished().usage.cached_tokens == 0
 
 
 def command(server, *args):
+    """Run a client command, and return its output."""
     done = subprocess.run(
         [sys.executable, "-m", "grpc_service", *args, "--server", server.address],
         cwd=ROOT,
@@ -181,8 +187,12 @@ def test_the_command_line_operates_too(server, control):
     assert command(server, "pause", "--mode", "wait") == (0, "paused\n", "")
     assert reason(generate(server.channel).error) == "PAUSED"
     assert command(server, "resume") == (0, "resumed\n", "")
-    assert command(server, "reset-prefix-cache") == (0, "forgotten\n", "")
-    told = "nobody: not known; if it arrives within 60 s, it is aborted then\n"
+    assert command(server, "reset-prefix-cache") == (
+        0,
+        "forgot every cached prefix\n",
+        "",
+    )
+    told = "nobody: not known; if it arrives within 60 s, it will be aborted\n"
     assert command(server, "abort", "nobody") == (0, told, "")
     code, out, _ = command(server, "abort", "nobody", "--json")
     assert code == 0
@@ -195,26 +205,26 @@ def test_the_command_line_operates_too(server, control):
 def test_a_drain_goes_on_when_its_client_gives_up():
     with fake(script={"step_s": STEP_S}, runner={"max_model_len": 4096}) as one:
         wait_serving(one.channel)
-        control = control_pb2_grpc.ControlStub(one.channel)
+        control = stubs.ControlStub(one.channel)
         with Generation(one.channel, prompt_ids=[5], max_tokens=60) as running:
             running.read_deltas(1)
-            error = error_of(lambda: control.Drain(control_pb2.DrainRequest(), timeout=0.2))
+            error = error_of(lambda: control.Drain(pb.DrainRequest(), timeout=0.2))
             assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert reason(generate(one.channel).error) == "SHUTTING_DOWN"
             assert running.finish().ids() == expected_tokens([5], count=60)
 
 
-def test_drain_finishes_what_runs_refuses_the_rest_and_leaves_the_server_up():
+def test_drain_finishes_running_requests_refuses_new_ones_and_leaves_the_server_up():
     with fake(script={"step_s": STEP_S}, runner={"max_model_len": 4096}) as one:
         wait_serving(one.channel)
-        control = control_pb2_grpc.ControlStub(one.channel)
+        control = stubs.ControlStub(one.channel)
         with (
             Generation(one.channel, prompt_ids=[5], max_tokens=20) as short,
             Generation(one.channel, prompt_ids=[6], max_tokens=LONG) as long,
         ):
             short.read_deltas(1)
             long.read_deltas(1)
-            request = control_pb2.DrainRequest()
+            request = pb.DrainRequest()
             request.timeout.FromMilliseconds(1500)
             drained = control.Drain.future(request, timeout=30)
             wait_until(lambda: health(one.channel) == NOT_SERVING, 5, "NOT_SERVING")
@@ -224,8 +234,8 @@ def test_drain_finishes_what_runs_refuses_the_rest_and_leaves_the_server_up():
             assert (cut.error.code(), reason(cut.error)) == (UNAVAILABLE, "SHUTTING_DOWN")
             assert cut.ids() == expected_tokens([6], count=len(cut.ids()))
             drained.result(timeout=10)
-        error = error_of(lambda: control.Resume(control_pb2.ResumeRequest(), timeout=10))
+        error = error_of(lambda: control.Resume(pb.ResumeRequest(), timeout=10))
         assert (error.code(), reason(error)) == (UNAVAILABLE, "SHUTTING_DOWN")
         assert "resume does not undo" in error.details()
         assert stats(one.channel).requests_total.finished == 1
-        assert one.stop() == 75  # some were cut
+        assert one.stop() == 75  # some requests were cut

@@ -1,4 +1,4 @@
-"""Clients that stop, die or ping: what a connection itself tells, and what is not punished."""
+"""Clients that stop, die or ping: what the connection itself shows, and what is allowed."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ SOON_S = 15.0
 
 
 def parking(server, **fields):
-    """A client process that has stopped reading (`tests.support.client`)."""
+    """Yield a client process that has stopped reading (`tests.support.client`)."""
     fields = {"prompt_ids": [42], "max_tokens": LONG} | fields
     return stopped_reading(server.address, **fields)
 
 
 def wait_parked(server):
+    """Wait until the server has parked the request."""
     wait_until(lambda: stats(server.channel).parked == 1, SOON_S, "parked")
 
 
 # ---- clients that are stopped or killed ------------------------------------------------------
 
 
-def test_a_stopped_process_is_parked_then_ended_and_told_when_it_goes_on():
+def test_a_stopped_process_is_parked_then_ended_and_gets_the_status_when_it_goes_on():
     engine = {"stream_buffer": BUFFER, "stall_timeout_s": 0.7}
     with fake(engine=engine) as server:
         wait_serving(server.channel)
@@ -52,7 +53,7 @@ def test_a_stopped_process_is_parked_then_ended_and_told_when_it_goes_on():
             wait_parked(server)
             other = generate(server.channel, prompt_ids=[5], max_tokens=50)
             assert other.ids() == expected_tokens([5], count=50)
-            wait_idle(server.channel)  # its blocks are free
+            wait_idle(server.channel)  # the client's blocks are free
             assert ended(server.channel)["stalled"] == 1
             client.send_signal(signal.SIGCONT)
             heard = read_on(client)
@@ -86,7 +87,7 @@ def test_a_killed_process_frees_what_its_parked_request_held(is_stopped):
 
 @pytest.mark.parametrize("max_tokens", [LONG, 10**6])
 def test_a_client_that_is_half_dead_is_found_by_keepalive(max_tokens):
-    """Parked or in mid-stream; its kernel takes what comes and answers nothing above TCP."""
+    """The request is parked or in mid-stream; the kernel takes bytes, but nothing answers."""
     script, engine = {}, {"stream_buffer": BUFFER}
     if max_tokens > LONG:
         script, engine = {"step_s": 0.1}, {}
@@ -106,13 +107,13 @@ PINGS = 50
 
 
 def test_a_client_that_pings_is_not_punished():
-    """Fifty at once, which is more than any client's one in ten seconds."""
+    """Fifty pings at once are more than any client's one in ten seconds."""
     with fake() as server, http2.connect(server.address) as connection:
         assert all(connection.ping(number) for number in range(PINGS))
 
 
-def test_the_test_before_would_see_a_punishment():
-    """grpc's own defaults say goodbye (too_many_pings)."""
+def test_the_test_before_would_notice_a_punishment():
+    """With grpc's own defaults, the server sends GOAWAY (too_many_pings)."""
     server = grpc.server(futures.ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -131,7 +132,7 @@ def test_a_connection_that_answers_no_ping_is_closed():
 
 @pytest.mark.full
 def test_a_grpc_client_that_pings_every_ten_seconds_keeps_its_connection():
-    """For as long as grpc's default needs to lose its patience: three pings, idle and streaming."""
+    """The test lasts for three pings, idle and streaming: grpc's default would end it by then."""
     options = (
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 5_000),

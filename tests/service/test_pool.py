@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from grpc_service._generated.triolet.v1 import inference_pb2_grpc, models_pb2, models_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.server import fake
 from tests.support.wire import (
@@ -27,21 +28,22 @@ from tests.support.wire import (
 )
 
 GB = 1 << 30
-WAKE_LIMIT_S = 0.05  # R109, R133, as the pool's waiters; the wire's part beside it
+WAKE_LIMIT_S = 0.05  # R109, R133: a limit for the pool's waiters, without the wire's part
 WIRE_S = 0.25  # guess: ten calls' way there and back on a busy machine
 LOADED, UNLOADED, DRAINING, FAILED = (
-    models_pb2.Model(state=f"MODEL_STATE_{name}").state
+    pb.Model(state=f"MODEL_STATE_{name}").state
     for name in ("READY", "UNLOADED", "DRAINING", "FAILED")
 )
 
 
 def model(channel, name):
+    """Return a model's status."""
     return next(one for one in list_models(channel) if one.name == name)
 
 
 def ask(channel, name, tokens=1, timeout=60):
-    """One whole request: its error, or None; and when that was known."""
-    stub = inference_pb2_grpc.InferenceStub(channel)
+    """Make one whole request. Return its error, or None, and the time at which that was known."""
+    stub = stubs.InferenceStub(channel)
     request = generate_request(model=name, prompt_ids=[1], max_tokens=tokens)
     try:
         for _ in stub.Generate(request, timeout=timeout):
@@ -52,21 +54,24 @@ def ask(channel, name, tokens=1, timeout=60):
 
 
 def ask_all(channel, *names):
+    """Make a request to each model at once, and return the results of `ask`."""
     with ThreadPoolExecutor(len(names)) as threads:
         return list(threads.map(lambda name: ask(channel, name), names))
 
 
 def load(channel, name, timeout=60, **fields):
-    stub = models_pb2_grpc.ModelsStub(channel)
-    request = models_pb2.LoadModelRequest(model=name, **fields)
+    """Load a model, and return the reported stages."""
+    stub = stubs.ModelsStub(channel)
+    request = pb.LoadModelRequest(model=name, **fields)
     return list(stub.LoadModel(request, timeout=timeout))
 
 
 def unload(channel, name, drain_s=None, timeout=60):
-    request = models_pb2.UnloadModelRequest(model=name)
+    """Unload a model."""
+    request = pb.UnloadModelRequest(model=name)
     if drain_s is not None:
         request.drain.FromMicroseconds(int(drain_s * 1e6))
-    return models_pb2_grpc.ModelsStub(channel).UnloadModel(request, timeout=timeout)
+    return stubs.ModelsStub(channel).UnloadModel(request, timeout=timeout)
 
 
 # ---- cold starts
@@ -100,7 +105,7 @@ def test_a_third_client_while_the_load_is_under_way(delay_s):
 
 
 def test_five_models_at_once_stay_below_the_limit():
-    """R120: of ten replicas five fit, and who has no room is told so."""
+    """R120: of ten replicas five fit, and a request without room gets an error that says so."""
     models = [
         {
             "name": f"m{i}",
@@ -120,8 +125,8 @@ def test_five_models_at_once_stay_below_the_limit():
 
 
 @pytest.mark.alone
-def test_a_failed_load_is_told_to_every_waiter_as_soon_as_it_fails():
-    """R133: after the second it took, not after the 30 that a waiter may wait."""
+def test_a_failed_load_ends_every_waiting_request_at_once():
+    """R133: after the second that the load took, not after the 30 that a waiter may wait."""
     cold = {"name": "cold", "lazy": True, "fails": 1, "script": {"load_s": 1.0}}
     with fake(models=[{"name": "fake"}, cold], may_log="cold|Traceback") as server:
         started = time.monotonic()
@@ -133,8 +138,8 @@ def test_a_failed_load_is_told_to_every_waiter_as_soon_as_it_fails():
         assert max(waits) < 1.0 + WAKE_LIMIT_S + WIRE_S
         assert model(server.channel, "cold").state == FAILED
         assert stats(server.channel).memory_reserved == model(server.channel, "fake").memory_bytes
-        # at once it is not tried again, and after the backoff it is
-        assert "is tried again" in ask(server.channel, "cold")[0].details()
+        # an immediate retry is refused; after the backoff the load is tried again
+        assert "the next attempt can begin in" in ask(server.channel, "cold")[0].details()
         wait_until(lambda: ask(server.channel, "cold")[0] is None, 10)
 
 
@@ -161,7 +166,7 @@ def test_a_load_that_takes_longer_than_its_waiters_wait():
 
 @pytest.fixture
 def server():
-    """Of three models of 1 GB, two fit."""
+    """Serve three models of 1 GB, of which two fit."""
     models = [
         {"name": "a", "memory_bytes": GB, "aliases": ["alpha"], "script": {"load_s": 0.3}},
         {"name": "b", "memory_bytes": GB, "lazy": True},
@@ -178,11 +183,11 @@ def server():
         yield one
 
 
-def test_loading_tells_its_stages(server):
+def test_loading_reports_its_stages(server):
     stages = load(server.channel, "c")
     assert [stage.phase for stage in stages][-2:] == ["weights", "ready"]
     assert stages[-1].state == LOADED
-    assert [stage.phase for stage in load(server.channel, "c")] == ["ready"]  # it is loaded
+    assert [stage.phase for stage in load(server.channel, "c")] == ["ready"]  # it is loaded already
 
 
 def test_loading_more_replicas_than_fit_loads_those_that_fit(server):
@@ -191,8 +196,8 @@ def test_loading_more_replicas_than_fit_loads_those_that_fit(server):
 
 
 def test_leaving_a_load_leaves_it_to_the_server(server):
-    stub = models_pb2_grpc.ModelsStub(server.channel)
-    call = stub.LoadModel(models_pb2.LoadModelRequest(model="c"), timeout=30)
+    stub = stubs.ModelsStub(server.channel)
+    call = stub.LoadModel(pb.LoadModelRequest(model="c"), timeout=30)
     next(call)
     call.cancel()
     wait_until(lambda: model(server.channel, "c").state == LOADED)
@@ -203,7 +208,7 @@ def test_eviction_makes_room_and_the_evicted_model_comes_back(server):
     assert ask(channel, "b")[0] is None
     assert ask(channel, "c")[0] is None
     assert model(channel, "a").state == UNLOADED
-    assert health(channel, "model/a") == health(channel) == SERVING  # it can be asked
+    assert health(channel, "model/a") == health(channel) == SERVING  # both can serve
     assert ask(channel, "a")[0] is None
     assert model(channel, "b").state == UNLOADED
 
@@ -227,7 +232,7 @@ def test_a_model_that_is_busy_is_not_evicted(server):
     wait_until(lambda: ask(channel, "c")[0] is None)
 
 
-def test_unloading_waits_for_requests_and_cuts_what_runs_on(server):
+def test_unloading_waits_for_requests_and_then_cuts_them(server):
     channel = server.channel
     long = Generation(channel, model="a", prompt_ids=[1], max_tokens=3000)
     short = Generation(channel, model="a", prompt_ids=[1], max_tokens=20)
@@ -245,7 +250,7 @@ def test_unloading_waits_for_requests_and_cuts_what_runs_on(server):
     assert reason(long.finish().error) == "ABORTED"
     assert model(channel, "a").state == UNLOADED
     assert model(channel, "a").memory_bytes == stats(channel).memory_reserved == 0
-    assert ask(channel, "a")[0] is None  # and can be loaded again
+    assert ask(channel, "a")[0] is None  # it can be loaded again
 
 
 @pytest.mark.parametrize(
@@ -258,8 +263,8 @@ def test_unloading_waits_for_requests_and_cuts_what_runs_on(server):
     ids=str,
 )
 def test_a_broken_load_is_named(server, fields, field):
-    stub = models_pb2_grpc.ModelsStub(server.channel)
-    request = models_pb2.LoadModelRequest(**fields)
+    stub = stubs.ModelsStub(server.channel)
+    request = pb.LoadModelRequest(**fields)
     error = error_of(lambda: list(stub.LoadModel(request, timeout=10)))
     assert broken_fields(error) == [field]
 

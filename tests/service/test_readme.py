@@ -1,12 +1,13 @@
-"""The snippets of the README and of docs/ run as they stand, against a server of shipped models.
+"""The snippets of the README and of docs/ run as they are printed, on a server of shipped models.
 
-A fenced block is executed when the comment above it says so:
-``<!-- runs, prints: TEXT -->``, ``<!-- runs with TOOL, prints: TEXT -->``. Any other block in a
-language that could run here must say why not: ``<!-- not run: REASON -->``.
-Three things differ from what a reader types: the address is the test server's; the directory is not
-the repository's root but one that shows what of it the snippets use, so that what they write is
-gone afterwards; and `grpcurl`, where it is not installed, is `buf curl`, which takes the same
-request from the same reflection service.
+A fenced block is executed if the comment above it says so: ``<!-- runs, prints: TEXT -->``, ``<!--
+runs with TOOL, prints: TEXT -->``. Any other block in a language that could run here must say why
+it does not: ``<!-- not run: REASON -->``.
+
+Three things differ from what a reader types. The address is the test server's. The folder is not
+the repository's root, but one that has what the snippets use of it, so that what they write is gone
+afterwards. And `grpcurl`, if it is not installed, is `buf curl`, which takes the same request from
+the same reflection service.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ LANGUAGES = {"sh", "python", "js", "ruby"}
 
 @dataclass(frozen=True)
 class Snippet:
-    """One block of a page; ``mark`` is what the comment above it says."""
+    """One block of a page; ``mark`` is the text of the comment above it."""
 
     page: str
     line: int
@@ -71,10 +72,12 @@ class Snippet:
 
     @property
     def runs(self) -> re.Match[str] | None:
+        """The match of a mark with which the block runs, or None."""
         return RUNS.fullmatch(self.mark)
 
 
 def snippets(path: Path) -> list[Snippet]:
+    """Return the blocks of a page."""
     page = path.read_text()
     return [
         Snippet(
@@ -114,7 +117,7 @@ def test_every_block_of_code_runs_or_says_why_not():
 
 @pytest.fixture(scope="module")
 def server():
-    """`triolet serve` as the README has it, once all three models are ready."""
+    """Run `triolet serve` as in the README, until all three models are ready."""
     with real(model=None) as one:
         for name in DEMO_MODELS:
             wait_until(lambda name=name: health(one.channel, f"model/{name}") == SERVING, 90)
@@ -123,7 +126,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the snippets run."""
+    """Return the folder in which the snippets run."""
     folder = tmp_path_factory.mktemp("snippets")
     (folder / "proto").symlink_to(ROOT / "proto")
     (folder / "node_modules").symlink_to(toolchains.NODE_MODULES)
@@ -154,7 +157,7 @@ def test_a_snippet_runs(server, folder, snippet):
 
 
 def _command(snippet: Snippet, text: str, env: dict[str, str], folder: Path) -> list[str]:
-    """What runs the text, with its tools installed where they are missing."""
+    """Return the command that runs the text; install its tools where they are missing."""
     if snippet.language == "python":
         return [sys.executable, "-W", "error", "-c", text]
     if snippet.language == "js":
@@ -170,13 +173,13 @@ def _command(snippet: Snippet, text: str, env: dict[str, str], folder: Path) -> 
 
 
 def _tool(name: str | None, env: dict[str, str]) -> str:
-    """What must be defined for ``name`` to be a command."""
+    """Return the shell code that must run before ``name`` is a command."""
     if name == "protoc":
-        toolchains.need_ruby()  # which brings protoc and its plugins
+        toolchains.need_ruby()  # it brings protoc and its plugins
         return ""
     if name is None or shutil.which(name):
         return ""
-    assert name == "grpcurl", f"nothing stands in for {name}"
+    assert name == "grpcurl", f"there is no replacement for {name}"
     toolchains.need_npm()
     env["BUF"] = str(toolchains.BUF)
     return GRPCURL_BY_BUF

@@ -1,4 +1,4 @@
-"""A real server with a text model and two encoders: what the library makes, through gRPC."""
+"""A real server with a text model and two encoders gives the library's results through gRPC."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def test_a_text_model_and_two_encoders_side_by_side(tmp_path):
         assert listed["embedder"].architecture == "BertModel"
         assert listed["reranker"].replicas[0].threads == 1
         wait_all_idle(server.channel)
-        # "ready" was told before the encoders were imported
+        # the server printed "ready" before the encoders were imported
         order = [line for line in server.log.splitlines() if "is ready" in line]
         assert "stories" in order[0]
 
 
 def test_without_a_model_the_shipped_three_are_served_the_story_teller_first():
     with real(model=None) as server:
-        # "ready" was told before the encoders were imported
+        # the server printed "ready" before the encoders were imported
         assert "demo-stories: LlamaForCausalLM" in server.out
         assert "demo-embed: loading" in server.out
         assert "demo-rerank: loading" in server.out
         for command in ("generate", "embed", "rerank", "grpcurl"):
             assert sum(line.startswith((f"  triolet {command} ", f"  {command} "))
                        for line in server.out.splitlines()) == 1  # fmt: skip
-        # and who asks an encoder meanwhile waits for it
+        # a request to an encoder waits meanwhile
         heard = embed(server.channel, TEXTS)
         assert heard.error is None
         assert heard.messages[0].model == "demo-embed"
@@ -62,7 +62,7 @@ def test_without_a_model_the_shipped_three_are_served_the_story_teller_first():
         assert listed == {"demo-stories": True, "demo-embed": True, "demo-rerank": True}
 
 
-def test_a_server_that_is_told_to_end_while_its_encoders_load_ends():
+def test_a_server_that_gets_sigterm_while_its_encoders_load_ends():
     with real(model=None) as server:
         assert "demo-embed: loading" in server.out
         assert server.stop() == 0

@@ -6,14 +6,15 @@ import threading
 
 import pytest
 
-from grpc_service._generated.triolet.v1 import models_pb2, models_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.encode_wire import embed, rerank
 from tests.support.server import real
 from tests.support.wire import generate, list_models, wait_until
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-# 42 MiB for each story teller and 7.5 for each encoder: of the four, three have room.
+# 42 MiB for each story model and 7.5 for each encoder: three of the four fit.
 CONFIG = """
 memory_limit = "{limit}MiB"
 kv_cache_memory = "32MiB"
@@ -39,7 +40,7 @@ PROMPT = {"text": "Once upon a time", "model": "stories", "max_tokens": 40, "tem
 
 
 class Readers(threading.Thread):
-    """Asks the story teller again and again; every answer is the same."""
+    """Ask the story model again and again, and check that every answer is the same."""
 
     def __init__(self, channel):
         super().__init__(daemon=True)
@@ -54,27 +55,31 @@ class Readers(threading.Thread):
             self.answers.append(heard.error or heard.text())
 
     def stop(self):
+        """End the reading, and return the answers."""
         self.is_over.set()
         self.join(60)
         return self.answers
 
 
 def state(channel, name):
+    """Return a model's state."""
     model = next(one for one in list_models(channel) if one.name == name)
     return (
-        models_pb2.Model.DESCRIPTOR.fields_by_name["state"]
+        pb.Model.DESCRIPTOR.fields_by_name["state"]
         .enum_type.values_by_number[model.state]
         .name.removeprefix("MODEL_STATE_")
     )
 
 
 def vectors(channel):
+    """Return the vectors of some texts."""
     heard = embed(channel, TEXTS, model="embed")
     assert heard.error is None
     return [tuple(message.values) for message in heard.by_index()]
 
 
 def scores(channel):
+    """Return the scores of some texts."""
     heard = rerank(channel, "Where is the dog?", TEXTS, model="rerank")
     assert heard.error is None
     return [message.score for message in heard.by_index()]
@@ -88,20 +93,20 @@ def test_three_capabilities_at_once_one_unloaded_and_one_evicted_and_back(tmp_pa
         wait_until(lambda: {state(channel, one) for one in ("embed", "rerank")} == {"READY"}, 60)
         expected, close, first = vectors(channel), scores(channel), generate(channel, **PROMPT)
         readers = Readers(channel)
-        stub = models_pb2_grpc.ModelsStub(channel)
+        stub = stubs.ModelsStub(channel)
 
-        stub.UnloadModel(models_pb2.UnloadModelRequest(model="embed"), timeout=60)
+        stub.UnloadModel(pb.UnloadModelRequest(model="embed"), timeout=60)
         assert state(channel, "embed") == "UNLOADED"
         assert scores(channel) == close
-        list(stub.LoadModel(models_pb2.LoadModelRequest(model="embed"), timeout=60))
+        list(stub.LoadModel(pb.LoadModelRequest(model="embed"), timeout=60))
         assert vectors(channel) == expected
 
-        # the least recently used goes: first the reranker, which was asked before the embedder
+        # the least recently used goes first: the reranker was used before the embedder
         assert generate(channel, **PROMPT | {"model": "more"}).text() == first.text()
         assert state(channel, "rerank") == "UNLOADED"
         assert state(channel, "embed") == "READY"
-        assert scores(channel) == close  # back, in the embedder's place
-        assert vectors(channel) == expected  # back, in the second story teller's
+        assert scores(channel) == close  # loaded again, in the embedder's place
+        assert vectors(channel) == expected  # loaded again, in the second story model's place
         assert {state(channel, one) for one in ("stories", "embed", "rerank")} == {"READY"}
 
         answers = readers.stop()

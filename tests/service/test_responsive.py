@@ -25,19 +25,20 @@ from tests.support.wire import (
 pytestmark = pytest.mark.alone
 
 NUM_CALLS = 300  # at least
-MEASURE_S = 3.0  # at least: a fast machine makes the calls within a few steps
+MEASURE_S = 3.0  # seconds, at least: a fast machine makes the calls within a few steps
 P99_LIMIT_S = 0.020  # R188
 STEP_S = 0.2
 
 
 def timed(call):
+    """Return the seconds that a call takes."""
     start = time.monotonic()
     call()
     return time.monotonic() - start
 
 
 def measure(channel, what, capsys):
-    """Seconds of health checks and of GetStats, asked in turn; their percentiles are printed."""
+    """Return the seconds of alternating health checks and GetStats; print their percentiles."""
     found = {"health": [], "stats": []}
     end = time.monotonic() + MEASURE_S
     while len(found["stats"]) < NUM_CALLS or time.monotonic() < end:
@@ -56,7 +57,7 @@ def measure(channel, what, capsys):
 
 @contextlib.contextmanager
 def generating(channel, count, **fields):
-    """So many generations that go on until the block's end, each of which has begun."""
+    """Run ``count`` generations until the block's end, each of which has begun."""
     with contextlib.ExitStack() as stack:
         calls = [stack.enter_context(Generation(channel, **fields)) for _ in range(count)]
         for call in calls:
@@ -77,8 +78,7 @@ def test_calls_are_answered_within_20_ms_while_200_ms_steps_run(capsys):
 
 
 def test_a_request_is_answered_during_another_ones_first_long_step():
-    """A new stream's Started waits for the step in flight and no longer; a refusal waits not at
-    all."""
+    """A new stream's Started waits at most for the step in flight; a refusal waits for nothing."""
     with fake(script={"step_s": 0.5}) as server:
         channel = server.channel
         wait_serving(channel)
@@ -91,8 +91,7 @@ def test_a_request_is_answered_during_another_ones_first_long_step():
 
 @pytest.mark.model
 def test_calls_are_answered_while_the_demo_model_computes_on_all_cores(demo, capsys):
-    """Reported, and only bounded by what nobody would wait for: the model's own threads may hold
-    every core."""
+    """The model's threads may hold every core: the figures are printed, with a generous bound."""
     sampling = {"temperature": 1.0, "ignore_eos": True}
     with generating(demo.channel, 16, text="Once upon a time", sampling=sampling):
         p99 = measure(demo.channel, "16 streams of the demo model", capsys)
@@ -103,14 +102,14 @@ def test_calls_are_answered_while_the_demo_model_computes_on_all_cores(demo, cap
 @pytest.mark.model
 @pytest.mark.parametrize("how", ["text", "chat"])
 def test_a_huge_prompt_is_refused_without_delaying_anybody(demo, how):
-    """Tokenising 2 MiB takes seconds; they are a thread's, and not the interpreter's."""
+    """Tokenising 2 MiB takes seconds of a thread, which does not hold the interpreter."""
     text = "One sunny day Mia saw a fox by the river. " * (2 * 2**20 // 42)
     fields = {"text": text}
     if how == "chat":
         fields = {"chat": {"messages": [{"role": "user", "content": text}]}}
     request = generate_request(
         **fields
-    ).SerializeToString()  # none of the client's time is measured
+    ).SerializeToString()  # the client's own time is not measured
     call = demo.channel.unary_stream("/triolet.v1.Inference/Generate")(request, timeout=60)
     waits = []
     while not call.done():

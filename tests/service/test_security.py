@@ -1,4 +1,4 @@
-"""TLS, certificates, keys and Unix sockets: who gets in over real connections, and who does not."""
+"""TLS, certificates, keys and Unix sockets: which clients real connections let in."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ import grpc
 import pytest
 import trustme
 
-from grpc_service._generated.triolet.v1 import (
-    control_pb2,
-    control_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-)
-from tests.support.server import ROOT, fake, fake_argv, process
+from grpc_service.client import Client, GenerateRequest, Tls, Unauthenticated, Unavailable, stubs
+from grpc_service.client import messages as pb
+from tests.support.server import ROOT, fake, fake_process
 from tests.support.wire import (
     NO_PROXY,
     Generation,
@@ -49,7 +45,7 @@ SOON_S = 15.0
 
 @dataclass
 class Certificates:
-    """Files: an authority's and a server's certificate, a client's, and a stranger's."""
+    """Files with the certificates of an authority, a server, a client and a stranger."""
 
     ca: Path
     cert: Path
@@ -63,6 +59,7 @@ class Certificates:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
+    """Write the certificates, and return their files."""
     folder = tmp_path_factory.mktemp("certificates")
     ours, theirs = trustme.CA(), trustme.CA()
 
@@ -88,6 +85,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def keys(tmp_path):
+    """Return a file with keys."""
     path = tmp_path / "keys"
     path.write_text(f"alice {KEY}\nguest {GUEST_KEY} max_requests=1 max_queued_tokens=20\n")
     return path
@@ -95,7 +93,7 @@ def keys(tmp_path):
 
 @contextlib.contextmanager
 def secure(address, ca, cert=None, key=None):
-    """A channel with TLS."""
+    """Return a channel with TLS."""
     pair = (key.read_bytes(), cert.read_bytes()) if cert else (None, None)
     credentials = grpc.ssl_channel_credentials(ca.read_bytes(), *pair)
     own = ("grpc.use_local_subchannel_pool", 1)
@@ -104,7 +102,7 @@ def secure(address, ca, cert=None, key=None):
 
 
 class Interceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Shows a key, over whatever connection."""
+    """Add a key to every call, over any kind of connection."""
 
     def __init__(self, key):
         self._header = ("authorization", f"Bearer {key}")
@@ -116,27 +114,31 @@ class Interceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterc
 
 
 def showing(channel, key):
+    """Return the channel with a key added to every call."""
     return grpc.intercept_channel(channel, Interceptor(key))
 
 
 def tls_of(files, **fields):
+    """Return a server's settings for TLS."""
     return {"tls_cert": str(files.cert), "tls_key": str(files.key)} | fields
 
 
 def generates(channel):
+    """Return whether a request is served completely; an error fails the test."""
     heard = generate(channel, max_tokens=3, timeout=SOON_S)
     assert heard.error is None, heard.error
     return len(heard.ids()) == 3
 
 
 def is_refused_by_transport(channel):
-    """The connection is never made: UNAVAILABLE, with no word of the server's own."""
+    """Return whether no connection is made: UNAVAILABLE, without a text of the server's own."""
     error = generate(channel, timeout=SOON_S).error
     assert error.code() is UNAVAILABLE, error
     return not details(error)
 
 
 def command(*args, env=None):
+    """Run a client command; return its exit code, output and error output."""
     done = subprocess.run(
         [sys.executable, "-m", "grpc_service", *map(str, args)],
         cwd=ROOT,
@@ -160,8 +162,8 @@ def test_a_tls_client_is_served_and_others_never_connect(files):
     ):
         wait_serving(channel)
         assert generates(channel)
-        assert is_refused_by_transport(stranger)  # it does not trust the server
-        assert is_refused_by_transport(server.channel)  # it speaks without TLS
+        assert is_refused_by_transport(stranger)  # this client does not trust the server
+        assert is_refused_by_transport(server.channel)  # this client uses no TLS
         assert generates(channel)
 
 
@@ -196,16 +198,16 @@ def test_old_tls_is_not_spoken(files):
     ("changes", "told"),
     [
         ({"tls_cert": "nowhere.pem"}, "--tls-cert nowhere.pem cannot be read: No such file"),
-        ({"tls_key": "other_key"}, "are no PEM certificate and its key"),
-        ({"tls_cert": "key"}, "are no PEM certificate and its key"),
+        ({"tls_key": "other_key"}, "are not a PEM certificate and its key"),
+        ({"tls_cert": "key"}, "are not a PEM certificate and its key"),
         ({"client_ca": "key"}, "--client-ca"),
         ({"api_key_file": "nowhere"}, "--api-key-file nowhere cannot be read: No such file"),
     ],
 )
-def test_wrong_files_are_told_in_one_sentence_before_anything_is_loaded(files, changes, told):
+def test_wrong_files_are_one_sentence_before_anything_is_loaded(files, changes, told):
     fields = {name: str(getattr(files, value, value)) for name, value in changes.items()}
     settings = {"server": tls_of(files) | fields, "is_command": True}
-    with process(fake_argv(**settings)) as server:
+    with fake_process(**settings) as server:
         assert server.wait() == 1
         [sentence] = server.sentences()
         assert told in sentence
@@ -218,7 +220,7 @@ def test_wrong_files_are_told_in_one_sentence_before_anything_is_loaded(files, c
 def test_calls_without_a_key_are_refused_and_with_one_are_served(keys):
     with fake(server={"api_key_file": str(keys)}) as server:
         channel = showing(server.channel, KEY)
-        wait_serving(server.channel)  # probes need none
+        wait_serving(server.channel)  # probes need no key
         refused = generate(server.channel).error
         assert (refused.code(), reason(refused)) == (UNAUTHENTICATED, "UNAUTHENTICATED")
         assert reason(generate(showing(server.channel, KEY + "x")).error) == "UNAUTHENTICATED"
@@ -230,7 +232,7 @@ def test_calls_without_a_key_are_refused_and_with_one_are_served(keys):
 
 
 def test_nothing_of_a_refused_call_is_parsed(keys):
-    """Bytes that are no message: whoever may not call does not learn that they are none."""
+    """The bytes are no message: a client without a key does not learn that."""
     with fake(server={"api_key_file": str(keys)}) as server:
         path = "/triolet.v1.Inference/Generate"
 
@@ -273,13 +275,13 @@ def test_a_request_goes_on_when_its_key_is_taken_away(keys):
 
 @pytest.fixture
 def hangups():
-    """What is started hears of hang-ups, also where this was started to ignore them."""
+    """Let new processes react to SIGHUP, even if this one was started to ignore it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
 
 
-def test_without_keys_a_hangup_ends_the_server_as_it_ends_others(hangups):
+def test_without_keys_a_hangup_ends_the_server(hangups):
     with fake() as server:
         server.signal(signal.SIGHUP)
         assert server.wait() == -signal.SIGHUP
@@ -296,7 +298,7 @@ def test_a_key_has_so_many_requests_at_once_and_others_are_untouched(keys):
             assert reason(refused) == "QUEUE_FULL"
             assert "RetryInfo" in details(refused)
             assert generates(alice)
-            assert stats(guest).running == 1  # Control is no request
+            assert stats(guest).running == 1  # Control does not count as a request
         wait_until(lambda: generate(guest, max_tokens=3).error is None, SOON_S, "room again")
         assert generates(guest)
 
@@ -307,8 +309,8 @@ def test_a_key_has_so_many_tokens_waiting(tmp_path):
     with fake(server={"api_key_file": str(path)}) as server:
         wait_serving(server.channel)
         guest, alice = showing(server.channel, GUEST_KEY), showing(server.channel, KEY)
-        control = control_pb2_grpc.ControlStub(alice)
-        control.Pause(control_pb2.PauseRequest(mode="PAUSE_MODE_KEEP"), timeout=SOON_S)
+        control = stubs.ControlStub(alice)
+        control.Pause(pb.PauseRequest(mode="PAUSE_MODE_KEEP"), timeout=SOON_S)
         with Generation(guest, prompt_ids=range(1, 16), max_tokens=3) as waiting:
             wait_until(lambda: stats(alice).waiting == 1, SOON_S)
             refused = generate(guest, prompt_ids=range(1, 11)).error
@@ -319,12 +321,12 @@ def test_a_key_has_so_many_tokens_waiting(tmp_path):
                 Generation(alice, prompt_ids=range(1, 100), max_tokens=3) as other,
             ):
                 wait_until(lambda: stats(alice).waiting == 3, SOON_S)
-                control.Resume(control_pb2.ResumeRequest(), timeout=SOON_S)
+                control.Resume(pb.ResumeRequest(), timeout=SOON_S)
                 for call in (waiting, small, other):
                     assert call.finish().error is None
         assert generate(guest, prompt_ids=range(1, 20), max_tokens=2).error is None
         with Generation(guest, prompt_ids=range(1, 21), max_tokens=2) as call:
-            call.cancel()  # what an early end held comes back too
+            call.cancel()  # an early end gives its tokens back, too
         wait_idle(alice)
         assert generate(guest, prompt_ids=range(1, 21), max_tokens=2).error is None
 
@@ -335,24 +337,24 @@ def test_a_key_has_so_many_tokens_waiting(tmp_path):
 def test_a_unix_socket_needs_no_key_and_may_operate(keys, tmp_path):
     uds = tmp_path / "socket"
     settings = {"uds": str(uds), "api_key_file": str(keys)}
-    with process(fake_argv(server=settings)):
+    with fake_process(server=settings):
         wait_until(uds.exists, SOON_S, "the socket")
         with grpc.insecure_channel(f"unix:{uds}") as channel:
             wait_serving(channel)
             assert generates(channel)
             assert stats(channel).requests_total.finished == 1
             assert reason(generate(showing(channel, "wrong")).error) == "UNAUTHENTICATED"
-        assert uds.stat().st_mode & 0o022 == 0  # others of the machine cannot connect
+        assert uds.stat().st_mode & 0o022 == 0  # other users of the machine cannot connect
 
 
 # ---- beyond this machine ---------------------------------------------------------------------
 
 
 def own_address():
-    """An address of this machine's that is not loopback; None where it has no network."""
+    """Return an address of this machine that is not loopback; None without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
+            probe.connect(("192.0.2.1", 9))  # this sends nothing
         except OSError:
             return None
         return probe.getsockname()[0]
@@ -373,7 +375,7 @@ def test_from_another_address_operating_needs_the_key(keys):
             assert generates(showing(channel, KEY))
 
 
-def test_from_another_address_operating_without_keys_is_for_nobody():
+def test_from_another_address_nobody_operates_without_keys():
     host = own_address() or "127.0.0.1"
     is_remote = host != "127.0.0.1"
     with fake(server={"host": "0.0.0.0", "insecure": True}) as server:
@@ -387,7 +389,7 @@ def test_from_another_address_operating_without_keys_is_for_nobody():
         assert stats(server.channel).requests_total.finished == 1
 
 
-def test_a_server_for_other_machines_refuses_to_start_without_a_word():
+def test_a_server_for_other_machines_refuses_to_start_without_its_flag():
     code, out, err = command("serve", "--host", "0.0.0.0")
     assert (code, out) == (2, "")
     for flag in ("--tls-cert", "--api-key-file", "--insecure"):
@@ -397,14 +399,14 @@ def test_a_server_for_other_machines_refuses_to_start_without_a_word():
 # ---- sizes -----------------------------------------------------------------------------------
 
 
-def test_a_request_that_is_too_large_is_told_in_full():
+def test_a_request_that_is_too_large_gets_a_whole_status():
     with fake(server={"max_message_bytes": 20_000}) as server:
         wait_serving(server.channel)
         error = generate(server.channel, text="x" * 20_001).error
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert reason(error) == "REQUEST_TOO_LARGE"
         assert "of at most 20000" in error.details()
-        huge = generate(server.channel, text="x" * 5_000_000).error  # and is not waited for
+        huge = generate(server.channel, text="x" * 5_000_000).error  # nobody waits for all of it
         assert reason(huge) == "REQUEST_TOO_LARGE"
         assert generates(server.channel)
 
@@ -440,16 +442,36 @@ def test_the_client_commands_speak_tls_and_show_a_key(files, keys, tmp_path):
         )
 
 
+def test_the_client_module_speaks_tls_and_shows_a_key(files, keys):
+    fields = tls_of(files, client_ca=str(files.ca), api_key_file=str(keys))
+    own = {"cert": str(files.client_cert), "key": str(files.client_key)}
+    request = GenerateRequest(text="Once", sampling={"max_tokens": 3})
+    with fake(server=fields) as server:
+        with Client(server.address, tls=Tls(str(files.ca), **own), api_key=KEY) as client:
+            assert client.generate(request, timeout=SOON_S).text()
+            assert client.models.list_models(timeout=SOON_S).models
+        with Client(server.address, tls=Tls(str(files.ca), **own), api_key="wrong") as client:
+            with pytest.raises(Unauthenticated) as caught:
+                client.models.list_models(timeout=SOON_S)
+            assert caught.value.reason == "UNAUTHENTICATED"
+        with Client(server.address, tls=Tls(str(files.ca))) as client, pytest.raises(Unavailable):
+            client.models.list_models(timeout=SOON_S)
+
+
 def test_the_client_commands_say_why_there_is_no_connection(files, keys):
-    """One line each, which names the flag."""
+    """Each message is one line, which names the flag."""
     with fake() as plain, fake(server=tls_of(files) | {"api_key_file": str(keys)}) as secured:
         wait_serving(plain.channel)
         for server, flags, told in (
-            (plain, ["--tls"], "speaks no TLS: leave out --tls and --tls-ca"),
-            (plain, ["--tls-ca", files.ca], "speaks no TLS: leave out"),
+            (plain, ["--tls"], "does not use TLS: leave out --tls and --tls-ca"),
+            (plain, ["--tls-ca", files.ca], "does not use TLS: leave out"),
             (secured, [], "it may want TLS (--tls or --tls-ca)"),
-            (secured, ["--tls"], "is of no authority that is trusted here: name it by --tls-ca"),
-            (secured, ["--tls-ca", files.other_ca], "is of no authority that is trusted here"),
+            (secured, ["--tls"], "was signed by an authority that is not trusted here"),
+            (
+                secured,
+                ["--tls-ca", files.other_ca],
+                "was signed by an authority that is not trusted here",
+            ),
             (secured, ["--tls-ca", files.ca], "give one by --api-key-file or in $TRIOLET_API_KEY"),
         ):
             code, out, err = command("stats", "--server", server.address, *flags)
@@ -457,7 +479,7 @@ def test_the_client_commands_say_why_there_is_no_connection(files, keys):
             assert told in err, err
 
 
-def test_the_client_commands_tell_a_certificate_for_another_name(files):
+def test_the_client_commands_name_a_certificate_for_another_name(files):
     fields = {"tls_cert": str(files.client_cert), "tls_key": str(files.client_key)}
     with fake(server=fields) as server:
         code, _, err = command("stats", "--server", server.address, "--tls-ca", files.ca)
@@ -465,11 +487,11 @@ def test_the_client_commands_tell_a_certificate_for_another_name(files):
         assert "is for another name" in err
 
 
-def test_the_client_commands_tell_what_is_no_grpc_server():
+def test_the_client_commands_recognise_a_server_without_grpc():
     with fake(server={"metrics_port": 0}) as server:
         where = wait_until(lambda: re.search(r"http://(\S+)/metrics", server.log), SOON_S)[1]
         code, _, err = command("stats", "--server", where)
-        assert (code, err) == (1, f"triolet: what answers at {where} is no gRPC server\n")
+        assert (code, err) == (1, f"triolet: what answers at {where} is not a gRPC server\n")
 
 
 # ---- encoders --------------------------------------------------------------------------------
@@ -481,22 +503,22 @@ def test_embed_needs_the_key_and_counts_against_it(tmp_path):
     models = [{"name": "vectors", "capability": "text-embedding"}]
     with fake(models=models, server={"api_key_file": str(path)}) as server:
         wait_serving(server.channel)
-        request = inference_pb2.EmbedRequest(inputs=[{"token_ids": {"ids": [1, 2, 3]}}] * 5)
+        request = pb.EmbedRequest(inputs=[{"token_ids": {"ids": [1, 2, 3]}}] * 5)
 
         def embed(channel, request=request):
-            stub = inference_pb2_grpc.InferenceStub(channel)
+            stub = stubs.InferenceStub(channel)
             return list(stub.Embed(request, timeout=SOON_S))
 
         assert error_of(lambda: embed(server.channel)).code() is UNAUTHENTICATED
         guest = showing(server.channel, GUEST_KEY)
-        for _ in range(4):  # each gives its 15 tokens back
+        for _ in range(4):  # each call gives its 15 tokens back
             assert len(embed(guest)) == 5
-        control = control_pb2_grpc.ControlStub(guest)
-        control.Pause(control_pb2.PauseRequest(mode="PAUSE_MODE_KEEP"), timeout=SOON_S)
-        waiting = inference_pb2_grpc.InferenceStub(guest).Embed(request, timeout=SOON_S)
+        control = stubs.ControlStub(guest)
+        control.Pause(pb.PauseRequest(mode="PAUSE_MODE_KEEP"), timeout=SOON_S)
+        waiting = stubs.InferenceStub(guest).Embed(request, timeout=SOON_S)
         wait_until(lambda: stats(guest).waiting, SOON_S, "waiting")
         assert reason(error_of(lambda: embed(guest))) == "QUEUE_FULL"
-        control.Resume(control_pb2.ResumeRequest(), timeout=SOON_S)
+        control.Resume(pb.ResumeRequest(), timeout=SOON_S)
         assert len(list(waiting)) == 5
         assert "Inference/Embed OK" in server.log
         assert "tokens_done=15" in server.log

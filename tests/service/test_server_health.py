@@ -1,4 +1,4 @@
-"""What health and reflection say of a whole server, from its start to its end."""
+"""The answers of health and reflection for a whole server, from its start to its end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2 as v1_pb2
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2_grpc as v1_pb2_grpc
-from grpc_service._generated.triolet.v1 import common_pb2
-from tests.support.server import fake, fake_argv, process
+from grpc_service.client import messages as pb
+from tests.support.server import fake, fake_process
 from tests.support.wire import (
     NOT_SERVING,
     SERVING,
@@ -33,7 +33,7 @@ NAMES = ("", "triolet.v1.Inference", "triolet.v1.Models", "triolet.v1.Control")
 
 
 class Watch:
-    """A health watcher; `next` is the next status it hears."""
+    """A health watcher; `next` is the next status that it gets."""
 
     def __init__(self, channel, name):
         self._heard = queue.Queue()
@@ -59,7 +59,7 @@ class Watch:
 
 @pytest.fixture
 def watch():
-    """Makes watchers, and ends them with the test."""
+    """Return a function that makes watchers, and end them with the test."""
     made = []
 
     def make(channel, name):
@@ -71,7 +71,7 @@ def watch():
         one.close()
 
 
-def test_watchers_hear_of_the_load_and_of_the_drain_and_of_nothing_else(watch):
+def test_watchers_get_the_load_the_drain_and_nothing_else(watch):
     models = [{"name": "a", "script": {"load_s": 1.2}}, {"name": "b"}, {"name": "c", "lazy": True}]
     with fake(models=models, script={"step_s": 0.02}) as server, connect(server.address) as own:
         names = ["", "triolet.v1.Inference", "model/a"]
@@ -94,7 +94,7 @@ def test_watchers_hear_of_the_load_and_of_the_drain_and_of_nothing_else(watch):
 
 @pytest.mark.model
 def test_a_real_server_answers_while_it_imports_and_loads(demo):
-    """Neither the import of torch nor the load holds up the event loop."""
+    """Neither the import of torch nor the load delays the event loop."""
     assert len(demo.heard) > 10
     assert demo.heard[:-1] == [NOT_SERVING] * (len(demo.heard) - 1)
 
@@ -110,13 +110,13 @@ def test_a_lazy_model_is_serving_and_loads_at_the_first_request_once_for_all():
     with fake(models=[{"name": "late", "lazy": True}], script={"load_s": 0.5}) as server:
         channel = server.channel
         wait_serving(channel)
-        assert list_models(channel)[0].state == common_pb2.MODEL_STATE_UNLOADED
+        assert list_models(channel)[0].state == pb.MODEL_STATE_UNLOADED
         calls = [Generation(channel, prompt_ids=[i], max_tokens=2) for i in range(5)]
-        wait_until(lambda: list_models(channel)[0].state == common_pb2.MODEL_STATE_LOADING)
+        wait_until(lambda: list_models(channel)[0].state == pb.MODEL_STATE_LOADING)
         for call in calls:
             assert call.finish().error is None
         [model] = list_models(channel)
-        assert model.state == common_pb2.MODEL_STATE_READY
+        assert model.state == pb.MODEL_STATE_READY
         assert (model.replicas[0].processed, model.leases) == (5, 0)
         assert server.log.count("is ready") == 1
 
@@ -128,8 +128,8 @@ def test_a_model_that_cannot_load_shows_under_its_own_name_and_others_serve():
         wait_serving(channel)
         wait_until(lambda: health(channel, "model/bad") == NOT_SERVING)
         states = {model.name: (model.state, model.error) for model in list_models(channel)}
-        assert states["good"] == (common_pb2.MODEL_STATE_READY, "")
-        assert states["bad"][0] == common_pb2.MODEL_STATE_FAILED
+        assert states["good"] == (pb.MODEL_STATE_READY, "")
+        assert states["bad"][0] == pb.MODEL_STATE_FAILED
         assert "secret" not in states["bad"][1]
         for _ in range(2):
             error = generate(channel, model="bad").error
@@ -146,7 +146,7 @@ def test_the_summary_says_which_models_are_missing():
         assert re.match(r"Triolet is ready on \S+ after [\d.]+ s, but without bad\.\n", server.out)
 
 
-def test_where_no_text_model_loads_the_encoders_decide_whether_there_is_anything_to_serve():
+def test_if_no_text_model_loads_the_server_serves_its_encoders():
     bad = {"name": "bad", "script": {"load_error": "a secret"}}
     vectors = {"name": "vectors", "capability": "text-embedding", "script": {"load_s": 0.5}}
     failures = "failed|Traceback"
@@ -154,14 +154,14 @@ def test_where_no_text_model_loads_the_encoders_decide_whether_there_is_anything
         assert "but without bad." in server.out
         assert "vectors: fake, none on cpu" in server.out
     vectors["script"]["load_error"] = "another secret"
-    with process(fake_argv(models=[bad, vectors], is_command=True), may_log=failures) as server:
+    with fake_process(models=[bad, vectors], is_command=True, may_log=failures) as server:
         assert server.wait() == 1
         assert "is ready" not in server.out
 
 
-def test_a_server_none_of_whose_models_load_ends_with_one_sentence():
-    argv = fake_argv(is_command=True, script={"load_error": "a secret"})
-    with process(argv, may_log="model fake failed|Traceback") as server:
+def test_a_server_whose_models_all_fail_ends_with_one_sentence():
+    script, failures = {"load_error": "a secret"}, "model fake failed|Traceback"
+    with fake_process(is_command=True, script=script, may_log=failures) as server:
         assert server.wait() == 1
         told = [line for line in server.log.splitlines() if line.startswith("triolet: ")]
         assert len(told) == 1
@@ -182,7 +182,7 @@ def test_reflection_lists_every_service(messages, stubs):
             "grpc.reflection.v1.ServerReflection",
             "grpc.reflection.v1alpha.ServerReflection",
         }
-        # what it lists is served
+        # the services that it lists are served
         for name in NAMES[1:]:
             call = server.channel.unary_unary(f"/{name}/Nothing")
             assert error_of(lambda c=call: c(b"", timeout=5)).code() is (

@@ -1,5 +1,7 @@
-"""SIGTERM once and twice while a request is in each of its phases: what its client hears, the exit
-code, and how long it takes (D17)."""
+"""SIGTERM, once and twice, while a request is in each of its phases (D17).
+
+The tests check what the client receives, the exit code, and the time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import time
 import grpc
 import pytest
 
-from grpc_service._generated.triolet.v1 import common_pb2, models_pb2, models_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.server import fake
 from tests.support.wire import (
@@ -27,13 +30,13 @@ from tests.support.wire import (
 STEP_S = 0.05
 DRAIN_S = 0.3
 LOAD_S = 1.0
-SOON_S = 8.0  # what must be at once, on a busy machine
+SOON_S = 8.0  # for what should be immediate, on a busy machine
 BUFFER = 16
 LONG = 2000
 FEW = 12
 PARKED_TOKENS = 1500
 PHASES = ("queued", "loading", "prefill", "decode", "parked")
-PROMPTS = {"prefill": [9] * 640}  # of which a step takes 16
+PROMPTS = {"prefill": [9] * 640}  # a step takes 16 of these
 SLOW = {"script": {"step_s": STEP_S}}
 SETTINGS = {
     "queued": SLOW | {"engine": {"max_num_seqs": 1}},
@@ -45,9 +48,9 @@ SETTINGS = {
 
 
 def is_there(channel, phase):
-    """Has the request come to its phase?"""
+    """Return whether the request has come to its phase."""
     if phase == "loading":
-        return list_models(channel)[0].state == common_pb2.MODEL_STATE_LOADING
+        return list_models(channel)[0].state == pb.MODEL_STATE_LOADING
     totals = stats(channel)
     if phase == "queued":
         return totals.waiting == 1
@@ -60,8 +63,11 @@ def is_there(channel, phase):
 
 @contextlib.contextmanager
 def waiting_for_load(server, prompt, max_tokens):
-    """A request that waits for its model. The channel is connected first: the answer to a later
-    call then says that the server has heard the request."""
+    """Yield a request that waits for its model.
+
+    The channel is connected first, so that an answer to a later call means that the server has
+    received the request.
+    """
     stats(server.channel)
     with Generation(server.channel, prompt_ids=prompt, max_tokens=max_tokens) as call:
         stats(server.channel)
@@ -70,8 +76,10 @@ def waiting_for_load(server, prompt, max_tokens):
 
 @contextlib.contextmanager
 def in_phase(phase, max_tokens, **engine):
-    """A server with a request in a phase: the server, and its calls with their prompts, the one
-    in that phase last."""
+    """Yield a server with a request in a phase.
+
+    The block gets the server, and its calls with their prompts; the last is in that phase.
+    """
     settings = {key: dict(value) for key, value in SETTINGS[phase].items()}
     settings["engine"] = settings.get("engine", {}) | engine
     prompt = PROMPTS.get(phase, [7])
@@ -99,7 +107,7 @@ def in_phase(phase, max_tokens, **engine):
 
 
 def check_cut(call, prompt):
-    """Its client was told, and what it got before is right."""
+    """Check that the client got a status, and that the tokens before it are right."""
     heard = call.finish()
     assert heard.error.code() is grpc.StatusCode.UNAVAILABLE, heard.error
     assert reason(heard.error) == "SHUTTING_DOWN"
@@ -107,7 +115,7 @@ def check_cut(call, prompt):
 
 
 def check_cut_silently(call, prompt):
-    """Its client read nothing, and no status reaches one whose window is closed (D1)."""
+    """Check a client that read nothing. No status reaches a client whose window is closed (D1)."""
     heard = call.finish()
     assert heard.error is not None
     assert heard.ids() == expected_tokens(prompt, count=len(heard.ids()))
@@ -162,10 +170,8 @@ def test_a_second_signal_cuts_every_phase_at_once_with_a_status(phase):
 
 
 def wait_for_weights(channel):
-    """Until the load is in its thread, which is after the server's first answers."""
-    call = models_pb2_grpc.ModelsStub(channel).LoadModel(
-        models_pb2.LoadModelRequest(model="fake"), timeout=SOON_S
-    )
+    """Wait until the load is in its thread, which is after the server's first answers."""
+    call = stubs.ModelsStub(channel).LoadModel(pb.LoadModelRequest(model="fake"), timeout=SOON_S)
     assert any(stage.phase == "weights" for stage in call)
     call.cancel()
 

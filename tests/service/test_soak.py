@@ -1,5 +1,7 @@
-"""A server under everything that clients do holds nothing of it afterwards, and tells others only
-what it told them before. For as long as one likes: `python -m tools.soak`."""
+"""A server keeps nothing of any kind of client, and answers others as before.
+
+`python -m tools.soak` runs the same for any time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from tools.soak_clients import KINDS
 
 
 def test_clients_of_every_kind_leave_nothing_behind():
-    """Its memory is looked at in the longer ones: a server's first thousand requests warm it up."""
+    """The longer runs check memory: a server's first thousand requests warm it up."""
     report = soak(seconds=6, every_s=1, seed=1)
     assert not report.wrong
     assert not report.left_over

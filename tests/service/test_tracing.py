@@ -1,4 +1,4 @@
-"""Spans: the caller's trace goes on, phases are its parts, and nothing is loaded unasked."""
+"""Spans: the caller's trace goes on, phases are its parts, and imports happen only on request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from grpc_service._generated.triolet.v1 import inference_pb2_grpc
-from grpc_service.tracing import Tracing, open_tracing
+from grpc_service.app.tracing import Tracing, open_tracing
+from grpc_service.client import stubs
 from tests.support.server import ROOT, fake
 from tests.support.wire import generate_request, wait_serving
 
@@ -25,17 +25,20 @@ SECRET = "zanzibar-mackerel"
 
 @pytest.fixture
 def exporter():
+    """Return an exporter that keeps spans in memory."""
     return InMemorySpanExporter()
 
 
 @pytest.fixture
 def tracing(exporter):
+    """Return a tracing that exports to memory."""
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     return Tracing(provider)
 
 
 def fields(**others):
+    """Return the fields of a finished call."""
     method = "triolet.v1.Inference/Generate"
     return {"method": method, "code": "OK", "elapsed_s": 1.0, "peer": "unix:"} | others
 
@@ -91,26 +94,26 @@ def test_only_the_servers_faults_are_errors(tracing, exporter, code, is_fault):
         {"OTEL_TRACES_EXPORTER": "jaeger"},
     ],
 )
-def test_what_is_not_configured_is_not_there(environ):
+def test_without_configuration_there_is_no_tracing(environ):
     assert open_tracing(environ) is None
 
 
-def test_a_missing_package_is_told_and_the_server_goes_on(monkeypatch, caplog):
+def test_a_missing_package_is_logged_and_the_server_goes_on(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     assert open_tracing({"OTEL_TRACES_EXPORTER": "console"}) is None
     assert "triolet[tracing]" in caplog.text
 
 
 def exit_code_of(code, *, limit_s):
-    """Of a Python process of its own that runs ``code``."""
+    """Return the exit code of a Python process of its own that runs ``code``."""
     argv = [sys.executable, "-c", code]
     return subprocess.run(argv, cwd=ROOT, timeout=limit_s, check=False).returncode
 
 
 def test_nothing_is_imported_unless_it_is_configured():
     code = (
-        "import sys, grpc_service.server\n"
-        "from grpc_service.tracing import open_tracing\n"
+        "import sys, grpc_service.app.application\n"
+        "from grpc_service.app.tracing import open_tracing\n"
         "open_tracing({})\n"
         "sys.exit(any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))"
     )
@@ -121,7 +124,7 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end():
     code = (
         "import time\n"
         "from opentelemetry.sdk.trace.export import ConsoleSpanExporter\n"
-        "from grpc_service.tracing import open_tracing\n"
+        "from grpc_service.app.tracing import open_tracing\n"
         "ConsoleSpanExporter.export = lambda *_: time.sleep(60)\n"
         "tracing = open_tracing({'OTEL_TRACES_EXPORTER': 'console'})\n"
         "tracing.record({'method': 'a/b', 'code': 'OK', 'elapsed_s': 1.0}, [], 'r1')\n"
@@ -130,11 +133,11 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end():
     assert exit_code_of(code, limit_s=20) == 0
 
 
-def test_a_server_tells_its_spans(monkeypatch):
+def test_a_server_exports_its_spans(monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
     with fake(script={"step_s": 0.01}) as server:
         wait_serving(server.channel)
-        stub = inference_pb2_grpc.InferenceStub(server.channel)
+        stub = stubs.InferenceStub(server.channel)
         request = generate_request(text=SECRET, max_tokens=5, request_id="r1")
         list(stub.Generate(request, timeout=10, metadata=[("traceparent", TRACEPARENT)]))
         assert server.stop() == 0
@@ -146,7 +149,7 @@ def test_a_server_tells_its_spans(monkeypatch):
 
 
 def spans_in(text):
-    """The JSON objects that stand one after the other."""
+    """Return the JSON objects of a text, one after the other."""
     decoder, found, text = json.JSONDecoder(), [], text.strip()
     while text:
         one, end = decoder.raw_decode(text)

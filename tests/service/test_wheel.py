@@ -1,5 +1,7 @@
-"""The built wheel, unpacked where nothing else is, serves the demo model: what is installed is what
-was tested (anchor A of the house style)."""
+"""The built wheel, unpacked into an empty folder, serves the demo model.
+
+What is installed is what was tested.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +23,7 @@ BUILD_LIMIT_S = 240
 
 
 def run(argv, **options):
+    """Run a command, and check that it succeeds."""
     done = subprocess.run(
         argv, capture_output=True, text=True, timeout=BUILD_LIMIT_S, check=False, **options
     )
@@ -30,6 +33,7 @@ def run(argv, **options):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    """Build the wheel, and return its path."""
     directory = tmp_path_factory.mktemp("wheel")
     run([*PIP, "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(directory)])
     [path] = directory.glob("*.whl")
@@ -38,13 +42,13 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """A folder that holds the wheel's contents and nothing else."""
+    """Return a folder that has the wheel's contents and nothing else."""
     target = tmp_path_factory.mktemp("installed")
     run([*PIP, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)])
     return target
 
 
-def test_the_wheel_holds_the_packages_and_the_demo_and_nothing_of_the_workshop(wheel):
+def test_the_wheel_holds_the_packages_and_the_demo_without_tests_or_tools(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {
         "engine",
@@ -62,7 +66,8 @@ def test_the_wheel_holds_the_packages_and_the_demo_and_nothing_of_the_workshop(w
     assert "engine/kernels/triolet.cpp" in sources
     assert sources <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    assert not [name for name in names if "__pycache__" in name or "/test" in name]
+    assert not [name for name in names if "__pycache__" in name or "/test_" in name]
+    assert not [name for name in names if "/tests/" in name]
 
 
 def test_the_wheel_serves_the_demo_models_from_an_empty_directory(installed, tmp_path):

@@ -1,4 +1,4 @@
-"""Chats through the whole engine: answers told apart, contexts that shift, prefixes reused."""
+"""Chats through the whole engine: parsed answers, truncated contexts, reused prefixes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import itertools
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
+from engine.api.handles import Chat
 from engine.config import EngineConfig, ModelConfig
-from engine.core.events import Finished, Tokens
-from engine.core.types import Constraint
+from engine.core.common.events import Finished, Tokens
+from engine.core.common.types import Constraint
 from engine.errors import InvalidRequest, RequestTooLarge
-from engine.handles import Chat
-from engine.model.fake import FakeRunner, FakeScript, FakeTokenizer
-from engine.requests import (
+from engine.requests.text_values import (
     AnswerTokens,
     GenerateRequest,
     OutputOptions,
@@ -22,7 +21,8 @@ from engine.requests import (
     Started,
     ToolCallDelta,
 )
-from engine.requests import Chat as Messages
+from engine.requests.text_values import Chat as Messages
+from engine.worker.fakes.text import FakeRunner, FakeScript, FakeTokenizer
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 TOOLS = ({"type": "function", "function": {"name": "add"}},)
@@ -34,6 +34,7 @@ SHORT = SamplingParams(max_tokens=5)
 
 
 def run(body, script, *, buffer=4096, max_model_len=2048, tokenizer=None, seed=0):
+    """Run ``body(engine)`` in a fresh engine, and check that it is idle afterwards."""
     threads = VirtualThreads()
     script.step_s, script.sleep = 0.01, threads.note_sleep
     config = EngineConfig(
@@ -58,12 +59,13 @@ def run(body, script, *, buffer=4096, max_model_len=2048, tokenizer=None, seed=0
 
 
 async def events_of(engine, request):
+    """Return all events of a request."""
     async with engine.generate(request) as stream:
         return [event async for event in stream]
 
 
 def told(events, choice=0):
-    """A choice's text, reasoning and calls."""
+    """Return a choice's text, reasoning and calls."""
     parts = [e for e in events if isinstance(e, Tokens) and e.choice == choice]
     beside = [part for part in parts if isinstance(part, AnswerTokens)]
     return (
@@ -75,8 +77,8 @@ def told(events, choice=0):
 
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("buffer", [3, 4096])
-def test_an_answer_is_told_apart_in_each_choice_whatever_the_buffer(n, buffer):
-    """The rest that was held back comes before the end, though its stream was full."""
+def test_an_answer_is_parsed_in_each_choice_whatever_the_buffer(n, buffer):
+    """The text that was held back comes before the end, even if the stream was full."""
 
     async def body(engine):
         request = GenerateRequest(
@@ -98,7 +100,7 @@ def test_an_answer_is_told_apart_in_each_choice_whatever_the_buffer(n, buffer):
     run(body, FakeScript(words=WORDS, chat_template=TEMPLATE), buffer=buffer)
 
 
-def test_only_what_the_request_and_the_template_have_is_looked_for():
+def test_the_parser_looks_only_for_what_request_and_template_have():
     async def body(engine):
         without_tools = await events_of(engine, GenerateRequest(chat=Messages(ASK)))
         call = f"<tool_call>{CALL}</tool_call> <tool_"
@@ -125,7 +127,7 @@ def test_a_template_may_have_opened_the_reasoning():
 
 
 def test_an_answer_in_a_form_is_its_text_though_the_template_opened_the_reasoning():
-    """Nothing in the form can close it: all of the answer would be reasoning."""
+    """Nothing in the form can close the reasoning: all of the answer would be reasoning."""
 
     async def body(engine):
         request = GenerateRequest(chat=Messages(ASK), constraint=Constraint("json_object", ""))
@@ -136,7 +138,7 @@ def test_an_answer_in_a_form_is_its_text_though_the_template_opened_the_reasonin
     run(body, script)
 
 
-def test_tokens_are_all_there_beside_what_is_told_apart():
+def test_tokens_are_all_there_beside_the_parsed_parts():
     async def body(engine):
         request = GenerateRequest(
             chat=Messages(ASK, tools=TOOLS), output=OutputOptions(logprobs=0, token_ids=True)
@@ -148,7 +150,7 @@ def test_tokens_are_all_there_beside_what_is_told_apart():
     run(body, FakeScript(words=WORDS, chat_template=TEMPLATE))
 
 
-def test_a_chats_reasoning_is_told_and_not_remembered():
+def test_a_chats_reasoning_is_sent_and_not_kept_in_the_conversation():
     async def body(engine):
         async with Chat(engine) as chat:
             answer = chat.ask("hi")
@@ -164,10 +166,11 @@ def test_a_chats_reasoning_is_told_and_not_remembered():
 
 
 def texts(messages):
+    """Return the messages' contents."""
     return [message["content"] for message in messages]
 
 
-def test_a_chat_that_is_full_drops_its_middle_turns_and_tells_which():
+def test_a_full_chat_drops_its_middle_turns_and_reports_them():
     async def body(engine):
         async with Chat(engine, system="sys", sampling=SHORT) as chat:
             told_by_events, dropped = [], []
@@ -186,21 +189,21 @@ def test_a_chat_that_is_full_drops_its_middle_turns_and_tells_which():
             everything = [m["content"] for m in dropped if m["role"] == "user"] + questions
             assert sorted(everything) == sorted(f"question {n} {'x' * 20}" for n in range(12))
             pairs = itertools.pairwise(m["role"] for m in chat.messages[1:])
-            assert all(a != b for a, b in pairs)  # whole turns were dropped
+            assert all(a != b for a, b in pairs)  # only whole turns were dropped
 
     run(body, FakeScript(), max_model_len=256)
 
 
-def test_a_shift_makes_room_for_several_turns():
+def test_a_truncation_makes_room_for_several_turns():
     async def body(engine):
         async with Chat(engine, sampling=SHORT) as chat:
-            shifts = []
+            truncations = []
             for number in range(20):
                 answer = chat.ask(f"question {number}")
                 await answer.read()
-                shifts.append(bool(answer.dropped))
-            assert sum(shifts) >= 2
-            assert not any(a and b for a, b in itertools.pairwise(shifts))
+                truncations.append(bool(answer.dropped))
+            assert sum(truncations) >= 2
+            assert not any(a and b for a, b in itertools.pairwise(truncations))
 
     run(body, FakeScript(), max_model_len=256)
 
@@ -211,7 +214,7 @@ def test_an_answer_that_fails_leaves_the_conversation_whole():
             for _ in range(2):
                 await chat.ask("y" * 30).read()
             before = chat.messages
-            answer = chat.ask("z" * 300)  # too large alone
+            answer = chat.ask("z" * 300)  # too large by itself
             with pytest.raises(RequestTooLarge):
                 await answer.read()
             assert chat.messages == before
@@ -220,12 +223,12 @@ def test_an_answer_that_fails_leaves_the_conversation_whole():
     run(body, FakeScript(), max_model_len=256)
 
 
-def test_requests_that_do_not_ask_for_a_shift_are_refused_as_before():
+def test_too_long_requests_without_truncation_are_refused():
     async def body(engine):
         long = tuple({"role": "user", "content": "x" * 50} for _ in range(10))
         with pytest.raises(RequestTooLarge):
             await events_of(engine, GenerateRequest(chat=Messages(long)))
-        events = await events_of(engine, GenerateRequest(chat=Messages(long, shifts=True)))
+        events = await events_of(engine, GenerateRequest(chat=Messages(long, truncates=True)))
         assert texts(events[0].dropped) == ["x" * 50] * len(events[0].dropped)
 
     run(body, FakeScript(words=["a"]), max_model_len=256)
@@ -241,18 +244,18 @@ def test_a_second_turn_computes_only_its_own_tokens():
                 events = [event async for event in chat.ask(question)]
                 ends.append(events[-1].usage)
         first, second = ends
-        known = first.prompt_tokens + first.completion_tokens - 1  # the last is not computed
+        known = first.prompt_tokens + first.completion_tokens - 1  # the last token is not computed
         assert first.cached_tokens == 0
         assert second.cached_tokens == known // 16 * 16
 
     run(body, FakeScript(answer_opening="\nassistant: "))
 
 
-# ---- templates that take their time
+# ---- slow templates
 
 
 class Slow(FakeTokenizer):
-    """Its template takes 5 s, of the thread it runs in."""
+    """A tokenizer whose template takes 5 s of its thread."""
 
     def __init__(self, threads):
         self._threads = threads
@@ -263,7 +266,7 @@ class Slow(FakeTokenizer):
         return super().render_chat(messages, **options)
 
 
-def test_a_template_that_takes_long_holds_up_neither_loop_nor_texts():
+def test_a_slow_template_delays_neither_the_loop_nor_texts():
     threads = VirtualThreads()
 
     async def main():
@@ -288,7 +291,7 @@ def test_a_template_that_takes_long_holds_up_neither_loop_nor_texts():
     run_deterministically(main, 0)
 
 
-def test_what_the_tokenizer_refuses_of_a_chat_names_the_chat():
+def test_a_tokenizers_refusal_of_a_chat_names_the_chat():
     async def body(engine):
         lone = ({"role": "user", "content": "\ud800"},)
         with pytest.raises(InvalidRequest) as caught:

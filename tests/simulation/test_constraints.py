@@ -1,4 +1,4 @@
-"""Compiled constraints in virtual time: once for all who wait, held while somebody needs them."""
+"""Compiled constraints in virtual time: compiled once for all waiting requests, kept while used."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from contextlib import suppress
 import pytest
 import trio
 
-from engine import constraints as constraints_module
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.constraints import Constraints
-from engine.core.types import Constraint, EndReason
+from engine.core.common.types import Constraint, EndReason
 from engine.errors import (
     DeadlineExceeded,
     EngineBug,
@@ -21,8 +19,11 @@ from engine.errors import (
     ShuttingDown,
     Unsupported,
 )
-from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import GenerateRequest, SamplingParams
+from engine.replica import compiled_constraints as constraints_module
+from engine.replica.compiled_constraints import CompiledConstraints
+from engine.requests.tasks import RequestTasks
+from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 CONFIG = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
@@ -30,18 +31,22 @@ COSTLY = 1.0
 
 
 def form(name):
+    """Return a constraint with this name."""
     return Constraint("regex", name)
 
 
 def request_for(name, **fields):
+    """Return a request with the constraint of this name."""
     sampling = SamplingParams(max_tokens=fields.pop("max_tokens", 3))
     constraint = form(name) if name else None
     return GenerateRequest(token_ids=(1, 2), sampling=sampling, constraint=constraint, **fields)
 
 
 def run(body, *, seed=0, error=None):
-    """Run ``body(engine, runner, calls)``; compiling takes `COSTLY` seconds, ``error(name)`` may
-    make it fail."""
+    """Run ``body(engine, runner, calls)``.
+
+    Compiling takes `COSTLY` seconds; ``error(name)`` may make it fail.
+    """
     threads, calls = VirtualThreads(), []
 
     def compile_(constraint):
@@ -64,7 +69,7 @@ def run(body, *, seed=0, error=None):
 
 
 async def ended(generation):
-    """Drain it; its error."""
+    """Read the stream to its end, and return its error."""
     while True:
         try:
             await generation.receive()
@@ -73,7 +78,7 @@ async def ended(generation):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_constraint_is_compiled_once_for_all_who_wait_and_for_who_comes_later(seed):
+def test_a_constraint_is_compiled_once_for_waiting_and_later_requests(seed):
     async def body(engine, runner, calls):
         first = [engine.submit(request_for("a", n=2), buffer=9) for _ in range(5)]
         assert [await ended(one) for one in first] == [None] * 5
@@ -106,7 +111,7 @@ def test_a_costly_constraint_delays_no_other_request():
     ],
     ids=["invalid", "unsupported"],
 )
-def test_one_that_fails_is_told_to_each_and_remembered(seed, failure, expected):
+def test_a_failed_compilation_is_raised_for_each_request_and_kept(seed, failure, expected):
     async def body(engine, runner, calls):
         bad = [engine.submit(request_for("bad"), buffer=9) for _ in range(3)]
         good = engine.submit(request_for("good"), buffer=9)
@@ -125,7 +130,7 @@ def test_one_that_fails_is_told_to_each_and_remembered(seed, failure, expected):
 @pytest.mark.parametrize(
     "failure", [ZeroDivisionError("x"), MemoryError(), Overloaded("busy")], ids=repr
 )
-def test_another_failure_is_not_remembered(failure):
+def test_another_kind_of_failure_is_not_kept(failure):
     failures = [failure]
 
     async def body(engine, runner, calls):
@@ -138,7 +143,7 @@ def test_another_failure_is_not_remembered(failure):
 
 
 class Panic(BaseException):
-    """What a library in Rust raises when it panics."""
+    """The kind of exception that a panic in a Rust library raises."""
 
 
 def test_a_compiler_that_panics_ends_its_own_request_and_no_other():
@@ -152,7 +157,7 @@ def test_a_compiler_that_panics_ends_its_own_request_and_no_other():
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("at", [0.0, 0.3])
-def test_who_leaves_while_it_compiles_is_gone_at_once_and_the_work_is_kept(seed, at):
+def test_a_request_that_leaves_during_a_compilation_ends_at_once_and_the_work_is_kept(seed, at):
     async def body(engine, runner, calls):
         leaver = engine.submit(request_for("a"), buffer=9)
         await trio.sleep(at)
@@ -168,7 +173,7 @@ def test_who_leaves_while_it_compiles_is_gone_at_once_and_the_work_is_kept(seed,
     run(body, seed=seed)
 
 
-def test_a_deadline_passes_while_it_compiles_and_says_so():
+def test_a_deadline_during_a_compilation_names_the_phase():
     async def body(engine, runner, calls):
         late = engine.submit(request_for("a", timeout_s=0.5), buffer=9)
         error = await ended(late)
@@ -179,8 +184,8 @@ def test_a_deadline_passes_while_it_compiles_and_says_so():
     run(body)
 
 
-def test_what_nobody_waits_for_any_more_is_not_begun():
-    """Two compile at a time; the third's waiter leaves before its turn."""
+def test_a_compilation_that_nobody_waits_for_does_not_begin():
+    """Two compile at a time; the third's waiting request leaves before its turn."""
 
     async def body(engine, runner, calls):
         going = [engine.submit(request_for(name), buffer=9) for name in ("a", "b")]
@@ -195,7 +200,7 @@ def test_what_nobody_waits_for_any_more_is_not_begun():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_engine_may_close_while_it_compiles(seed):
+def test_the_engine_may_close_during_a_compilation(seed):
     errors = []
 
     async def body(engine, runner, calls):
@@ -212,7 +217,7 @@ def test_the_engine_may_close_while_it_compiles(seed):
 
 
 class SlowCompiler:
-    """Sizes by name; what is compiled, as a runner would keep it."""
+    """A compiler whose constraints have sizes by name, and which keeps them as a runner does."""
 
     def __init__(self):
         self.kept = set()
@@ -226,72 +231,75 @@ class SlowCompiler:
 
 
 def bounded(body, monkeypatch, *, entries=3, num_bytes=1000, waiting=9):
+    """Run ``body(held, tasks, compiler)`` with these bounds."""
     monkeypatch.setattr(constraints_module, "ENTRIES_MAX", entries)
     monkeypatch.setattr(constraints_module, "BYTES_MAX", num_bytes)
     monkeypatch.setattr(constraints_module, "WAITING_MAX", waiting)
     compiler = SlowCompiler()
 
     async def main():
-        held = Constraints(compiler, VirtualThreads())
-        async with trio.open_nursery() as nursery:
-            await body(held, nursery, compiler)
+        held = CompiledConstraints(compiler, VirtualThreads())
+        tasks = RequestTasks()
+        async with tasks.running():
+            await body(held, tasks, compiler)
 
     run_deterministically(main, 0)
 
 
-async def use(held, nursery, *names):
+async def use(held, tasks, *names):
+    """Use constraints one after the other."""
     for name in names:
-        async with held.held(form(name), nursery):
+        async with held.held(form(name), tasks):
             pass
 
 
-def test_the_least_recently_used_goes_when_there_are_too_many(monkeypatch):
-    async def body(held, nursery, compiler):
-        await use(held, nursery, "a", "b", "c", "a", "d")
+def test_the_least_recently_used_constraint_is_forgotten_when_there_are_too_many(monkeypatch):
+    async def body(held, tasks, compiler):
+        await use(held, tasks, "a", "b", "c", "a", "d")
         assert compiler.kept == {form(name) for name in "cad"}
         assert len(held) == 3
 
     bounded(body, monkeypatch)
 
 
-def test_or_when_they_take_too_much_memory(monkeypatch):
-    async def body(held, nursery, compiler):
-        await use(held, nursery, "a" * 600, "b" * 600)
+def test_or_when_constraints_take_too_much_memory(monkeypatch):
+    async def body(held, tasks, compiler):
+        await use(held, tasks, "a" * 600, "b" * 600)
         assert held.num_bytes == 1200
-        await use(held, nursery, "c")
+        await use(held, tasks, "c")
         assert compiler.kept == {form("b" * 600), form("c")}
 
     bounded(body, monkeypatch)
 
 
-def test_what_is_held_stays_and_more_than_that_is_refused_for_now(monkeypatch):
-    async def body(held, nursery, compiler):
-        async with held.held(form("a"), nursery), held.held(form("b"), nursery):
-            async with held.held(form("c"), nursery):
+def test_constraints_in_use_stay_and_more_than_these_are_refused_for_now(monkeypatch):
+    async def body(held, tasks, compiler):
+        async with held.held(form("a"), tasks), held.held(form("b"), tasks):
+            async with held.held(form("c"), tasks):
                 with pytest.raises(Overloaded):
-                    await use(held, nursery, "d")
-                await use(held, nursery, "a")
-            await use(held, nursery, "d")
+                    await use(held, tasks, "d")
+                await use(held, tasks, "a")
+            await use(held, tasks, "d")
             assert compiler.kept == {form(name) for name in "abd"}
 
     bounded(body, monkeypatch)
 
 
 def test_a_closed_engine_compiles_nothing(monkeypatch):
-    async def body(held, nursery, compiler):
+    async def body(held, tasks, compiler):
         with pytest.raises(ShuttingDown):
-            await use(held, None, "a")
+            await use(held, RequestTasks(), "a")
 
     bounded(body, monkeypatch)
 
 
-def test_too_many_that_wait_are_refused_for_now(monkeypatch):
-    async def body(held, nursery, compiler):
+def test_too_many_waiting_requests_are_refused_for_now(monkeypatch):
+    async def body(held, tasks, compiler):
         refused = []
 
         async def ask(name):
             try:
-                await use(held, nursery, name)
+                await use(held, tasks, name)
             except Overloaded:
                 refused.append(name)
 
@@ -304,11 +312,11 @@ def test_too_many_that_wait_are_refused_for_now(monkeypatch):
     bounded(body, monkeypatch, entries=99, waiting=3)
 
 
-# ---- threads that begin late, or not at all ---------------------------------------------------
+# ---- threads that begin late, or never ---------------------------------------------------
 
 
 class OddThreads(VirtualThreads):
-    """Starts a job ``late_s`` after its turn has come; ``refusals`` are not started at all."""
+    """Start a job ``late_s`` after its turn has come; raise for the first ``refusals`` jobs."""
 
     def __init__(self, late_s=0.0, refusals=0):
         super().__init__()
@@ -327,51 +335,53 @@ class OddThreads(VirtualThreads):
 
 
 def with_threads(body, threads, seed):
+    """Run ``body(held, tasks, compiler)`` with these threads."""
     compiler = SlowCompiler()
 
     async def main():
-        held = Constraints(compiler, threads)
-        async with trio.open_nursery() as nursery:
-            await body(held, nursery, compiler)
+        held = CompiledConstraints(compiler, threads)
+        tasks = RequestTasks()
+        async with tasks.running():
+            await body(held, tasks, compiler)
         assert compiler.kept == set(held._entries)
 
     run_deterministically(main, seed)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_waited_for_a_compilation_that_never_began_leaves_the_next_one_alone(seed):
-    async def body(held, nursery, compiler):
+def test_a_compilation_that_never_began_leaves_the_next_one_alone(seed):
+    async def body(held, tasks, compiler):
         async def ask(after):
             for _ in range(after):
                 await trio.lowlevel.checkpoint()
             with suppress(EngineBug):
-                async with held.held(form("a"), nursery):
+                async with held.held(form("a"), tasks):
                     assert form("a") in compiler.kept
                     await trio.sleep(1)
                     assert form("a") in compiler.kept
 
-        for after in (0, 3):  # the second comes as the first hears of it
-            nursery.start_soon(ask, after)
+        for after in (0, 3):  # the second comes as the first gets its error
+            tasks.start(ask, after)
 
     with_threads(body, OddThreads(refusals=1), seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_kept_of_what_was_compiled_for_those_who_had_left(seed):
-    """Its thread was about to begin when the first waiter left, and the second one's never did."""
+def test_nothing_is_kept_that_was_compiled_for_requests_which_had_left(seed):
+    """The first request left as its compilation's thread began; the second one's never began."""
 
-    async def body(held, nursery, compiler):
+    async def body(held, tasks, compiler):
         async def ask(name, until):
             with trio.move_on_at(start + until):
-                await use(held, nursery, name)
+                await use(held, tasks, name)
 
         start = trio.current_time()
-        nursery.start_soon(ask, "b", 9.0)  # with "a", all the compilers there are
-        nursery.start_soon(ask, "a", 0.5)
+        tasks.start(ask, "b", 9.0)  # with "a", this takes all compilers
+        tasks.start(ask, "a", 0.5)
         await trio.sleep(0.6)
         for name in "cd":
-            nursery.start_soon(ask, name, 9.0)
+            tasks.start(ask, name, 9.0)
         await trio.sleep(0.1)
-        nursery.start_soon(ask, "a", 1.5)
+        tasks.start(ask, "a", 1.5)
 
     with_threads(body, OddThreads(late_s=1.0), seed)

@@ -1,4 +1,4 @@
-"""The drawn worlds reach nearly all of the core and its loop; what they miss, they do not test."""
+"""The drawn worlds reach nearly all of the core and its loop: they test only what they reach."""
 
 from __future__ import annotations
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import DeadlineExceeded
-from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import GenerateRequest, SamplingParams
+from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.1
 
 
 def ends_of(arrivals, *, timeout_s, seed):
-    """Submit a request per hand-off age in ``arrivals`` to an idle engine: what each ended with,
-    after how many seconds, and how many steps were made."""
+    """Submit one request to an idle engine for each hand-off age in ``arrivals``.
+
+    Return the end of each request, after how many seconds it came, and the number of steps.
+    """
     threads, ends = VirtualThreads(), []
 
     def make_runner(model, config):
@@ -50,7 +52,7 @@ def ends_of(arrivals, *, timeout_s, seed):
 
 
 def ends_of_leavers(leavers, *, timeout_s):
-    """Readers that leave, each (when, heard of when): the ends counted."""
+    """Return the counted ends of readers that leave, each given as (when, when the server knew)."""
     threads = VirtualThreads()
 
     def make_runner(model, config):
@@ -81,18 +83,18 @@ def ends_of_leavers(leavers, *, timeout_s):
     [
         (0.1, 0.079, 0.079, False),
         (0.1, 0.081, 0.081, True),
-        (0.1, 0.079, 0.085, False),  # on its way while the time passed
+        (0.1, 0.079, 0.085, False),  # it was on its way while the deadline passed
         (0.1, 0.1, 0.1, True),
         (10.0, 9.97, 9.97, False),
         (10.0, 9.99, 9.99, True),
         (None, 3.0, 3.0, False),
-        (0.1, None, 0.085, False),  # a program's own leaving is no timer
+        (0.1, None, 0.085, False),  # in process, leaving has nothing to do with a client's timer
     ],
 )
-def test_a_call_that_grpc_ends_close_to_its_deadline_ends_by_it(
+def test_a_call_that_grpc_ends_close_to_its_deadline_counts_as_a_deadline(
     timeout_s, left_s, heard_s, is_deadline
 ):
-    """Within 20 ms of the client's own timer; the server's is a tenth of a short one earlier."""
+    """The end is within 20 ms of the client's timer; the server's is a tenth earlier."""
     counted = ends_of_leavers([(left_s, heard_s)], timeout_s=timeout_s)
     assert counted == ((0, 1) if is_deadline else (1, 0))
 
@@ -106,7 +108,7 @@ def test_a_deadline_that_has_passed_on_arrival_starts_nothing(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_time_a_request_spent_on_its_way_counts(seed):
-    """The server's margin is 20 ms, a tenth of short timeouts."""
+    """The server's margin is 20 ms, and a tenth of short timeouts."""
     ends = ends_of([0.0, 0.15, 0.3], timeout_s=0.5, seed=seed)
     assert [took for _, took, _ in ends] == [0.48, 0.33, 0.18]
     assert all(isinstance(error, DeadlineExceeded) for error, _, _ in ends)

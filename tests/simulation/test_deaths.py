@@ -1,4 +1,4 @@
-"""What becomes of requests, wherever they are, when their worker dies (R141), in virtual time."""
+"""What happens to requests in each phase when their worker dies (R141), in virtual time."""
 
 from __future__ import annotations
 
@@ -7,38 +7,41 @@ from dataclasses import fields
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.types import Constraint
-from engine.errors import WorkerLost
-from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import GenerateRequest, SamplingParams
+from engine.core.common.types import Constraint
+from engine.errors import ShuttingDown, WorkerLost
+from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import LEVELS, Counts
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 1.0
 DIES_AT_STEP = 5
 
 
-def ends(asks, seed):
-    """Submit (when, request) of each to a model whose first worker dies in its fifth step: how each
-    ended, and how many events of a start each reader had."""
+def ends(asks, seed, *, runner_class=FakeRunner, encode_s=4.0, **settings):
+    """Submit each (when, request) to a model whose first worker dies in its fifth step.
+
+    Return how each request ended, and how many Started events its reader got.
+    """
     threads, workers = VirtualThreads(), []
 
     def make_runner(model, config):
         faults = {} if workers else {DIES_AT_STEP: WorkerLost("planted")}
         script = FakeScript(  # a text of 4,096 characters and more is tokenised in a thread
             step_s=STEP_S,
-            encode_s=4.0,
+            encode_s=encode_s,
             sleep=threads.note_sleep,
             step_faults=faults,
             compile=lambda constraint: threads.note_sleep(4.0),
         )
-        workers.append(FakeRunner(script=script))
+        workers.append(runner_class(script=script))
         return workers[-1]
 
     async def main():
-        config = EngineConfig(models=(ModelConfig("fake"),), max_num_seqs=1, check_level=2)
+        settings.setdefault("max_num_seqs", 1)
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, **settings)
         async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
             await engine.wait_ready()
             generations = []
@@ -48,29 +51,25 @@ def ends(asks, seed):
                 generations.append(engine.submit(request, buffer=500))
             for generation in generations:
                 await generation.wait_closed()
-            kinds = [[type(e).__name__ for e in one.drain()] for one in map(Reader, generations)]
-            return [(g.error, k.count("Started")) for g, k in zip(generations, kinds, strict=True)]
+            return [(one.error, (await drained(one)).count("Started")) for one in generations]
 
     found = run_deterministically(main, seed)
     assert len(workers) == 2
     return found
 
 
-class Reader:
-    """What a generation that has ended left in its channel."""
-
-    def __init__(self, generation):
-        self._generation = generation
-
-    def drain(self):
-        while True:
-            try:
-                yield self._generation._receive.receive_nowait()
-            except (trio.EndOfChannel, trio.WouldBlock):
-                return
+async def drained(stream):
+    """Return the class names of the events that an ended stream left to its reader."""
+    names = []
+    while True:
+        try:
+            names.append(type(await stream.receive()).__name__)
+        except trio.EndOfChannel:
+            return names
 
 
 def asked(**fields):
+    """Return a request of 20 tokens."""
     return GenerateRequest(
         **{"token_ids": (3, 4)} | fields, sampling=SamplingParams(max_tokens=20, ignore_eos=True)
     )
@@ -86,14 +85,53 @@ def asked(**fields):
         pytest.param(asked(n=1, timeout_s=500.0), id="with a deadline"),
     ],
 )
-def test_who_had_not_begun_goes_on_with_the_next_worker(other, seed):
+def test_requests_that_had_not_begun_go_on_with_the_next_worker(other, seed):
     (lost, _), (error, num_starts) = ends([(0.0, asked()), (3.0, other)], seed)
     assert isinstance(lost, WorkerLost)
     assert error is None
     assert num_starts == 1
 
 
-def test_what_died_holds_nothing_while_its_worker_is_still_being_closed():
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_that_was_only_planned_goes_on_with_the_next_worker(seed):
+    """The plan of its first step was prepared during the step in which the worker died."""
+    long = asked(token_ids=tuple(range(1, 27)))  # takes what is left of the tokens of two steps
+    asks = [(0.0, asked()), (2.5, long), (3.2, asked(token_ids=(5, 6)))]
+    found = ends(asks, seed, max_num_seqs=3, max_num_batched_tokens=16)
+    (running, _), (prefilling, _), (error, num_starts) = found
+    assert isinstance(running, WorkerLost)
+    assert isinstance(prefilling, WorkerLost)
+    assert error is None
+    assert num_starts == 1
+
+
+class ClosedRunner(FakeRunner):
+    """Answers like a process worker's runner once it is closed."""
+
+    is_closed = False
+
+    def close(self):
+        self.is_closed = True
+        super().close()
+
+    def compile(self, constraint):
+        if self.is_closed:
+            raise ShuttingDown("the model was closed")
+        return super().compile(constraint)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_constraint_that_finds_its_worker_dead_is_compiled_by_the_next_one(seed):
+    formed = asked(token_ids=None, text="<7>" * 1400, constraint=Constraint("regex", "a"))
+    # It is tokenised from 3 to 6.5 s. The worker dies at 6 s, and the next one loads from 7 s on.
+    found = ends([(0.0, asked()), (3.0, formed)], seed, runner_class=ClosedRunner, encode_s=3.5)
+    (lost, _), (error, num_starts) = found
+    assert isinstance(lost, WorkerLost)
+    assert error is None
+    assert num_starts == 1
+
+
+def test_a_dead_replica_holds_nothing_while_its_worker_is_closed():
     threads, closing = VirtualThreads(), []
 
     class SlowToClose(FakeRunner):
@@ -118,7 +156,7 @@ def test_what_died_holds_nothing_while_its_worker_is_still_being_closed():
             await generation.wait_closed()
             await trio.sleep(STEP_S / 2)
             assert closing
-            dead = engine.statistics().replicas[0].counts  # and the one that is to come back
+            dead = engine.statistics().replicas[0].counts  # its successor is counted, too
             held = (dead.running, dead.total_blocks, dead.free_blocks, dead.cached_blocks)
             assert held == (0, 0, 0, 0)
             assert dead.step_count > alive.counts.step_count

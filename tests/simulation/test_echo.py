@@ -1,15 +1,15 @@
-"""The echoed prompt comes first and always, however small the stream's buffer is."""
+"""The echoed prompt always comes first, however small the stream's buffer is."""
 
 from __future__ import annotations
 
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.events import Tokens
-from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import GenerateRequest, OutputOptions, SamplingParams
+from engine.core.common.events import Tokens
+from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 REQUEST = GenerateRequest(

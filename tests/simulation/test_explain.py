@@ -1,24 +1,27 @@
-"""Explain: what each request waits for, in virtual time, with steps in flight; and the timings
-that every end brings."""
+"""Explain returns what each request waits for, in virtual time, with steps in flight.
+
+Every end has the request's timings.
+"""
 
 from __future__ import annotations
 
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.events import Finished, PauseMode, Tokens
-from engine.core.types import Constraint
+from engine.core.common.events import Finished, PauseMode, Tokens
+from engine.core.common.types import Constraint
 from engine.errors import RequestNotFound
-from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import Chat, GenerateRequest, SamplingParams
+from engine.requests.text_values import Chat, GenerateRequest, SamplingParams
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 1.0
 
 
 def run(body, *, num_blocks=512, script=None, seed=0, load_s=0.0, **config):
+    """Run ``body(engine)`` in a fresh engine."""
     threads = VirtualThreads()
     script = script or FakeScript()
     script.step_s, script.sleep, script.load_s = STEP_S, threads.note_sleep, load_s
@@ -41,13 +44,14 @@ def run(body, *, num_blocks=512, script=None, seed=0, load_s=0.0, **config):
 
 
 def ask(engine, name, *, text="x", max_tokens=5, buffer=4096, **fields):
+    """Submit a request."""
     request = GenerateRequest(
         text=text, request_id=name, sampling=SamplingParams(max_tokens=max_tokens), **fields
     )
     return engine.submit(request, buffer=buffer)
 
 
-def test_a_request_of_a_model_that_loads_waits_for_that():
+def test_a_request_of_a_loading_model_waits_for_the_load():
     async def body(engine):
         ask(engine, "a")
         await trio.sleep(1)
@@ -58,7 +62,7 @@ def test_a_request_of_a_model_that_loads_waits_for_that():
     run(body, load_s=5.0)
 
 
-def test_a_request_whose_tokens_are_being_made_says_so():
+def test_a_request_that_is_tokenised_is_explained():
     async def body(engine):
         script.encode_s = 3.0
         ask(engine, "a", text="x" * 5000)
@@ -69,7 +73,7 @@ def test_a_request_whose_tokens_are_being_made_says_so():
     run(body, script=script)
 
 
-def test_a_request_whose_constraint_is_compiled_says_so():
+def test_a_request_whose_constraint_is_compiled_is_explained():
     async def body(engine):
         ask(engine, "a", constraint=Constraint("regex", "a"))
         await trio.sleep(1)
@@ -80,10 +84,10 @@ def test_a_request_whose_constraint_is_compiled_says_so():
     run(body, script=script)
 
 
-def test_a_running_request_says_how_far_it_is_while_its_step_runs():
+def test_a_running_request_is_explained_with_its_progress_during_a_step():
     async def body(engine):
         ask(engine, "a", text="x" * 40, max_tokens=100)
-        await trio.sleep(STEP_S / 2)  # its prompt is in the first step
+        await trio.sleep(STEP_S / 2)  # the first step has its prompt
         first = engine.explain("a")
         assert (first.state, first.waiting_for, first.position) == ("RUNNING", "", 0)
         assert (first.computed_tokens, first.blocks) == (0, 3)
@@ -100,12 +104,13 @@ def test_a_request_that_came_during_a_step_is_known():
         await trio.sleep(STEP_S / 2)
         ask(engine, "b", max_tokens=100)
         await trio.sleep(STEP_S / 4)
-        assert engine.explain("b").waiting_for == "the step in flight, after which it gets in line"
+        waiting_for = "the step in flight, after which it enters the queue"
+        assert engine.explain("b").waiting_for == waiting_for
 
     run(body)
 
 
-def test_seats_priority_and_places_in_line():
+def test_seats_priority_and_places_in_the_queue():
     async def body(engine):
         ask(engine, "running", max_tokens=100)
         await trio.sleep(STEP_S / 2)
@@ -123,8 +128,8 @@ def test_seats_priority_and_places_in_line():
 
 
 @pytest.mark.parametrize(("seats", "waits"), [(1, (5, 10, 15)), (2, (2.5, 5, 7.5))])
-def test_who_waits_for_a_seat_is_told_how_long_such_waits_are(seats, waits):
-    """Each request runs for five steps, so `waits` is what the line moves by."""
+def test_a_request_that_waits_for_a_seat_gets_an_estimate_of_such_waits(seats, waits):
+    """Each request runs for five steps, so that the queue advances by `waits`."""
 
     async def body(engine):
         ask(engine, "earlier")
@@ -144,7 +149,7 @@ def test_who_waits_for_a_seat_is_told_how_long_such_waits_are(seats, waits):
     run(body, max_num_seqs=seats)
 
 
-def test_a_line_that_waits_for_the_budget_of_tokens_alone_is_told_by_what_it_computes():
+def test_a_wait_for_the_token_budget_alone_is_estimated_from_computed_tokens():
     async def body(engine):
         for name in "abcd":
             ask(engine, name, text="x" * 80)
@@ -220,7 +225,7 @@ def test_a_pause(mode):
     run(body, max_num_seqs=1)
 
 
-def test_with_several_choices_it_is_the_one_furthest_behind():
+def test_of_several_choices_the_one_furthest_behind_is_explained():
     async def body(engine):
         ask(engine, "a", text="x" * 100, n=3, max_tokens=100)
         await trio.sleep(STEP_S / 2)
@@ -232,7 +237,7 @@ def test_with_several_choices_it_is_the_one_furthest_behind():
     run(body, max_num_batched_tokens=40, max_num_seqs=8)
 
 
-def test_who_is_not_live_is_not_found():
+def test_a_request_that_is_not_live_is_not_found():
     async def body(engine):
         generation = ask(engine, "a")
         with pytest.raises(RequestNotFound, match="'b'"):
@@ -245,27 +250,27 @@ def test_who_is_not_live_is_not_found():
 
 
 def test_the_answer_costs_the_same_whether_ten_or_a_thousand_wait():
-    """Counted in looks at the waiting line, not in time."""
+    """The test counts lookups in the waiting queue, not time."""
     looks = {}
 
-    class Line(list):
+    class CountingList(list):
         count = 0
 
         def __getitem__(self, index):
-            Line.count += 1
+            CountingList.count += 1
             return super().__getitem__(index)
 
     async def body(engine):
         for number in range(1000):
             ask(engine, f"r{number}", max_tokens=100)
         await trio.sleep(2 * STEP_S)
-        ledger = engine._pool.entries["fake"].replicas[0].loop.scheduler._ledger
+        ledger = engine._pool.registry.entries["fake"].replicas[0].loop.core._ledger
         assert len(ledger.waiting) > 900
         for name in ("r10", "r990"):
-            line = ledger.waiting
-            ledger.waiting, Line.count = Line(line), 0
+            queue = ledger.waiting.sequences
+            ledger.waiting.sequences, CountingList.count = CountingList(queue), 0
             engine.explain(name)
-            looks[name], ledger.waiting = Line.count, line
+            looks[name], ledger.waiting.sequences = CountingList.count, queue
 
     run(body, max_num_seqs=4)
     assert max(looks.values()) <= 20  # a search in 1,000 takes ten
@@ -275,6 +280,7 @@ def test_the_answer_costs_the_same_whether_ten_or_a_thousand_wait():
 
 
 async def events_of(generation):
+    """Return all events of a request."""
     events = []
     while True:
         try:
@@ -284,13 +290,14 @@ async def events_of(generation):
 
 
 async def timings_of(generation):
+    """Return the timings of a request's end."""
     [end] = [event for event in await events_of(generation) if isinstance(event, Finished)]
     return end.timings
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_timings_add_up_to_a_life_from_arrival_to_end(seed):
-    """Load, the making of tokens, the wait for a step and for a seat, prefill, decode."""
+    """Load, tokenising, the wait for a step and for a seat, prefill, decode."""
 
     async def body(engine):
         began, queues = trio.current_time(), {}
@@ -306,7 +313,7 @@ def test_timings_add_up_to_a_life_from_arrival_to_end(seed):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read, ask(engine, "long", text="x" * 5000, max_tokens=3))
             nursery.start_soon(read, ask(engine, "short", text="y" * 10, max_tokens=4))
-        # the long one's tokens take 3 s to make; then the short one holds the seat for one more
+        # the long request is tokenised for 3 s; then the short one holds the seat for one more
         assert queues == pytest.approx({"long": 4.0, "short": 0.0})
 
     script = FakeScript(encode_s=3.0)
@@ -314,12 +321,13 @@ def test_timings_add_up_to_a_life_from_arrival_to_end(seed):
 
 
 def sum_of(timings):
+    """Return the sum of all phases."""
     return (
         timings.queue_s + timings.load_s + timings.prefill_s + timings.decode_s + timings.parked_s
     )
 
 
-def test_each_phase_is_told_for_what_it_was():
+def test_each_phase_is_timed():
     async def body(engine):
         blocker = ask(engine, "blocker", max_tokens=3)
         await trio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Handles in virtual time: whatever is stopped, dropped, closed or cancelled, and whenever."""
+"""Handles in virtual time: whatever is stopped, dropped, closed or cancelled, at any moment."""
 
 from __future__ import annotations
 
@@ -8,23 +8,17 @@ import weakref
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
+from engine.api.handles import Chat, CrossEncoder, Encoder
 from engine.config import EngineConfig, ModelConfig
-from engine.core.events import Finished, Tokens
-from engine.errors import (
-    InvalidRequest,
-    ModelNotFound,
-    RequestCancelled,
-    ShuttingDown,
-    StepFailed,
-)
-from engine.handles import Chat, CrossEncoder, Encoder
-from engine.model.fake import FakeRunner, FakeScript, FakeTokenizer
-from engine.requests import GenerateRequest, SamplingParams
+from engine.core.common.events import Finished, Tokens
+from engine.errors import InvalidRequest, ModelNotFound, RequestCancelled, ShuttingDown, StepFailed
+from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker.fakes.text import FakeRunner, FakeScript, FakeTokenizer
 from tests.support.core_driver import expected_tokens
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
-SEEDS = range(4)  # of the task order
+SEEDS = range(4)  # for the order of tasks
 LOAD_S, STEP_S, CALL_S = 0.5, 0.01, 0.1
 ENDLESS = SamplingParams(max_tokens=1000)
 SHORT = SamplingParams(max_tokens=5)
@@ -33,7 +27,7 @@ seeds = pytest.mark.parametrize("seed", SEEDS)
 
 
 def run(body, seed, *, buffer=4096, script=None):
-    """Run ``body(engine)`` in a fresh engine, which is idle again after it."""
+    """Run ``body(engine)`` in a fresh engine, and check that the engine is idle afterwards."""
     threads = VirtualThreads()
     script = script or FakeScript()
     script.load_s, script.step_s, script.sleep = LOAD_S, STEP_S, threads.note_sleep
@@ -58,7 +52,7 @@ def run(body, seed, *, buffer=4096, script=None):
 
 
 def said(messages, count):
-    """What the fake model answers to a conversation."""
+    """Return the fake model's answer to a conversation."""
     prompt = FakeTokenizer().render_chat(messages)
     ids = expected_tokens(FakeTokenizer().encode(prompt), count=count)
     return "".join(f"<{token_id}>" for token_id in ids)
@@ -84,7 +78,7 @@ def test_an_answer_read_to_its_last_event_is_part_of_the_conversation(seed):
 
 
 @seeds
-def test_a_chat_remembers_what_was_asked_and_said(seed):
+def test_a_chat_keeps_questions_and_answers(seed):
     async def body(engine):
         async with Chat(engine, system="Be brief.", sampling=SHORT) as chat:
             want = [{"role": "system", "content": "Be brief."}]
@@ -100,7 +94,7 @@ def test_a_chat_remembers_what_was_asked_and_said(seed):
 @seeds
 @pytest.mark.parametrize("after_s", [0.0, LOAD_S / 2, LOAD_S + STEP_S / 2, LOAD_S + 5.5 * STEP_S])
 def test_a_stop_ends_the_answer_however_early_it_comes(seed, after_s):
-    """R3, R6: before its task has begun, while the model loads, in a step."""
+    """R3, R6: before the answer's task has begun, while the model loads, in a step."""
 
     async def body(engine):
         async with Chat(engine, sampling=ENDLESS) as chat:
@@ -113,13 +107,13 @@ def test_a_stop_ends_the_answer_however_early_it_comes(seed, after_s):
                 assert [event async for event in answer] == []
             assert answer.error is None
             assert chat.messages == ()
-            assert len(await chat.ask("two").read()) > 0  # it ended that one alone
+            assert len(await chat.ask("two").read()) > 0  # the stop ended only the first answer
 
     run(body, seed)
 
 
 @seeds
-def test_a_stopped_answer_is_remembered_as_far_as_it_was_read(seed):
+def test_a_stopped_answer_is_kept_as_far_as_it_was_read(seed):
     async def body(engine):
         async with Chat(engine, sampling=ENDLESS) as chat:
             async for _event in (answer := chat.ask("one")):
@@ -135,8 +129,8 @@ def test_a_stopped_answer_is_remembered_as_far_as_it_was_read(seed):
 
 
 @seeds
-def test_a_whole_answer_is_remembered_though_it_is_empty(seed):
-    """Its stop string was all that it said; its question was asked all the same."""
+def test_a_whole_answer_is_kept_even_if_it_is_empty(seed):
+    """The stop string was the whole answer; the question is kept all the same."""
 
     async def body(engine):
         async with Chat(engine, sampling=SamplingParams(stop=("<",))) as chat:
@@ -147,8 +141,8 @@ def test_a_whole_answer_is_remembered_though_it_is_empty(seed):
 
 
 @seeds
-def test_a_stop_with_nothing_asked_is_not_remembered(seed):
-    """R3: no generation, no effect."""
+def test_a_stop_without_an_answer_has_no_later_effect(seed):
+    """R3: without a generation, a stop has no effect."""
 
     async def body(engine):
         async with Chat(engine, sampling=SHORT) as chat:
@@ -196,7 +190,7 @@ def test_an_answer_that_fails_leaves_no_trace(seed):
 
 
 @seeds
-def test_leaving_an_answer_ends_it_and_it_is_remembered_as_far_as_read(seed):
+def test_leaving_an_answer_ends_it_and_keeps_what_was_read(seed):
     async def body(engine):
         async with Chat(engine, sampling=ENDLESS) as chat:
             async with chat.ask("one") as answer:
@@ -232,7 +226,7 @@ def test_a_dropped_answer_is_ended_and_the_chat_goes_on(seed):
 
 @seeds
 def test_a_reset_while_an_answer_runs_forgets_it(seed):
-    """R17: the sources' reset had the same hole as their stop."""
+    """R17: in the sources, reset had the same race as stop."""
 
     async def body(engine):
         async with Chat(engine, system="a", sampling=ENDLESS) as chat:
@@ -269,8 +263,8 @@ def test_closing_a_chat_whose_stream_is_full_and_held_but_read_by_nobody(seed, b
 
 @seeds
 @pytest.mark.parametrize("does_close", [False, True])
-def test_a_reader_that_waits_hears_of_the_end(seed, does_close):
-    """R19: `close` only signals, and whoever waits in the iterator wakes."""
+def test_a_waiting_reader_gets_the_end(seed, does_close):
+    """R19: `close` only signals, and a task that waits in the iterator wakes."""
 
     async def body(engine):
         chat = Chat(engine, sampling=ENDLESS)
@@ -326,7 +320,7 @@ def test_a_closed_chat_keeps_nothing_alive(seed):
         answer = chat.ask("one")
         await trio.sleep(LOAD_S + 5 * STEP_S)
         await chat.aclose()
-        things = [chat, chat._guard, answer, answer._generation]
+        things = [chat, chat._guard, answer, answer._stream]
         refs = [weakref.ref(thing) for thing in things]
         del chat, answer, things
         await trio.sleep(1)
@@ -338,13 +332,13 @@ def test_a_closed_chat_keeps_nothing_alive(seed):
 
 @seeds
 def test_an_open_chat_keeps_no_answer_alive(seed):
-    """R23: what has ended, and whoever read it has gone, is gone."""
+    """R23: an answer that has ended, and whose reader has gone, is freed."""
 
     async def body(engine):
         async with Chat(engine, sampling=SHORT) as chat:
             answer = chat.ask("one")
             await answer.read()
-            refs = [weakref.ref(answer), weakref.ref(answer._generation)]
+            refs = [weakref.ref(answer), weakref.ref(answer._stream)]
             del answer
             await trio.sleep(1)
             gc.collect()
@@ -380,7 +374,7 @@ def test_the_model_dies_with_its_engine():
 
 
 class Fakes:
-    """Functions that take `CALL_S`, refuse the text "bad", and break on "broken"."""
+    """Functions that take `CALL_S`, refuse the text "bad", and fail on "broken"."""
 
     def __init__(self):
         self.begun = 0
@@ -403,11 +397,13 @@ class Fakes:
 
 
 def encoder(engine, fakes):
+    """Return an `Encoder` of these functions, a call of it, and the call's right result."""
     handle = Encoder(engine, function=fakes.embed)
     return handle, handle.embed, ((1.0, 1.0), (2.0, 1.0))
 
 
 def cross_encoder(engine, fakes):
+    """Return a `CrossEncoder` of these functions, a call of it, and the call's right result."""
     handle = CrossEncoder(engine, function=fakes.rank)
     return handle, lambda texts: handle.rank("query", texts), (1.0, 2.0)
 
@@ -418,8 +414,8 @@ TEXTS = ("a", "bb")
 
 @seeds
 @kinds
-def test_a_bad_input_is_its_callers_alone(seed, kind):
-    """R22: beside it and after it, the handle serves."""
+def test_a_bad_input_fails_only_its_own_call(seed, kind):
+    """R22: beside the bad input and after it, the handle serves."""
 
     async def body(engine):
         handle, call, want = kind(engine, Fakes())
@@ -449,7 +445,7 @@ def test_a_bad_input_is_its_callers_alone(seed, kind):
 @pytest.mark.parametrize("after_s", [0.0, CALL_S / 2])
 @pytest.mark.parametrize("how", ["stop", "close", "aclose"])
 def test_a_call_is_ended_however_early(seed, kind, after_s, how):
-    """R3, R21: what was asked ends, begun or not; with `stop`, what is asked later does not."""
+    """R3, R21: calls end, begun or not; after `stop`, later calls do not."""
 
     async def body(engine):
         fakes = Fakes()
@@ -500,7 +496,7 @@ def test_a_call_that_is_cancelled_from_outside_is_cancelled(seed, kind):
 
 
 @seeds
-def test_handles_of_encoders_that_are_not_configured_say_so(seed):
+def test_handles_of_encoders_that_are_not_configured_raise(seed):
     async def body(engine):
         async with Encoder(engine) as one, CrossEncoder(engine) as other:
             with pytest.raises(ModelNotFound):
@@ -524,7 +520,7 @@ def test_a_closed_chat_refuses(seed):
 
 
 def test_a_handle_holds_no_stop_state_of_its_own():
-    """R1, R4: the guard alone does, and a generation's scope is the supervisor's."""
+    """R1, R4: only the guard has one; a generation's scope belongs to the supervisor."""
 
     async def body(engine):
         for handle in (Chat(engine), Encoder(engine), CrossEncoder(engine)):

@@ -1,4 +1,4 @@
-"""A request id that is used again at once never gets what was the first one's."""
+"""A request id that is used again at once never gets events of the first request."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.types import EndReason
+from engine.core.common.types import EndReason
 from engine.errors import DuplicateRequest, InvalidRequest, ModelNotFound, Overloaded
-from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import GenerateRequest, SamplingParams
+from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import AbortOutcome
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.01
@@ -23,7 +23,24 @@ REQUEST = GenerateRequest(
 )
 
 
+class EventReader:
+    """Keep the events of a stream, and call ``on_end`` at the stream's end."""
+
+    def __init__(self, on_end):
+        self.events = []
+        self.error = None
+        self._on_end = on_end
+
+    def push(self, event):
+        self.events.append(event)
+
+    def end(self, error):
+        self.error = error
+        self._on_end()
+
+
 async def read_all(generation):
+    """Return all events of a request."""
     events = []
     while True:
         try:
@@ -34,7 +51,9 @@ async def read_all(generation):
 
 def run_engine(body, seed, *, waits=True, script=None, **settings):
     """Run ``body(engine)``, once the model is ready or (``waits`` False) while it loads.
-    ``script``, ``settings``: FakeScript's and EngineConfig's fields."""
+
+    ``script`` has fields of FakeScript, ``settings`` fields of EngineConfig.
+    """
     threads = VirtualThreads()
     fields = {"step_s": STEP_S} | (script or {})
     runner = FakeRunner(script=FakeScript(sleep=threads.note_sleep, **fields))
@@ -83,7 +102,7 @@ def test_a_name_used_again_right_after_an_abort(seed, lived_s, gap_s):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_name_of_a_clients_reaches_a_request_of_another_name(seed):
+def test_no_id_of_a_client_reaches_a_request_with_another_id(seed):
     threads = VirtualThreads()
     runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
 
@@ -94,7 +113,7 @@ def test_no_name_of_a_clients_reaches_a_request_of_another_name(seed):
         ) as engine:
             await engine.wait_ready()
             await read_all(engine.submit(REQUEST, buffer=99))
-            again = engine.submit(REQUEST, buffer=99)  # has another name in the core
+            again = engine.submit(REQUEST, buffer=99)  # the core has another name for this request
             await trio.sleep(4.5 * STEP_S)
             stranger = engine.submit(
                 replace(REQUEST, token_ids=(900, 901), request_id=again.core_id), buffer=99
@@ -111,23 +130,23 @@ def test_no_name_of_a_clients_reaches_a_request_of_another_name(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whoever_hears_of_the_end_may_use_the_name_again_at_once(seed):
+def test_a_name_may_be_used_again_as_soon_as_its_end_is_known(seed):
     async def body(engine):
         started = []
 
         def start():
-            generation = engine.submit(REQUEST, buffer=99)
-            started.append(generation)
-            generation.on_ready = lambda: again(generation)
+            reader = EventReader(again)
+            started.append(reader)
+            engine.submit(REQUEST, buffer=99, reader=reader)
 
-        def again(before):
-            if before.is_closed and len(started) < 4:
+        def again():
+            if len(started) < 4:
                 assert engine.abort("same") is AbortOutcome.ALREADY_ENDED
                 start()
 
         start()
         await trio.sleep(200 * STEP_S)
-        assert [len(one.take_ready()) for one in started] == 4 * [22]
+        assert [len(one.events) for one in started] == 4 * [22]
         assert [one.error for one in started] == 4 * [None]
         assert engine.num_live == 0
 
@@ -140,11 +159,9 @@ def test_a_name_used_again_for_a_request_that_ends_sooner_than_the_first_ones_ta
         ends = []
 
         def again():
-            if first.is_closed:
-                ends.append(engine.submit(replace(REQUEST, model="unknown"), buffer=9))
+            ends.append(engine.submit(replace(REQUEST, model="unknown"), buffer=9))
 
-        first = engine.submit(REQUEST, buffer=99)
-        first.on_ready = again
+        engine.submit(REQUEST, buffer=99, reader=EventReader(again))
         await trio.sleep(100 * STEP_S)
         assert [type(one.error) for one in ends] == [ModelNotFound]
         assert engine.num_live == 0
@@ -153,18 +170,16 @@ def test_a_name_used_again_for_a_request_that_ends_sooner_than_the_first_ones_ta
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_end_is_counted_before_its_reader_hears_of_it(seed):
+def test_an_end_is_counted_before_its_reader_gets_it(seed):
     async def body(engine):
         for number in range(1, 4):
-            generation = engine.submit(REQUEST, buffer=99)
             counts = []
 
-            def look(generation=generation, counts=counts):
-                if generation.is_closed:
-                    counts.append(engine.statistics().totals.requests_total)
+            def look(counts=counts):
+                counts.append(engine.statistics().totals.requests_total)
 
-            generation.on_ready = look
-            await generation.wait_closed()
+            stream = engine.submit(REQUEST, buffer=99, reader=EventReader(look))
+            await stream.wait_closed()
             assert [count.finished for count in counts] == [number]
             await trio.sleep(STEP_S)
 
@@ -172,7 +187,7 @@ def test_an_end_is_counted_before_its_reader_hears_of_it(seed):
 
 
 @pytest.mark.parametrize("wrong", [{"n": -10_000}, {"timeout_s": math.nan}])
-def test_submit_raises_nothing_for_a_number_that_cannot_be(wrong):
+def test_submit_raises_nothing_for_an_impossible_number(wrong):
     async def body(engine):
         assert isinstance(engine.submit(replace(REQUEST, **wrong), buffer=9).error, InvalidRequest)
 
@@ -181,11 +196,11 @@ def test_submit_raises_nothing_for_a_number_that_cannot_be(wrong):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_name_used_again_while_a_step_hangs_for_longer_than_ids_are_remembered(seed):
-    """The cancel of the first still waits for the step when the second comes."""
+    """The first request's cancel still waits for the step when the second request comes."""
 
     async def body(engine):
         first = engine.submit(REQUEST, buffer=99)
-        await trio.sleep(1.0)  # into the long step
+        await trio.sleep(1.0)  # in the middle of the long step
         first.cancel(EndReason.CANCELLED)
         await trio.sleep(65.0)
         second = engine.submit(REQUEST, buffer=99)
@@ -203,8 +218,18 @@ def test_requests_that_wait_for_a_load_are_bounded_too(seed):
         assert refused == asked[6:]
         assert all(isinstance(one.error, Overloaded) for one in refused)
         lengths = [len(await read_all(one)) for one in asked[:6]]
-        assert lengths.count(22) >= 4  # the queue has room for four, once there is one
+        assert lengths.count(22) >= 4  # the queue has room for four, once the model is loaded
 
     run_engine(
         body, seed, waits=False, script={"load_s": 5.0}, max_num_seqs=2, max_queued_requests=4
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_id_used_again_is_the_same_in_every_event(seed):
+    async def body(engine):
+        for _ in range(2):
+            async with engine.generate(REQUEST) as stream:
+                assert {event.request_id async for event in stream} == {"same"}
+
+    run_engine(body, seed)

@@ -7,7 +7,6 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.breaker import OPEN_S
 from engine.errors import (
     EngineBug,
     MemoryExhausted,
@@ -18,14 +17,16 @@ from engine.errors import (
     TrioletError,
     WorkerLost,
 )
+from engine.pool.backoff import OPEN_S
 from engine.status import Capability, ModelState
 from tests.support.pools import GB, Model, World
 
-SEEDS = range(6)  # of the task order
+SEEDS = range(6)  # for the order of tasks
 
 
 def state(world, name="a"):
-    return world.pool.entries[name].state
+    """Return a model's state."""
+    return world.pool.registry.entries[name].state
 
 
 # ---- cold starts
@@ -47,7 +48,7 @@ def test_ten_clients_of_a_cold_model_of_two_replicas_load_it_twice(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_three_clients_at_drawn_instants_load_two_replicas(seed):
-    """R131, with the third after the load has begun and a fourth after it has ended."""
+    """R131: the third comes after the load has begun, and a fourth after it has ended."""
     world = World(Model("a", 2 * GB, replicas=2, load_s=1.0))
 
     async def body(world):
@@ -61,12 +62,13 @@ def test_three_clients_at_drawn_instants_load_two_replicas(seed):
 
 
 async def later(at, job, *args):
+    """Run ``job`` after ``at`` seconds."""
     await trio.sleep(at)
     await job(*args)
 
 
 def test_waiters_wake_at_the_instant_of_ready():
-    """R109, R132: nothing is polled."""
+    """R109, R132: nobody polls."""
     world = World(Model("a", load_s=1.5))
 
     async def body(world):
@@ -88,7 +90,7 @@ def test_models_load_in_parallel():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_five_models_of_two_replicas_at_once_stay_below_the_limit(seed):
-    """R120: the limit holds five replicas; who comes too late is told so at once."""
+    """R120: the limit holds five replicas; a request that comes too late is refused at once."""
     models = [Model(f"m{i}", GB, replicas=2) for i in range(5)]
     world = World(*models, limit=5 * GB)
 
@@ -119,7 +121,7 @@ def test_a_load_survives_its_requester():
 
 
 def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on():
-    """R108: 30 s each, from when each began to wait."""
+    """R108: 30 s for each request, from when its wait began."""
     world = World(Model("a", load_s=100.0))
 
     async def body(world):
@@ -148,7 +150,7 @@ def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on():
     [SpawnFailed("no such file"), RuntimeError("x"), MemoryError(), SystemExit(3)],
     ids=repr,
 )
-def test_a_load_that_fails_tells_each_waiter_at_once_by_an_error_of_its_own(cause):
+def test_a_failed_load_raises_an_own_error_for_each_waiter_at_once(cause):
     """R110, R133, R140: after the second that the failure took, and not after 30."""
     world = World(Model("a", load_s=1.0, load_errors=[cause]))
 
@@ -179,7 +181,9 @@ def test_an_estimate_that_fails_is_a_load_that_fails():
 
 
 @pytest.mark.parametrize("fails", ["estimate", "load"])
-def test_the_log_says_once_why_a_model_did_not_load_and_what_clients_are_not_told(fails, caplog):
+def test_the_log_has_once_why_a_model_did_not_load_with_details_that_clients_do_not_get(
+    fails, caplog
+):
     error = SpawnFailed("no config.json", log_detail="/secret/path")
     faults = {"estimate_error": error} if fails == "estimate" else {"load_errors": [error]}
     world = World(Model("a", **faults))
@@ -220,7 +224,7 @@ def test_after_a_failure_the_next_try_waits_longer_each_time_and_then_the_breake
             await trio.sleep(wait_s - 0.1)
             error, _ = await world.hold("a")
             assert isinstance(error, SpawnFailed)
-            assert "it is tried again in 0 s or later" in str(error)
+            assert "the next attempt can begin in 0 s" in str(error)
             assert world.num_loads("a") == tries
             await trio.sleep(0.2)
         assert (await world.hold("a"))[0] is None
@@ -243,8 +247,8 @@ def test_the_operator_need_not_wait_for_the_breaker():
 
 
 @pytest.mark.parametrize("stands", ["one replica serves", "its restart is due"])
-def test_the_operator_hears_of_a_replica_that_does_not_load(stands):
-    """Once, and it is not loaded again and again meanwhile."""
+def test_the_operator_learns_of_a_replica_that_does_not_load(stands):
+    """The operator learns once, and the replica is not loaded again and again meanwhile."""
     count = 2 if stands == "one replica serves" else 1
     errors = [None] + [RuntimeError("x") for _ in range(3)]
     world = World(Model("a", replicas=count, load_errors=errors))
@@ -257,12 +261,12 @@ def test_the_operator_hears_of_a_replica_that_does_not_load(stands):
         with pytest.raises(SpawnFailed):
             await load(world, "a")
         assert world.num_loads("a") == 2
-        assert len(world.pool.entries["a"].ready) == count - 1
+        assert len(world.pool.registry.entries["a"].ready) == count - 1
 
     world.run(body)
 
 
-def test_a_watch_that_looks_late_hears_of_the_failure_all_the_same():
+def test_a_late_watch_still_learns_of_the_failure():
     world = World(Model("a", load_errors=[RuntimeError("x")]))
 
     async def body(world):
@@ -277,6 +281,7 @@ def test_a_watch_that_looks_late_hears_of_the_failure_all_the_same():
 
 
 async def load(world, name, replicas=None):
+    """Load a model as the operator does, and return every stage that the watch reports."""
     watch = world.pool.watch_load(name, replicas)
     stages = []
     while (stage := await watch.next()) is not None:
@@ -285,7 +290,7 @@ async def load(world, name, replicas=None):
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
-def test_a_preload_takes_nobody_s_room_until_a_request_waits_for_it(is_asked_for):
+def test_a_preload_takes_nobodys_room_until_a_request_waits_for_it(is_asked_for):
     models = Model("a", lazy=False), Model("b", lazy=False, prepare_s=2.0)
     world = World(*models, limit=GB)
 
@@ -295,7 +300,7 @@ def test_a_preload_takes_nobody_s_room_until_a_request_waits_for_it(is_asked_for
         if is_asked_for:
             assert (await world.hold("b"))[0] is None
         await trio.sleep(5.0)
-        assert [bool(world.pool.entries[name].ready) for name in "ab"] == [
+        assert [bool(world.pool.registry.entries[name].ready) for name in "ab"] == [
             not is_asked_for,
             is_asked_for,
         ]
@@ -303,24 +308,24 @@ def test_a_preload_takes_nobody_s_room_until_a_request_waits_for_it(is_asked_for
     world.run(body)
 
 
-def test_a_load_is_over_though_a_dead_replica_still_looks_for_room():
-    """Found by the simulator: each look of the watch began the next load at once, for ever."""
+def test_a_load_is_over_even_if_a_dead_replica_still_looks_for_room():
+    """Found by the simulator: each check of the watch began the next load at once, for ever."""
     world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
 
     async def body(world):
         await world.hold("a")
         world.crash("a")
-        await world.hold("b")  # has the room now
+        await world.hold("b")  # "b" has the room now
         with trio.fail_after(5.0):
             assert (await load(world, "a", 2))[-1].state is ModelState.READY
-        assert len(world.pool.entries["a"].ready) == 1
+        assert len(world.pool.registry.entries["a"].ready) == 1
         assert world.num_loads("a") == 2
 
     world.run(body)
 
 
-def test_a_load_is_not_over_while_what_it_brought_is_dead_and_comes_back():
-    """A slow watcher, as a client may be: the last it hears is that the model serves."""
+def test_a_load_is_not_over_while_its_replica_is_dead_and_comes_back():
+    """To a slow watcher, as a client may be, the last report is that the model serves."""
     world = World(Model("a"))
 
     async def body(world):
@@ -339,7 +344,7 @@ def test_a_load_is_not_over_while_what_it_brought_is_dead_and_comes_back():
 
 
 def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff():
-    """R141. Who asks meanwhile waits; nobody need ask."""
+    """R141: requests that come meanwhile wait; the worker comes back without a request, too."""
     world = World(Model("a"))
 
     async def body(world):
@@ -349,10 +354,10 @@ def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff(
             world.crash("a")
             await trio.sleep(0.01)
             assert state(world) is ModelState.LOADING
-            assert world.pool.entries["a"].degraded_ids == [0]
+            assert world.pool.registry.entries["a"].degraded_ids == [0]
             assert world.pool.memory.total_reserved == 0
             assert await world.hold("a") == (None, back_at)
-        [replica] = world.pool.entries["a"].replicas
+        [replica] = world.pool.registry.entries["a"].replicas
         assert (replica.replica_id, replica.restarts) == (0, 3)
 
     world.run(body)
@@ -368,13 +373,13 @@ def test_one_replica_of_two_that_dies_leaves_the_other_and_comes_back():
         assert state(world) is ModelState.READY
         assert (await world.hold("a"))[0] is None
         await trio.sleep(2.0)
-        assert [r.restarts for r in world.pool.entries["a"].replicas] == [0, 1]
-        assert sorted(r.replica_id for r in world.pool.entries["a"].replicas) == [0, 1]
+        replicas = world.pool.registry.entries["a"].replicas
+        assert [(one.replica_id, one.restarts) for one in replicas] == [(0, 1), (1, 0)]
 
     world.run(body)
 
 
-def test_what_died_five_times_is_given_up_until_the_operator_acts():
+def test_a_replica_that_died_five_times_is_given_up_until_the_operator_acts():
     world = World(Model("a", load_s=0.0))
 
     async def body(world):
@@ -396,14 +401,14 @@ def test_a_restart_that_fails_is_tried_again():
     async def body(world):
         await world.hold("a")
         world.crash("a")
-        await trio.sleep(1.5)  # the first restart, which failed
+        await trio.sleep(1.5)  # the first restart has failed by now
         assert world.num_loads("a") == 2
         assert await world.hold("a") == (None, 3.0)
 
     world.run(body)
 
 
-def test_unloading_what_waits_for_its_restart_ends_that():
+def test_unloading_a_model_that_waits_for_its_restart_ends_the_restart():
     world = World(Model("a", load_s=0.0))
 
     async def body(world):
@@ -421,7 +426,7 @@ def test_unloading_what_waits_for_its_restart_ends_that():
 # ---- memory
 
 
-def test_what_does_not_fit_is_refused_with_the_arithmetic():
+def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic():
     world = World(Model("a", 3 * GB), Model("b", 2 * GB), limit=4 * GB)
 
     async def body(world):
@@ -434,7 +439,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic():
                 "Memory exhausted: Memory limit reached for b: it needs 2,048.0 MiB on cpu, where "
                 "3,072.0 MiB of 4,096.0 MiB are reserved; nothing can be evicted"
             )
-        assert (await world.hold("b"))[0] is None  # and the next request tries again
+        assert (await world.hold("b"))[0] is None  # the next request tries again
 
     world.run(body)
 
@@ -447,7 +452,7 @@ def test_a_model_larger_than_the_limit_evicts_nobody():
         error, _ = await world.hold("huge")
         assert isinstance(error, MemoryExhausted)
         assert error.retry_after_s is None
-        assert "evicting a (1,024.0 MiB) would not do" in str(error)
+        assert "evicting a (1,024.0 MiB) would not free enough" in str(error)
         assert str(error).endswith("; raise --memory-limit or lower --kv-cache-memory")
         assert state(world) is ModelState.READY
 
@@ -481,7 +486,7 @@ def test_a_popular_model_gives_its_spare_replica_to_one_that_has_none():
                 nursery.start_soon(world.hold, "popular", 5.0, lambda: cuts.append(1))
             await trio.sleep(1.0)
             assert await world.hold("other") == (None, 1.0 + 1.0 + 5.0 - 1.0 + 1.0)
-        assert len(world.pool.entries["popular"].ready) == 3
+        assert len(world.pool.registry.entries["popular"].ready) == 3
 
     world.run(body)
     assert not cuts
@@ -498,10 +503,10 @@ def test_a_replica_that_dies_while_it_makes_room_does_not_come_back():
             await trio.sleep(1.0)
             nursery.start_soon(world.hold, "b")
             await trio.sleep(1.0)
-            [leaving] = [one for one in world.pool.entries["a"].replicas if one.is_retired]
+            [leaving] = [one for one in world.pool.registry.entries["a"].replicas if one.is_retired]
             world.crash_replica(leaving)
             await trio.sleep(0.1)
-            assert world.pool.entries["a"].degraded_ids == []
+            assert world.pool.registry.entries["a"].degraded_ids == []
         assert world.num_loads("a") == 2
 
     world.run(body)
@@ -517,7 +522,7 @@ def test_a_preload_evicts_nobody():
     world.run(body)
 
 
-def test_what_was_measured_replaces_the_estimate():
+def test_a_measurement_replaces_the_estimate():
     world = World(Model("a", GB, measured=3 * GB), Model("b", GB), limit=3 * GB)
 
     async def body(world):
@@ -530,7 +535,7 @@ def test_what_was_measured_replaces_the_estimate():
     world.run(body)
 
 
-def test_nothing_is_evicted_in_vain_where_more_was_measured_than_there_is():
+def test_nothing_is_evicted_in_vain_if_more_was_measured_than_the_limit():
     world = World(Model("b"), Model("a", measured=5 * GB), Model("c"), limit=4 * GB)
 
     async def body(world):
@@ -560,7 +565,7 @@ def test_an_idle_model_goes_after_its_time_to_live():
     world.run(body)
 
 
-def test_what_nobody_ever_used_goes_after_its_time_to_live_too():
+def test_a_model_that_nobody_ever_used_goes_after_its_time_to_live_too():
     world = World(Model("a", lazy=False), Model("b", replicas=2), idle_ttl_s=60.0)
 
     async def body(world):
@@ -579,18 +584,18 @@ def test_what_nobody_ever_used_goes_after_its_time_to_live_too():
 # ---- loading and unloading as the operator wants
 
 
-def test_loading_adds_replicas_up_to_the_number_asked_for():
+def test_loading_adds_replicas_up_to_the_requested_number():
     world = World(Model("a"), limit=3 * GB)
 
     async def body(world):
         [*_, last] = await load(world, "a")
-        assert (last.state, len(world.pool.entries["a"].ready)) == (ModelState.READY, 1)
+        assert (last.state, len(world.pool.registry.entries["a"].ready)) == (ModelState.READY, 1)
         await load(world, "a", 3)
-        assert len(world.pool.entries["a"].ready) == 3
+        assert len(world.pool.registry.entries["a"].ready) == 3
         await load(world, "a", 9)  # as many as fit
         await load(world, "a", 1)
-        assert len(world.pool.entries["a"].ready) == 3
-        assert [r.replica_id for r in world.pool.entries["a"].replicas] == [0, 1, 2]
+        assert len(world.pool.registry.entries["a"].ready) == 3
+        assert [r.replica_id for r in world.pool.registry.entries["a"].replicas] == [0, 1, 2]
 
     world.run(body)
 
@@ -617,7 +622,7 @@ def test_unloading_lets_requests_finish_and_then_cuts_them():
             assert str(error) == "No workers available: a is being unloaded"
         assert trio.current_time() == 12.0
         assert state(world) is ModelState.UNLOADED
-        assert (await world.hold("a"))[0] is None  # and can be loaded again
+        assert (await world.hold("a"))[0] is None  # it can be loaded again
 
     async def unload(world, drain_s):
         await world.pool.unload("a", drain_s)
@@ -626,7 +631,7 @@ def test_unloading_lets_requests_finish_and_then_cuts_them():
     world.run(body)
 
 
-def test_an_unload_goes_on_without_its_asker_and_a_second_one_may_cut():
+def test_an_unload_goes_on_without_its_caller_and_a_second_one_may_cut():
     world = World(Model("a"))
 
     async def body(world):
@@ -683,7 +688,7 @@ def test_closing_while_a_load_is_under_way_ends_its_waiters():
 
 
 @pytest.mark.parametrize("end", ["close", "unload"])
-def test_what_waits_for_room_is_not_loaded_after_the_end(end):
+def test_a_model_that_waits_for_room_is_not_loaded_after_the_end(end):
     world = World(Model("a", replicas=2), Model("b", load_s=45.0), limit=2 * GB)
 
     async def body(world):
@@ -717,8 +722,8 @@ def test_what_waits_for_room_is_not_loaded_after_the_end(end):
 
 
 @pytest.mark.parametrize("end", ["close", "unload"])
-def test_what_waits_for_a_thread_is_not_loaded_after_the_end(end):
-    encoder = Capability.TEXT_EMBEDDING  # these load one after the other
+def test_a_model_that_waits_for_a_thread_is_not_loaded_after_the_end(end):
+    encoder = Capability.TEXT_EMBEDDING  # encoders load one after the other
     world = World(
         *(Model(name, load_s=10.0, capability=encoder) for name in "ab"),
     )
@@ -738,13 +743,13 @@ def test_what_waits_for_a_thread_is_not_loaded_after_the_end(end):
     world.run(body)
 
 
-def test_a_death_that_has_a_reason_is_a_line_and_a_bug_is_a_traceback(caplog):
+def test_a_death_with_a_reason_is_one_log_line_and_a_bug_is_a_traceback(caplog):
     world = World(Model("lost"), Model("broken"))
 
     async def body(world):
         await load(world, "lost")
         await load(world, "broken")
-        [replica] = world.pool.entries["lost"].replicas
+        [replica] = world.pool.registry.entries["lost"].replicas
         replica.loop.lose(WorkerLost("the worker process was killed by signal 9"))
         world.crash("broken")
         await trio.sleep(0.01)
@@ -766,10 +771,10 @@ def test_closing_waits_for_no_backoff():
         for _ in range(2):
             world.crash("a")
             await trio.sleep(0.01)
-        assert world.pool.entries["a"].degraded_ids == [0, 1]
+        assert world.pool.registry.entries["a"].degraded_ids == [0, 1]
         world.pool.close()
         await trio.sleep(0.1)
-        assert world.pool.entries["a"].load is None
+        assert world.pool.registry.entries["a"].load is None
 
     world.run(body)
 
@@ -779,7 +784,7 @@ def test_closing_waits_for_no_backoff():
 
 @pytest.mark.parametrize("capability", Capability, ids=lambda one: one.value)
 def test_the_pool_serves_all_capabilities_alike(capability):
-    """R124: cold start, failure and retry, eviction, unloading, by the same code."""
+    """R124: the same code does cold start, failure and retry, eviction, and unloading."""
     other = next(one for one in Capability if one is not capability)
     world = World(
         Model("a", capability=capability, replicas=2, load_errors=[RuntimeError("x")] * 2),
@@ -790,12 +795,12 @@ def test_the_pool_serves_all_capabilities_alike(capability):
     async def body(world):
         assert isinstance((await world.hold("a"))[0], SpawnFailed)
         await trio.sleep(1.0)
-        async with world.pool.lease("", capability) as replica:
+        async with world.pool.leases.acquire("", capability) as replica:
             assert replica.model == "a"
         await load(world, "a", 2)
-        assert len(world.pool.entries["a"].ready) == 2
-        with pytest.raises(TrioletError, match=r"a .*; what is asked for is a model that "):
-            world.pool.entry("a", other)
+        assert len(world.pool.registry.entries["a"].ready) == 2
+        with pytest.raises(TrioletError, match=r"a .*, but the request needs a model that "):
+            world.pool.registry.find("a", other)
         assert (await world.hold("b"))[0] is None
         assert state(world) is ModelState.UNLOADED
         await world.pool.unload("b", 0.0)
@@ -811,6 +816,7 @@ ERRORS = (SpawnFailed("x"), RuntimeError("x"), SystemExit(1), MemoryError())
 
 @st.composite
 def drawn_worlds(draw):
+    """Draw models, operations on them, and a pool's settings."""
     models = [
         Model(
             name,
@@ -843,8 +849,8 @@ def drawn_worlds(draw):
 
 @settings(max_examples=300, deadline=None)
 @given(drawn_worlds())
-def test_whatever_happens_the_books_are_exact_and_nobody_is_left_waiting(drawn):
-    """The watchers are `World.run`'s and `World.check`'s."""
+def test_whatever_happens_the_invariants_hold_and_nobody_waits_for_ever(drawn):
+    """`World.run` and `World.check` do the checks."""
     models, operations, limit, ttl, closes_at, seed = drawn
     world = World(*models, limit=limit, idle_ttl_s=ttl)
     ended = []
@@ -867,7 +873,7 @@ def test_whatever_happens_the_books_are_exact_and_nobody_is_left_waiting(drawn):
                 else:
                     world.crash(name)
             except TrioletError:
-                pass  # told, which is an end like another
+                pass  # an error is an end like any other
         ended.append(kind)
 
     async def body(world):
@@ -882,7 +888,7 @@ def test_whatever_happens_the_books_are_exact_and_nobody_is_left_waiting(drawn):
 
 
 def test_a_spare_replica_that_finds_no_room_looks_again():
-    """It takes nobody's, and is not forgotten."""
+    """The spare replica takes nobody's room, and is not forgotten."""
     world = World(Model("a", replicas=2), Model("b"), limit=2 * GB)
 
     async def body(world):
@@ -891,29 +897,29 @@ def test_a_spare_replica_that_finds_no_room_looks_again():
         await trio.sleep(0.1)
         await world.hold("b")
         await trio.sleep(15.0)
-        assert len(world.pool.entries["a"].ready) == 1
-        assert world.pool.entries["a"].degraded_ids
+        assert len(world.pool.registry.entries["a"].ready) == 1
+        assert world.pool.registry.entries["a"].degraded_ids
         await world.pool.unload("b", 0.0)
         await trio.sleep(15.0)
-        assert len(world.pool.entries["a"].ready) == 2
+        assert len(world.pool.registry.entries["a"].ready) == 2
 
     world.run(body)
 
 
-def test_the_operator_gets_as_many_replicas_as_asked_for():
+def test_the_operator_gets_the_requested_number_of_replicas():
     world = World(Model("a", replicas=3))
 
     async def body(world):
         await load(world, "a", 1)
-        assert len(world.pool.entries["a"].ready) == 1
+        assert len(world.pool.registry.entries["a"].ready) == 1
         await load(world, "a")
-        assert len(world.pool.entries["a"].ready) == 3
+        assert len(world.pool.registry.entries["a"].ready) == 3
 
     world.run(body)
 
 
-def test_loading_what_goes_again_at_once_ends():
-    """Its replicas are idle sooner than the operator's watch looks again."""
+def test_loading_a_model_that_is_unloaded_at_once_ends():
+    """The model's replicas are idle before the operator's watch checks again."""
     world = World(Model("a", replicas=2), idle_ttl_s=0.01)
 
     async def body(world):

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig, WorkerConfig
-from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import GenerateRequest, SamplingParams
+from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 REPLICAS = 3
@@ -19,13 +19,16 @@ STEP_S = 0.1
 
 
 def request(family, own, max_tokens=3):
+    """Return a request whose prompt begins as those of its family."""
     prompt = (family,) * 64 + (own % 900 + 1,)
     return GenerateRequest(token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens))
 
 
 def served(routing, asks, *, gap_s, seed=0, **config):
-    """Ask for each of ``asks`` every ``gap_s`` seconds. How many requests each replica served, and
-    how many prompt tokens all found cached."""
+    """Submit one of ``asks`` every ``gap_s`` seconds.
+
+    Return how many requests each replica served, and how many prompt tokens were cached.
+    """
     threads = VirtualThreads()
 
     def make_runner(model, config):
@@ -46,7 +49,7 @@ def served(routing, asks, *, gap_s, seed=0, **config):
                 await generation.wait_closed()
                 assert generation.error is None
             found = [replica.processed for replica in engine.list_models()[0].replicas]
-            assert all(r.work == (0, 0) for r in engine._pool.entries["fake"].replicas)
+            assert all(r.work == (0, 0) for r in engine._pool.registry.entries["fake"].replicas)
             return found, engine.statistics().totals.prefix_hits
 
     return run_deterministically(main, seed)
@@ -79,7 +82,7 @@ def test_requests_of_a_family_go_where_their_prefix_is_cached():
     assert hits["prefix"] > hits["least-tokens"]
 
 
-def test_a_crowd_of_one_family_is_spread_all_the_same():
+def test_many_requests_of_one_family_are_spread():
     asks = [request(1, own, max_tokens=50) for own in range(30)]
     counts, _ = served("prefix", asks, gap_s=0.01)
     assert min(counts) >= 5

@@ -1,5 +1,7 @@
-"""What a request's sampling and output options become on their way to the worker, and the order of
-what comes back, in virtual time."""
+"""What the worker gets of a request's sampling and output options, in virtual time.
+
+And the order of what comes back.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +10,25 @@ import dataclasses
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.events import Finished, Tokens
-from engine.core.plan import SamplingDefaults
-from engine.core.types import Sampling, Stops
+from engine.core.common.events import Finished, Tokens
+from engine.core.common.types import Sampling, Stops
 from engine.errors import InvalidRequest, RequestTooLarge
-from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import (
+from engine.requests.text_values import (
     MAX_PROMPT_LOGPROBS,
     GenerateRequest,
     OutputOptions,
     SamplingParams,
     Started,
 )
+from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.interface import SamplingDefaults
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 
 def run(request, *, buffer=16, seed=0, runner=None, **config):
-    """The events of one request, its error, and every sequence the worker was told of."""
+    """Return a request's events, its error, and every sequence that the worker got."""
     threads, events, admitted = VirtualThreads(), [], []
     script = FakeScript(step_s=0.01, sleep=threads.note_sleep)
     script.plan_fault = lambda plan: admitted.extend(plan.admitted)
@@ -77,7 +79,7 @@ def test_started_has_the_prompts_log_probabilities_and_still_comes_first(buffer,
     assert sum(isinstance(event, Finished) for event in rest) == 2
 
 
-def test_more_log_probabilities_than_can_be_told_are_refused_by_name():
+def test_more_log_probabilities_than_the_maximum_are_refused_by_name():
     runner = FakeRunner(num_blocks=1000, max_model_len=8000)
     size = MAX_PROMPT_LOGPROBS // 21
     for extra, is_refused in ((0, False), (1, True)):
@@ -93,7 +95,7 @@ def test_more_log_probabilities_than_can_be_told_are_refused_by_name():
 
 
 def sampled(sampling, **defaults):
-    """How the worker is told to sample and to stop."""
+    """Return the sampling and stops that the worker gets."""
     runner = FakeRunner()
     object.__setattr__(runner._info, "defaults", SamplingDefaults(**defaults))
     request = GenerateRequest(token_ids=(1,), sampling=sampling)
@@ -102,7 +104,7 @@ def sampled(sampling, **defaults):
     return admitted
 
 
-def test_what_is_unset_comes_from_the_models_generation_config():
+def test_unset_options_come_from_the_models_generation_config():
     configured = {
         "typical_p": 0.4,
         "repetition_penalty": 1.2,
@@ -128,7 +130,7 @@ def test_what_is_unset_comes_from_the_models_generation_config():
     assert (own.sampling, own.stops) == (plain.sampling, plain.stops)
 
 
-CONFIGURED = {  # a model's own value, and a request's that is zero or says "off"
+CONFIGURED = {  # a model's own value, and a request's, which is zero or turns it off
     "temperature": (0.3, 0.0),
     "top_k": (7, 0),
     "top_p": (0.6, 1.0),
@@ -161,7 +163,7 @@ def test_unset_is_the_models_default_and_zero_is_zero(name):
 
 
 def test_bad_words_become_their_tokens_with_and_without_a_space_before():
-    """The fake's ids are bytes plus one; a word the model cannot write is dropped."""
+    """The fake's ids are bytes plus one; a word that the model cannot write is dropped."""
     words = SamplingParams(max_tokens=1, bad_words=("ab", "<12>", "ab", "<1000>"))
     space = ord(" ") + 1
     assert sampled(words).sampling.bad_words == ((98, 99), (space, 98, 99), (12,), (space, 12))
@@ -172,3 +174,10 @@ def test_a_bad_word_that_cannot_be_encoded_is_named():
     _, error, _ = run(request)
     assert isinstance(error, InvalidRequest)
     assert [violation.field for violation in error.violations] == ["sampling.bad_words[1]"]
+
+
+def test_min_tokens_that_no_token_can_reach_is_the_clients_mistake():
+    sampling = SamplingParams(min_tokens=2, stop_token_ids=tuple(range(1000)))
+    _, error, _ = run(GenerateRequest(text="x", sampling=sampling))
+    assert isinstance(error, InvalidRequest)
+    assert "sampling.min_tokens" in str(error)

@@ -1,22 +1,22 @@
-"""The first instant of an engine: whatever is done at once, in whatever order the tasks start."""
+"""The first instant of an engine: whatever is done at once, in any order of the tasks' starts."""
 
 from __future__ import annotations
 
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.scheduler import Scheduler
-from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import GenerateRequest, SamplingParams
+from engine.core.text.scheduler import Scheduler
+from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
-SEEDS = range(8)  # of the task order: each of two starts comes up in about half of them
+SEEDS = range(8)  # for the order of tasks: each of two starts comes up in about half of them
 
 
 def run(body, seed):
-    """Run ``body(engine)`` in a fresh engine. How many models it loaded."""
+    """Run ``body(engine)`` in a fresh engine, and return how many models it loaded."""
     threads, loads = VirtualThreads(), []
 
     def make_runner(model, config):
@@ -75,9 +75,13 @@ def test_cancelled_while_loading(seed):
 
 
 @pytest.mark.parametrize(("level", "checks"), [(0, 0), (1, 4)])
-def test_an_idle_loop_checks_its_books_once_a_second_and_at_its_end(level, checks, monkeypatch):
-    """Ten requests in a second, then two a second apart: whoever asks again at once does not wait
-    for a check, which takes as long as the pool is large."""
+def test_an_idle_loop_checks_its_invariants_once_a_second_and_at_its_end(
+    level, checks, monkeypatch
+):
+    """Ten requests come in a second, then two a second apart.
+
+    A request does not wait for a check, which takes longer for a larger pool.
+    """
     num_checks = 0
 
     def check(scheduler):

@@ -1,18 +1,18 @@
-"""Streams of a Trio program, read when their block has been left."""
+"""Streams of a Trio program, read after their block was left."""
 
 from __future__ import annotations
 
 import pytest
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.encode_requests import EmbedRequest
 from engine.errors import ReaderStalled, RequestCancelled
-from engine.model.fake import FakeRunner, FakeScript
-from engine.model.fake_encoder import FakeEncoder
-from engine.requests import GenerateRequest, SamplingParams
+from engine.requests.encode_values import EmbedRequest
+from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import Capability
+from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.01
@@ -20,7 +20,7 @@ STEP_S = 0.01
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("lived_s", [0.0, STEP_S / 2, 3.5 * STEP_S, 30 * STEP_S])
-def test_who_reads_on_after_the_block_hears_that_it_was_left(seed, lived_s):
+def test_a_reader_that_reads_on_after_the_block_gets_the_end(seed, lived_s):
     threads = VirtualThreads()
     runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
     heard = []
@@ -70,7 +70,7 @@ def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(seed, encodes):
             await engine.wait_ready()
             stalled = engine.submit(request(500), buffer=2)
             with trio.move_on_after(2.0):
-                while True:  # somebody else always has something to compute
+                while True:  # another request always has something to compute
                     busy = engine.submit(request(20), buffer=500)
                     await trio.sleep(5 * STEP_S)
             assert not busy.is_closed or busy.error is None

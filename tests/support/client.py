@@ -1,7 +1,8 @@
-"""A client that is a process of its own: ``python -m tests.support.client ADDRESS JSON``.
+"""Run one client as a process of its own: ``python -m tests.support.client ADDRESS JSON``.
 
-It asks for a generation, reads one Delta, says so by a line, and reads on when it gets one. Then it
-prints what it heard: the number of tokens, the status and its reason. Its window is small.
+The client sends a Generate request with a small window, reads one Delta and prints "reads no more".
+After a line on standard input it reads to the end. It then prints, as JSON, the number of tokens,
+the status code and the status's reason.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tests.support.wire import SMALL_WINDOW, Generation, connect, reason
 
 
 def main(address, fields):
+    """Send the request, stop reading after one Delta, and read on after a line of input."""
     with connect(address, *SMALL_WINDOW) as channel, Generation(channel, **fields) as call:
         call.read_deltas(1)
         print("reads no more", flush=True)
@@ -28,7 +30,7 @@ def main(address, fields):
 
 @contextlib.contextmanager
 def stopped_reading(address, **fields):
-    """Such a process, after its one Delta."""
+    """Yield the process of such a client, which has read one Delta and has stopped reading."""
     argv = [sys.executable, "-m", "tests.support.client", address, json.dumps(fields)]
     client = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -42,7 +44,7 @@ def stopped_reading(address, **fields):
 
 
 def read_on(client, limit_s=20):
-    """Let it read to the end; what it heard."""
+    """Let the client read to the end, and return what it printed."""
     out, _ = client.communicate("\n", timeout=limit_s)
     return json.loads(out)
 

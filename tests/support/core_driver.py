@@ -1,14 +1,14 @@
-"""Drives a `Scheduler` with a `FakeRunner`, synchronously, and checks what comes out.
+"""Drive a `Scheduler` with a `FakeRunner`, synchronously, and check what comes out.
 
-The oracle is `expected_tokens`: what a sequence's tokens must be, from its prompt, seed and
-choice alone. Whatever the schedule, a reader sees exactly those, in order.
+The oracle is `expected_tokens`: what a sequence's tokens must be, from its prompt, seed and choice
+alone. Whatever the schedule, a reader sees exactly these tokens, in order.
 """
 
 from __future__ import annotations
 
 from engine.config import SchedulerConfig
-from engine.core.credit import Credit
-from engine.core.events import (
+from engine.core.common.credit import Credit
+from engine.core.common.events import (
     Admitted,
     Cancel,
     Finished,
@@ -20,16 +20,18 @@ from engine.core.events import (
     Tick,
     Tokens,
 )
-from engine.core.plan import FailureKind, StepFailure
-from engine.core.scheduler import Scheduler
-from engine.core.types import EndReason, Request, RequestId, Sampling, Stops
-from engine.model.fake import EOS, FakeRunner, FakeScript, digest_after, next_token
+from engine.core.common.steps import FailureKind, StepFailure
+from engine.core.common.types import EndReason, Request, RequestId, Sampling, Stops
+from engine.core.text.scheduler import Scheduler
+from engine.worker.fakes.text import EOS, FakeRunner, FakeScript, digest_after, next_token
 from tools.simulator.watch import gave_way_for_nobody
 
 
 def expected_tokens(prompt, *, count, seed=None, choice=0, eos_at=None):
-    """The fake model's output for a prompt: ``count`` tokens, or up to its own end, which
-    ``eos_at`` puts after some digests."""
+    """Return the fake model's output for a prompt.
+
+    It has ``count`` tokens, or fewer if ``eos_at(digest)`` ends the sequence before.
+    """
     digest = 0
     for token in prompt:
         digest = digest_after(digest, token)
@@ -42,13 +44,14 @@ def expected_tokens(prompt, *, count, seed=None, choice=0, eos_at=None):
 
 
 def make_request(name, prompt, *, max_tokens=8, arrival=0.0, **fields):
+    """Return a request that is greedy and stops at `EOS`, unless ``fields`` say otherwise."""
     sampling = fields.pop("sampling", Sampling(temperature=0.0))
     stops = Stops(max_tokens, token_ids=frozenset({EOS}))
     return Request(RequestId(name), tuple(prompt), sampling, stops, arrival, **fields)
 
 
 class Driver:
-    """A scheduler, a fake runner, readers that take what they are told to, and a clock."""
+    """A scheduler, a fake runner, readers that read on command, and a clock."""
 
     def __init__(self, *, runner=None, **config):
         self.config = SchedulerConfig(**{"num_blocks": 64, "max_model_len": 256, **config})
@@ -73,6 +76,7 @@ class Driver:
     # ---- inputs
 
     def submit(self, request, *, buffer=1000):
+        """Apply Submit. The request's reader holds at most ``buffer`` messages."""
         credit = Credit(buffer)
         if request.request_id not in self.requests:
             self.requests[request.request_id] = request
@@ -81,25 +85,29 @@ class Driver:
         self._take(self.scheduler.apply(Submit(request, credit), self.now))
 
     def cancel(self, name, reason=EndReason.CANCELLED):
+        """Apply Cancel."""
         self._take(self.scheduler.apply(Cancel(RequestId(name), reason), self.now))
 
     def read(self, name, count=None):
-        """The reader takes ``count`` messages, or all."""
+        """Let the reader take ``count`` messages, or all."""
         count = self.unread[name] if count is None else min(count, self.unread[name])
         self.unread[name] -= count
         if self.credits[name].release(count):
             self._take(self.scheduler.apply(ReaderDrained(RequestId(name)), self.now))
 
     def apply(self, event):
+        """Apply any event at the present time."""
         self._take(self.scheduler.apply(event, self.now))
 
     def tick(self, seconds):
+        """Advance the clock, and apply Tick."""
         self.now += seconds
         self._take(self.scheduler.apply(Tick(), self.now))
 
     # ---- steps
 
     def begin_step(self):
+        """Plan a step, check the plan, and return it; None if there is nothing to compute."""
         plan, events = self.scheduler.plan(self.now)
         self._take(events)
         self.in_flight = plan
@@ -111,13 +119,14 @@ class Driver:
         return plan
 
     def _check_starts(self, plan):
-        """Nothing is started whose deadline has passed (D18)."""
+        """Check that no request is started after its deadline (D18)."""
         starts = {admitted.sequence for admitted in plan.admitted}
         for live in self.scheduler._ledger.requests.values():
             if live.parent.sequence_id in starts and live.request.deadline is not None:
                 assert live.request.deadline > self.now, f"{live.request} is started too late"
 
     def end_step(self):
+        """Execute the step in flight, apply its result or failure, and return the event."""
         plan, self.in_flight = self.in_flight, None
         try:
             event = StepDone(self.runner.execute(plan))
@@ -129,7 +138,9 @@ class Driver:
         return event
 
     def step(self, *, read=True):
-        """One step; the readers then take everything. False: nothing to compute."""
+        """Do one step; the readers then take everything. Return False if there was nothing to
+        compute.
+        """
         if self.begin_step() is None:
             return False
         self.now += 0.01
@@ -141,7 +152,7 @@ class Driver:
         return True
 
     def run(self, *, max_steps=10_000):
-        """Step until nothing is left to compute."""
+        """Step until nothing is left to compute, and return the number of steps."""
         for steps in range(max_steps):
             if not self.step():
                 return steps
@@ -168,7 +179,9 @@ class Driver:
                     assert event.request_id not in self.refused
 
     def check_tokens(self):
-        """Every token that came out is the right one; whole outputs have their length."""
+        """Check that every token that came out is the right one, and that finished outputs are
+        whole.
+        """
         for (name, choice), got in self.tokens.items():
             request = self.requests[name]
             want = expected_tokens(
@@ -188,7 +201,7 @@ class Driver:
                 assert got[-1] == EOS
 
     def check_idle(self):
-        """Everything is given back."""
+        """Check that every block and every request is gone."""
         self.scheduler.check()
         stats = self.scheduler.statistics()
         assert stats.free_blocks == stats.total_blocks

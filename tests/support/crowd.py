@@ -1,9 +1,9 @@
-"""A process of many clients that all do the same: ``python -m tests.support.crowd JSON``.
+"""Run many equal clients in one process: ``python -m tests.support.crowd JSON``.
 
-``streams`` requests at once on one connection, each of a prompt of its own, for ``tokens`` tokens.
-``reads``: how many Deltas each takes before it stops reading; None for all. When every one has
-stopped or ended, it prints one line of JSON, the ids that each prompt got; those that have stopped
-stay until the input ends.
+The process sends ``streams`` requests at once on one connection, each with a prompt of its own, for
+``tokens`` tokens. Each client stops reading after ``reads`` Deltas; None means that it reads all.
+When every client has stopped or its stream has ended, the process prints one line of JSON: the
+token ids by prompt. Clients that have stopped keep their streams open until standard input ends.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import sys
 
 import grpc
 
-from grpc_service._generated.triolet.v1 import inference_pb2_grpc
+from grpc_service.client import stubs
 from tests.support.server import ROOT
 from tests.support.wire import NO_PROXY, SMALL_WINDOW, generate_request
 
 
 class Crowd:
-    """The process, and what it says."""
+    """The process of the clients, and what it prints."""
 
     def __init__(self, address, **settings):
         settings = {"address": address} | settings
@@ -34,19 +34,20 @@ class Crowd:
         )
 
     def heard(self):
-        """The ids by prompt, once every client has stopped reading."""
+        """Return the token ids by prompt, once every client has stopped reading."""
         line = self.process.stdout.readline()
         assert line, "the clients' process died"
         return {int(first): ids for first, ids in json.loads(line).items()}
 
     def kill(self):
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
 
 
 @contextlib.contextmanager
 def crowd(address, **settings):
-    """A `Crowd` that is killed at the end of the block."""
+    """Yield a `Crowd`, and kill it at the end of the block."""
     one = Crowd(address, **settings)
     try:
         yield one
@@ -57,8 +58,8 @@ def crowd(address, **settings):
 
 
 async def listen(channel, first, tokens, reads):
-    """One client; the ids it got."""
-    stub = inference_pb2_grpc.InferenceStub(channel)
+    """Send one client's request; return its call and the token ids that it received."""
+    stub = stubs.InferenceStub(channel)
     request = generate_request(
         prompt_ids=[first], max_tokens=tokens, output={"token_ids": True}, sampling={"seed": 1}
     )
@@ -73,6 +74,7 @@ async def listen(channel, first, tokens, reads):
 
 
 async def main(address, streams, first=1, tokens=20, reads=None):
+    """Run all clients, and print the token ids by prompt."""
     options = [*NO_PROXY, *(SMALL_WINDOW if reads is not None else ())]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         firsts = range(first, first + streams)

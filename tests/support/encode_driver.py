@@ -1,7 +1,7 @@
-"""Drives an `EncodeScheduler` with a `FakeEncoder`, synchronously, and checks what comes out.
+"""Drive an `EncodeScheduler` with a `FakeEncoder`, synchronously, and check what comes out.
 
-The oracle is `vector_of`: what an input's values must be, from its own tokens alone; and for every
-plan the line as a plain sorted list has it.
+The oracle is `vector_of`: what an input's values must be, from its own tokens alone. Every plan is
+compared with a waiting queue that is kept as a plain sorted list.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 from math import floor
 
 from engine.config import EncoderConfig
-from engine.core.credit import Credit
-from engine.core.encode_scheduler import EncodeScheduler
-from engine.core.encode_types import Encoded, EncodeInput, EncodeRequest
-from engine.core.events import (
+from engine.core.common.credit import Credit
+from engine.core.common.events import (
     Admitted,
     Cancel,
     Finished,
@@ -23,13 +21,15 @@ from engine.core.events import (
     Submit,
     Tick,
 )
-from engine.core.plan import FailureKind, StepFailure
-from engine.core.types import EndReason, RequestId
-from engine.model.fake_encoder import FakeEncoder, vector_of
+from engine.core.common.steps import FailureKind, StepFailure
+from engine.core.common.types import EndReason, RequestId
+from engine.core.encode.scheduler import EncodeScheduler
+from engine.core.encode.types import Encoded, EncodeInput, EncodeRequest
+from engine.worker.fakes.encoder import FakeEncoder, vector_of
 
 
 class EncodeDriver:
-    """A scheduler, a fake encoder, readers that take what they are told to, and a clock."""
+    """A scheduler, a fake encoder, readers that read on command, and a clock."""
 
     def __init__(self, *, runner=None, **config):
         self.config = EncoderConfig(**{"max_model_len": 64, **config})
@@ -49,7 +49,7 @@ class EncodeDriver:
     # ---- inputs
 
     def submit(self, name, lengths, *, buffer=1000, arrival=None, **fields):
-        """Inputs of so many tokens each, none like another."""
+        """Submit a request whose inputs have these numbers of tokens. No two inputs are equal."""
         inputs = tuple(EncodeInput(tuple(self._tokens(length))) for length in lengths)
         arrival = self.now if arrival is None else arrival
         request = EncodeRequest(RequestId(name), inputs, arrival, **fields)
@@ -64,31 +64,36 @@ class EncodeDriver:
         return [self._next_token, *range(length - 1)]
 
     def apply(self, event):
+        """Apply any event at the present time."""
         self._take(self.scheduler.apply(event, self.now))
 
     def cancel(self, name, reason=EndReason.CANCELLED):
+        """Apply Cancel."""
         self.apply(Cancel(RequestId(name), reason))
 
     def end_late(self):
+        """End the requests whose deadlines have passed, as their own scopes do."""
         for name, request in self.requests.items():
             if request.deadline is not None and request.deadline <= self.now:
                 self.cancel(name, EndReason.DEADLINE)
 
     def read(self, name, count=None):
-        """The reader takes ``count`` messages, or all."""
+        """Let the reader take ``count`` messages, or all."""
         count = self.unread[name] if count is None else min(count, self.unread[name])
         self.unread[name] -= count
         if self.credits[name].release(count):
             self.apply(ReaderDrained(RequestId(name)))
 
     def tick(self, seconds):
+        """Advance the clock, and apply Tick."""
         self.now += seconds
         self.apply(Tick())
 
     # ---- steps
 
     def begin_step(self):
-        before = [live for live in self._line() if live.left]
+        """Plan a step, check the plan, and return it; None if there is nothing to compute."""
+        before = [live for live in self._queue() if live.left]
         suspects = bool(self.scheduler._suspects)
         lefts = {id(live): list(live.left) for live in before}
         plan, events = self.scheduler.plan(self.now)
@@ -101,8 +106,8 @@ class EncodeDriver:
                 self._check_order(before, lefts)
         return plan
 
-    def _line(self):
-        """The line as a plain list has it: priority after aging, arrival, submission."""
+    def _queue(self):
+        """Return the waiting requests, sorted by priority after aging, arrival and submission."""
         waiting = [live for live in self.scheduler._requests.values() if live.parked_since is None]
 
         def key(live):
@@ -121,8 +126,11 @@ class EncodeDriver:
         assert plan.num_tokens == padded
 
     def _check_order(self, before, lefts):
-        """Whoever could go on and got nothing comes after everybody who got something; what was
-        taken of a request was taken longest first."""
+        """Check that the plan follows the queue's order, and each request's inputs their length.
+
+        A request that could go on and got no row comes after every request that got one. The inputs
+        that are taken of one request are its longest.
+        """
         rows = {(id(live), index) for live, index in self.scheduler._step.rows}
         has_ended = False
         for live in before:
@@ -135,6 +143,7 @@ class EncodeDriver:
             has_ended |= is_short and not is_barred and live.credit.free > 0
 
     def end_step(self):
+        """Execute the step in flight, apply its result or failure, and return the event."""
         plan, self.in_flight = self.in_flight, None
         try:
             event = StepDone(self.runner.execute(plan))
@@ -146,7 +155,9 @@ class EncodeDriver:
         return event
 
     def step(self, *, read=True):
-        """One step; the readers then take everything. False: nothing to compute."""
+        """Do one step; the readers then take everything. Return False if there was nothing to
+        compute.
+        """
         if self.begin_step() is None:
             return False
         self.now += 0.01
@@ -158,7 +169,7 @@ class EncodeDriver:
         return True
 
     def run(self, *, max_steps=10_000):
-        """Step until nothing is left to compute; the number of steps."""
+        """Step until nothing is left to compute, and return the number of steps."""
         for steps in range(max_steps):
             if not self.step():
                 return steps
@@ -189,7 +200,7 @@ class EncodeDriver:
                     assert event.prompt_tokens == self.requests[name].num_tokens
 
     def check_counts(self):
-        """The statistics agree with what the readers know."""
+        """Check that the statistics agree with what the readers know."""
         stats = self.scheduler.statistics()
         in_flight = 0 if self.in_flight is None else len(self.in_flight.rows)
         assert stats.running + stats.ending == in_flight
@@ -204,7 +215,7 @@ class EncodeDriver:
             assert credit.filled == self.unread[name]
 
     def check_idle(self):
-        """Everything is given back."""
+        """Check that every request is gone, and every slot given back."""
         self.scheduler.check()
         self.check_counts()
         stats = self.scheduler.statistics()

@@ -1,4 +1,4 @@
-"""A synchronous client of Embed and Rerank, beside `tests.support.wire` and by its rule."""
+"""A synchronous client of Embed and Rerank, with the rule of `tests.support.wire`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import threading
 
 import grpc
 
-from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.wire import CALL_LIMIT_S, stats, wait_until
 
 ENCODERS = (
@@ -17,27 +18,28 @@ ENCODERS = (
 
 
 def embed_request(inputs, **fields):
-    """An input is a text, a list of ids, or fields of EmbedInput."""
+    """Return an EmbedRequest. Each input is a text, a list of ids, or fields of EmbedInput."""
     made = []
     for one in inputs:
         if isinstance(one, str):
             one = {"text": one}
         elif isinstance(one, list):
             one = {"token_ids": {"ids": one}}
-        made.append(inference_pb2.EmbedInput(**one))
-    return inference_pb2.EmbedRequest(inputs=made, **fields)
+        made.append(pb.EmbedInput(**one))
+    return pb.EmbedRequest(inputs=made, **fields)
 
 
 def rerank_request(query, documents, **fields):
-    return inference_pb2.RerankRequest(query=query, documents=documents, **fields)
+    """Return a RerankRequest."""
+    return pb.RerankRequest(query=query, documents=documents, **fields)
 
 
 class Encode:
-    """An Embed or Rerank call under way, read at the test's pace. Leaving it cancels it."""
+    """An Embed or Rerank call that the test reads at its pace. Leaving its context cancels it."""
 
     def __init__(self, channel, request, *, timeout=None):
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        is_embed = isinstance(request, inference_pb2.EmbedRequest)
+        stub = stubs.InferenceStub(channel)
+        is_embed = isinstance(request, pb.EmbedRequest)
         self.call = (stub.Embed if is_embed else stub.Rerank)(request, timeout=timeout)
         self.messages = []
         self.error = None
@@ -54,7 +56,7 @@ class Encode:
         self._limit.join()
 
     def read(self):
-        """The next message, or None at the end."""
+        """Return the next message, or None at the end."""
         try:
             message = next(self.call)
         except StopIteration:
@@ -72,26 +74,26 @@ class Encode:
         return self
 
     def by_index(self):
-        """The messages in the order of their inputs; each came once."""
+        """Return the messages in the order of their inputs, of which each has exactly one."""
         found = {message.index: message for message in self.messages}
         assert len(found) == len(self.messages)
         return [found[index] for index in sorted(found)]
 
 
 def embed(channel, inputs, *, timeout=None, **fields):
-    """A whole Embed call."""
+    """Make an Embed call, read it to the end, and return what came."""
     with Encode(channel, embed_request(inputs, **fields), timeout=timeout) as call:
         return call.finish()
 
 
 def rerank(channel, query, documents, *, timeout=None, **fields):
-    """A whole Rerank call."""
+    """Make a Rerank call, read it to the end, and return what came."""
     with Encode(channel, rerank_request(query, documents, **fields), timeout=timeout) as call:
         return call.finish()
 
 
 def wait_all_idle(channel, timeout_s=10.0):
-    """Poll until nothing lives in any scheduler; the totals then."""
+    """Poll until no request lives in any scheduler, and return the totals."""
     found = []
 
     def look():

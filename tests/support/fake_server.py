@@ -1,9 +1,10 @@
-"""A Triolet server of fake models, as a process: ``python -m tests.support.fake_server JSON``.
+"""Run a Triolet server of fake models: ``python -m tests.support.fake_server JSON``.
 
-It prints one line of JSON with its port once it is bound. Every line on standard input is a
-command (`Faults`), or "tasks", or empty, and is answered with one line of JSON: about what lives in
-the server (which wakes its loop) or else about its idleness. The input's end, which is the
-end of the test that started it, kills it. What JSON may say: `start` below.
+The server prints one line of JSON with its port once it is bound. Every line on standard input is a
+command: the name of a method of `Faults`, or "tasks", or an empty line. Each gets a line of JSON as
+its answer: the number of tasks and threads for "tasks" (which wakes the server's loop), else how
+often tasks and threads ran. The server is killed when standard input ends, as it does when the test
+ends. For the fields of JSON see `start`.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ import trio
 
 from engine import logs
 from engine.config import EngineConfig, ModelConfig, WorkerConfig
-from engine.core.encode_types import EncoderKind
-from engine.model.fake import FakeRunner, FakeScript
-from engine.model.fake_encoder import FakeEncoder
+from engine.requests.supervisor import Supervisor
 from engine.status import Capability
-from engine.supervisor import Supervisor
-from grpc_service.bridge import BridgeCall
-from grpc_service.config import ServerConfig
-from grpc_service.connections import RpcServer
-from grpc_service.server import serve, serve_forever
+from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.interface import EncoderKind
+from grpc_service.app.application import serve, serve_forever
+from grpc_service.app.server_config import ServerConfig
+from grpc_service.rpc.server import RpcServer
+from grpc_service.services.call_writer import CallWriter
 
-POISONED_STEP = 901  # a prompt that begins with it makes every step with one of its rows raise
-POISONED_ROW = 902  # a prompt that begins with it fails alone, after its second token
-HUNG_STEP = 903  # a step with one of its rows hangs until `release`
-BROKEN_STEP = 904  # a step with one of its rows gives the result of another: a bug of ours
-OUT_OF_MEMORY_STEP = 905  # every step with one of its rows runs out of memory
-EXITING_STEP = 906  # a library in a step with one of its rows ends the process, or means to
+POISONED_STEP = 901  # every step with a row of a prompt that begins with this token raises
+POISONED_ROW = 902  # a prompt that begins with this token fails alone, after its second token
+HUNG_STEP = 903  # a step with a row of such a prompt hangs until `release`
+BROKEN_STEP = 904  # a step with a row of such a prompt returns another step's result
+OUT_OF_MEMORY_STEP = 905  # every step with a row of such a prompt runs out of memory
+EXITING_STEP = 906  # in a step with a row of such a prompt, a library raises SystemExit
 RELEASED = threading.Event()
 ENCODER_MAX_LEN = 6000  # tokens of an input; longer than a text that is tokenised in a thread
 KINDS = {
@@ -45,7 +46,7 @@ KINDS = {
 
 
 class Poison:
-    """Makes the steps of poisoned prompts fail, whatever else is in them."""
+    """Make the steps of poisoned prompts fail, whatever other rows they have."""
 
     def __init__(self, script):
         self._script = script
@@ -59,6 +60,7 @@ class Poison:
         return self.fault_of(plan)
 
     def fault_of(self, plan):
+        """Return the error that the plan's poisoned rows cause, or None."""
         if self.has(POISONED_STEP, plan):
             return RuntimeError("a scripted secret")
         if self.has(OUT_OF_MEMORY_STEP, plan):
@@ -70,12 +72,12 @@ class Poison:
         return None
 
     def has(self, first, plan):
-        """Is there a row of a prompt that began so?"""
+        """Return whether the plan has a row of a prompt that begins with ``first``."""
         return any(self._first.get(row.sequence) == first for row in plan.rows)
 
 
 class EncodePoison(Poison):
-    """The same for inputs that begin so, in the steps of an encoder."""
+    """Do the same for poisoned inputs in the steps of an encoder."""
 
     def __call__(self, plan):
         for row in plan.rows:
@@ -86,6 +88,8 @@ class EncodePoison(Poison):
 
 
 class FaultyRunner(FakeRunner):
+    """A fake runner whose steps can return another step's result."""
+
     def execute(self, plan):
         result = super().execute(plan)
         is_broken = self.script.plan_fault.has(BROKEN_STEP, plan)
@@ -93,30 +97,30 @@ class FaultyRunner(FakeRunner):
 
 
 class Faults:
-    """Bugs of the server's own, planted in the running process by commands."""
+    """Bugs of the server itself, which commands plant in the running process."""
 
     def __init__(self):
         self.trio_token = None
 
     def release(self):
-        """Every step that hangs goes on, and none hangs any more."""
+        """Let every hanging step go on, now and later."""
         RELEASED.set()
 
     def break_trio(self):
-        """Trio itself fails: none of its tasks is unwound."""
+        """Make Trio itself fail, so that none of its tasks is unwound."""
         self.trio_token.run_sync_soon(self._exit)
 
     def break_supervisor(self):
-        """The engine's own task fails when the next request ends."""
+        """Make the engine's supervisor task fail when the next request ends."""
         Supervisor._end = self._fail
 
     def break_accepting(self):
-        """The task that takes new connections fails with the next one."""
+        """Make the task that accepts connections fail with the next one."""
         RpcServer._serve = self._fail
 
     def break_call(self):
-        """A call fails with its next news."""
-        BridgeCall.receive = self._fail_once(BridgeCall.receive)
+        """Make one call fail when it is next woken by an event."""
+        CallWriter._receive = self._fail_once(CallWriter._receive)
 
     @staticmethod
     def _fail_once(method):
@@ -139,7 +143,7 @@ class Faults:
 
 
 def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), **fields):
-    """A FakeScript; ``eos_every`` k ends a sequence after one digest in k."""
+    """Return a `FakeScript`. With ``eos_every`` k, a sequence ends after one digest in k."""
     faults = {step: MemoryError("scripted") for step in out_of_memory_steps}
     script = FakeScript(step_faults=faults, **fields)
     script.plan_fault, script.encode_fault = Poison(script), EncodePoison(script)
@@ -151,7 +155,7 @@ def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), **field
 
 
 class Counter(trio.abc.Instrument):
-    """How often Trio ran a task."""
+    """Count how often Trio runs a task."""
 
     def __init__(self, faults):
         self.faults = faults
@@ -161,6 +165,7 @@ class Counter(trio.abc.Instrument):
         self.task_steps += 1
 
     def answer(self, question):
+        """Return the answer to one line of standard input."""
         if question == "tasks":
             return self.living()
         return {
@@ -169,7 +174,7 @@ class Counter(trio.abc.Instrument):
         }
 
     def living(self):
-        """Trio's tasks and Python's threads."""
+        """Return the numbers of Trio's tasks and of Python's threads."""
         statistics = trio.from_thread.run_sync(
             trio.lowlevel.current_statistics, trio_token=self.faults.trio_token
         )
@@ -177,19 +182,21 @@ class Counter(trio.abc.Instrument):
 
 
 def all_switches():
-    """How often each thread has given its core away because it waited."""
+    """Yield each thread's name, and how often it gave its core away because it waited."""
     for thread in threading.enumerate():
-        with contextlib.suppress(FileNotFoundError):  # it has just ended
+        with contextlib.suppress(FileNotFoundError):  # the thread has just ended
             yield thread.name, switches(thread)
 
 
 def switches(thread):
+    """Return how often a thread gave its core away because it waited."""
     with open(f"/proc/self/task/{thread.native_id}/status") as status:
         [line] = [line for line in status if line.startswith("voluntary_ctxt_switches")]
     return int(line.split()[1])
 
 
 def answer_questions(counter):
+    """Answer standard input line by line, and kill the process at its end."""
     for line in sys.stdin:
         command = line.strip()
         if command and command != "tasks":
@@ -208,15 +215,14 @@ def start(
     counts=False,
     is_command=False,
 ):
-    """Serve and return the exit code.
+    """Serve, and return the exit code.
 
-    ``models``: ModelConfig's fields, and a model's own ``script``; with ``capability``
-    "text-embedding" or "rerank" it is an encoder, with ``runner`` "process" one of `child_fakes`.
-    ``replicas``: how many workers it has;
-    ``memory_bytes``: what each needs; ``fails``: how many of its loads fail first. ``script``,
-    ``runner``, ``engine``, ``server``: fields of make_script, FakeRunner, EngineConfig and
-    ServerConfig.
-    ``counts``: count Trio's steps. ``is_command``: as `triolet serve` does.
+    ``models`` has fields of ModelConfig and each model's own ``script``. A model with
+    ``capability`` "text-embedding" or "rerank" is an encoder; one with ``runner`` "process" is one
+    of `process_fakes`. ``replicas`` is its number of workers, ``memory_bytes`` what each needs, and
+    ``fails`` how many of its loads fail first. ``script``, ``runner``, ``engine`` and ``server``
+    are fields of `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's
+    steps are counted. With ``is_command`` the server behaves as `triolet serve`.
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
     needs = {model["name"]: model.pop("memory_bytes", None) for model in models}
@@ -242,9 +248,9 @@ def start(
             failing[model.name] -= 1
             own["load_error"] = "scripted"
         if model.runner == "process":
-            from tests.support.child_fakes import child
+            from tests.support.process_fakes import process_runner
 
-            return child()
+            return process_runner()
         if model.capability in KINDS:
             return FakeEncoder(
                 KINDS[model.capability],

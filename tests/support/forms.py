@@ -12,7 +12,7 @@ import re
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from engine.core.types import Constraint
+from engine.core.common.types import Constraint
 
 # ---- regular expressions ---------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ schemas = st.recursive(
 
 
 def drawn(strategy, count, *, number=0):
-    """``count`` different values of a strategy, the same every time."""
+    """Return ``count`` different values of a strategy, the same every time."""
     found = {}
 
     @seed(number)
@@ -126,4 +126,5 @@ def drawn(strategy, count, *, number=0):
 
 
 def schema_constraint(schema):
+    """Return a constraint to this JSON schema."""
     return Constraint("json_schema", json.dumps(schema))

@@ -1,7 +1,7 @@
-"""Messages of any kind, drawn from their descriptors: what a client may send that means no good.
+"""Draw messages of any type from their descriptors, as a hostile client might send them.
 
-Values are biased to those that have broken servers: ends of ranges, no numbers, empty and odd
-texts, unknown enum values. Nesting is bounded, or Struct and its like would never end.
+Values are biased to those that have broken servers: ends of ranges, NaN and infinities, empty and
+odd texts, unknown enum values. Nesting is bounded, because Struct and similar types are recursive.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SCALARS = {
     Field.TYPE_BOOL: st.booleans(),
     Field.TYPE_STRING: TEXTS,
     Field.TYPE_BYTES: st.binary(max_size=40),
-    Field.TYPE_ENUM: st.integers(0, 4) | _integers(32, is_signed=True),  # proto3's are open
+    Field.TYPE_ENUM: st.integers(0, 4) | _integers(32, is_signed=True),  # proto3's enums are open
 }
 
 
 @st.composite
 def messages(draw, descriptor, depth=0):
-    """A message of this type; each field is set or not."""
+    """Draw a message of this type; each field is set or left out."""
     message = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         is_message = field.type == Field.TYPE_MESSAGE
@@ -55,7 +55,7 @@ def messages(draw, descriptor, depth=0):
 
 @st.composite
 def nearly_right(draw, base):
-    """``base``, which would be served, with up to two of its fields drawn anew, at any depth."""
+    """Return ``base``, a valid message, with up to two fields drawn anew, at any depth."""
     message = type(base)()
     message.CopyFrom(base)
     for _ in range(draw(st.integers(0, 2))):

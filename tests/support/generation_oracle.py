@@ -1,9 +1,9 @@
 """What a Generate request must answer, by stock transformers and written-out definitions.
 
-The oracle is told the tokens that were sampled, and says of each which one it would have taken, so
+The oracle gets the tokens that were sampled, and says for each which one it would have taken, so
 that after a near-tie both still look at the same text. Logits come from the stock model over the
-whole sequence; edits and limits from transformers' processors where it has them; masks from
-llguidance on a matcher of the oracle's own; noise, stops and texts are written out here.
+whole sequence, edits and limits from transformers' processors where it has them, and masks from
+llguidance on a matcher of the oracle's own. Noise, stops and texts are written out here.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ if TYPE_CHECKING:
 
 MASK_64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # what the proto promises between two parts of JSON
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"  # the proto allows this between two parts of JSON
 
 
 @dataclass(slots=True)
 class Verdict:
-    """One position: the token that must be there (None: any whose score is finite), by how much it
-    won, and the scores [vocab] it was chosen by."""
+    """The oracle's choice at one position.
+
+    It has the token that must be there (None: any whose score is finite), by how much that token
+    won, and the scores [vocab] from which it was chosen.
+    """
 
     token: int | None
     margin: float
@@ -59,7 +62,7 @@ class End:
 
 @dataclass(slots=True)
 class Asked:
-    """A request in plain words; None and empty mean unset, as on the wire."""
+    """A request in plain words. None and empty values mean unset, as on the wire."""
 
     prompt: list[int]
     sampling: dict[str, Any]
@@ -70,19 +73,24 @@ class Asked:
     ends: frozenset[int] = field(default_factory=frozenset)
 
     def get(self, name: str, default: Any) -> Any:
+        """Return a sampling option, or ``default`` if it is not set."""
         return self.sampling.get(name, default)
 
     @property
     def stop_ids(self) -> frozenset[int]:
+        """Return the ids that stop the output: the request's, and the model's unless ignored."""
         own = frozenset(self.get("stop_token_ids", ()))
         return own if self.get("ignore_eos", False) else own | self.ends
 
     @property
     def max_tokens(self) -> int:
+        """Return how many tokens the output may have."""
         return min(self.get("max_tokens", self.room), self.room)
 
 
 class GenerationOracle:
+    """Compute what a request must answer, with the stock model of a checkpoint."""
+
     def __init__(self, directory: Path, ends: frozenset[int]) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
             directory, attn_implementation="eager", dtype=torch.float32
@@ -94,20 +102,22 @@ class GenerationOracle:
         self._guide = LLTokenizer(text, eos_token=sorted(ends))
 
     def encode(self, text: str, *, special: bool) -> list[int]:
+        """Return a text's token ids, by the tokenizer of the checkpoint."""
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, ids: list[int], *, skip: bool) -> str:
+        """Return the text of token ids."""
         return self.tokenizer.decode(ids, skip_special_tokens=skip)
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """For every position, the logits of the next token [tokens, vocab]."""
+        """Return the logits of the next token at every position, [tokens, vocab]."""
         return self.model(torch.tensor([tokens]), use_cache=False).logits[0]
 
     # ---- tokens
 
     def verdicts(self, asked: Asked, output: list[int]) -> list[Verdict]:
-        """One for each token of ``output``, and one for the next."""
+        """Return one verdict for each token of ``output``, and one for the token after them."""
         logits = self.logits([*asked.prompt, *output])[len(asked.prompt) - 1 :]
         matcher = self.matcher(asked.constraint)
         found = []
@@ -124,6 +134,7 @@ class GenerationOracle:
         return found
 
     def matcher(self, constraint: tuple[str, Any] | None) -> LLMatcher | None:
+        """Return a matcher of llguidance for a constraint."""
         if constraint is None:
             return None
         kind, source = constraint
@@ -143,7 +154,7 @@ class GenerationOracle:
         return matcher
 
     def _edited(self, asked: Asked, logits: torch.Tensor, output: list[int]) -> torch.Tensor:
-        """In the order of transformers' `generate`."""
+        """Return the logits after all edits, in the order of transformers' `generate`."""
         scores, vocab = logits[None].clone(), len(logits)
         everything = torch.tensor([[*asked.prompt, *output]])
         own = torch.tensor([output], dtype=torch.int64)
@@ -206,7 +217,7 @@ class GenerationOracle:
     # ---- the end
 
     def end(self, asked: Asked, output: list[int]) -> End | None:
-        """Where a choice that samples ``output`` ends; None: not within it."""
+        """Return where a choice that samples ``output`` ends, or None if it does not end there."""
         matcher = self.matcher(asked.constraint)
         for count, token in enumerate(output, start=1):
             is_complete = False
@@ -236,6 +247,7 @@ class GenerationOracle:
         return End(count, "LENGTH", None, text) if count == asked.max_tokens else None
 
     def text(self, asked: Asked, output: list[int]) -> str:
+        """Return the text of a choice that samples ``output``."""
         shown = self.decode(asked.prompt, skip=asked.skip_special)
         both = self.decode([*asked.prompt, *output], skip=asked.skip_special)
         assert both.startswith(shown)
@@ -243,12 +255,12 @@ class GenerationOracle:
 
 
 def whole(text: str) -> str:
-    """Without what may become a character yet."""
+    """Return the text without an end that may still become a character."""
     return text.rstrip("\ufffd")
 
 
 def _first_stop(stops: tuple[str, ...], before: str, text: str) -> tuple[int, str] | None:
-    """The stop string that ends first beyond what was there before, of those the longest."""
+    """Return the stop string that ends first beyond ``before``, the longest of those, and where."""
     hits = [
         (end, stop)
         for stop in stops
@@ -262,7 +274,7 @@ def _first_stop(stops: tuple[str, ...], before: str, text: str) -> tuple[int, st
 
 
 def mix(value: int) -> int:
-    """The finaliser of splitmix64."""
+    """Return the finaliser of splitmix64."""
     value &= MASK_64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
@@ -270,7 +282,7 @@ def mix(value: int) -> int:
 
 
 def gumbel(seed: int, choice: int, position: int, vocab: int) -> torch.Tensor:
-    """Noise of every token of one draw, [vocab] float64."""
+    """Return the noise of every token of one draw, [vocab] float64."""
     key = mix(seed + GOLDEN)
     for part in (choice, position):
         key = mix(key + (part + 1) * GOLDEN)

@@ -1,31 +1,30 @@
-"""Runs a golden script: commands to a scheduler with a fake runner, and what it printed.
+"""Run a golden script: commands to a scheduler with a fake runner, and what they print.
 
-A script is comments and cases; a case is its commands, ``----``, and the expected lines up to an
-empty one (etcd raft's interaction tests). The commands, one per line:
+A script is comments and cases. A case is its commands, ``----``, and the expected lines up to an
+empty one, as in etcd raft's interaction tests. The commands, one per line:
 
-- ``config KEY=VALUE…``: a new scheduler; fields of `SchedulerConfig`. Plans are prepared ahead
-  only with ``prepared_plans=yes``, so that a script shows one step at a time.
+- ``config KEY=VALUE…``: make a new scheduler with these fields of `SchedulerConfig`. Plans are
+  prepared ahead only with ``prepared_plans=yes``, so that a script shows one step at a time.
 - ``submit NAME prompt=1..8,50 max=3 [n=2] [priority=1] [buffer=4] [arrival=0] [deadline=1]
   [salt=x] [bypass=yes]``
-- ``plan``, ``done``: begin a step, end it. ``step``: both, and every reader takes everything;
-  ``step unread``: readers take nothing. ``run``: steps until nothing is left to compute.
+- ``plan``, ``done``: begin a step, end it. ``step``: do both, and let every reader take everything;
+  ``step unread``: the readers take nothing. ``run``: step until nothing is left to compute.
 - ``fail oom``, ``fail error``: the step in flight raises. ``done fail=3``: the row of sequence 3
   fails in the step.
 - ``read NAME [COUNT]``, ``cancel NAME REASON``, ``tick SECONDS``, ``pause MODE``, ``resume``,
   ``reset``.
-- ``state``: every live sequence, the line, and the books.
+- ``state``: print every live sequence, the waiting queue, and the counts of the ledger.
 """
 
 from __future__ import annotations
 
-from engine.core import journal
-from engine.core.events import Cancel, Pause, PauseMode, Refused, ResetPrefixCache, Resume
-from engine.core.types import EndReason, RequestId, Sampling, SequenceId
+from engine.core.common.events import Cancel, Pause, PauseMode, Refused, ResetPrefixCache, Resume
+from engine.core.common.types import EndReason, RequestId, Sampling, SequenceId
 from tests.support.core_driver import Driver, make_request
 
 
 def parse(text):
-    """The script as a list of strings (kept as they are) and (commands, expected) pairs."""
+    """Return the script as a list of strings (kept as they are) and (commands, expected) pairs."""
     parts, commands, expected = [], [], None
     for line in [*text.splitlines(), ""]:
         if expected is not None:
@@ -49,7 +48,7 @@ def parse(text):
 
 
 def run_script(text):
-    """The script with what it prints now in the place of what was expected."""
+    """Return the script with its present output in the place of the expected lines."""
     interpreter, lines = Interpreter(), []
     for part in parse(text):
         if isinstance(part, str):
@@ -63,13 +62,14 @@ def run_script(text):
 
 
 class Interpreter:
-    """A driver and its commands; each gives the lines it printed."""
+    """A driver and its commands; each command returns the lines that it prints."""
 
     def __init__(self):
         self.driver = Driver()
         self._shows_credit = False
 
     def run(self, command):
+        """Run one line of a script, and return the lines that it prints."""
         verb, *words = command.split()
         names = [word for word in words if "=" not in word]
         options = dict(word.split("=", 1) for word in words if "=" in word)
@@ -141,7 +141,7 @@ class Interpreter:
         self.driver.runner.script.plan_fault = lambda plan: error
         event = self.driver.end_step()
         self.driver.runner.script.plan_fault = None
-        return [journal.line(event)]
+        return [event.journal_line()]
 
     # ---- readers and operators
 
@@ -170,13 +170,13 @@ class Interpreter:
     def do_reset(self):
         self.driver.apply(ResetPrefixCache())
 
-    # ---- what there is
+    # ---- state
 
     def do_state(self):
         ledger = self.driver.scheduler._ledger
         lines = [self._sequence(seq) for seq in ledger.live_sequences()]
-        if ledger.waiting:
-            lines.append("line: " + " ".join(seq.request_id for seq in ledger.waiting))
+        if waiting := ledger.waiting.sequences:
+            lines.append("line: " + " ".join(seq.request_id for seq in waiting))
         stats = self.driver.scheduler.statistics()
         wakeup = self.driver.scheduler.next_wakeup(self.driver.now)
         lines.append(
@@ -199,8 +199,8 @@ class Interpreter:
 
 
 def _plan(plan):
-    """The plan's journal line, then what that leaves out: tables, forks, copies, releases."""
-    lines = [journal.line(plan)]
+    """Return the plan's journal line, then what that omits: tables, forks, copies, releases."""
+    lines = [plan.journal_line()]
     for row in plan.rows:
         if row.blocks is not None:
             lines.append(f"  table {row.sequence}: keep {row.blocks.keep} + {[*row.blocks.append]}")
@@ -213,20 +213,20 @@ def _plan(plan):
 
 
 def _event(event):
-    text = journal.line(event)
+    text = event.journal_line()
     retry = event.error.retry_after_s if isinstance(event, Refused) else None
     return text if retry is None else f"{text} retry after {retry:.2f} s"
 
 
 def _value(name, text):
-    """What a field of the configuration is set to."""
+    """Return the value of a configuration field from its text."""
     if text in ("yes", "no"):
         return text == "yes"
     return float(text) if name.endswith("_s") else int(text)
 
 
 def _tokens(text):
-    """``1..4,9`` is 1 2 3 4 9."""
+    """Return token ids from their text: ``1..4,9`` is 1 2 3 4 9."""
     tokens = []
     for part in text.split(","):
         first, _, last = part.partition("..")

@@ -1,4 +1,4 @@
-"""As much of HTTP/2 as it takes to send what no gRPC library would send.
+"""As much of HTTP/2 as is needed to send what no gRPC library would send.
 
 Source: RFC 9113, sections 3.4, 4.1, 6.1 (DATA) to 6.10 (CONTINUATION); RFC 7541, section 6.2.2
 (literal header fields without indexing).
@@ -21,25 +21,25 @@ LIMIT_S = 10.0
 
 
 def frame(kind, payload=b"", flags=0, stream=0):
-    """A frame's bytes."""
+    """Return a frame's bytes."""
     length = struct.pack(">I", len(payload))[1:]
     return length + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
 def setting(identifier, value):
-    """The payload of SETTINGS with one of them."""
+    """Return the payload of SETTINGS with one setting."""
     return struct.pack(">HI", identifier, value)
 
 
 def field(name, value):
-    """A header field, literally."""
+    """Return a header field, encoded literally."""
     parts = (name.encode(), value.encode())
     assert all(len(part) < 127 for part in parts)
     return b"\x00" + b"".join(bytes((len(part),)) + part for part in parts)
 
 
 def headers(path):
-    """The header block of a gRPC call."""
+    """Return the header block of a gRPC call."""
     return b"".join(
         itertools.starmap(
             field,
@@ -56,8 +56,7 @@ def headers(path):
 
 
 class Connection:
-    """A connection that answers nothing by itself but settings, and those only if
-    ``answers_settings``."""
+    """A connection that answers only SETTINGS by itself, and only with ``answers_settings``."""
 
     def __init__(self, sock):
         self._socket = sock
@@ -68,10 +67,11 @@ class Connection:
         self.send(SETTINGS)
 
     def send(self, kind, payload=b"", flags=0, stream=0):
+        """Send one frame."""
         self._socket.sendall(frame(kind, payload, flags, stream))
 
     def open(self, path, request=None):
-        """Begin a call, with its one request or without; the stream's number."""
+        """Begin a call, with its one request or without, and return the stream's number."""
         stream = next(self._streams)
         self.send(HEADERS, headers(path), END_HEADERS, stream)
         if request is not None:
@@ -80,7 +80,7 @@ class Connection:
         return stream
 
     def drain(self):
-        """Read what is there, without looking at it."""
+        """Read and drop what has arrived."""
         self._socket.settimeout(0.005)
         try:
             while self._socket.recv(65536):
@@ -91,7 +91,7 @@ class Connection:
             self._socket.settimeout(LIMIT_S)
 
     def receive(self):
-        """The next frame as (kind, flags, payload); None at the connection's end."""
+        """Return the next frame as (kind, flags, payload); None at the connection's end."""
         header = self._read(9)
         if header is None:
             return None
@@ -102,7 +102,7 @@ class Connection:
         return kind, flags, payload
 
     def ping(self, number):
-        """Ping, and read up to the answer. False: the server said goodbye instead."""
+        """Send PING and read up to its answer. Return False if the server sends GOAWAY instead."""
         payload = struct.pack(">Q", number)
         self.send(PING, payload)
         while (got := self.receive()) is not None:
@@ -113,7 +113,7 @@ class Connection:
         return False
 
     def wait_closed(self):
-        """Read, and answer nothing, until the server closes."""
+        """Read until the server closes, and answer nothing."""
         with contextlib.suppress(ConnectionError):
             while self.receive() is not None:
                 pass
@@ -130,7 +130,7 @@ class Connection:
 
 @contextlib.contextmanager
 def connect(address):
-    """A connection to ``HOST:PORT``."""
+    """Return a connection to ``HOST:PORT``."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=LIMIT_S) as sock:
         yield Connection(sock)

@@ -1,8 +1,8 @@
-"""A planner of a few lines, for driving a `TorchRunner` by hand.
+"""A planner of a few lines, to drive a `TorchRunner` by hand.
 
-It keeps the contract of `engine.core.plan` and nothing else: no queue, no policy. Blocks are
-handed out in a shuffled order, so that a table that is read in any other way shows; ``chunks``
-bounds how many prompt tokens of one sequence a step computes.
+It keeps the contract of `engine.core.text.plan` and nothing else: it has no queue and no policy.
+Blocks are handed out in a shuffled order, so that a test fails if a table is read in any other
+order. ``chunks`` bounds how many prompt tokens of one sequence a step computes.
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine.core.plan import (
-    AdmittedSequence,
-    BlockDelta,
-    ChildFork,
-    Logits,
-    Row,
-    RowFailure,
-    StepPlan,
-)
-from engine.core.types import BlockId, PlanId, Sampling, SequenceId, Stops
+from engine.core.common.steps import RowFailure
+from engine.core.common.types import BlockId, PlanId, Sampling, SequenceId, Stops
+from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork, Logits, Row, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.core.plan import ModelInfo, Runner, StepResult
-    from engine.core.types import TokenLogprob
+    from engine.core.common.types import TokenLogprob
+    from engine.core.text.plan import StepResult
+    from engine.worker.interface import ModelInfo, TextRunner
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -41,8 +35,8 @@ class Planned:
     sampling: Sampling
     tokens: list[int]
     blocks: list[BlockId] = field(default_factory=list)
-    sent: int = 0  # blocks the worker has been told of
-    keep: int = 0  # of those, how many it keeps with the next delta
+    sent: int = 0  # blocks that the worker knows of
+    keep: int = 0  # how many of these the worker keeps with the next delta
     computed: int = 0
     choices: int = 1
     text: str = ""
@@ -52,17 +46,21 @@ class Planned:
 
     @property
     def output(self) -> list[int]:
+        """Return the tokens that were sampled."""
         return self.tokens[len(self.prompt) :]
 
     @property
     def is_done(self) -> bool:
+        """Return whether the sequence has all its tokens."""
         return self.failure is not None or len(self.output) >= self.num_new
 
 
 class MiniPlanner:
-    """Plans steps over its sequences and gives them to a loaded runner."""
+    """Plan steps over the sequences that were added, and give the steps to a loaded runner."""
 
-    def __init__(self, runner: Runner, info: ModelInfo, *, seed: int = 0, chunks: int = 64) -> None:
+    def __init__(
+        self, runner: TextRunner, info: ModelInfo, *, seed: int = 0, chunks: int = 64
+    ) -> None:
         self.runner = runner
         self.info = info
         self.chunks = chunks
@@ -84,10 +82,11 @@ class MiniPlanner:
         stops: Stops | None = None,
         choices: int = 1,
     ) -> Planned:
-        """A new sequence; its first step is the next one it is planned in."""
+        """Add a sequence, which is admitted with the first step that has a row of it."""
         one = self._planned(tuple(prompt), num_new, sampling)
         one.choices = choices
-        # One more than is asked for, so that the text side never ends it first.
+        # The limit is one more than was asked for, so that the text side never ends the sequence
+        # first.
         stops = stops or Stops(max_tokens=num_new + 1)
         self._admitted.append(AdmittedSequence(one.id, one.prompt, sampling, stops))
         return one
@@ -100,7 +99,7 @@ class MiniPlanner:
         return one
 
     def run(self) -> None:
-        """Step until every sequence has its tokens; give all blocks back."""
+        """Step until every sequence has its tokens, and give all blocks back."""
         while live := [one for one in self.sequences.values() if not one.is_done]:
             self.step(live)
         for one in list(self.sequences.values()):
@@ -108,7 +107,7 @@ class MiniPlanner:
         self.runner.execute(self._plan((), ()))
 
     def step(self, live: Sequence[Planned]) -> StepResult:
-        """One step over ``live``."""
+        """Run one step over ``live``."""
         copies: list[tuple[BlockId, BlockId]] = []
         forks: dict[SequenceId, list[Planned]] = {}
         rows = tuple(self._row(one, copies, forks) for one in live)
@@ -130,12 +129,13 @@ class MiniPlanner:
         return result
 
     def preempt(self, one: Planned) -> None:
-        """Take its blocks; it is computed again from its first token."""
+        """Take the sequence's blocks; it is computed again from its first token."""
         self.free.extend(one.blocks)
         self.random.shuffle(self.free)
         one.blocks, one.computed, one.keep = [], 0, 0
 
     def release(self, one: Planned) -> None:
+        """Give the sequence's blocks back."""
         shared = {b for other in self.sequences.values() if other is not one for b in other.blocks}
         self.free.extend(b for b in one.blocks if b not in shared)
         one.blocks = []
@@ -183,7 +183,7 @@ class MiniPlanner:
         copies: list[tuple[BlockId, BlockId]],
         forks: dict[SequenceId, list[Planned]],
     ) -> tuple[ChildFork, ...]:
-        """Children share the full blocks of the prompt and copy the one it ends in."""
+        """Fork the sequence: children share the prompt's full blocks, and copy its last."""
         children = []
         for choice in range(1, one.choices):
             child = self._planned(one.prompt, one.num_new, replace(one.sampling, choice=choice))

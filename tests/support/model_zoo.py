@@ -9,23 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.core.plan import RunnerSpec
-from engine.model.reference import ReferenceBackend
-from engine.model.runner import TorchRunner
+from engine.worker.forward.reference_attention import ReferenceBackend
+from engine.worker.interface import RunnerSpec
+from engine.worker.text_runner import TorchRunner
 from tests.support.parity import Oracle
 from tools.make_model import PRESETS, Shape, make
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.core.plan import ModelInfo
+    from engine.worker.interface import ModelInfo
 
 TINY = PRESETS["tiny"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the parity table: transformers' model type and what its config says besides."""
+    """One row of the parity table: transformers' model type, and what its config has besides."""
 
     arch: str
     extra: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Loaded:
     oracle: Oracle
 
 
-# How a model is run: as on a machine with a compiler, or as on one without.
+# The two ways to run a model: compiled, and as on a machine without a compiler.
 COMPILED, REFERENCE = "compiled", "reference"
 WAYS = (COMPILED, REFERENCE)
 
@@ -104,14 +104,14 @@ WAYS = (COMPILED, REFERENCE)
 def load_runner(
     directory: Path, *, way: str = COMPILED, **fields: Any
 ) -> tuple[TorchRunner, ModelInfo]:
-    """A loaded runner. One thread: the shapes are too small for two to help."""
+    """Return a loaded runner. It has one thread: the shapes are too small for two to help."""
     spec = RunnerSpec(**({"model": str(directory), "kv_bytes": 1 << 24, "threads": 1} | fields))
     runner = TorchRunner(spec, ReferenceBackend() if way == REFERENCE else None)
     return runner, runner.load(lambda _progress: None)
 
 
 class Zoo:
-    """Makes and loads each entry at its first use."""
+    """Make and load each entry at its first use."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -119,6 +119,7 @@ class Zoo:
         self._oracles: dict[str, Oracle] = {}
 
     def directory(self, name: str) -> Path:
+        """Return the folder of an entry's checkpoint."""
         path = self._root / name.replace(",", "").replace(" ", "-")
         if not path.exists():
             entry = ZOO[name]
@@ -126,6 +127,7 @@ class Zoo:
         return path
 
     def load(self, name: str, way: str = COMPILED) -> Loaded:
+        """Return an entry's runner and oracle."""
         if (name, way) not in self._loaded:
             directory = self.directory(name)
             runner, info = load_runner(directory, way=way)
@@ -135,5 +137,6 @@ class Zoo:
         return self._loaded[name, way]
 
     def close(self) -> None:
+        """Close all runners."""
         for loaded in self._loaded.values():
             loaded.runner.close()

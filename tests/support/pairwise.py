@@ -1,4 +1,4 @@
-"""Rows that cover every pair of values of every two factors: greedy, and the same every time."""
+"""Choose rows that cover every pair of values of every two factors, greedily and reproducibly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CANDIDATES = 30  # rows tried for each one kept
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Each row has one value of each factor."""
+    """Return rows that together have every pair; each row has one value of each factor."""
     rng = random.Random(seed)
     sizes = {name: len(values) for name, values in factors.items()}
     missing = {
@@ -38,7 +38,7 @@ def _row(
     first: tuple[str, int, str, int],
     rng: random.Random,
 ) -> dict[str, int]:
-    """A row with one missing pair, each other factor at the value that adds most."""
+    """Return a row with one missing pair, and each other factor at the value that adds most."""
     row = {first[0]: first[1], first[2]: first[3]}
     for name in rng.sample(list(sizes), len(sizes)):
         if name not in row:

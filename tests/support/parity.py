@@ -1,9 +1,9 @@
-"""Is our greedy output transformers' own, token for token?
+"""Check that our greedy output is transformers' own, token for token.
 
-The oracle is the stock model with eager attention, in float32, in the same process, run over
-each whole sequence at once. It is fed the tokens that were sampled, so that after a position that
-is skipped the two still look at the same text. A position counts unless its two best logits, or
-the last expert that a router took and the first that it did not, are closer than `MARGIN`.
+The oracle is the stock model with eager attention, in float32, in the same process, run over each
+whole sequence at once. Its input is the tokens that were sampled, so that after a skipped position
+both still look at the same text. A position counts unless its two best logits, or the last expert
+that a router took and the first that it did not, are closer than `MARGIN`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from tests.support.mini_planner import Planned
 
-MARGIN = 1e-3  # float noise of another summation order is 1e-5 at most; D11
+MARGIN = 1e-3  # another summation order changes logits by at most 1e-5; D11
 SKIPPED_SHARE_MAX = 0.02  # the bar; 0.0 to 0.8 % measured
 
 
 @dataclass(slots=True)
 class Tally:
-    """Positions compared, skipped and wrong of one architecture."""
+    """How many positions of one architecture were compared, skipped and wrong."""
 
     compared: int = 0
     skipped: int = 0
@@ -32,15 +32,17 @@ class Tally:
 
     @property
     def skipped_share(self) -> float:
+        """Return the share of positions that were skipped."""
         return self.skipped / max(1, self.compared + self.skipped)
 
     def check(self) -> None:
+        """Check that no position is wrong, and that few were skipped."""
         assert not self.wrong, f"{len(self.wrong)} of {self.compared}: {'; '.join(self.wrong[:5])}"
         assert self.skipped_share < SKIPPED_SHARE_MAX
         assert self.compared
 
 
-# Filled by the suite, printed by tests/conformance/conftest.py when the run ends.
+# The suite fills this table, and tests/conformance/conftest.py prints it when the run ends.
 TALLIES: dict[str, Tally] = {}
 
 
@@ -57,8 +59,10 @@ class Oracle:
 
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """For every position, the logits of the next token [num_tokens, vocab], and the least
-        margin by which a router decided there [num_tokens]."""
+        """Return the logits of the next token at every position, [num_tokens, vocab].
+
+        The second result is the least margin by which a router decided there, [num_tokens].
+        """
         margins = [torch.full((len(tokens),), torch.inf)]
         hooks = [router.register_forward_hook(_router_margin(margins)) for router in self._routers]
         try:
@@ -69,7 +73,7 @@ class Oracle:
         return logits, torch.stack(margins).amin(dim=0)
 
     def compare(self, sequences: Iterable[Planned], tally: Tally) -> None:
-        """Hold every output token of ``sequences`` against the oracle."""
+        """Compare every output token of ``sequences`` with the oracle's."""
         for one in sequences:
             assert one.failure is None, one.failure
             for position, got, want, margin in self._rows(one):
@@ -101,7 +105,7 @@ def _router_margin(margins: list[torch.Tensor]) -> Any:
 
 
 def skipped_table() -> list[str]:
-    """One line for each architecture compared so far."""
+    """Return one line for each architecture compared so far."""
     lines = [f"{'architecture':<36}{'compared':>10}{'skipped':>9}{'share':>9}"]
     for name, tally in TALLIES.items():
         lines.append(f"{name:<36}{tally.compared:>10}{tally.skipped:>9}{tally.skipped_share:>9.3%}")

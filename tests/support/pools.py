@@ -1,7 +1,7 @@
 """A pool of scripted models in virtual time, watched at every change.
 
-`Model` says how a model's loads go, in turn; `World` runs tasks over a pool and checks the books
-whenever the pool says that something changed.
+`Model` says how each load of a model goes. `World` runs tasks over a pool, and checks the pool's
+invariants whenever the pool reports a change.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 
 import trio
 
+from engine.api.engine import KINDS
 from engine.config import EngineConfig, ModelConfig, WorkerConfig
-from engine.core.encode_types import EncoderKind
-from engine.core.events import Tick
-from engine.core.plan import MemoryEstimate
+from engine.core.common.events import Tick
 from engine.errors import TrioletError
-from engine.model.fake import FakeRunner, FakeScript
-from engine.model.fake_encoder import FakeEncoder
-from engine.pool import Pool
+from engine.pool.pool import Pool
+from engine.replica.loop import Unbatched
 from engine.status import Capability
+from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.interface import EncoderKind, MemoryEstimate
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 GB = 1 << 30
@@ -31,8 +32,11 @@ ENCODERS = {
 
 @dataclass
 class Model:
-    """``load_errors`` are raised by the model's loads in turn (None: that one succeeds); after
-    them all succeed. ``measured`` is what a load turns out to need, if not ``num_bytes``."""
+    """A model of the pool.
+
+    Its loads raise ``load_errors`` in turn; None stands for a load that succeeds, as all later ones
+    do. ``measured`` is the memory that a load turns out to need, if not ``num_bytes``.
+    """
 
     name: str
     num_bytes: int = GB
@@ -46,12 +50,13 @@ class Model:
     measured: int | None = None
 
     def config(self):
+        """Return the model's configuration."""
         workers = (WorkerConfig(count=self.replicas),)
         return ModelConfig(self.name, lazy=self.lazy, workers=workers, capability=self.capability)
 
 
 class Worker:
-    """What the world notes of a runner, over a fake one."""
+    """A fake runner that records its loads and closes."""
 
     def __init__(self, world, model):
         self.world, self.model = world, model
@@ -84,13 +89,13 @@ class Worker:
 
 
 class World:
-    """A pool, and what is noted of it."""
+    """A pool, and a record of what happened in it."""
 
     def __init__(self, *models, limit=100 * GB, **config):
         self.models = {model.name: model for model in models}
         self.threads = VirtualThreads()
         self.workers = []
-        self.loads = []  # (model, when) of each that began
+        self.loads = []  # (model, time) of each load that began
         self.pool = None
         self._config = EngineConfig(
             models=tuple(model.config() for model in models),
@@ -100,10 +105,17 @@ class World:
         )
 
     def run(self, body, seed=0):
-        """Run ``body(world)`` with the pool, close it, and see that it gave everything back."""
+        """Run ``body(world)`` with the pool, close it, and check that it gave everything back."""
 
         async def main():
-            self.pool = Pool(self._config, self._make_runner, self.threads, self.check)
+            self.pool = Pool(
+                self._config,
+                self._make_runner,
+                self.threads,
+                self.check,
+                kinds={one: kind for kind in KINDS for one in kind.capabilities},
+                batch=Unbatched(),
+            )
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.pool.run)
                 await body(self)
@@ -113,7 +125,7 @@ class World:
             for worker in self.workers:
                 assert worker.num_closes == 1
                 assert worker.num_loads <= 1
-            for entry in self.pool.entries.values():
+            for entry in self.pool.registry.entries.values():
                 assert not entry.replicas
                 assert entry.load is None
                 assert entry.num_waiting == entry.num_unloads == 0
@@ -126,15 +138,16 @@ class World:
         return worker
 
     def check(self):
-        """What holds at every instant."""
+        """Check what must hold at every instant."""
         if self.pool is None:
             return
         memory = self.pool.memory
-        held = sum(r.reservation.num_bytes for e in self.pool.entries.values() for r in e.replicas)
+        entries = self.pool.registry.entries.values()
+        held = sum(r.reservation.num_bytes for e in entries for r in e.replicas)
         assert held <= memory.reserved()
         is_measured = any(model.measured is not None for model in self.models.values())
         assert memory.peak() <= memory.limit() or is_measured
-        for entry in self.pool.entries.values():
+        for entry in entries:
             assert not any(replica.reservation.is_released for replica in entry.replicas)
             ids = [replica.replica_id for replica in entry.replicas]
             assert len(set(ids)) == len(ids)
@@ -142,9 +155,12 @@ class World:
     # ---- what tasks do
 
     async def hold(self, name, seconds=0.0, cut=lambda: None):
-        """Lease a model for a while. The error, or None; and when it was had or refused."""
+        """Lease a model for ``seconds``.
+
+        Return the error, or None, and the time at which the lease was granted or refused.
+        """
         try:
-            async with self.pool.lease(name, cut=cut):
+            async with self.pool.leases.acquire(name, cut=cut):
                 had_at = trio.current_time()
                 await trio.sleep(seconds)
         except TrioletError as error:
@@ -152,7 +168,7 @@ class World:
         return None, had_at
 
     async def hold_all(self, *asks):
-        """`hold` at once for each of ``asks``: their results, in order."""
+        """Run `hold` at once for each of ``asks``, and return the results in their order."""
         results = [None] * len(asks)
 
         async def one(index, ask):
@@ -164,15 +180,17 @@ class World:
         return results
 
     def num_loads(self, name):
+        """Return how many loads of a model began."""
         return sum(model == name for model, _ in self.loads)
 
     def crash(self, name):
-        """A bug of ours ends the loop of one of the model's replicas."""
-        for replica in self.pool.entries[name].ready[:1]:
+        """End the loop of one of the model's replicas, as a bug of the engine would."""
+        for replica in self.pool.registry.entries[name].ready[:1]:
             self.crash_replica(replica)
 
     def crash_replica(self, replica):
-        replica.loop.scheduler.plan = self._break
+        """End a replica's loop, as a bug of the engine would."""
+        replica.loop.core.plan = self._break
         replica.loop.post(Tick())
 
     @staticmethod

@@ -9,7 +9,7 @@ import threading
 
 
 class Proxy:
-    """Forwards every connection to ``HOST:PORT``; ``address`` is where it listens."""
+    """Forward every connection to ``HOST:PORT``; ``address`` is where the proxy listens."""
 
     def __init__(self, target):
         host, _, port = target.rpartition(":")
@@ -37,15 +37,16 @@ class Proxy:
                 sink.sendall(data)
 
     def reset(self):
-        """The server's side of every connection gets a TCP reset."""
+        """Send a TCP reset to the server on every connection."""
         for sock in self._upstreams:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             with contextlib.suppress(OSError):
-                # close() alone would leave it to the thread that reads from it
+                # close() alone would leave the closing to the thread that reads from the socket
                 sock.shutdown(socket.SHUT_RD)
             sock.close()
 
     def close(self):
+        """Close every connection and stop listening."""
         self._listener.close()
         for sock in self._sockets:
             with contextlib.suppress(OSError):
@@ -55,7 +56,7 @@ class Proxy:
 
 @contextlib.contextmanager
 def proxy(target):
-    """A `Proxy`, closed with all its connections at the block's end."""
+    """Yield a `Proxy`; close it with all its connections at the end of the block."""
     one = Proxy(target)
     try:
         yield one

@@ -1,9 +1,8 @@
-"""Servers as processes: what the service tests talk to.
+"""Servers as processes, for the service tests.
 
-Rule 1: every wait is bounded; what does not end in time is killed, and its test fails. Rule 2: a
-server left running at the end of its block is told to end by SIGTERM and must do so with exit
-code 0. Rule 3: a server that logs an error or a traceback fails its test, unless the test said so
-by ``may_log``.
+Rule 1: every wait is bounded; a process that does not end in time is killed, and its test fails.
+Rule 2: a server that still runs at the end of its block gets SIGTERM, and must end with exit code
+0. Rule 3: a server that logs an error or a traceback fails its test, unless ``may_log`` allows it.
 """
 
 from __future__ import annotations
@@ -16,16 +15,24 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import grpc
 
+from tests.support import prestarted
 from tests.support.wire import SERVING, connect, health, wait_until
 
+SERVING_IMPORTS = (  # what `triolet serve` imports, with real models of every kind
+    "engine.worker.text_runner",
+    "engine.worker.encoders.runner",
+    "grpc_service.app.application",
+    "grpc_service.cli.main",
+)
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "engine" / "demo" / "stories"
 START_LIMIT_S = 30.0
-MODEL_START_LIMIT_S = 120.0  # torch and transformers are imported, from a cold disk perhaps
+MODEL_START_LIMIT_S = 120.0  # torch and transformers are imported, perhaps from a cold disk
 END_LIMIT_S = 20.0
 READY = re.compile(r"Triolet is ready on (\S+) after")
 TROUBLE = re.compile(
@@ -37,32 +44,28 @@ shown_if_failed = []  # servers of the running test and of its fixtures (tests/s
 
 
 class Server:
-    """A process that serves; ``address`` is where. ``channel`` is one connection to it."""
+    """A process that serves at ``address``; ``channel`` is one connection to it."""
 
-    def __init__(self, argv, *, env=None, cwd=ROOT, may_log=None):
+    def __init__(self, start, *, may_log=None):
+        """Start the process by ``start(stdout, stderr)``, with the files that it writes to."""
         self.may_log = may_log
         self.is_over = False
         self._files = tempfile.TemporaryDirectory(prefix="triolet-test-")
         self._out, self._err = (Path(self._files.name, name) for name in ("out", "err"))
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=err,
-                cwd=cwd,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
-            )
+            self.process = start(out, err)
         shown_if_failed.append(self)
 
-    # ---- what it says
+    # ---- the server's output
 
     @property
     def out(self):
+        """Return the standard output so far."""
         return self._out.read_text(errors="replace")
 
     @property
     def log(self):
+        """Return the standard error so far."""
         return self._err.read_text(errors="replace")
 
     def wait_for_output(self, look, limit_s):
@@ -75,28 +78,30 @@ class Server:
         return wait_until(found, limit_s, "the server's word")
 
     def tell(self, command):
-        """Have the fake server do what `fake_server.Faults` can; it may not live to answer."""
+        """Send the fake server a command (`fake_server.Faults`), which may end the server."""
         self.process.stdin.write(f"{command}\n".encode())
         self.process.stdin.flush()
 
     def ask(self, question=""):
-        """The fake server's account of itself (`fake_server.Counter`)."""
+        """Return the fake server's answer to ``question`` (`fake_server.Counter`)."""
         before = self.out.count("\n")
         self.tell(question)
         self.wait_for_output(lambda out: out.count("\n") > before, 10)
         return json.loads(self.out.splitlines()[-1])
 
-    # ---- how it ends
+    # ---- the server's end
 
     @property
     def is_running(self):
+        """Return whether the process runs."""
         return self.process.poll() is None
 
     def signal(self, number=signal.SIGTERM):
+        """Send a signal."""
         self.process.send_signal(number)
 
     def wait(self, limit_s=END_LIMIT_S):
-        """The exit code of a server that ends by itself."""
+        """Return the exit code of a server that ends by itself."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -105,27 +110,27 @@ class Server:
             raise AssertionError(f"the server did not end within {limit_s} s") from None
 
     def stop(self, limit_s=END_LIMIT_S):
-        """SIGTERM; the exit code."""
+        """Send SIGTERM, and return the exit code."""
         self.signal()
         return self.wait(limit_s)
 
     def memory_bytes(self):
-        """Resident memory now."""
+        """Return the resident memory."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
 
     def num_files(self):
-        """Open files and sockets."""
+        """Return the number of open files and sockets."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def sentences(self):
-        """What it told a person on standard error: neither log nor progress."""
-        stamp = re.compile(r"\d{4}-\d\d-\d\d |\{")  # for a person, or for a machine
+        """Return what standard error has for a person beside log and progress."""
+        stamp = re.compile(r"\d{4}-\d\d-\d\d |\{")  # a log line for a person, or one for a machine
         lines = self.log.splitlines()
         return [one for one in lines if not (stamp.match(one) or one.startswith("loading "))]
 
     def check_log(self):
-        """Nothing in the log but what the test expects."""
+        """Check that the log has only what the test expects."""
         lines = [match[0] for match in TROUBLE.finditer(self.log)]
         if self.may_log is not None:
             lines = [line for line in lines if not re.search(self.may_log, line)]
@@ -140,14 +145,40 @@ class Server:
         self.is_over = True
 
     def forget(self):
+        """Remove the server from the servers whose output a failed test shows."""
         shown_if_failed.remove(self)
         self._files.cleanup()
 
 
+def process(argv, *, env=None, cwd=ROOT, **options):
+    """Yield a server process from its start to its end, without waiting for its port."""
+
+    def start(out, err):
+        return subprocess.Popen(
+            [str(arg) for arg in argv],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=err,
+            cwd=cwd,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {}),
+        )
+
+    return _running(start, **options)
+
+
+def fake_process(*, may_log=None, **settings):
+    """Yield a server of fake models, as `process` does. ``settings`` are `fake_server.start`'s.
+
+    The server is forked from an interpreter that has imported all that it needs.
+    """
+    module, args = "tests.support.fake_server", [json.dumps(settings)]
+    start = partial(prestarted.start, module, args, imports=(module,), options=("-W", "error"))
+    return _running(start, may_log=may_log)
+
+
 @contextlib.contextmanager
-def process(argv, **options):
-    """A server process from its start to its end; no waiting for it to be bound."""
-    server = Server([str(arg) for arg in argv], **options)
+def _running(start, **options):
+    server = Server(start, **options)
     try:
         yield server
         if server.is_running:
@@ -158,15 +189,10 @@ def process(argv, **options):
         server.remove()
 
 
-def fake_argv(**settings):
-    """The command line of a server of fake models (`fake_server.start`)."""
-    return [sys.executable, "-W", "error", "-m", "tests.support.fake_server", json.dumps(settings)]
-
-
 @contextlib.contextmanager
 def fake(*, may_log=None, **settings):
-    """A server of fake models, bound, with an open channel."""
-    with process(fake_argv(**settings), may_log=may_log) as server:
+    """Yield a server of fake models, once it is bound, with an open channel."""
+    with fake_process(**settings, may_log=may_log) as server:
         if settings.get("is_command"):
             server.address = server.wait_for_output(READY.search, START_LIMIT_S)[1]
         else:
@@ -177,18 +203,24 @@ def fake(*, may_log=None, **settings):
 
 
 def serve_argv(*args):
-    """The command line of `triolet serve`."""
+    """Return the command line of `triolet serve`."""
     return [sys.executable, "-m", "grpc_service", "serve", *args]
 
 
 @contextlib.contextmanager
-def real(*args, model=DEMO, uds=None, **options):
-    """`triolet serve` with a real model (None: those it serves by itself), ready, with an open
-    channel: on any free port, or on a Unix socket. Of the latter `heard` is what health said from
-    the bind until it was ready."""
+def real(*args, model=DEMO, uds=None):
+    """Yield `triolet serve` with a real model, once it is ready, with an open channel.
+
+    ``model`` None serves the models that the server has by itself. It listens on any free port, or
+    on a Unix socket ``uds``; ``heard`` then has what health answered from the bind until it was
+    ready. It is forked from an interpreter that has imported torch.
+    """
     where = ["--port", "0"] if uds is None else ["--uds", uds]
     models = [] if model is None else ["--model", model]
-    with process(serve_argv(*models, *where, *args), **options) as server:
+    command = [str(arg) for arg in ("serve", *models, *where, *args)]
+    with _running(
+        partial(prestarted.start, "grpc_service", command, imports=SERVING_IMPORTS)
+    ) as server:
         if uds is not None:
             server.address = f"unix:{uds}"
             server.heard = listen_until_ready(server)
@@ -199,8 +231,10 @@ def real(*args, model=DEMO, uds=None, **options):
 
 
 def listen_until_ready(server):
-    """What health says, every few milliseconds, from the first answer to SERVING; None while
-    nobody answers."""
+    """Return what health answers every few milliseconds, until it is SERVING.
+
+    None stands for no answer at all.
+    """
     heard = []
 
     def ask():

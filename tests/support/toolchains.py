@@ -1,9 +1,10 @@
-"""Other languages' tools, installed where they are missing: npm's packages beside the interop
-tests, Ruby with gRPC from Debian's packages.
+"""Install tools of other languages where they are missing.
 
-Rule 1: what cannot be installed fails the test with a sentence that says what is missing; a test
-that is skipped proves nothing. Rule 2: npm's packages stay in tests/interop; Debian's belong to the
-machine, and are installed only by root, who may.
+These are npm's packages beside the interop tests, and Ruby with gRPC from Debian's packages.
+
+Rule 1: a tool that cannot be installed fails the test with a sentence that says what is missing; a
+skipped test proves nothing. Rule 2: npm's packages stay in tests/interop. Debian's packages belong
+to the machine, and only root may install them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BUF = NODE_MODULES / ".bin" / "buf"
 INSTALL_TIMEOUT_S = 240  # guess: minutes on a slow line; below pytest's own timeout of 300 s
 LEAVE_OUT = 'or leave these tests out with -m "not interop"'
 
-# Ruby, its gRPC, and what makes Ruby code of protos, which grpcio-tools cannot.
+# Ruby, its gRPC, and the generator of Ruby code from protos, which grpcio-tools lacks.
 DEBIAN_PACKAGES = (
     "ruby",
     "ruby-grpc",
@@ -41,14 +42,14 @@ PROTOS = ("triolet/v1/common.proto", "triolet/v1/inference.proto")
 
 
 def need_npm() -> None:
-    """Have npm install what package.json pins, unless it is there in exactly those versions."""
+    """Have npm install what package.json pins, unless exactly those versions are there."""
     missing = missing_npm_packages()
     if missing:
         _install_from_npm(missing)
 
 
 def missing_npm_packages() -> list[str]:
-    """The packages that are not there in the version that package.json pins."""
+    """Return the packages that are not there in the version that package.json pins."""
     pinned = json.loads((INTEROP / "package.json").read_text())["devDependencies"]
     return [name for name, version in pinned.items() if _npm_version(name) != version]
 
@@ -80,7 +81,7 @@ def _install_from_npm(wanted: list[str]) -> None:
 
 
 def need_ruby() -> None:
-    """Have apt-get install Ruby with gRPC and the protoc that writes Ruby, unless all is there."""
+    """Have apt-get install Ruby, its gRPC and its protoc, unless they are there."""
     if not missing_for_ruby():
         return
     apt = shutil.which("apt-get")
@@ -91,10 +92,10 @@ def need_ruby() -> None:
             + LEAVE_OUT,
             pytrace=False,
         )
-    lock = ("-o", "DPkg::Lock::Timeout=120")  # somebody else may be installing
+    lock = ("-o", "DPkg::Lock::Timeout=120")  # another process may be installing
     install = [apt, *lock, "install", "-y", "--no-install-recommends", *DEBIAN_PACKAGES]
     code, said = _run(install)
-    if code:  # most likely, the lists of packages are missing or old
+    if code:  # the package lists are probably missing or old
         _run([apt, *lock, "update"])
         code, said = _run(install)
     if code or missing_for_ruby():
@@ -106,7 +107,7 @@ def need_ruby() -> None:
 
 
 def missing_for_ruby() -> list[str]:
-    """What of Ruby, its libraries and protoc is not there."""
+    """Return what is missing of Ruby, its libraries and protoc."""
     missing = [name for name in ("ruby", "protoc", RUBY_PLUGIN) if shutil.which(name) is None]
     if "ruby" not in missing:
         missing += [
@@ -118,7 +119,7 @@ def missing_for_ruby() -> list[str]:
 
 
 def make_ruby_stubs(out: Path) -> Path:
-    """Ruby's messages and stubs of our protos, in ``out``, by the command of docs/clients.md."""
+    """Write Ruby's stubs of our protos to ``out``, by the command of docs/clients.md."""
     need_ruby()
     command = [
         *("protoc", "-I", "proto", f"--ruby_out={out}", f"--grpc_out={out}"),
@@ -131,7 +132,7 @@ def make_ruby_stubs(out: Path) -> Path:
 
 
 def _run(command: list[str], cwd: Path | None = None) -> tuple[int, str]:
-    """The exit status, and all that was said."""
+    """Return a command's exit status and its output."""
     try:
         done = subprocess.run(
             command,

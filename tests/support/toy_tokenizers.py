@@ -1,9 +1,9 @@
 """Small tokenizers of the common kinds, trained on the spot in a few milliseconds.
 
-`byte_level` is GPT-2's kind, `llama3_like` adds a first token to every text, `qwen_like`
-normalisation, a split expression and chat tokens; `llama_like` is SentencePiece's: spaces as
-U+2581, byte fallback, and a first space that decoding strips. `save` writes one the way model
-directories hold it.
+`byte_level` is GPT-2's kind. `llama3_like` adds a first token to every text. `qwen_like` has
+normalisation, a split expression and chat tokens. `llama_like` is SentencePiece's kind: spaces as
+U+2581, byte fallback, and a first space that decoding strips. `save` writes one as a model folder
+holds it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHATML = (
 
 @cache
 def byte_level() -> Tokenizer:
-    """GPT-2's kind; <|endoftext|> is special, and nothing is added to a text."""
+    """Return GPT-2's kind: <|endoftext|> is special, and nothing is added to a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,7 +58,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def qwen_like() -> Tokenizer:
-    """Qwen's kind, with two chat tokens and one added token that is not special."""
+    """Return Qwen's kind, with two chat tokens and one added token that is not special."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -76,7 +76,7 @@ def qwen_like() -> Tokenizer:
 
 @cache
 def llama3_like() -> Tokenizer:
-    """Llama 3's kind: byte-level, and <|begin_of_text|> before every text."""
+    """Return Llama 3's kind: byte-level, with <|begin_of_text|> before every text."""
     tokenizer = Tokenizer.from_str(byte_level().to_str())
     tokenizer.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
     begin = tokenizer.token_to_id("<|begin_of_text|>")
@@ -95,7 +95,7 @@ def llama3_like() -> Tokenizer:
 
 @cache
 def llama_like() -> Tokenizer:
-    """Llama 2's kind: <s> before every text, byte tokens for what the vocabulary lacks."""
+    """Return Llama 2's kind: <s> before every text, byte tokens for what the vocabulary lacks."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence(
@@ -164,7 +164,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def save(name: str, directory: Path) -> Path:
-    """Write tokenizer.json and tokenizer_config.json as a model directory has them."""
+    """Write tokenizer.json and tokenizer_config.json as a model folder has them."""
     directory.mkdir(parents=True, exist_ok=True)
     ALL[name]().save(str(directory / "tokenizer.json"))
     config = json.dumps(CONFIGS[name])
@@ -183,7 +183,7 @@ def _train(tokenizer: Tokenizer, special_tokens: list[str]) -> None:
 
 
 def _without_special(tokenizer: Tokenizer, names: list[str]) -> Tokenizer:
-    """The same tokenizer whose ``names`` are plain vocabulary, as SentencePiece has its bytes."""
+    """Return the tokenizer with ``names`` as plain vocabulary, as SentencePiece has its bytes."""
     state = json.loads(tokenizer.to_str())
     state["added_tokens"] = [one for one in state["added_tokens"] if one["content"] not in names]
     return Tokenizer.from_str(json.dumps(state))

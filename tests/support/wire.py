@@ -1,7 +1,7 @@
 """A synchronous gRPC client for the tests: requests, whole streams, statuses with their details.
 
-Rule: every call is bounded. One that has no deadline of its own is cancelled after `CALL_LIMIT_S`,
-and its test then fails by the status CANCELLED.
+Rule: every call is bounded. A call without a deadline of its own is cancelled after `CALL_LIMIT_S`,
+and its test then fails with the status CANCELLED.
 """
 
 from __future__ import annotations
@@ -17,29 +17,23 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status.rpc_status import GRPC_DETAILS_METADATA_KEY
 
-from grpc_service._generated.triolet.v1 import (
-    control_pb2,
-    control_pb2_grpc,
-    inference_pb2,
-    inference_pb2_grpc,
-    models_pb2,
-    models_pb2_grpc,
-)
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 
 CALL_LIMIT_S = 60.0
 POLL_S = 0.005
-# A proxy named in the environment cannot reach this machine's own loopback.
+# A proxy that the environment names cannot reach this machine's loopback address.
 NO_PROXY = (("grpc.enable_http_proxy", 0),)
-# A client whose window closes after a few KB: the window is the receiver's to set.
+# A client whose window closes after a few KB. The receiver chooses the window's size.
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-STOP = inference_pb2.FINISH_REASON_STOP
-LENGTH = inference_pb2.FINISH_REASON_LENGTH
+STOP = pb.FINISH_REASON_STOP
+LENGTH = pb.FINISH_REASON_LENGTH
 
 
 def wait_until(condition, timeout_s=10.0, what=""):
-    """Poll until ``condition()`` is true, and return what it gave."""
+    """Poll until ``condition()`` is true, and return its value."""
     end = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < end, f"not within {timeout_s} s: {what or condition}"
@@ -49,15 +43,18 @@ def wait_until(condition, timeout_s=10.0, what=""):
 
 @contextlib.contextmanager
 def connect(address, *options):
-    """A channel of its own connection."""
+    """Return a channel with a connection of its own."""
     own = ("grpc.use_local_subchannel_pool", 1)
     with grpc.insecure_channel(address, options=[*NO_PROXY, own, *options]) as channel:
         yield channel
 
 
 def details(error):
-    """The google.rpc details of a call's end, by message name; {} for a status that is not the
-    server's own (a client's timer, a lost connection, grpc's own refusals)."""
+    """Return the google.rpc details of a call's end, by message name.
+
+    Return {} for a status that did not come from the server: a client's timer, a lost connection,
+    or a refusal by grpc itself.
+    """
     values = [v for key, v in error.trailing_metadata() or () if key == GRPC_DETAILS_METADATA_KEY]
     if not values:
         return {}
@@ -74,18 +71,18 @@ def details(error):
 
 
 def reason(error):
-    """The ErrorInfo's reason, "" where there is none."""
+    """Return the reason of the status's ErrorInfo, or "" without one."""
     found = details(error)
     return found["ErrorInfo"].reason if found else ""
 
 
 def broken_fields(error):
-    """The fields that a BadRequest names."""
+    """Return the fields that a BadRequest names."""
     return [v.field for v in details(error)["BadRequest"].field_violations]
 
 
 def error_of(call):
-    """The error that ``call()`` ends with."""
+    """Return the error that ``call()`` raises."""
     try:
         answer = call()
     except grpc.RpcError as error:
@@ -97,8 +94,11 @@ def error_of(call):
 
 
 def generate_request(**fields):
-    """A GenerateRequest; a ``prompt_ids`` list stands for token_ids, ``sampling`` fields may be
-    given at the top."""
+    """Return a GenerateRequest.
+
+    A list ``prompt_ids`` stands for token_ids; fields of ``sampling`` may be given at the top
+    level.
+    """
     sampling = dict(fields.pop("sampling", {}))
     for name in ("max_tokens", "min_tokens", "temperature", "stop", "seed", "stop_token_ids"):
         if name in fields:
@@ -107,35 +107,41 @@ def generate_request(**fields):
         fields["token_ids"] = {"ids": list(fields.pop("prompt_ids"))}
     elif not fields.keys() & {"text", "token_ids", "chat"}:
         fields["text"] = "Once"
-    return inference_pb2.GenerateRequest(sampling=sampling, **fields)
+    return pb.GenerateRequest(sampling=sampling, **fields)
 
 
 @dataclass
 class Heard:
-    """What a client heard of one request. ``error`` is None for a success."""
+    """What a client received for one request. ``error`` is None for a success."""
 
     messages: list = field(default_factory=list)
     error: grpc.RpcError | None = None
 
     @property
     def kinds(self):
+        """Return the kinds of the messages, in their order."""
         return [message.WhichOneof("event") for message in self.messages]
 
     @property
     def started(self):
+        """Return Started."""
         return self.messages[0].started
 
     @property
     def deltas(self):
+        """Return the Deltas, in their order."""
         return [message.delta for message in self.messages if message.HasField("delta")]
 
     def text(self, choice=0):
+        """Return the text of a choice."""
         return "".join(delta.text for delta in self.deltas if delta.choice == choice)
 
     def ids(self, choice=0):
+        """Return the token ids of a choice."""
         return [i for delta in self.deltas if delta.choice == choice for i in delta.token_ids]
 
     def finished(self, choice=0):
+        """Return Finished of a choice."""
         [one] = [
             message.finished
             for message in self.messages
@@ -145,15 +151,15 @@ class Heard:
 
 
 class Generation:
-    """A Generate call under way, read at the test's pace. Leaving it as a context cancels it.
+    """A Generate call under way, read at the test's pace. Leaving its context cancels the call.
 
-    Token ids are asked for unless ``output`` is given.
+    Token ids are requested unless ``output`` is given.
     """
 
     def __init__(self, channel, *, timeout=None, **fields):
         fields.setdefault("output", {"token_ids": True})
         self.heard = Heard()
-        stub = inference_pb2_grpc.InferenceStub(channel)
+        stub = stubs.InferenceStub(channel)
         self.call = stub.Generate(generate_request(**fields), timeout=timeout)
         self._limit = threading.Timer(CALL_LIMIT_S, self.call.cancel)
         self._limit.daemon = True
@@ -166,12 +172,13 @@ class Generation:
         self.cancel()
 
     def cancel(self):
+        """Cancel the call."""
         self.call.cancel()
         self._limit.cancel()
         self._limit.join()
 
     def read(self):
-        """The next message, or None at the end."""
+        """Return the next message, or None at the end."""
         try:
             message = next(self.call)
         except StopIteration:
@@ -183,7 +190,7 @@ class Generation:
         return message
 
     def read_deltas(self, count):
-        """Read until so many Deltas have come in all."""
+        """Read until ``count`` Deltas have come in all."""
         while len(self.heard.deltas) < count:
             assert self.read() is not None, f"ended: {self.heard.error}"
         return self
@@ -200,7 +207,7 @@ class Generation:
 
 
 def generate(channel, *, timeout=None, **fields):
-    """A whole Generate call."""
+    """Make a Generate call, read it to the end, and return what came."""
     return Generation(channel, timeout=timeout, **fields).finish()
 
 
@@ -208,25 +215,25 @@ def generate(channel, *, timeout=None, **fields):
 
 
 def stats(channel, timeout=10):
-    """Control.GetStats' totals."""
-    stub = control_pb2_grpc.ControlStub(channel)
-    return stub.GetStats(control_pb2.GetStatsRequest(), timeout=timeout).totals
+    """Return the totals of Control.GetStats."""
+    stub = stubs.ControlStub(channel)
+    return stub.GetStats(pb.GetStatsRequest(), timeout=timeout).totals
 
 
 def ended(channel):
-    """Requests ended since the server's start, by how; those that are not 0."""
+    """Return how many requests have ended since the server's start, by reason, without zeros."""
     totals = stats(channel).requests_total
     return {field.name: count for field, count in totals.ListFields()}
 
 
 def is_idle(totals):
-    """No request lives, and every block is free."""
+    """Return whether no request lives and every block is free."""
     live = totals.running + totals.waiting + totals.parked + totals.ending
     return not live and totals.free_blocks == totals.total_blocks > 0
 
 
 def wait_idle(channel, timeout_s=10.0):
-    """Poll until the server is idle; the totals then."""
+    """Poll until the server is idle, and return the totals."""
     found = []
 
     def look():
@@ -238,7 +245,7 @@ def wait_idle(channel, timeout_s=10.0):
 
 
 def health(channel, name="", timeout=10):
-    """The health of a name, or None for one that is not known."""
+    """Return the health of a name, or None for an unknown name."""
     try:
         stub = health_pb2_grpc.HealthStub(channel)
         return stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=timeout).status
@@ -254,12 +261,13 @@ def wait_serving(channel, timeout_s=30.0):
 
 
 def tokenize(channel, text, timeout=30, **fields):
-    """The ids of a text."""
-    stub = inference_pb2_grpc.InferenceStub(channel)
-    request = inference_pb2.TokenizeRequest(text=text, **fields)
+    """Return the token ids of a text."""
+    stub = stubs.InferenceStub(channel)
+    request = pb.TokenizeRequest(text=text, **fields)
     return [token.id for token in stub.Tokenize(request, timeout=timeout).tokens]
 
 
 def list_models(channel, timeout=10):
-    stub = models_pb2_grpc.ModelsStub(channel)
-    return stub.ListModels(models_pb2.ListModelsRequest(), timeout=timeout).models
+    """Return the models that ListModels names."""
+    stub = stubs.ModelsStub(channel)
+    return stub.ListModels(pb.ListModelsRequest(), timeout=timeout).models

@@ -1,4 +1,4 @@
-"""Who may call what: peers as grpc writes them, keys as a file holds them."""
+"""Who may call which method: peers as grpc writes them, keys as a file holds them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError, NotAllowed, Overloaded, Unauthenticated
-from engine.quota import Quota
-from grpc_service import access, keys
+from engine.requests.quota import Quota
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
-from grpc_service.config import ServerConfig
-from grpc_service.keys import KeyRing, Limits
+from grpc_service.access import keys, policy
+from grpc_service.access.keys import KeyLimits, KeyRing
+from grpc_service.app.server_config import ServerConfig
 
 KEY, OTHER_KEY = "alice-has-this-key", "bob-has-another-key"
 GENERATE = "triolet.v1.Inference/Generate"
@@ -27,7 +27,7 @@ READING = {"triolet.v1.Models/ListModels", "triolet.v1.Models/GetModel"}
 
 
 def methods():
-    """Every RPC of triolet.v1."""
+    """Return the paths of every RPC of triolet.v1."""
     return [
         f"{service.full_name}/{method.name}"
         for file in (inference_pb2, models_pb2, control_pb2)
@@ -41,6 +41,7 @@ OPERATING = [m for m in methods() if "Inference/" not in m and m not in READING]
 
 @pytest.fixture
 def file(tmp_path):
+    """Return a file with two keys."""
     path = tmp_path / "keys"
     path.write_text(f"# the holders\nalice {KEY}\nbob {OTHER_KEY} max_requests=2  # a guest\n\n")
     return path
@@ -48,10 +49,12 @@ def file(tmp_path):
 
 @pytest.fixture
 def ring(file):
+    """Return the keys of the file."""
     return KeyRing(str(file))
 
 
 def showing(key, scheme="Bearer"):
+    """Return metadata that show this key."""
     return [("user-agent", "x"), ("authorization", f"{scheme} {key}")]
 
 
@@ -60,12 +63,12 @@ def showing(key, scheme="Bearer"):
 
 @pytest.mark.parametrize("peer", LOCAL + UNIX)
 def test_loopback_and_unix_sockets_are_local(peer):
-    assert access.is_local(peer)
+    assert policy.is_local(peer)
 
 
 @pytest.mark.parametrize("peer", REMOTE)
 def test_everything_else_is_not(peer):
-    assert not access.is_local(peer)
+    assert not policy.is_local(peer)
 
 
 def test_there_are_rpcs_of_every_kind():
@@ -78,9 +81,9 @@ def test_there_are_rpcs_of_every_kind():
 def test_without_a_key_file_only_operating_is_for_this_machine(method, peer):
     if method in OPERATING and peer == REMOTE[0]:
         with pytest.raises(NotAllowed):
-            access.admit(method, peer, showing(KEY), None)
+            policy.admit(method, peer, showing(KEY), None)
     else:
-        assert access.admit(method, peer, [], None) is None
+        assert policy.admit(method, peer, [], None) is None
 
 
 @pytest.mark.parametrize("method", methods())
@@ -88,16 +91,16 @@ def test_without_a_key_file_only_operating_is_for_this_machine(method, peer):
 def test_with_a_key_file_every_tcp_client_needs_a_key(ring, method, peer):
     is_remote = peer in REMOTE
     with pytest.raises(NotAllowed if is_remote and method in OPERATING else Unauthenticated):
-        access.admit(method, peer, [("user-agent", "x")], ring)
-    assert access.admit(method, peer, showing(KEY), ring).name == "alice"
-    assert access.admit(method, peer, showing(OTHER_KEY, "bearer"), ring).name == "bob"
+        policy.admit(method, peer, [("user-agent", "x")], ring)
+    assert policy.admit(method, peer, showing(KEY), ring).name == "alice"
+    assert policy.admit(method, peer, showing(OTHER_KEY, "bearer"), ring).name == "bob"
 
 
 @pytest.mark.parametrize("method", methods())
 @pytest.mark.parametrize("peer", UNIX)
-def test_a_unix_socket_needs_none(ring, method, peer):
-    assert access.admit(method, peer, [], ring) is None
-    assert access.admit(method, peer, showing(KEY), ring).name == "alice"
+def test_a_unix_socket_needs_no_key(ring, method, peer):
+    assert policy.admit(method, peer, [], ring) is None
+    assert policy.admit(method, peer, showing(KEY), ring).name == "alice"
 
 
 @pytest.mark.parametrize("peer", [LOCAL[0], UNIX[0], REMOTE[0]])
@@ -120,29 +123,29 @@ def test_a_unix_socket_needs_none(ring, method, peer):
 def test_a_wrong_key_is_refused_wherever_it_is_shown(ring, peer, value):
     for method in (GENERATE, "triolet.v1.Control/GetStats"):
         with pytest.raises(Unauthenticated) as caught:
-            access.admit(method, peer, [("authorization", value)], ring)
+            policy.admit(method, peer, [("authorization", value)], ring)
         assert KEY not in str(caught.value)
 
 
 def test_health_and_reflection_are_for_probes_too(ring):
-    assert access.admit(HEALTH, REMOTE[0], [], ring) is None
-    assert access.admit(HEALTH, REMOTE[0], showing("wrong"), ring) is None
+    assert policy.admit(HEALTH, REMOTE[0], [], ring) is None
+    assert policy.admit(HEALTH, REMOTE[0], showing("wrong"), ring) is None
 
 
 # ---- keys ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shown", [KEY, OTHER_KEY, "nobody-has-this-key"])
-def test_every_key_is_compared_with_every_one_there_is(ring, monkeypatch, shown):
+def test_a_shown_key_is_compared_with_every_known_key(ring, monkeypatch, shown):
     compared = []
     monkeypatch.setattr(keys, "hmac", _Comparer(compared))
     ring.find(shown.encode())
     assert len(compared) == 2
-    assert len({len(part) for pair in compared for part in pair}) == 1  # digests: of one length
+    assert len({len(part) for pair in compared for part in pair}) == 1  # digests, all of one length
 
 
 class _Comparer:
-    """hmac with a note of what it compares."""
+    """hmac, with a record of what it compares."""
 
     def __init__(self, compared):
         self._compared = compared
@@ -189,7 +192,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("text", BAD_FILES)
-def test_a_wrong_file_changes_nothing_and_is_told_without_its_keys(ring, file, text):
+def test_a_wrong_file_changes_nothing_and_the_error_shows_no_key(ring, file, text):
     file.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError) as caught:
         ring.reload()
@@ -198,14 +201,14 @@ def test_a_wrong_file_changes_nothing_and_is_told_without_its_keys(ring, file, t
     assert ring.find(KEY.encode()).name == "alice"
 
 
-def test_a_missing_file_is_told(file):
+def test_a_missing_file_is_an_error(file):
     file.unlink()
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         KeyRing(str(file))
 
 
 def test_lines_have_the_servers_limits_unless_they_say_otherwise(file):
-    ring = KeyRing(str(file), Limits(max_requests=5, max_queued_tokens=100))
+    ring = KeyRing(str(file), KeyLimits(max_requests=5, max_queued_tokens=100))
     alice, bob = ring.find(KEY.encode()), ring.find(OTHER_KEY.encode())
     assert (alice.max_requests, alice.max_queued_tokens) == (5, 100)
     assert (bob.max_requests, bob.max_queued_tokens) == (2, 100)
@@ -214,7 +217,7 @@ def test_lines_have_the_servers_limits_unless_they_say_otherwise(file):
 # ---- quotas ----------------------------------------------------------------------------------
 
 
-def test_a_quota_counts_requests_and_tokens_apart():
+def test_a_quota_counts_requests_and_tokens_separately():
     quota = Quota("alice", max_requests=2, max_queued_tokens=10)
     quota.enter()
     quota.enter()
@@ -222,7 +225,7 @@ def test_a_quota_counts_requests_and_tokens_apart():
         quota.enter()
     quota.leave()
     quota.enter()
-    quota.queue(50)  # alone: else it could never be asked
+    quota.queue(50)  # alone in the queue; otherwise such a prompt could never be served
     with pytest.raises(Overloaded):
         quota.queue(1)
     quota.unqueue(50)
@@ -236,7 +239,7 @@ def test_a_quota_counts_requests_and_tokens_apart():
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
-def test_other_machines_need_tls_a_key_or_a_word(host):
+def test_serving_other_machines_needs_tls_keys_or_a_flag(host):
     with pytest.raises(ConfigError) as caught:
         ServerConfig(host=host)
     for flag in ("--tls-cert", "--tls-key", "--api-key-file", "--insecure"):
@@ -248,7 +251,7 @@ def test_other_machines_need_tls_a_key_or_a_word(host):
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"tls_cert": "c"}, "--tls-cert and --tls-key go together"),
         ({"tls_key": "k"}, "--tls-cert and --tls-key go together"),
@@ -257,10 +260,10 @@ def test_other_machines_need_tls_a_key_or_a_word(host):
         ({"key_max_queued_tokens": 0, "api_key_file": "f"}, "must be at least 1"),
         ({"metrics_port": 65536}, "--metrics-port is 65536"),
         ({"log_format": "xml"}, "use auto, human or json"),
-        ({"host": "a..b", "insecure": True}, "--host is 'a..b', which is no name of a host"),
-        ({"metrics_host": "x" * 64}, "--metrics-host is 'x+', which is no name of a host"),
+        ({"host": "a..b", "insecure": True}, "--host is 'a..b', which is not the name of a host"),
+        ({"metrics_host": "x" * 64}, "--metrics-host is 'x+', which is not the name of a host"),
     ],
 )
-def test_what_does_not_go_together_is_told(fields, told):
-    with pytest.raises(ConfigError, match=told):
+def test_contradictory_settings_are_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
         ServerConfig(**fields)

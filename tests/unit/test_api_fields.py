@@ -1,8 +1,8 @@
-"""The documented API, transcribed, against the descriptors: every service, message, field and enum.
+"""The documented API, transcribed, against the descriptors: every service, message, field, enum.
 
-A field reads `name:type`, with `?` for explicit presence (proto3 optional), `*` for repeated, and
-`oneof/name:type` inside a oneof. Types of google.protobuf go by their last name. Field numbers are
-not in the table.
+A field is written `name:type`, with `?` for explicit presence (proto3 optional), `*` for repeated,
+and `oneof/name:type` inside a oneof. Types of google.protobuf are written by their last name. Field
+numbers are not in the table.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SERVICES = {
 }
 
 STATS = """
-    running:uint32 waiting:uint32 parked:uint32 ending:uint32 zombies:uint32
+    running:uint32 waiting:uint32 parked:uint32 ending:uint32 unread_calls:uint32
     free_blocks:uint32 total_blocks:uint32 cached_blocks:uint32
     prefix_queries:uint64 prefix_hits:uint64 step_count:uint64 step_rows_total:uint64
     preemptions:uint64 prompt_tokens_total:uint64 completion_tokens_total:uint64
@@ -153,7 +153,7 @@ MESSAGES = {
         failed:uint64 refused:uint64
     """,
     "Totals": STATS,
-    # beyond api.md: pause, so that a paused replica does not pass for one that serves
+    # not in api.md: pause, so that a paused replica does not pass for one that serves
     "ReplicaStats": STATS + "model:string replica:uint32 state:ReplicaState pause:PauseMode",
     "PauseRequest": "mode:PauseMode model:string",
     "PauseResponse": "",
@@ -173,7 +173,7 @@ MESSAGES = {
     """,
 }
 
-# Values without their prefix, after UNSPECIFIED, which is 0 in each.
+# Values without their prefix, after UNSPECIFIED, which is 0 in each enum.
 ENUMS = {
     "FinishReason": ("FINISH_REASON", "STOP LENGTH"),
     "PauseMode": ("PAUSE_MODE", "ABORT WAIT KEEP"),
@@ -199,7 +199,7 @@ SCALARS = {
 
 
 def declared(kind):
-    """Everything of one kind (`message`, `enum`) that the protos declare at file level, by name."""
+    """Return all messages or enums that the protos declare at file level, by name."""
     return {
         name: descriptor
         for file in FILES
@@ -208,7 +208,7 @@ def declared(kind):
 
 
 def type_of(field):
-    """The type of a field as the table writes it, without what says how often it occurs."""
+    """Return the type of a field as the table writes it, without `?`, `*` and oneof."""
     named = field.message_type or field.enum_type
     if named is None:
         return SCALARS[field.type]
@@ -218,7 +218,7 @@ def type_of(field):
 
 
 def written(field):
-    """A field as the table writes it."""
+    """Return a field as the table writes it."""
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         key, value = (type_of(field.message_type.fields_by_name[part]) for part in ("key", "value"))
         return f"{field.name}:map<{key},{value}>"
@@ -227,13 +227,13 @@ def written(field):
     oneof = field.containing_oneof
     if oneof is None:
         return f"{field.name}:{type_of(field)}"
-    if len(oneof.fields) == 1 and oneof.name == f"_{field.name}":  # how proto3 optional is stored
+    if len(oneof.fields) == 1 and oneof.name == f"_{field.name}":  # stores a proto3 optional
         return f"{field.name}:{type_of(field)}?"
     return f"{oneof.name}/{field.name}:{type_of(field)}"
 
 
 def method_written(method):
-    """An RPC as the table writes it."""
+    """Return an RPC as the table writes it."""
     assert not method.client_streaming
     stream = "stream " if method.server_streaming else ""
     return f"{method.name}({method.input_type.name}) {stream}{method.output_type.name}"

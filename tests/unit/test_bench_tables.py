@@ -1,4 +1,4 @@
-"""Tables of `docs/performance.md`: made from the benches' JSON, and nothing else of the page."""
+"""The tables of `docs/performance.md` are made from the benches' JSON; nothing else changes."""
 
 import json
 from pathlib import Path
@@ -21,11 +21,13 @@ More.
 
 
 def write(file, rows, capsys):
+    """Write rows as a bench does."""
     report("step", rows, str(file))
     capsys.readouterr()
 
 
 def page_after(tmp_path, monkeypatch):
+    """Return the page after its tables were written."""
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     monkeypatch.setattr("sys.argv", ["tables", "--write", str(page)])
@@ -33,7 +35,7 @@ def page_after(tmp_path, monkeypatch):
     return page.read_text()
 
 
-def test_a_page_gets_the_rows_it_asks_for_and_keeps_the_rest(tmp_path, monkeypatch, capsys):
+def test_a_page_gets_the_rows_of_its_patterns_and_keeps_the_rest(tmp_path, monkeypatch, capsys):
     (tmp_path / "figures").mkdir()
     rows = [
         Row("decode B=8: triolet", 300.0, "tokens/s", spread=3.0, n=5),

@@ -1,4 +1,4 @@
-"""The command line: every flag and every key of the file, and what is said of wrong ones."""
+"""The command line: every flag, every key of the file, and the messages for wrong ones."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from engine.config import DEMO_MODELS, EngineConfig, ModelConfig, WorkerConfig
 from engine.errors import ConfigError
+from grpc_service.app.server_config import ServerConfig
 from grpc_service.cli import client, flags
 from grpc_service.cli.main import build_parser, main
 from grpc_service.cli.values import BYTES, COUNT, SECONDS, SWITCH, TEXT
-from grpc_service.config import ServerConfig
 
 # An accepted value of each flag that differs from its default, as argument and as TOML.
 OTHER = {
@@ -64,17 +64,20 @@ OTHER = {
 
 
 def configs(*argv, environ=None):
+    """Return the configurations of a command line."""
     args = build_parser().parse_args(["serve", *argv])
     return flags.configs_of(args, environ or {})
 
 
 def from_file(tmp_path, text, *argv):
+    """Return the configurations of a file's text."""
     path = tmp_path / "triolet.toml"
     path.write_text(text)
     return configs("--config", str(path), *argv)
 
 
 def refused(tmp_path, text, *argv):
+    """Return the message with which a file's text is refused."""
     with pytest.raises(ConfigError) as caught:
         from_file(tmp_path, text, *argv)
     return str(caught.value).removeprefix(f"{tmp_path / 'triolet.toml'}: ")
@@ -88,7 +91,7 @@ def test_without_arguments_everything_is_the_configs_own_default():
 
 
 def test_every_field_of_the_configs_has_a_flag():
-    """Those that have none are reached otherwise, or have no surface yet."""
+    """Fields without a flag are set in another way, or cannot be set yet."""
     without = {
         EngineConfig: {"models", "in_process_buffer", "telemetry", "check_level"},
         ServerConfig: set(),
@@ -99,7 +102,7 @@ def test_every_field_of_the_configs_has_a_flag():
         assert fields - others == {f.field for f in flags.FLAGS if f.target is target}
 
 
-# What a flag cannot be given without.
+# What each of these flags requires beside it.
 BESIDE = {
     "tls_cert": ("tls_key",),
     "tls_key": ("tls_cert",),
@@ -148,7 +151,7 @@ def test_more_names_than_models_are_refused():
         configs("--model", "a", "--served-model-name", "x", "--served-model-name", "y")
 
 
-def test_the_designs_example_file(tmp_path):
+def test_the_example_file_of_the_design(tmp_path):
     engine, server = from_file(
         tmp_path,
         """
@@ -194,9 +197,9 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("max_num_seq = 1", "max_num_seq is not a setting; is max_num_seqs meant?"),
-        ("max-num-seqs = 1", "max-num-seqs is not a setting; is max_num_seqs meant?"),
-        ("idle_tt = 1", "idle_tt is not a setting; is idle_ttl meant?"),
+        ("max_num_seq = 1", "max_num_seq is not a setting; did you mean max_num_seqs?"),
+        ("max-num-seqs = 1", "max-num-seqs is not a setting; did you mean max_num_seqs?"),
+        ("idle_tt = 1", "idle_tt is not a setting; did you mean idle_ttl?"),
         ('model = "a"', "model is not a setting; write a [[models]] table with model and name"),
         ("seed = true", "seed is True, but must be a whole number"),
         ("seed = 1.5", "seed is 1.5, but must be a whole number"),
@@ -209,7 +212,10 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
         ("models = 1", "models must be written as [[models]] tables"),
         ("[[models]]\nname = 'a'", "models[0].model is missing"),
         ("[[models]]\nmodel = ''", "models[0].model is '', but must be a text"),
-        ("[[models]]\nmodel = 'a'\nlasy = true", "models[0].lasy is not a setting; is lazy meant?"),
+        (
+            "[[models]]\nmodel = 'a'\nlasy = true",
+            "models[0].lasy is not a setting; did you mean lazy?",
+        ),
         ("[[models]]\nmodel = 'a'\naliases = 'b'", "models[0].aliases must be a list of names"),
         (
             "[[models]]\nmodel = 'a'\n[[models.workers]]\ncount = 0",
@@ -217,7 +223,7 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
         ),
         (
             "[[models]]\nmodel = 'a'\n[[models.workers]]\nrunner = 'fork'",
-            "models[0].workers[0]: --runner is 'fork'; use thread or process",
+            "models[0].workers[0]: --runner is 'fork'; use thread, pinned or process",
         ),
         (
             "[[models]]\nmodel = 'a'\nworkers = 2",
@@ -226,7 +232,7 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
         ("[[models]]\nmodel = 'a'\n[[models]]\nmodel = 'a'", "two models are served as 'a'"),
     ],
 )
-def test_what_the_file_gets_wrong_is_named(tmp_path, text, sentence):
+def test_a_mistake_in_the_file_is_named(tmp_path, text, sentence):
     assert refused(tmp_path, text).startswith(sentence)
 
 
@@ -246,14 +252,14 @@ def test_the_check_level_comes_from_the_environment():
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost"])
-def test_loopback_needs_no_leave(host):
+def test_loopback_needs_no_flag(host):
     assert ServerConfig(host=host)
 
 
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "127.1", "::ffff:0:0"]
 )
-def test_other_machines_are_served_only_when_told_so(host):
+def test_other_machines_are_served_only_with_a_flag(host):
     with pytest.raises(ConfigError, match="add --insecure if") as caught:
         ServerConfig(host=host)
     assert host in str(caught.value)
@@ -340,7 +346,7 @@ def test_sizes(text, size):
         (SWITCH, "true"),
     ],
 )
-def test_values_that_are_none(kind, given):
+def test_malformed_values_are_refused(kind, given):
     with pytest.raises(ValueError):  # noqa: PT011 (the caller writes the sentence)
         kind.read(given)
 
@@ -355,14 +361,14 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith("triolet ")
 
 
-def test_no_command_shows_what_there_is(capsys):
+def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 2
     shown = capsys.readouterr().err
     for command in ("serve", "generate", "tokenize", "models", "stats", "doctor"):
         assert f"\n    {command} " in shown
 
 
-def test_a_configuration_that_cannot_be_is_one_sentence_and_no_traceback(capsys):
+def test_a_wrong_configuration_is_one_sentence_and_no_traceback(capsys):
     assert main(["serve", "--host", "0.0.0.0"]) == 2
     out, err = capsys.readouterr()
     assert not out
@@ -381,14 +387,14 @@ def test_a_configuration_that_cannot_be_is_one_sentence_and_no_traceback(capsys)
         (["tokenize", "--detokenize", "4294967296"], "is outside [0, 4294967295]"),
     ],
 )
-def test_arguments_that_cannot_be_are_usage_errors(argv, sentence, capsys):
+def test_wrong_arguments_are_usage_errors(argv, sentence, capsys):
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_tokenize_wants_one_thing(capsys):
+def test_tokenize_takes_one_text(capsys):
     assert main(["tokenize"]) == main(["tokenize", "a", "--detokenize", "1"]) == 2
     assert "either a text or --detokenize" in capsys.readouterr().err
 
@@ -396,7 +402,7 @@ def test_tokenize_wants_one_thing(capsys):
 def test_serve_hands_its_configs_to_the_server(monkeypatch):
     seen = []
     server = argparse.Namespace(serve_forever=lambda *configs: seen.append(configs) or 75)
-    monkeypatch.setitem(sys.modules, "grpc_service.server", server)
+    monkeypatch.setitem(sys.modules, "grpc_service.app.application", server)
     monkeypatch.delenv("ENGINE_CHECK", raising=False)
     assert main(["serve", "--seed", "3", "--port", "0"]) == 75
     assert seen == [(EngineConfig(seed=3), ServerConfig(port=0))]

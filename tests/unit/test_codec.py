@@ -11,8 +11,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.events import Finished, Tokens
-from engine.core.types import (
+from engine.core.common.events import Finished, Tokens
+from engine.core.common.types import (
     Alternative,
     Constraint,
     EndReason,
@@ -21,7 +21,7 @@ from engine.core.types import (
     Usage,
 )
 from engine.errors import InvalidRequest, TrioletError
-from engine.requests import (
+from engine.requests.text_values import (
     MAX_PROMPT_LOGPROBS,
     GenerateRequest,
     OutputOptions,
@@ -29,13 +29,16 @@ from engine.requests import (
     SamplingParams,
     Started,
 )
-from grpc_service import codec, encode_codec, operations
 from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, inference_pb2, models_pb2
+from grpc_service.services import encode_codec, operations_codec, text_codec, text_encoder
 
 
 def decode(**fields):
+    """Return the engine's request of a GenerateRequest with these fields."""
     fields = fields if fields.keys() & {"text", "token_ids", "chat"} else {"text": "a"} | fields
-    return codec.decode_generate(inference_pb2.GenerateRequest(**fields))
+    request = text_codec.decode_generate(inference_pb2.GenerateRequest(**fields))
+    request.validate()  # as the supervisor does
+    return request
 
 
 # ---- requests --------------------------------------------------------------------------------
@@ -59,7 +62,7 @@ def test_an_empty_request_leaves_everything_unset():
 
 
 def scalars(section):
-    """The fields with presence of a section that are served now, by proto path."""
+    """Return a section's fields with presence that are served now, by proto path."""
     message = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[section].message_type
     return [field for field in message.fields if field.has_presence]
 
@@ -84,7 +87,7 @@ ZERO_IS_OUTSIDE = {
 
 
 @pytest.mark.parametrize(("section", "field"), SET_SCALARS)
-def test_unset_zero_and_set_are_told_apart(section, field):
+def test_unset_zero_and_set_differ(section, field):
     value = NON_ZERO[field.cpp_type]
     path = f"{section}.{field.name}"
     assert getattr(getattr(decode(), section), field.name) is None
@@ -100,7 +103,10 @@ def test_unset_zero_and_set_are_told_apart(section, field):
 
 
 def asked(field, **values):
-    """What a scalar of another request is to the engine, beside what the request must have."""
+    """Return a scalar of another request as the engine sees it.
+
+    ``values`` are added to what the request must have.
+    """
     message, name = field.containing_type.name, field.name
     match message:
         case "GenerateRequest":
@@ -109,15 +115,19 @@ def asked(field, **values):
             return getattr(decode(chat={"messages": [{"role": "user"}]} | values).chat, name)
         case "TokenizeRequest":
             request = inference_pb2.TokenizeRequest(text="a", **values)
-            return codec.decode_tokenize(request)[name]
+            return text_codec.decode_tokenize(request)[name]
         case "EmbedRequest":
             request = inference_pb2.EmbedRequest(inputs=[{"text": "a"}], **values)
-            return getattr(encode_codec.decode_embed(request), name)
+            embed = encode_codec.decode_embed(request)
+            embed.validate()
+            return getattr(embed, name)
         case "RerankRequest":
             request = inference_pb2.RerankRequest(query="q", documents=["d"], **values)
-            return getattr(encode_codec.decode_rerank(request), name)
+            rerank = encode_codec.decode_rerank(request)
+            rerank.validate()
+            return getattr(rerank, name)
         case "LoadModelRequest":
-            return operations.decode_load(models_pb2.LoadModelRequest(model="m", **values))[1]
+            return operations_codec.decode_load(models_pb2.LoadModelRequest(model="m", **values))[1]
     raise AssertionError(f"{message} is not in this test")
 
 
@@ -133,7 +143,7 @@ OTHER_SCALARS = [
 
 
 @pytest.mark.parametrize("field", OTHER_SCALARS)
-def test_unset_zero_and_set_are_told_apart_in_the_other_requests(field):
+def test_unset_zero_and_set_differ_in_the_other_requests(field):
     unset = True if field.name == "add_generation_prompt" else None
     assert asked(field) is unset
     value = NON_ZERO.get(field.cpp_type, -5)
@@ -172,7 +182,7 @@ def test_each_kind_of_prompt():
 
 def test_a_request_without_a_prompt_names_the_choice():
     with pytest.raises(InvalidRequest) as caught:
-        codec.decode_generate(inference_pb2.GenerateRequest())
+        text_codec.decode_generate(inference_pb2.GenerateRequest()).validate()
     assert [violation.field for violation in caught.value.violations] == ["input"]
 
 
@@ -214,14 +224,14 @@ def test_template_args_are_the_json_that_was_sent(args):
 
 @given(st.data())
 def test_any_request_decodes_or_is_refused_by_the_engines_own_errors(data):
-    """Bytes at random, as a message where they are one: never another kind of exception."""
+    """Random bytes, where they are a message, never raise another kind of exception."""
     raw = data.draw(st.binary(max_size=60))
     try:
         message = inference_pb2.GenerateRequest.FromString(raw)
     except Exception:
         return
     try:
-        request = codec.decode_generate(message)
+        request = text_codec.decode_generate(message)
     except TrioletError as error:
         assert str(error)  # noqa: PT017 (either is fine)
     else:
@@ -269,23 +279,25 @@ def test_empty_and_oversized_constraints_are_refused_by_name(fields, field):
 
 
 def tokens(text="a", *, choice=0, ids=(1,), **kwargs):
+    """Return the event of tokens."""
     return Tokens("r", choice, ids, text, **kwargs)
 
 
 def ended(choice=0, reason=EndReason.STOP, matched=None):
+    """Return the end of a choice."""
     timings = Timings(queue_s=1.25, load_s=0.0, prefill_s=1e-9, decode_s=61.0, parked_s=-1e-12)
     return Finished("r", choice, reason, Usage(5, 4, 3), timings, matched)
 
 
-def test_started_is_told_whole():
-    [message] = codec.encode_events([Started("r", "m", 7)])
+def test_started_is_encoded_completely():
+    [message] = text_encoder.encode_events([Started("r", "m", 7)])
     assert message == inference_pb2.GenerateResponse(
         started=inference_pb2.Started(request_id="r", model="m", prompt_tokens=7)
     )
 
 
-def test_finished_is_told_whole():
-    [message] = codec.encode_events([ended(2, EndReason.LENGTH)])
+def test_finished_is_encoded_completely():
+    [message] = text_encoder.encode_events([ended(2, EndReason.LENGTH)])
     assert json_format.MessageToDict(message, preserving_proto_field_name=True) == {
         "finished": {
             "choice": 2,
@@ -305,8 +317,8 @@ def test_finished_is_told_whole():
 @pytest.mark.parametrize(
     ("matched", "kind"), [("\n", "stop"), (0, "stop_token_id"), ("", "stop"), (None, None)]
 )
-def test_what_a_choice_stopped_at_is_told_even_when_it_is_zero(matched, kind):
-    [message] = codec.encode_events([ended(matched=matched)])
+def test_the_match_that_ended_a_choice_is_encoded_even_when_it_is_zero(matched, kind):
+    [message] = text_encoder.encode_events([ended(matched=matched)])
     assert message.finished.WhichOneof("matched") == kind
     if kind:
         assert getattr(message.finished, kind) == matched
@@ -314,27 +326,28 @@ def test_what_a_choice_stopped_at_is_told_even_when_it_is_zero(matched, kind):
 
 @pytest.mark.parametrize("reason", [reason for reason in EndReason if not reason.is_success])
 def test_other_ends_are_left_to_the_status(reason):
-    messages = codec.encode_events([tokens("x"), ended(reason=reason)])
+    messages = text_encoder.encode_events([tokens("x"), ended(reason=reason)])
     assert [message.delta.text for message in messages] == ["x"]
 
 
 def test_log_probabilities_keep_their_absence_and_rank_from_one():
     entry = TokenLogprob(4, "d", None, (Alternative(5, "e", -0.5, 0),))
-    [message] = codec.encode_events([tokens(logprobs=(entry,))])
+    [message] = text_encoder.encode_events([tokens(logprobs=(entry,))])
     [got] = message.delta.logprobs
     assert not got.HasField("logprob")
     assert (got.alternatives[0].rank, got.alternatives[0].logprob) == (1, -0.5)
 
 
 def wide_entry(token_id):
+    """Return an entry of log-probabilities that takes many bytes."""
     likely = tuple(Alternative(i, "x" * 60, -1.0, i) for i in range(20))
     return TokenLogprob(token_id, "y" * 60, -0.5, likely)
 
 
 def test_a_prompts_log_probabilities_never_fill_more_than_a_message():
-    """At the most that the engine gives: several Started, each with the next entries."""
+    """At the engine's maximum there are several Started, each with the next entries."""
     entries = tuple(wide_entry(i) for i in range(MAX_PROMPT_LOGPROBS // 21))
-    messages = codec.encode_events([Started("r", "m", len(entries), entries)])
+    messages = text_encoder.encode_events([Started("r", "m", len(entries), entries)])
     assert len(messages) > 1
     assert all(message.ByteSize() < 4 * 2**20 for message in messages)
     assert [m.started.prompt_tokens for m in messages] == [len(entries)] * len(messages)
@@ -347,8 +360,8 @@ def test_log_probabilities_are_cut_where_a_message_is_full(limit):
     entries = tuple(wide_entry(i) for i in range(9))
     events = [Started("r", "m", 9, entries), tokens("abc", ids=tuple(range(9)), logprobs=entries)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "MESSAGE_BYTES_MAX", limit)
-        messages = codec.encode_events(events, token_ids=True)
+        patch.setattr(text_encoder, "MESSAGE_BYTES_MAX", limit)
+        messages = text_encoder.encode_events(events, token_ids=True)
     assert all(message.ByteSize() <= limit + 8 for message in messages)
     for got in (
         [e.token_id for m in messages for e in m.started.prompt_logprobs],
@@ -373,7 +386,7 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.booleans())
 def test_coalescing_keeps_each_choices_text_tokens_and_order(events, with_ids):
-    messages = codec.encode_events(events, token_ids=with_ids)
+    messages = text_encoder.encode_events(events, token_ids=with_ids)
     for choice in range(3):
         want = [event for event in events if event.choice == choice]
         got = [m for m in messages if getattr(m, m.WhichOneof("event")).choice == choice]
@@ -383,7 +396,7 @@ def test_coalescing_keeps_each_choices_text_tokens_and_order(events, with_ids):
 
 
 def read(messages):
-    """What a client puts together: text and tokens up to each Finished."""
+    """Return what a client puts together: text and tokens up to each Finished."""
     parts, text, ids = [], "", []
     for message in messages:
         if message.HasField("finished"):
@@ -395,6 +408,7 @@ def read(messages):
 
 
 def read_events(events, *, with_ids):
+    """Return what a client puts together from these events."""
     parts, text, ids = [], "", []
     for event in events:
         if isinstance(event, Finished):
@@ -408,15 +422,15 @@ def read_events(events, *, with_ids):
 
 def test_tokens_of_a_choice_that_are_ready_together_are_one_message():
     events = [tokens("a"), tokens("b", choice=1), tokens("c"), tokens("d", choice=1)]
-    assert [m.delta.text for m in codec.encode_events(events)] == ["ac", "bd"]
+    assert [m.delta.text for m in text_encoder.encode_events(events)] == ["ac", "bd"]
 
 
 @pytest.mark.parametrize("limit", [20, 40, 200])
 @given(events=EVENTS)
 def test_no_message_exceeds_the_limit(limit, events):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "MESSAGE_BYTES_MAX", limit)
-        messages = codec.encode_events(events, token_ids=True)
+        patch.setattr(text_encoder, "MESSAGE_BYTES_MAX", limit)
+        messages = text_encoder.encode_events(events, token_ids=True)
     assert all(m.ByteSize() <= limit for m in messages if m.HasField("delta"))
     for choice in range(3):
         want = [event for event in events if event.choice == choice]
@@ -433,11 +447,11 @@ def test_no_message_exceeds_the_limit(limit, events):
 )
 def test_a_token_alone_is_encoded_as_one_among_others(text, ids, choice, token_ids, limit):
     event = tokens(text, choice=choice, ids=tuple(ids))
-    short = codec.ShortDelta(token_ids=token_ids)
-    short.encode(tokens("before", choice=2, ids=(4, 5)))  # of which nothing is left
+    short = text_encoder.ShortDelta(token_ids=token_ids)
+    short.encode(tokens("before", choice=2, ids=(4, 5)))  # nothing of these may be left
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "MESSAGE_BYTES_MAX", limit)
-        messages = codec.encode_events([event], token_ids=token_ids)
+        patch.setattr(text_encoder, "MESSAGE_BYTES_MAX", limit)
+        messages = text_encoder.encode_events([event], token_ids=token_ids)
         data = short.encode(event)
     if data is not None:
         assert ([data] if data else []) == [message.SerializeToString() for message in messages]
@@ -445,15 +459,15 @@ def test_a_token_alone_is_encoded_as_one_among_others(text, ids, choice, token_i
 
 
 def test_only_a_token_is_encoded_alone():
-    short = codec.ShortDelta(token_ids=True)
+    short = text_encoder.ShortDelta(token_ids=True)
     assert short.encode(Started("r", "m", 7)) is None
     assert short.encode(ended(0, EndReason.STOP)) is None
     assert short.encode(tokens("a", logprobs=(TokenLogprob(4, "d", -1.0),))) is None
 
 
-def test_what_cannot_be_split_goes_out_whole():
+def test_an_event_that_cannot_be_split_is_sent_whole():
     entry = TokenLogprob(4, "d" * 100, -1.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "MESSAGE_BYTES_MAX", 50)
-        messages = codec.encode_events([tokens("", logprobs=(entry,))])
+        patch.setattr(text_encoder, "MESSAGE_BYTES_MAX", 50)
+        messages = text_encoder.encode_events([tokens("", logprobs=(entry,))])
     assert [len(m.delta.logprobs) for m in messages] == [1]

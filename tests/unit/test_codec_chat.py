@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.events import Tokens
+from engine.core.common.events import Tokens
 from engine.errors import InvalidRequest
-from engine.requests import AnswerTokens, ToolCallDelta
-from grpc_service import codec
-from grpc_service._generated.triolet.v1 import inference_pb2
+from engine.requests.text_values import AnswerTokens, ToolCallDelta, validate_tokenize
+from grpc_service.client import messages as pb
+from grpc_service.services import text_codec, text_encoder
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "number", "maximum": 3}}}
 CHAT = {
@@ -29,7 +31,7 @@ CHAT = {
 
 
 def test_a_chat_comes_in_the_form_of_chat_templates():
-    chat = codec.decode_generate(inference_pb2.GenerateRequest(chat=CHAT)).chat
+    chat = text_codec.decode_generate(pb.GenerateRequest(chat=CHAT)).chat
     assert chat.messages == (
         {"role": "user", "content": "1 + 1?"},
         {
@@ -49,19 +51,19 @@ def test_a_chat_comes_in_the_form_of_chat_templates():
     assert [tool["type"] for tool in chat.tools] == ["function", "function"]
     assert add == {"name": "add", "description": "Adds.", "parameters": PARAMETERS}
     assert now["parameters"] == {"type": "object", "properties": {}}
-    again = codec.decode_tokenize(inference_pb2.TokenizeRequest(chat=CHAT))
+    again = text_codec.decode_tokenize(pb.TokenizeRequest(chat=CHAT))
     assert again["chat"] == chat
 
 
 def test_the_fields_of_an_object_come_by_their_names():
-    """In every process: what a template writes of them is the same prompt after a restart."""
+    """A template writes the same prompt from them after a restart of the server."""
     names = [f"p{number:02}" for number in range(40)]
     inner = dict.fromkeys(reversed(names), 1.5)
-    chat = inference_pb2.Chat(
+    chat = pb.Chat(
         messages=[{"role": "user"}], tools=[{"name": "f", "parameters": {"b": inner, "a": [inner]}}]
     )
     chat.template_args.update(inner)
-    decoded = codec.decode_generate(inference_pb2.GenerateRequest(chat=chat)).chat
+    decoded = text_codec.decode_generate(pb.GenerateRequest(chat=chat)).chat
     parameters = decoded.tools[0]["function"]["parameters"]
     assert list(parameters) == ["a", "b"]
     for one in (parameters["a"][0], parameters["b"], decoded.template_args):
@@ -70,15 +72,17 @@ def test_the_fields_of_an_object_come_by_their_names():
 
 @pytest.mark.parametrize("written", ["", "x", "[1]", "null", '{"a": NaN}', '{"a": 1', "{" * 9999])
 @pytest.mark.parametrize("kind", ["generate", "tokenize"])
-def test_arguments_that_are_no_object_are_refused_by_name(written, kind):
+def test_arguments_that_are_not_an_object_are_refused_by_name(written, kind):
     call = {"name": "f", "arguments_json": written}
     chat = {"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": [call, {}]}]}
-    message = {
-        "generate": inference_pb2.GenerateRequest(chat=chat),
-        "tokenize": inference_pb2.TokenizeRequest(chat=chat),
-    }[kind]
+    if kind == "generate":
+        request = text_codec.decode_generate(pb.GenerateRequest(chat=chat))
+        validate = request.validate
+    else:
+        asked = text_codec.decode_tokenize(pb.TokenizeRequest(chat=chat))
+        validate = partial(validate_tokenize, asked["text"], asked["chat"])
     with pytest.raises(InvalidRequest) as caught:
-        getattr(codec, f"decode_{kind}")(message)
+        validate()
     path = "chat.messages[1].tool_calls"
     assert [violation.field for violation in caught.value.violations] == [
         f"{path}[0].arguments_json",
@@ -90,7 +94,7 @@ def test_arguments_that_are_no_object_are_refused_by_name(written, kind):
 def test_a_tool_needs_a_name():
     chat = {"messages": [{"role": "user"}], "tools": [{"name": "f"}, {}]}
     with pytest.raises(InvalidRequest, match=r"chat\.tools\[1\]\.name: is empty"):
-        codec.decode_generate(inference_pb2.GenerateRequest(chat=chat))
+        text_codec.decode_generate(pb.GenerateRequest(chat=chat)).validate()
 
 
 calls = st.lists(
@@ -107,10 +111,10 @@ answers = st.builds(
 
 
 @given(events=st.lists(answers, min_size=1, max_size=4), limit=st.sampled_from([40, 120, 4000]))
-def test_what_is_told_apart_arrives_whole_in_messages_that_fit(events, limit):
+def test_parsed_parts_arrive_whole_in_messages_that_fit(events, limit):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec, "MESSAGE_BYTES_MAX", limit)
-        deltas = [message.delta for message in codec.encode_events(events, token_ids=True)]
+        patch.setattr(text_encoder, "MESSAGE_BYTES_MAX", limit)
+        deltas = [message.delta for message in text_encoder.encode_events(events, token_ids=True)]
     assert "".join(delta.text for delta in deltas) == "".join(one.text for one in events)
     assert "".join(d.reasoning for d in deltas) == "".join(one.reasoning for one in events)
     assert [i for d in deltas for i in d.token_ids] == [i for e in events for i in e.token_ids]
@@ -127,8 +131,8 @@ def test_what_is_told_apart_arrives_whole_in_messages_that_fit(events, limit):
         assert all(delta.ByteSize() <= limit for delta in deltas)
 
 
-def test_tokens_without_anything_to_tell_make_no_message():
+def test_tokens_without_content_make_no_message():
     nothing = AnswerTokens.of(Tokens("r", 0, (1,), ""))
-    assert codec.encode_events([nothing]) == []
-    [message] = codec.encode_events([nothing], token_ids=True)
+    assert text_encoder.encode_events([nothing]) == []
+    [message] = text_encoder.encode_events([nothing], token_ids=True)
     assert list(message.delta.token_ids) == [1]

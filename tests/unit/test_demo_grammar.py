@@ -1,4 +1,4 @@
-"""The demo model's grammar and its parser agree, on what is a sentence and on what is not."""
+"""The demo model's grammar and its parser agree on what is a sentence and what is not."""
 
 from __future__ import annotations
 

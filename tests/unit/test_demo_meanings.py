@@ -1,4 +1,4 @@
-"""What the demo encoders are trained and measured on: drawn by seed, the held-out kept apart."""
+"""What the demo encoders are trained and measured on: drawn by seed, held-out meanings apart."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SEEDS = range(150)
 
 
 def concept(name: str):
-    """A concept of the lexicon by its name."""
+    """Return a concept of the lexicon by its name."""
     [found] = [c for c in lexicon().concepts[name.split("/")[0]] if c.name == name]
     return found
 
 
 def meaning(frame: str, **roles: str) -> Meaning:
-    """A meaning without details."""
+    """Return a meaning without details."""
     return Meaning(frame, tuple((role, concept(name)) for role, name in roles.items()))
 
 
@@ -72,7 +72,7 @@ def test_held_out_and_training_combinations_are_disjoint_and_both_many() -> None
     assert min(len(training), len(held_out)) > 300
 
 
-def test_the_order_of_a_mirrors_roles_does_not_take_it_out_of_the_held_out() -> None:
+def test_a_mirror_frame_is_held_out_in_either_order_of_its_roles() -> None:
     one = meaning("meet", agent="animal/fox", patient="animal/owl")
     other = meaning("meet", agent="animal/owl", patient="animal/fox")
     assert one.key == other.key
@@ -97,7 +97,7 @@ def test_a_differing_meaning_differs_in_little() -> None:
         assert len(changed) == (2 if differs == "swap" else 1), (one, other)
 
 
-def test_what_differs_from_a_wish_does_not_fulfil_it() -> None:
+def test_a_meaning_that_differs_from_a_wish_does_not_fulfil_it() -> None:
     rng = random.Random("wish")
     for _ in SEEDS:
         one = draw_meaning(rng)
@@ -107,7 +107,7 @@ def test_what_differs_from_a_wish_does_not_fulfil_it() -> None:
         assert not other.is_held_out
 
 
-def test_the_negative_has_the_words_of_the_first_text_but_for_what_differs() -> None:
+def test_the_negative_has_the_words_of_the_first_text_except_the_difference() -> None:
     rng = random.Random("words")
     one = meaning("deed", agent="animal/fox", verb="deed/chase", patient="animal/donkey")
     other = meaning("deed", agent="animal/fox", verb="deed/chase", patient="animal/badger")
@@ -118,7 +118,7 @@ def test_the_negative_has_the_words_of_the_first_text_but_for_what_differs() -> 
         assert changed != text
 
 
-def test_every_way_can_be_said() -> None:
+def test_every_wording_can_be_said() -> None:
     said: set[tuple[str, str]] = set()
     rng = random.Random("ways")
     for _ in range(8000):
@@ -145,7 +145,7 @@ def test_only_the_first_document_fulfils_the_whole_wish() -> None:
             assert not any(all(one.values()) for one in wrong)
 
 
-def test_what_is_written_by_hand_is_complete_and_said_by_no_grammar() -> None:
+def test_handwritten_texts_are_complete_and_come_from_no_grammar() -> None:
     assert len(triples()) >= 30
     assert len(queries()) >= 20
     texts = [text for row in (*triples(), *queries()) for text in row]
@@ -203,10 +203,10 @@ def test_malformed_grammars_are_refused(text: str) -> None:
         parse(text)
 
 
-def test_a_command_runs_the_model_it_names_and_else_the_stories() -> None:
+def test_a_command_runs_the_named_model_or_the_stories() -> None:
     names = ["stories", "embed"]
     assert chosen(["embed", "--seed", "2"], names) == ("embed", ["--seed", "2"])
     assert chosen(["--seed", "2"], names) == ("stories", ["--seed", "2"])
     assert chosen([], names) == ("stories", [])
-    with pytest.raises(SystemExit, match="no demo model"):
+    with pytest.raises(SystemExit, match="not a demo model"):
         chosen(["imbed"], names)

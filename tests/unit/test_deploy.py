@@ -1,4 +1,4 @@
-"""What stands in deploy/: it parses, and every flag, metric, port and alert in it exists."""
+"""The files in deploy/ parse, and every flag, metric, port and alert in them exists."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpc_service.app.metrics import METRICS, PREFIX
 from grpc_service.cli.main import build_parser
-from grpc_service.metrics import METRICS, PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -20,22 +20,26 @@ SUFFIXES = ("_bucket", "_sum", "_count")
 
 
 def documents():
+    """Return the documents of the Kubernetes file."""
     return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
 
 
 @pytest.fixture
 def pod():
+    """Return the pod's specification."""
     [deployment] = [one for one in documents() if one["kind"] == "Deployment"]
     return deployment["spec"]["template"]["spec"]
 
 
 @pytest.fixture
 def container(pod):
+    """Return the pod's one container."""
     [one] = pod["containers"]
     return one
 
 
 def seconds_of(args, name, default):
+    """Return a flag's value in seconds."""
     found = [arg.partition("=")[2] for arg in args if arg.startswith(f"--{name}=")]
     return float(found[0]) if found else default
 
@@ -95,12 +99,13 @@ def test_selectors_select_the_pods():
 
 
 def instructions():
+    """Return the image's instructions."""
     text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines()]
     return [tuple(line.split(None, 1)) for line in lines if line and not line.startswith("#")]
 
 
-def test_the_image_copies_what_there_is_and_does_not_run_as_root():
+def test_the_image_copies_existing_files_and_does_not_run_as_root():
     sources = [
         source
         for name, rest in instructions()
@@ -120,7 +125,7 @@ def test_the_image_copies_what_there_is_and_does_not_run_as_root():
 
 
 def test_the_image_has_the_compiler_of_the_kernels_where_it_runs():
-    """They are compiled for the processor that the server runs on, at its start."""
+    """The kernels are compiled at the server's start, for the processor that it runs on."""
     names = [name for name, _ in instructions()]
     last_stage = instructions()[len(names) - names[::-1].index("FROM") :]
     assert ("ARG", "PACKAGES=g++") in last_stage
@@ -128,7 +133,7 @@ def test_the_image_has_the_compiler_of_the_kernels_where_it_runs():
         name == "RUN" and "apt-get install" in rest and "${PACKAGES}" in rest
         for name, rest in last_stage
     )
-    assert '"g++"' in (ROOT / "engine/model/native.py").read_text()
+    assert '"g++"' in (ROOT / "engine/worker/forward/native.py").read_text()
 
 
 def test_the_image_takes_torchs_build_as_an_argument():
@@ -149,14 +154,14 @@ def test_the_unit_drains_reloads_and_runs_without_rights():
     assert int(service["TimeoutStopSec"]) > 30 + 60  # --drain-timeout and --step-timeout
     assert service["DynamicUser"] == service["NoNewPrivileges"] == "yes"
     kept = dict(one.split("=") for one in shlex.split(service["Environment"]))["XDG_CACHE_HOME"]
-    assert kept == f"/var/cache/{service['CacheDirectory']}"  # compiled kernels outlast a start
+    assert kept == f"/var/cache/{service['CacheDirectory']}"  # compiled kernels outlive the process
 
 
 # ---- the dashboard and the alerts ------------------------------------------------------------
 
 
 def names_in(expression):
-    """The metrics that an expression names, without prefix and suffix."""
+    """Return the metrics that an expression names, without prefix and suffix."""
     found = re.findall(rf"{PREFIX}(\w+)", expression)
     return {
         next((name.removesuffix(s) for s in SUFFIXES if name.endswith(s)), name) for name in found
@@ -168,6 +173,7 @@ HISTOGRAMS = {metric.name for metric in METRICS if metric.kind == "histogram"}
 
 
 def check(expression):
+    """Check that every metric and label of an expression exists."""
     assert names_in(expression) <= KNOWN, expression
     for name in re.findall(rf"{PREFIX}(\w+)_bucket", expression):
         assert name in HISTOGRAMS, expression
@@ -176,14 +182,14 @@ def check(expression):
         assert label in {"instance", "end", "code"}, expression
 
 
-def test_the_dashboard_shows_metrics_that_there_are_and_panels_apart():
+def test_the_dashboard_shows_existing_metrics_in_panels_that_do_not_overlap():
     board = json.loads((DEPLOY / "grafana.json").read_text())
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     for expression in expressions:
         check(expression)
     shown = set().union(*map(names_in, expressions))
-    new = {"cancel_to_free_seconds", "deadline_missed_total", "parked_seconds", "zombie_calls"}
+    new = {"cancel_to_free_seconds", "deadline_missed_total", "parked_seconds", "unread_calls"}
     new |= {"step_gap_seconds", "plan_discarded_total", "drain_remaining_requests"}
     new |= {"replicas_degraded", "worker_deaths_total"}
     assert new <= shown
@@ -198,7 +204,7 @@ def test_the_dashboard_shows_metrics_that_there_are_and_panels_apart():
     assert len(set(places)) == len(places)
 
 
-def test_each_alert_asks_for_metrics_that_there_are_and_is_explained():
+def test_each_alert_uses_existing_metrics_and_is_explained():
     rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
     for rule in rules:
         check(rule["expr"])
@@ -209,6 +215,6 @@ def test_each_alert_asks_for_metrics_that_there_are_and_is_explained():
     assert explained == [rule["alert"] for rule in rules]
 
 
-def test_the_check_finds_a_metric_that_is_not_there():
+def test_the_check_finds_an_unknown_metric():
     with pytest.raises(AssertionError):
         check('rate(triolet:request_total{end="failed"}[5m])')

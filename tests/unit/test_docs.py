@@ -1,25 +1,28 @@
-"""The pages say what is there: numbers that the code cites, files that the pages name, the diagram.
+"""The pages agree with the repository: cited numbers, named files, and parts made by tools.
 
-What a page names in code type is checked when it is a path (``engine/core/plan.py``), and when it
-is the text of a link to a file: that file then defines or mentions it.
+What a page names in code type is checked if it is a path (``engine/core/text/plan.py``), or the
+text of a link to a file; that file then has to define or mention it.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tools import draw_lifecycle
+from tools import draw_lifecycle, draw_rooms
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CHANGELOG.md",
     ROOT / "engine" / "README.md",
+    ROOT / "tests" / "README.md",
     ROOT / "tools" / "README.md",
+    ROOT / "grpc_service" / "rpc" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 SOURCES = [
@@ -42,15 +45,17 @@ SECTIONS = ("Decision", "Why", "Evidence", "Consequences", "Status")
 
 @cache
 def prose(page: Path) -> str:
-    """The page without its fenced blocks."""
+    """Return the page without its fenced blocks."""
     return FENCE.sub("", page.read_text())
 
 
 def defined(page: str, pattern: str) -> list[str]:
+    """Return what a page defines by this pattern, in its order."""
     return re.findall(pattern, (ROOT / page).read_text(), re.MULTILINE)
 
 
 def name_of(page: Path) -> str:
+    """Return a page's path in the repository."""
     return page.relative_to(ROOT).as_posix()
 
 
@@ -60,17 +65,17 @@ pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
 # ---- numbers ---------------------------------------------------------------------------------
 
 
-def test_every_requirement_is_there_once_and_in_order():
+def test_every_requirement_exists_once_and_in_order():
     assert defined("docs/requirements.md", r"^- \*\*R(\d+)\*\* ") == [
         str(number) for number in range(1, 212)
     ]
 
 
-def test_every_decision_is_there_once_and_says_everything():
+def test_every_decision_exists_once_with_all_its_sections():
     page = (ROOT / "docs" / "decisions.md").read_text()
     decisions = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
     numbered = [text for text in decisions if re.match(r"D\d+ ", text)]
-    assert [text.split()[0] for text in numbered] == [f"D{number}" for number in range(1, 22)]
+    assert [text.split()[0] for text in numbered] == [f"D{number}" for number in range(1, 23)]
     for text in numbered:
         found = tuple(re.findall(r"^\*(\w+)\.\*", text, re.MULTILINE))
         assert found == SECTIONS, text.splitlines()[0]
@@ -78,6 +83,7 @@ def test_every_decision_is_there_once_and_says_everything():
 
 @cache
 def known_numbers() -> frozenset[str]:
+    """Return all numbers that the pages define."""
     return frozenset(
         [
             *(f"R{number}" for number in defined("docs/requirements.md", r"\*\*R(\d+)\*\*")),
@@ -88,6 +94,7 @@ def known_numbers() -> frozenset[str]:
 
 
 def citations(text: str) -> set[str]:
+    """Return the numbers that a text cites."""
     return set(CITATION.findall(text))
 
 
@@ -128,7 +135,7 @@ def test_every_invariant_cited_in_code_stands_in_the_engines_readme():
 
 
 def links(page: Path) -> list[tuple[str, str]]:
-    """Text and target of every link that leads to a file here."""
+    """Return text and target of every link to a file of the repository."""
     return [
         (found["text"], found["target"].partition("#")[0])
         for found in LINK.finditer(prose(page))
@@ -161,7 +168,7 @@ def test_code_that_links_to_a_file_is_in_that_file(page):
 
 
 def _defines(path: Path, dotted: str) -> bool:
-    """Does every part of a name such as ``Ledger.check`` belong to a class or function there?"""
+    """Return whether every part of a dotted name is a class or function of that file."""
     source = path.read_text()
     return all(
         re.search(rf"^\s*(?:async )?(?:def|class) {re.escape(part)}\b", source, re.MULTILINE)
@@ -171,7 +178,7 @@ def _defines(path: Path, dotted: str) -> bool:
 
 
 def paths_in(page: Path) -> list[str]:
-    """What the page names in code type that reads as a path of the repository."""
+    """Return what the page names in code type that reads as a path of the repository."""
     words = [word for code in CODE.findall(prose(page)) for word in code.split()]
     return [word for word in words if _is_path(word)]
 
@@ -184,8 +191,10 @@ def _is_path(word: str) -> bool:
     return word.endswith(FILE_SUFFIXES) and word not in ("FILE.toml",)
 
 
-def test_paths_are_told_from_other_words():
-    words = "engine/core/plan.py pyproject.toml tools/test docs/ plan/result model/NAME --dtype a.b"
+def test_paths_are_distinguished_from_other_words():
+    words = (
+        "engine/core/text/plan.py pyproject.toml tools/test docs/ plan/result a/NAME --dtype a.b"
+    )
     assert [word for word in words.split() if _is_path(word)] == words.split()[:4]
 
 
@@ -211,6 +220,20 @@ def test_every_module_and_tool_named_exists(page):
     assert missing == []
 
 
+def test_every_file_of_the_engine_has_a_line_in_its_readme():
+    engine = ROOT / "engine"
+    linked = {(engine / target).resolve() for _, target in links(engine / "README.md")}
+    files = [path for suffix in ("py", "h", "cpp") for path in engine.rglob(f"*.{suffix}")]
+    silent = {name_of(path) for path in files if path.name != "__init__.py"}
+    assert silent - {name_of(path) for path in linked if path.is_relative_to(ROOT)} == set()
+
+
+def test_every_folder_of_tests_has_a_line():
+    linked = {target.strip("/") for _, target in links(ROOT / "tests" / "README.md")}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    assert folders - linked == {"__pycache__"} & folders
+
+
 def test_every_tool_has_a_line():
     page = (ROOT / "tools" / "README.md").read_text()
     tools = [
@@ -227,24 +250,35 @@ def test_the_readmes_commands_are_executable():
         assert (ROOT / name).stat().st_mode & 0o111, f"{name} cannot be run"
 
 
-# ---- the diagram -----------------------------------------------------------------------------
+# ---- parts made by tools ---------------------------------------------------------------------
+
+shown_parts = pytest.mark.parametrize(
+    "shown", [draw_lifecycle.SHOWN, draw_rooms.SHOWN], ids=lambda shown: shown.name
+)
 
 
-def test_the_engines_readme_shows_the_lifecycle_there_is():
-    assert draw_lifecycle.main(["--check"]) == 0
+@shown_parts
+def test_the_drawings_of_the_engines_readme_are_up_to_date(shown):
+    assert shown.main(["--check"]) == 0
 
 
-def test_another_diagram_is_seen(tmp_path, monkeypatch, capsys):
-    page = draw_lifecycle.README.read_text()
+@shown_parts
+def test_an_outdated_drawing_is_noticed(shown, tmp_path, capsys):
     changed = tmp_path / "README.md"
-    changed.write_text(page.replace("WAITING --> RUNNING: START", "WAITING --> ENDING: START"))
-    monkeypatch.setattr(draw_lifecycle, "README", changed)
-    assert draw_lifecycle.main(["--check"]) == 1
+    page = shown.embed(shown.page.read_text(), shown.make())
+    changed.write_text(shown.embed(page, "something else"))
+    other = replace(shown, page=changed)
+    assert other.main(["--check"]) == 1
     assert "--write" in capsys.readouterr().err
-    assert draw_lifecycle.main(["--write"]) == 0
+    assert other.main(["--write"]) == 0
     assert changed.read_text() == page
 
 
 def test_a_page_without_markers_is_refused():
     with pytest.raises(ValueError, match="both markers"):
-        draw_lifecycle.embed("# Nothing", draw_lifecycle.draw())
+        draw_lifecycle.SHOWN.embed("# Nothing", draw_lifecycle.draw())
+
+
+def test_an_arrow_that_others_imply_is_omitted():
+    arrows = {("a", "b"), ("b", "c"), ("a", "c"), ("a", "d")}
+    assert draw_rooms.reduced(arrows) == {("a", "b"), ("b", "c"), ("a", "d")}

@@ -1,4 +1,4 @@
-"""What doctor finds, from files and sockets of the test's own."""
+"""The findings of `triolet doctor`, from files and sockets that the test makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOLD = {"threads": 2, "devices": [], "kernels": "AVX512-BF16", "missing": ""}
 
 @pytest.fixture(autouse=True)
 def _torch_is_not_asked(monkeypatch):
-    """torch may be missing here, and takes seconds where it is not."""
+    """Replace the check of torch: torch may be missing here, and importing it takes seconds."""
     told = types.SimpleNamespace(returncode=0, stderr="", stdout=json.dumps(TOLD))
     monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: told)
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "1.0")
@@ -68,7 +68,7 @@ def test_a_torch_that_does_not_import_says_why(monkeypatch):
     [
         ({}, "compiled kernels, AVX512-BF16", ""),
         ({"kernels": "", "missing": "there is no C++ compiler"}, "reference",
-         "there is no C++ compiler; models run, several times slower"),
+         "there is no C++ compiler; models run without the kernels, several times slower"),
     ],
 )  # fmt: skip
 def test_which_attention_is_used_and_why(monkeypatch, told, value, advice):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from engine.config import EncoderConfig
-from engine.core.credit import Credit
-from engine.core.encode_types import EncodeResult
-from engine.core.events import Pause, PauseMode, Resume, StepDone, StepFailed, Submit
-from engine.core.plan import FailureKind, StepFailure
-from engine.core.types import EndReason, PlanId
+from engine.core.common.credit import Credit
+from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFailed, Submit
+from engine.core.common.steps import FailureKind, StepFailure
+from engine.core.common.types import EndReason, PlanId
+from engine.core.encode.types import EncodeResult
 from engine.errors import (
     ConfigError,
     DuplicateRequest,
@@ -18,15 +18,17 @@ from engine.errors import (
     Paused,
     RequestTooLarge,
 )
-from engine.model.fake_encoder import FakeEncoder
+from engine.worker.fakes.encoder import FakeEncoder
 from tests.support.encode_driver import EncodeDriver
 
 
 def lengths(plan):
+    """Return the lengths of a plan's inputs."""
     return [len(row.input.token_ids) for row in plan.rows]
 
 
 def fail(driver, kind=FailureKind.ERROR):
+    """Let the step in flight fail."""
     plan, driver.in_flight = driver.in_flight, None
     driver.apply(StepFailed(StepFailure(plan.plan_id, kind, "scripted")))
     driver.scheduler.check()
@@ -63,7 +65,7 @@ def test_an_input_longer_than_the_budget_has_a_step_of_its_own():
     assert lengths(driver.begin_step()) == [30]
 
 
-def test_nobody_overtakes_what_does_not_fit_beside_the_first():
+def test_nobody_overtakes_a_request_that_does_not_fit_beside_the_first():
     driver = EncodeDriver(max_num_batched_tokens=20)
     driver.submit("a", [15])
     driver.submit("b", [12])
@@ -73,7 +75,7 @@ def test_nobody_overtakes_what_does_not_fit_beside_the_first():
     assert lengths(driver.begin_step()) == [12]
 
 
-def test_priority_then_arrival_whatever_came_first():
+def test_priority_decides_then_arrival_whatever_was_submitted_first():
     driver = EncodeDriver(max_num_seqs=1)
     driver.now = 5.0
     driver.submit("late", [1])
@@ -92,7 +94,7 @@ def test_waiting_raises_a_priority_by_a_level_in_ten_seconds():
     driver.now = 10.0
     driver.submit("new", [2], priority=1)
     driver.submit("first", [3], priority=0)
-    assert lengths(driver.begin_step()) == [1]  # as urgent as "first" by now, and earlier
+    assert lengths(driver.begin_step()) == [1]  # by now as urgent as "first", and earlier
 
 
 def test_a_slow_reader_is_parked_and_costs_nobody_else_anything():
@@ -101,11 +103,11 @@ def test_a_slow_reader_is_parked_and_costs_nobody_else_anything():
     driver.submit("other", [2] * 6)
     driver.step(read=False)
     assert lengths(driver.begin_step()) == [2, 2, 2, 2]
-    assert driver.scheduler.phase_of("slow") == "parked"
+    assert driver.scheduler.phase_of("slow").name == "parked"
     driver.end_step()
     stats = driver.scheduler.statistics()
     assert (stats.parked, stats.waiting) == (6, 2)
-    assert stats.queued_tokens == 4  # of what waits, a parked request takes no room
+    assert stats.queued_tokens == 4  # a parked request takes no room in the queue
     driver.step(read=False)
     assert driver.finished["other"].reason is EndReason.STOP
 
@@ -132,12 +134,12 @@ def test_the_last_inputs_need_room_for_themselves_only():
 
 
 def test_slots_that_a_failed_step_gives_back_are_not_waited_for():
-    """Its reader has read everything, and so will never say again that there is room."""
+    """The request's reader has read everything, so that no ReaderDrained will come."""
     driver = EncodeDriver(max_num_batched_tokens=20)
     driver.submit("a", [20, *[1] * 9], buffer=4)
     driver.step(read=False)
     assert len(driver.begin_step().rows) == 3
-    assert driver.scheduler.phase_of("a") == "parked"
+    assert driver.scheduler.phase_of("a").name == "parked"
     driver.read("a", 1)
     fail(driver, FailureKind.OUT_OF_MEMORY)
     driver.run()
@@ -164,7 +166,7 @@ def test_a_stream_filled_by_one_step_is_not_parked_before_its_reader_could_read(
     driver = EncodeDriver(max_num_seqs=4)
     driver.submit("a", [1] * 9, buffer=4)
     assert len(driver.begin_step().rows) == 4
-    assert driver.scheduler.phase_of("a") == "encode"
+    assert driver.scheduler.phase_of("a").name == "encode"
 
 
 def test_a_row_that_fails_ends_its_own_request_alone():
@@ -226,7 +228,7 @@ def test_an_input_that_is_too_much_for_the_memory_alone_fails():
 
 
 @pytest.mark.parametrize("kind", FailureKind)
-def test_who_ends_during_a_failed_step_is_not_run_again(kind):
+def test_a_request_that_ends_during_a_failed_step_is_not_run_again(kind):
     driver = EncodeDriver()
     driver.submit("gone", [2, 2])
     driver.submit("stays", [2])
@@ -240,13 +242,13 @@ def test_who_ends_during_a_failed_step_is_not_run_again(kind):
 
 
 def test_a_row_of_a_failed_step_whose_request_is_parked_runs_alone_and_ends_it():
-    """Its stream is full but for the slot that the failed step gave back."""
+    """The request's stream is full, except for the slot that the failed step gave back."""
     driver = EncodeDriver(max_num_seqs=2)
     driver.submit("slow", [1] * 3, buffer=2)
     driver.submit("other", [1] * 3)
     driver.step(read=False)
     driver.read("slow", 1)
-    assert len(driver.begin_step().rows) == 2  # one of each
+    assert len(driver.begin_step().rows) == 2  # one row of each request
     fail(driver)
     assert len(driver.begin_step().rows) == 1
     driver.end_step()
@@ -256,7 +258,7 @@ def test_a_row_of_a_failed_step_whose_request_is_parked_runs_alone_and_ends_it()
     driver.check_idle()
 
 
-def test_a_cancel_in_a_step_tells_at_once_and_drops_what_comes():
+def test_a_cancel_during_a_step_ends_the_request_at_once_and_drops_its_results():
     driver = EncodeDriver()
     driver.submit("a", [1, 1])
     driver.begin_step()
@@ -308,7 +310,7 @@ def test_pauses(mode):
 
 def test_the_queue_is_bounded_in_requests_and_tokens():
     driver = EncodeDriver(max_queued_requests=2, max_queued_tokens=20)
-    driver.submit("huge", [30, 30])  # more than the bound, but alone
+    driver.submit("huge", [30, 30])  # more than the bound, but the only request
     driver.submit("one", [1])
     assert isinstance(driver.refused["one"].error, Overloaded)
     assert driver.refused["one"].error.retry_after_s >= 1.0
@@ -366,6 +368,6 @@ def test_timings_add_up():
 
 
 @pytest.mark.parametrize("field", ["max_model_len", "max_num_seqs", "max_num_batched_tokens"])
-def test_bounds_that_could_serve_nothing_are_refused(field):
+def test_bounds_that_allow_no_request_are_refused(field):
     with pytest.raises(ConfigError):
         EncoderConfig(**{"max_model_len": 8, field: 0})

@@ -1,4 +1,4 @@
-"""Nothing but `Pool.ensure` can start a load (R101): the product's sources, looked through."""
+"""Only `Loads.ensure` begins a load (R101), as the product's sources show."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Who may call each step on the way to a load, as file:function.
+# Who may call each function on the way to a load, as file:function.
 CALLERS = {
-    # what `_revive` brings back was loaded by `ensure`, and died
-    "_begin_load": {"engine/pool.py:ensure", "engine/pool.py:_revive"},
-    "_revive": {"engine/pool.py:_run_load", "engine/pool.py:_note_end"},
-    "_note_death": {"engine/pool.py:_note_failure", "engine/pool.py:_note_end"},
-    "_run_load": {"engine/pool.py:_begin_load"},
-    "_spawn_all": {"engine/pool.py:_run_load"},
-    "_load_replica": {"engine/pool.py:_spawn_all"},
-    "_make_runner": {"engine/pool.py:_prepare"},
+    # `revive` begins the load of a replica that `ensure` had loaded before and that died
+    "_begin_load": {"engine/pool/loads.py:ensure", "engine/pool/loads.py:revive"},
+    "revive": {"engine/pool/loads.py:_run_load", "engine/pool/pool.py:_replica_died"},
+    "record_death": {"engine/pool/loads.py:_record_failure", "engine/pool/pool.py:_replica_died"},
+    "_replica_died": {"engine/pool/pool.py:__init__"},
+    "_run_load": {"engine/pool/loads.py:_begin_load"},
+    "load_replicas": {"engine/pool/loads.py:_run_load"},
+    "_load_replica": {"engine/pool/loader.py:load_replicas"},
+    "_make_runner": {"engine/pool/loader.py:_make_candidate"},
 }
-# where a runner's `load` is called: the second is the process of the first's
-LOADS = {"engine/pool.py:_load_replica", "engine/model/child_main.py:_load"}
+# Who calls a runner's `load`. The second is the process of the first one's runner.
+LOADS = {"engine/pool/loader.py:_load_replica", "engine/worker/process/main.py:_load"}
 
 
 def functions(tree):
-    """Every method and function by name; what is nested in one is its own."""
+    """Yield every method and function. A function inside another belongs to the outer one."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             for part in node.body:
@@ -34,7 +35,7 @@ def functions(tree):
 
 
 def uses():
-    """(attribute, file:function) of every attribute that the product's functions use."""
+    """Yield (attribute, file:function) for every attribute that the product's functions use."""
     for package in ("engine", "grpc_service"):
         for path in sorted((ROOT / package).rglob("*.py")):
             tree = ast.parse(path.read_text())
@@ -46,7 +47,7 @@ def uses():
 
 
 def test_every_way_to_a_load_begins_with_ensure():
-    """Or with the death of what was loaded so."""
+    """A load may also begin with the death of a replica that `ensure` had loaded."""
     found = {name: set() for name in CALLERS}
     for node, where in uses():
         if node.attr in found and not isinstance(node.ctx, ast.Store):
@@ -55,7 +56,7 @@ def test_every_way_to_a_load_begins_with_ensure():
 
 
 def test_only_the_pool_loads_a_runner():
-    """Of all that is called load, only a runner's is a load: `json.load` and the like are not."""
+    """Only a runner's `load` counts; `json.load` and similar functions load no model."""
     found = {
         where
         for node, where in uses()

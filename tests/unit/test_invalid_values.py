@@ -1,8 +1,8 @@
-"""Every field of Generate that can have an invalid value, with one, and the violation naming it.
+"""Every field of Generate that can be invalid, with an invalid value and its violation.
 
-A field stands in exactly one of three tables: what is refused before a model is asked, what only
-the model can tell (`tests/service/test_bad_input.py` sends those, and `test_demo_chat.py` what a
-template is given), and what has no invalid value.
+Each field is in exactly one of three tables: invalid before a model is chosen, invalid only for a
+model (`tests/service/test_bad_input.py` sends these, and `test_demo_chat.py` the arguments of chat
+templates), and never invalid.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 import pytest
 
 from engine.errors import InvalidRequest
-from grpc_service import codec
-from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service.client import messages as pb
+from grpc_service.services import text_codec
 
 INVALID = {
     "token_ids.ids": [{"token_ids": {"ids": []}}],
@@ -71,8 +71,8 @@ ONLY_THE_MODEL_KNOWS = {
     "sampling.banned_token_ids",
 }
 ANY_VALUE = {
-    "priority",  # every int32
-    "sampling.top_k",  # 0 is off, more than there are is all
+    "priority",  # every int32 is valid
+    "sampling.top_k",  # 0 turns it off, and more than the vocabulary means all
     "sampling.seed",
     "sampling.ignore_eos",
     "sampling.include_stop",
@@ -86,11 +86,12 @@ ANY_VALUE = {
     "chat.messages.name",
     "chat.add_generation_prompt",
 }
-# Tools and tool calls are the chat's: their own tests.
+# Tools and tool calls have their tests with the chat's.
 NOT_HERE = ("chat.tools", "chat.messages.tool_call")
 
 
 def leaves(descriptor, prefix=""):
+    """Yield the paths of all fields that are no messages."""
     for field in descriptor.fields:
         path, inner = f"{prefix}{field.name}", field.message_type
         is_ours = inner is not None and inner.file.package == "triolet.v1"
@@ -102,11 +103,9 @@ def leaves(descriptor, prefix=""):
             yield from leaves(inner, f"{path}.")
 
 
-def test_every_field_stands_in_exactly_one_table():
+def test_every_field_is_in_exactly_one_table():
     every = {
-        path
-        for path in leaves(inference_pb2.GenerateRequest.DESCRIPTOR)
-        if not path.startswith(NOT_HERE)
+        path for path in leaves(pb.GenerateRequest.DESCRIPTOR) if not path.startswith(NOT_HERE)
     }
     tables = [{*INVALID}, ONLY_THE_MODEL_KNOWS, ANY_VALUE]
     assert set().union(*tables) == every
@@ -120,7 +119,7 @@ CASES = [(path, fields) for path, several in INVALID.items() for fields in sever
 def test_an_invalid_value_is_named_and_nothing_else_is(path, fields):
     given = fields if fields.keys() & {"chat", "token_ids"} else {"text": "a"} | fields
     with pytest.raises(InvalidRequest) as caught:
-        codec.decode_generate(inference_pb2.GenerateRequest(**given))
+        text_codec.decode_generate(pb.GenerateRequest(**given)).validate()
     [violation] = caught.value.violations
     plain = "".join(part.partition("]")[2] or part for part in violation.field.split("["))
     assert plain == path or violation.field.startswith(f"{path}[")

@@ -8,11 +8,11 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from engine.errors import InvalidRequest, Unsupported
-from grpc_service import codec, later
-from grpc_service._generated.triolet.v1 import inference_pb2
-from grpc_service.later import LATER, refuse_later
+from grpc_service.client import messages as pb
+from grpc_service.services import later, text_codec
+from grpc_service.services.later import LATER, refuse_later
 
-NEEDED = {  # what an item of a list has to have
+NEEDED = {  # the required fields of a list's items
     "messages": {"role": "user"},
     "tools": {"name": "f"},
     "tool_calls": {"name": "f", "arguments_json": "{}"},
@@ -20,12 +20,13 @@ NEEDED = {  # what an item of a list has to have
 
 
 def decode(**fields):
+    """Return the engine's request of a GenerateRequest with these fields."""
     fields = fields if fields.keys() & {"text", "token_ids", "chat"} else {"text": "a"} | fields
-    return codec.decode_generate(inference_pb2.GenerateRequest(**fields))
+    return text_codec.decode_generate(pb.GenerateRequest(**fields))
 
 
 def example(field):
-    """A value that sets ``field``, at its zero where it has presence."""
+    """Return a value that sets ``field``, to its zero if the field has presence."""
     if field.message_type is not None:
         if field.message_type.GetOptions().map_entry:
             return {1: 0.0}
@@ -38,7 +39,7 @@ def example(field):
 
 
 def leaves(descriptor, prefix=""):
-    """Every field of a request, as (path, the request that sets only it)."""
+    """Yield every field of a request, as (path, the request that sets only it)."""
     for field in descriptor.fields:
         yield f"{prefix}{field.name}", {field.name: example(field)}
         if field.message_type is None or field.message_type.GetOptions().map_entry:
@@ -50,37 +51,39 @@ def leaves(descriptor, prefix=""):
             yield path, {field.name: [inner] if field.is_repeated else inner}
 
 
-EVERY_FIELD = dict(leaves(inference_pb2.GenerateRequest.DESCRIPTOR))
+EVERY_FIELD = dict(leaves(pb.GenerateRequest.DESCRIPTOR))
 
 
 def test_every_later_field_is_refused_by_name():
-    assert LATER == {"EmbedRequest": ("inputs.image",)}, "each has a case here"
-    request = inference_pb2.EmbedRequest(inputs=[{"text": "a"}, {"image": b"b"}, {"image": b""}])
+    assert LATER == {"EmbedRequest": ("inputs.image",)}, "each needs a case here"
+    request = pb.EmbedRequest(inputs=[{"text": "a"}, {"image": b"b"}, {"image": b""}])
     with pytest.raises(Unsupported) as caught:
         refuse_later(request)
     assert caught.value.field == "inputs[1].image"
     assert str(caught.value) == "inputs[1].image, inputs[2].image are not supported yet"
 
 
-def test_a_table_that_names_a_nested_field_sees_it(monkeypatch):
+def test_a_nested_field_of_the_table_is_refused(monkeypatch):
     table = {"GenerateRequest": ("sampling.seed", "chat.messages.name")}
     monkeypatch.setattr(later, "LATER", table)
-    refuse_later(inference_pb2.GenerateRequest(sampling={"top_k": 1}))
+    refuse_later(pb.GenerateRequest(sampling={"top_k": 1}))
     with pytest.raises(Unsupported) as caught:
-        refuse_later(inference_pb2.GenerateRequest(sampling={"seed": 0}))
+        refuse_later(pb.GenerateRequest(sampling={"seed": 0}))
     assert caught.value.field == "sampling.seed"
     with pytest.raises(Unsupported) as caught:
-        refuse_later(inference_pb2.GenerateRequest(chat={"messages": [{}, {"name": "a"}]}))
+        refuse_later(pb.GenerateRequest(chat={"messages": [{}, {"name": "a"}]}))
     assert caught.value.field == "chat.messages[1].name"
 
 
 @pytest.mark.parametrize("path", sorted(EVERY_FIELD))
 def test_no_set_field_is_ignored(path):
-    """Setting it either shows in the engine's request or is refused; sections that are empty and
-    a template's own defaults may look like nothing."""
+    """Every field shows in the engine's request, or is refused.
+
+    Empty sections and a template's own defaults may make no difference.
+    """
     nothing = {"sampling", "prompt", "output", "chat", "chat.add_generation_prompt"}
     nothing |= {"chat.template_args", "chat.messages", "chat.messages.content"}
-    nothing |= {"chat.tools.parameters"}  # an empty object is what unset means
+    nothing |= {"chat.tools.parameters"}  # an empty object means unset
     base = {"text": "a"}
     fields = EVERY_FIELD[path]
     if path.startswith("chat"):

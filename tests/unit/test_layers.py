@@ -1,9 +1,11 @@
-"""Who may import whom: every file of the product parsed, every import judged.
+"""Who may import whom: every file of the product is parsed, and every import is judged.
 
-`ALLOWED` holds the first-party edges, one design decision each; `BANNED` what a package must not
-name at all. An import inside a function counts like one at the top, unless `LAZY` gives the reason
-why it stands there. An import under TYPE_CHECKING runs never and binds only readers: it may cross
-`ALLOWED`, but not name what is banned. Imports are absolute.
+The law is the table in `tools/rooms.txt`; how to read it stands at its top.
+
+- An import inside a function counts like one at the top, unless `LAZY` gives the reason for it.
+- An import under TYPE_CHECKING never runs: it needs no arrow, but may name only its own room and
+  the rooms above it. Libraries are judged wherever the import stands.
+- Imports are absolute. Whatever the table allows is used by some file.
 """
 
 from __future__ import annotations
@@ -11,304 +13,54 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tools.rooms import (
+    FIRST_PARTY,
+    PRODUCT,
+    ROOT,
+    Import,
+    Line,
+    imports_of,
+    is_within,
+    line_of,
+    lines,
+    modules,
+    parse,
+    product_modules,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = ("engine", "grpc_service")
-FIRST_PARTY = (*PRODUCT, "tests", "tools")
-
-VOCABULARY = {"engine.core.types", "engine.core.events"}  # the core's values, public by nature
-ENGINE_PUBLIC = {
-    "engine.api",
-    "engine.config",
-    "engine.encode_requests",
-    "engine.errors",
-    "engine.logs",
-    "engine.heap",
-    "engine.memory",
-    "engine.quota",
-    "engine.requests",
-    "engine.shift",
-    "engine.status",
-    "engine.sync",
-    "engine.telemetry",
-    "engine.threads",
-    "engine.watchdog",
-    *VOCABULARY,
-}
-ALLOWED: dict[str, set[str]] = {
-    "engine.errors": set(),
-    "engine.logs": set(),
-    "engine.heap": set(),
-    "engine.memory": {"engine.errors"},
-    "engine.quota": {"engine.errors"},
-    "engine.status": set(),
-    "engine.threads": set(),
-    "engine.watchdog": set(),
-    "engine.config": {"engine.errors"},
-    "engine.core": {"engine.errors", "engine.config"},
-    "engine.requests": {"engine.errors", *VOCABULARY},
-    "engine.metrics": {"engine.status", *VOCABULARY},
-    "engine.telemetry": {"engine.core", "engine.status"},
-    "engine.encode_requests": {"engine.errors", "engine.requests", *VOCABULARY},
-    "engine.model": {
-        "engine.core",
-        "engine.errors",
-        "engine.config",
-        "engine.logs",  # how a worker process writes its lines
-        "engine.heap",
-        "engine.memory",
-        "engine.status",  # what a model is for
-    },
-    "engine.loop": {
-        *("engine.core", "engine.errors", "engine.config", "engine.telemetry", "engine.watchdog"),
-    },
-    "engine.replica": {
-        "engine.core",
-        "engine.config",
-        "engine.constraints",
-        "engine.loop",  # a replica is a loop with what serves it
-        "engine.status",
-        "engine.telemetry",
-    },
-    "engine.entry": {"engine.core", "engine.replica", "engine.status"},
-    "engine.load_watch": {"engine.core", "engine.entry"},
-    "engine.governor": {"engine.core", "engine.entry", "engine.errors", "engine.memory"},
-    "engine.pool": {
-        "engine.core",
-        "engine.errors",
-        "engine.config",
-        "engine.entry",
-        "engine.governor",
-        "engine.load_watch",
-        "engine.loop",
-        "engine.memory",
-        "engine.replica",
-        "engine.status",
-    },
-    "engine.constraints": {"engine.core", "engine.errors"},
-    "engine.answers": set(),
-    "engine.shift": set(),
-    "engine.apart": {"engine.answers", "engine.requests", *VOCABULARY},
-    "engine.generation": {
-        "engine.answers",
-        "engine.apart",
-        "engine.core",
-        "engine.errors",
-        "engine.logs",
-        "engine.requests",
-    },
-    "engine.encoding": {
-        "engine.core",
-        "engine.encode_requests",
-        "engine.generation",  # what requests of all kinds share
-        "engine.requests",
-    },
-    "engine.prompts": {
-        "engine.answers",
-        "engine.core",
-        "engine.errors",
-        "engine.requests",
-        "engine.shift",
-    },
-    "engine.encode_inputs": {
-        "engine.core",
-        "engine.encode_requests",
-        "engine.errors",
-        "engine.prompts",
-    },
-    "engine.supervisor": {
-        "engine.core",
-        "engine.errors",
-        "engine.config",
-        "engine.encode_inputs",
-        "engine.encode_requests",
-        "engine.encoding",
-        "engine.generation",
-        "engine.prompts",
-        "engine.logs",
-        "engine.metrics",
-        "engine.quota",
-        "engine.requests",
-        "engine.status",
-    },
-    "engine.api": {
-        "engine.config",
-        "engine.core",
-        "engine.errors",
-        "engine.generation",
-        "engine.pool",
-        "engine.quota",
-        "engine.requests",
-        "engine.status",
-        "engine.supervisor",
-        "engine.telemetry",
-        "engine.threads",
-        "engine.watchdog",
-    },
-    "engine.handles": {
-        "engine.api",
-        "engine.encode_requests",
-        "engine.errors",
-        "engine.requests",
-        "engine.shift",
-        *VOCABULARY,
-    },
-    "engine.sync": {
-        "engine.api",
-        "engine.config",
-        "engine.encode_requests",
-        "engine.encoding",
-        "engine.errors",
-        "engine.handles",
-        "engine.requests",
-        *VOCABULARY,
-    },
-    "engine": {"engine"},  # the public face: re-exports only (`test_engine_only_re_exports`)
-    "grpc_service": ENGINE_PUBLIC,
-    "grpc_service.front": set(),  # protocols
-}
-
-MODEL_LIBRARIES = {
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "sentence_transformers",
-    "llguidance",
-}
-GRPC = {"grpc", "grpc_health", "grpc_reflection", "grpc_status", "google"}
+# What the core may not name although Python ships it: the core is pure.
 IMPURE = {
-    *("asyncio", "threading", "multiprocessing", "concurrent", "subprocess", "signal"),
+    *("threading", "multiprocessing", "concurrent", "subprocess", "signal"),
     *("time", "datetime", "random", "secrets", "uuid"),
     *("os", "pathlib", "io", "socket", "logging", "contextvars", "importlib"),
 }
-BANNED: dict[str, set[str]] = {
-    "engine": {*GRPC, "asyncio", "grpc_service", "tests", "tools"},
-    "engine.core": {*IMPURE, *MODEL_LIBRARIES, "numpy", "trio", "engine.model"},
-    "engine.model": {"trio"},
-    "grpc_service": {*MODEL_LIBRARIES, "numpy", "asyncio", "engine.model", "tests", "tools"},
-    "grpc_service.codec": {"grpc", "trio"},
-    "grpc_service.front": {"grpc", "h2", "trio"},
-    "grpc_service.encode_codec": {"grpc", "trio"},
-    "grpc_service.framing": {"h2", "socket", "trio"},
-    "grpc_service.http2": {"engine", "grpc", "socket", "trio"},
-    "grpc_service.later": {"grpc", "trio"},
-    "grpc_service.snapshots": {"grpc", "trio"},
-}
-MODEL_ONLY = "engine.model"  # the one package of `engine` that may name MODEL_LIBRARIES
-TRIO_AWARE = {
-    *(
-        f"engine.{name}"
-        for name in ("generation", "loop", "pool", "prompts", "supervisor", "threads")
-    ),
-    *(f"engine.{name}" for name in ("api", "constraints", "handles", "sync")),
-    *(f"engine.{name}" for name in ("entry", "governor", "load_watch", "replica")),
-    *(f"grpc_service.{name}" for name in ("bridge", "connections", "server", "sockets")),
-    *(f"grpc_service.{name}" for name in ("health", "metrics", "servicer", "watching")),
-    "grpc_service.cli.startup",
-}
-THREAD_ENTRY = "engine.threads"
 
 LAZY: dict[tuple[str, str], str] = {
-    ("engine.api", "engine.model.factory"): (
+    ("engine.api.engine", "engine.worker.factory"): (
         "the default runner: torch enters only when a torch model is asked for, so that "
         "`import engine`, and an engine of fakes, work without it"
     ),
-    ("engine.api", "engine.model.capability"): "as the factory: an engine of fakes has no files",
-    ("engine.model.factory", "engine.model.runner"): "the spec's arithmetic needs no torch",
-    ("engine.model.factory", "engine.model.encoders"): "the spec's arithmetic needs no torch",
+    (
+        "engine.api.engine",
+        "engine.worker.load.capability",
+    ): "as the factory: an engine of fakes has no files",
+    ("engine.worker.factory", "engine.worker.text_runner"): "the spec's arithmetic needs no torch",
+    (
+        "engine.worker.factory",
+        "engine.worker.encoders.runner",
+    ): "the spec's arithmetic needs no torch",
 }
 
 
-@dataclass(frozen=True)
-class Import:
-    """One import statement's target. ``is_relative`` ones are wrong whatever they name."""
-
-    target: str
-    is_type_only: bool = False
-    is_in_function: bool = False
-    is_relative: bool = False
-
-
-@cache
-def imports_of(source: str) -> tuple[Import, ...]:
-    """Every import of a file, wherever it stands."""
-    return tuple(_imports(ast.parse(source), is_type_only=False, is_in_function=False))
-
-
-def _imports(node: ast.AST, *, is_type_only: bool, is_in_function: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        is_guarded = isinstance(node, ast.If) and _is_type_checking(node) and child in node.body
-        type_only = is_type_only or is_guarded
-        if isinstance(child, ast.Import):
-            for alias in child.names:
-                yield Import(alias.name, type_only, is_in_function)
-        elif isinstance(child, ast.ImportFrom):
-            for target in sorted(_targets(child)):
-                yield Import(target, type_only, is_in_function, is_relative=child.level > 0)
-        else:
-            is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
-            yield from _imports(
-                child, is_type_only=type_only, is_in_function=is_in_function or is_function
-            )
-
-
-def _targets(node: ast.ImportFrom) -> set[str]:
-    """What ``from a import b`` names: ``a.b`` where that is a module of ours, else ``a``."""
-    module = node.module or ""
-    return {
-        full if full in modules() else module
-        for full in (f"{module}.{alias.name}" for alias in node.names)
-    }
-
-
-def _is_type_checking(node: ast.If) -> bool:
-    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """Every first-party module by name; generated code is not ours to judge."""
-    found = {}
-    for top in FIRST_PARTY:
-        for path in (ROOT / top).rglob("*.py"):
-            parts = list(path.relative_to(ROOT).with_suffix("").parts)
-            if "_generated" in parts or "node_modules" in parts:
-                continue
-            if parts[-1] == "__init__":
-                parts.pop()
-            found[".".join(parts)] = path
-    return found
-
-
-def product_modules() -> list[str]:
-    return [name for name in modules() if name.split(".")[0] in PRODUCT]
-
-
-def is_within(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
-
-
-def package_of(module: str) -> str:
-    """The row of `ALLOWED` that judges a module: the longest that holds it."""
-    if module == "engine":
-        return "engine"
-    rows = [row for row in ALLOWED if row != "engine" and is_within(module, row)]
-    assert rows, f"{module} has no row in ALLOWED: say what it may import"
-    return max(rows, key=len)
-
-
 def offences(module: str, source: str) -> list[str]:
-    """Every rule that an import of ``source``, as the file of ``module``, breaks."""
+    """Return every rule that an import of ``source``, as the file of ``module``, breaks."""
     return [
         f"{module} imports {found.target}: {reason}"
         for found in imports_of(source)
@@ -316,27 +68,45 @@ def offences(module: str, source: str) -> list[str]:
     ]
 
 
-def _reasons(module: str, found: Import) -> list[str]:
-    target, top = found.target, found.target.split(".")[0]
+def _reasons(module: str, found: Import) -> Iterator[str]:
+    top = found.target.split(".")[0]
     if found.is_relative:
-        return ["relative imports hide the layer they reach into"]
-    if (module, target) in LAZY and found.is_in_function:
-        return []
-    reasons = [
-        f"banned in {package}"
-        for package, names in BANNED.items()
-        if is_within(module, package) and any(is_within(target, name) for name in names)
-    ]
-    in_engine = is_within(module, "engine") and not is_within(module, MODEL_ONLY)
-    if in_engine and top in MODEL_LIBRARIES:
-        reasons.append(f"only {MODEL_ONLY} may")
-    if top == "trio" and not found.is_type_only and module not in TRIO_AWARE:
-        reasons.append("not one of the files that may wait")
-    if top in PRODUCT and not found.is_type_only:
-        package = package_of(module)
-        if not any(is_within(target, allowed) for allowed in {*ALLOWED[package], package}):
-            reasons.append(f"no edge from {package} in ALLOWED")
-    return reasons
+        yield "relative imports hide the room they reach into"
+    elif top in PRODUCT:
+        yield from _reasons_of_ours(module, found)
+    elif top in FIRST_PARTY:
+        yield "the product knows neither its tests nor its tools"
+    elif top == "asyncio" or top not in sys.stdlib_module_names:
+        if top not in line_of(module).libraries:
+            yield f"not a library of {line_of(module).name}"
+    elif top in IMPURE and is_within(module, "engine.core"):
+        yield "the core is pure"
+
+
+def _reasons_of_ours(module: str, found: Import) -> Iterator[str]:
+    own, other = line_of(module), line_of(found.target)
+    if (module, found.target) in LAZY and found.is_in_function:
+        return
+    if own.has_files and module != own.name:
+        yield f"{module} has no line in tools/rooms.txt; {own.room} has one for each of its files"
+    elif found.is_type_only:
+        is_of_room = is_within(found.target, own.room) or is_within(found.target, _folder(own))
+        if not is_of_room and other.place > own.place:
+            yield f"{other.name} stands below {own.name} in tools/rooms.txt"
+    elif own is not other and not _has_arrow(own, other):
+        yield f"tools/rooms.txt has no arrow from {own.name} to {other.name}"
+
+
+def _folder(line: Line) -> str:
+    """Return the package of a room that is a single file, and otherwise the room."""
+    path = modules().get(line.name)
+    return line.name.rpartition(".")[0] if path and path.name != "__init__.py" else line.name
+
+
+def _has_arrow(own: Line, other: Line) -> bool:
+    return other.name in own.arrows or (
+        other.room != own.room and other.room in lines()[own.room].arrows
+    )
 
 
 # ---- the rules, on the files there are -------------------------------------------------------
@@ -345,6 +115,98 @@ def _reasons(module: str, found: Import) -> list[str]:
 @pytest.mark.parametrize("module", product_modules())
 def test_imports_only_what_its_layer_may(module):
     assert offences(module, modules()[module].read_text()) == []
+
+
+def _edges(module: str) -> set[str]:
+    """Return the modules of ours that ``module`` imports when it runs, lazily or not."""
+    return {
+        found.target
+        for found in imports_of(modules()[module].read_text())
+        if not found.is_type_only and found.target.split(".")[0] in PRODUCT
+    }
+
+
+def test_every_arrow_of_the_table_is_used():
+    used = {
+        (line_of(module).name, arrow)
+        for module in product_modules()
+        for target in _edges(module)
+        for own, other in [(line_of(module), line_of(target))]
+        for arrow in (other.name, other.room)
+    }
+    rooms = {(lines()[own].room, arrow) for own, arrow in used}
+    unused = {
+        (line.name, arrow)
+        for line in lines().values()
+        for arrow in line.arrows
+        if (line.name, arrow) not in (rooms if line.has_files else used)
+    }
+    assert unused == set(), "take them out of tools/rooms.txt"
+
+
+def test_every_library_of_the_table_is_used():
+    used = {
+        (line_of(module).name, found.target.split(".")[0])
+        for module in product_modules()
+        for found in imports_of(modules()[module].read_text())
+    }
+    unused = {(line.name, name) for line in lines().values() for name in line.libraries} - used
+    assert unused <= {("grpc_service._generated", "google"), ("grpc_service._generated", "grpc")}
+
+
+def test_every_line_of_the_table_is_about_something():
+    assert [
+        name
+        for name in lines()
+        if name not in modules() and not (ROOT / name.replace(".", "/")).is_dir()
+    ] == []
+
+
+def circles(edges: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Return the sets of more than one module of which each reaches every other (Tarjan)."""
+    numbers: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: set[frozenset[str]] = set()
+
+    def visit(name: str) -> None:
+        numbers[name] = lowest[name] = len(numbers)
+        stack.append(name)
+        for target in edges.get(name, ()):
+            if target not in numbers:
+                visit(target)
+            if target in stack:
+                lowest[name] = min(lowest[name], lowest[target])
+        if lowest[name] == numbers[name]:
+            place = stack.index(name)
+            if len(members := stack[place:]) > 1:
+                found.add(frozenset(members))
+            del stack[place:]
+
+    for name in edges:
+        if name not in numbers:
+            visit(name)
+    return found
+
+
+def test_no_import_circle_even_a_lazy_one():
+    edges = {name: _edges(name) for name in modules() if name.split(".")[0] != "tests"}
+    assert circles(edges) == set()
+
+
+def test_circles_are_found():
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"d", "a"}}
+    assert circles(edges) == {frozenset({"b", "c"})}
+    assert circles({"a": {"b"}, "b": set()}) == set()
+
+
+def test_a_line_names_only_lines_above_it():
+    with pytest.raises(ValueError, match="only what a line above"):
+        parse("engine.a < b\nengine.b")
+    table = parse("engine.b\n  x\n  y < x ; trio\nengine.a < b\n         ; torch")
+    assert table["engine.a"].arrows == {"engine.b"}
+    assert table["engine.a"].libraries == {"torch"}
+    assert table["engine.b.y"].arrows == {"engine.b.x"}
 
 
 def test_lazy_imports_are_still_there():
@@ -359,6 +221,7 @@ def test_engine_only_re_exports():
     assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, "engine/__init__.py only re-exports"
 
 
+THREAD_ENTRY = "engine.replica.threads"
 WAYS_INTO_A_THREAD = {"to_thread", "start_thread_soon"}
 
 
@@ -377,13 +240,13 @@ def test_only_threads_enters_a_thread():
 
 MAKES_THREADS = {"Thread", "ThreadPoolExecutor"}
 OWN_THREADS = {
-    "engine.sync": "Trio's own thread, for programs that block",
-    "engine.watchdog": "it watches the steps, and waits for none",
-    "engine.model.pinned": "steps of a backend that needs one thread: Trio's cache pins none; the "
-    "job that `engine.threads` runs waits for it, so a step is joined all the same",
-    "engine.model.child_main": "a process of its own, without Trio",
-    "engine.model.vet": "a process of its own, without Trio",
-    "grpc_service.tracing": "the last flush to a collector, left behind if that does not answer",
+    "engine.api.portal": "Trio's own thread, for programs that do not run Trio",
+    "engine.replica.watchdog": "it watches the steps, and waits for none",
+    "engine.worker.pinned_runner": "steps of a backend that needs one thread: Trio's cache pins "
+    "none; the job that `engine.replica.threads` runs waits for it, so steps are joined",
+    "engine.worker.process.main": "a process of its own, without Trio",
+    "engine.worker.sampling.sandbox_main": "a process of its own, without Trio",
+    "grpc_service.app.tracing": "the last flush to a collector, left behind if that is mute",
 }
 
 
@@ -427,7 +290,7 @@ def test_only_the_sequence_writes_its_state():
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Attribute) and target.attr == "state"
     }
-    assert writers == {"engine.core.sequence"}
+    assert writers == {"engine.core.text.sequence"}
 
 
 # ---- torch, where it must not be -------------------------------------------------------------
@@ -476,14 +339,18 @@ def test_tests_of_the_core_reach_no_torch(module):
 @pytest.mark.parametrize(
     "module",
     [
-        *("engine", "grpc_service.cli.main", "engine.model.fake"),
-        *("engine.model.child", "engine.model.child_main", "engine.model.pinned"),
+        *("engine", "grpc_service.cli.main", "engine.worker.fakes.text"),
+        *(
+            "engine.worker.process.runner",
+            "engine.worker.process.main",
+            "engine.worker.pinned_runner",
+        ),
     ],
 )
 def test_importing_brings_no_torch(module):
     code = (
         f"import sys, {module}\n"
-        "heavy = {'torch', 'transformers', 'tokenizers', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'numpy', 'asyncio'} & set(sys.modules)\n"
         "sys.exit(f'imported: {sorted(heavy)}' if heavy else 0)"
     )
     command = [sys.executable, "-c", code]
@@ -497,29 +364,36 @@ def test_importing_brings_no_torch(module):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("engine.core.planner", "import trio"),
-        ("engine.core.planner", "from time import monotonic"),
-        ("engine.core.planner", "def f():\n    import random"),
-        ("engine.core.planner", "from engine.loop import EngineLoop"),
-        ("engine.core.planner", "from .types import Request"),
-        ("engine.core.planner", "if TYPE_CHECKING:\n    import torch"),
-        ("engine.core.planner", "if TYPE_CHECKING:\n    pass\nelse:\n    from engine import pool"),
-        ("engine.core.planner", "from engine import api"),
+        ("engine.core.text.step_builder", "import trio"),
+        ("engine.core.text.step_builder", "from time import monotonic"),
+        ("engine.core.text.step_builder", "def f():\n    import random"),
+        ("engine.core.text.step_builder", "from engine.replica.loop import EngineLoop"),
+        ("engine.core.text.step_builder", "from .types import Request"),
+        ("engine.core.text.step_builder", "if TYPE_CHECKING:\n    import torch"),
+        (
+            "engine.core.text.step_builder",
+            "if TYPE_CHECKING:\n    pass\nelse:\n    from engine import pool",
+        ),
+        ("engine.core.text.step_builder", "from engine import api"),
+        (
+            "engine.core.text.step_builder",
+            "if TYPE_CHECKING:\n    from engine.replica.loop import EngineLoop",
+        ),
         ("engine.errors", "from engine.config import EngineConfig"),
-        ("engine.loop", "import torch.nn"),
-        ("engine.loop", "from engine.model.fake import FakeRunner"),
-        ("engine.loop", "from engine.supervisor import Supervisor"),
-        ("engine.requests", "import trio"),
-        ("engine.supervisor", "from engine.pool import Pool"),
-        ("engine.api", "from engine.model.factory import make_runner"),
-        ("engine.model.runner", "import trio"),
-        ("engine.model.runner", "import grpc"),
-        ("grpc_service.servicer", "from engine.core.scheduler import Scheduler"),
-        ("grpc_service.codec", "import trio"),
-        ("grpc_service.server", "import asyncio"),
-        ("grpc_service.http2", "import trio"),
-        ("grpc_service.front", "if TYPE_CHECKING:\n    import grpc"),
-        ("grpc_service.codec", "import tests.support"),
+        ("engine.replica.loop", "import torch.nn"),
+        ("engine.replica.loop", "from engine.worker.fakes.text import FakeRunner"),
+        ("engine.replica.loop", "from engine.requests.supervisor import Supervisor"),
+        ("engine.requests.text_values", "import trio"),
+        ("engine.requests.supervisor", "from engine.pool.pool import Pool"),
+        ("engine.api.engine", "from engine.worker.factory import make_runner"),
+        ("engine.worker.text_runner", "import trio"),
+        ("engine.worker.text_runner", "import grpc"),
+        ("grpc_service.services.inference", "from engine.core.text.scheduler import Scheduler"),
+        ("grpc_service.services.text_codec", "import trio"),
+        ("grpc_service.app.application", "import asyncio"),
+        ("grpc_service.rpc.http2", "import trio"),
+        ("grpc_service.services.backend", "if TYPE_CHECKING:\n    import grpc"),
+        ("grpc_service.services.text_codec", "import tests.support"),
     ],
 )
 def test_a_planted_import_is_an_offence(module, source):
@@ -529,12 +403,15 @@ def test_a_planted_import_is_an_offence(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("engine.core.planner", "from engine.core.types import Request"),
-        ("engine.core.planner", "if TYPE_CHECKING:\n    from engine.loop import Sink"),
-        ("engine.loop", "import trio"),
-        ("engine.api", "def f():\n    from engine.model.factory import make_runner"),
-        ("engine.model.runner", "import torch"),
-        ("grpc_service.servicer", "from engine.core.events import Tokens"),
+        ("engine.core.text.step_builder", "from engine.core.common.types import Request"),
+        (
+            "engine.core.text.step_builder",
+            "if TYPE_CHECKING:\n    from engine.config import EngineConfig",
+        ),
+        ("engine.replica.loop", "import trio"),
+        ("engine.api.engine", "def f():\n    from engine.worker.factory import make_runner"),
+        ("engine.worker.text_runner", "import torch"),
+        ("grpc_service.services.inference", "from engine.core.common.events import Tokens"),
     ],
 )
 def test_what_a_layer_may_is_no_offence(module, source):

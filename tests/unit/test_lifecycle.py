@@ -1,8 +1,8 @@
-"""The transition table is the whole truth about a sequence's states (D7)."""
+"""The transition table has every transition of a sequence's states (D7)."""
 
 import pytest
 
-from engine.core.lifecycle import TRANSITIONS, Event, IllegalTransition, State, advance
+from engine.core.text.lifecycle import TRANSITIONS, Event, IllegalTransition, State, advance
 
 LEGAL = [(state, event) for state, edges in TRANSITIONS.items() for event in edges]
 ILLEGAL = [(s, e) for s in State for e in Event if (s, e) not in LEGAL]

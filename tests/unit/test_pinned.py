@@ -1,4 +1,4 @@
-"""The pinned runner: everything on its one thread, and nothing left of it."""
+"""The pinned runner does everything on its one thread, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import threading
 
 import pytest
 
-from engine.core.plan import StepPlan
-from engine.core.types import Constraint
+from engine.core.common.types import Constraint
+from engine.core.text.plan import StepPlan
 from engine.errors import EngineBug, ShuttingDown
-from engine.model.fake import FakeRunner, FakeScript
-from engine.model.fake_encoder import FakeEncoder
-from engine.model.pinned import STACK_BYTES, PinnedRunner
+from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.pinned_runner import STACK_BYTES, PinnedEncodeRunner, PinnedTextRunner
 
 LIMIT_S = 10.0
 FORM = Constraint("json_object", "{}")
 
 
 class Traced(FakeRunner):
-    """Notes which thread each call comes from; a step waits for ``go``."""
+    """A runner that records the thread of each call; each step waits for ``go``."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -49,12 +49,13 @@ class Traced(FakeRunner):
 
 
 def names():
+    """Return the names of all threads."""
     return {thread.name for thread in threading.enumerate()}
 
 
 def test_every_call_but_compiling_comes_from_one_thread_of_its_own_which_close_joins():
     runner = Traced()
-    pinned = PinnedRunner(runner, "a")
+    pinned = PinnedTextRunner(runner, "a")
     assert "inference-worker-a_0" not in names()
     assert pinned.estimate() == FakeRunner().estimate()
     assert pinned.load(lambda progress: None) == FakeRunner().load(lambda progress: None)
@@ -75,7 +76,7 @@ def test_every_call_but_compiling_comes_from_one_thread_of_its_own_which_close_j
 def test_a_thread_gets_its_stack_and_others_the_size_they_had(monkeypatch):
     sizes, set_size = [], threading.stack_size
     monkeypatch.setattr(threading, "stack_size", lambda *n: (sizes.append(n), set_size(*n))[1])
-    pinned = PinnedRunner(FakeRunner(), "a")
+    pinned = PinnedTextRunner(FakeRunner(), "a")
     pinned.load(lambda progress: None)
     assert sizes == [(STACK_BYTES,), (0,)]
     pinned.close()
@@ -83,7 +84,7 @@ def test_a_thread_gets_its_stack_and_others_the_size_they_had(monkeypatch):
 
 def test_a_compilation_waits_for_no_step():
     runner = Traced()
-    pinned = PinnedRunner(runner, "a")
+    pinned = PinnedTextRunner(runner, "a")
     pinned.load(lambda progress: None)
     runner.go.clear()
     step = threading.Thread(target=pinned.execute, args=(StepPlan(0, ()),))
@@ -100,7 +101,7 @@ def test_a_compilation_waits_for_no_step():
 
 def test_closing_waits_for_the_step_in_flight_and_later_ones_are_refused():
     runner = Traced()
-    pinned = PinnedRunner(runner, "a")
+    pinned = PinnedTextRunner(runner, "a")
     pinned.load(lambda progress: None)
     runner.go.clear()
     step = threading.Thread(target=pinned.execute, args=(StepPlan(0, ()),))
@@ -119,9 +120,9 @@ def test_closing_waits_for_the_step_in_flight_and_later_ones_are_refused():
 
 
 @pytest.mark.parametrize("error", [MemoryError("all"), LookupError("x"), SystemExit(3)])
-def test_what_a_step_raises_comes_to_its_caller_and_the_thread_goes_on(error):
+def test_a_steps_error_reaches_its_caller_and_the_thread_goes_on(error):
     runner = FakeRunner(script=FakeScript(step_faults={0: error}))
-    pinned = PinnedRunner(runner, "a")
+    pinned = PinnedTextRunner(runner, "a")
     pinned.load(lambda progress: None)
     with pytest.raises(type(error)) as raised:
         pinned.execute(StepPlan(0, ()))
@@ -132,7 +133,7 @@ def test_what_a_step_raises_comes_to_its_caller_and_the_thread_goes_on(error):
 
 def test_a_load_that_fails_leaves_a_thread_that_close_joins():
     runner = FakeRunner(script=FakeScript(load_error=LookupError("x")))
-    pinned = PinnedRunner(runner, "a")
+    pinned = PinnedTextRunner(runner, "a")
     with pytest.raises(EngineBug):
         pinned.execute(StepPlan(0, ()))
     with pytest.raises(LookupError):
@@ -144,7 +145,7 @@ def test_a_load_that_fails_leaves_a_thread_that_close_joins():
 
 def test_an_encoder_keeps_its_tokenizers():
     runner = FakeEncoder()
-    pinned = PinnedRunner(runner, "a")
+    pinned = PinnedEncodeRunner(runner, "a")
     pinned.load(lambda progress: None)
     assert pinned.tokenizer.encode("<7>") == (7,)
     assert pinned.encoder_tokenizer.encode_texts(["<7>"], "")[0].full_tokens == 1

@@ -1,14 +1,15 @@
-"""The prefix cache by example; its laws are in `tests/property/test_blocks.py`."""
+"""The prefix cache by example; `tests/property/test_blocks.py` has its laws."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.core.blocks import BlockPool
-from engine.core.prefix import PrefixCache, extend_keys, root_key
+from engine.core.text.blocks import BlockPool
+from engine.core.text.prefix import PrefixCache, extend_keys, root_key
 
 
 def keys_of(tokens, *, size=4, salt=""):
+    """Return the keys of a sequence's full blocks."""
     keys = []
     extend_keys(keys, root_key("model", salt), tokens, size)
     return keys
@@ -16,17 +17,19 @@ def keys_of(tokens, *, size=4, salt=""):
 
 @pytest.fixture
 def pool():
+    """Return a pool of four blocks."""
     return BlockPool(4)
 
 
 def held(pool, count):
+    """Return blocks that are in use."""
     reservation = pool.open()
     blocks = pool.take(reservation, count)
     pool.commit(reservation)
     return blocks
 
 
-def test_keys_grow_where_they_stopped():
+def test_keys_are_appended_as_tokens_come():
     tokens, keys = list(range(1, 17)), []
     root = root_key("model", "")
     for end in (3, 4, 9, 16):
@@ -44,7 +47,7 @@ def test_the_longest_published_prefix_is_matched_and_a_gap_ends_it(pool):
         cache.publish(keys[index], blocks[index])
     assert cache.match(keys) == blocks[:2]
     assert cache.match(keys[:1]) == blocks[:1]
-    assert cache.match(keys[1:2]) == blocks[1:2]  # a key says all that came before it
+    assert cache.match(keys[1:2]) == blocks[1:2]  # a key identifies all tokens before it, too
     assert cache.match([]) == ()
     assert cache.match(keys_of(range(1, 17), salt="other")) == ()
 
@@ -68,10 +71,10 @@ def test_a_free_block_is_matched_until_it_is_reused(pool):
     pool.release(blocks)
     assert pool.num_free == 4
     reservation = pool.open()
-    assert not set(pool.take(reservation, 2)) & set(blocks)  # what is cached is reused last
+    assert not set(pool.take(reservation, 2)) & set(blocks)  # cached blocks are reused last
     assert pool.drain_reused() == []
     assert cache.match(keys) == blocks
-    assert pool.take(reservation, 1) == blocks[1:]  # of a table the end first
+    assert pool.take(reservation, 1) == blocks[1:]  # the end of a table is reused first
     cache.forget(pool.drain_reused())
     assert cache.match(keys) == blocks[:1]
     cache.check()
@@ -88,5 +91,5 @@ def test_a_reset_forgets_all_and_takes_nothing(pool):
     cache.check()
     pool.check([blocks[1:]])
     reservation = pool.open()
-    assert pool.take(reservation, 1) == blocks[:1]  # nothing in it is worth keeping
+    assert pool.take(reservation, 1) == blocks[:1]  # the block holds nothing worth keeping
     pool.rollback(reservation)

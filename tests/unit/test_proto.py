@@ -1,4 +1,4 @@
-"""The protos: everything in ours is explained, and reflection v1 is v1alpha renamed."""
+"""Every element of our protos has a comment, and reflection v1 is v1alpha renamed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROTO = Path(__file__).resolve().parents[2] / "proto"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Descriptors of the protos of triolet.v1, with the comments that belong to each element."""
+    """Return the descriptors of the protos of triolet.v1, with the comments of each element."""
     out = tmp_path_factory.mktemp("descriptors") / "set.binpb"
     names = sorted(path.relative_to(PROTO).as_posix() for path in PROTO.glob("triolet/v1/*.proto"))
     options = (f"-I{PROTO}", "--include_source_info", f"--descriptor_set_out={out}")
@@ -29,9 +29,9 @@ def files(tmp_path_factory):
 
 
 def elements(file):
-    """Everything in a file that needs a comment, as (name, path in the descriptor).
+    """Yield every element of a file that needs a comment, as (name, path in the descriptor).
 
-    A path is as SourceCodeInfo has it: field numbers of descriptor.proto and indices, in turn.
+    A path is that of SourceCodeInfo: field numbers of descriptor.proto and indices, in turn.
     """
     fields = descriptor_pb2.FileDescriptorProto
     for i, message in enumerate(file.message_type):
@@ -48,7 +48,7 @@ def elements(file):
 
 
 def message_elements(message, name, path):
-    """A message, its fields and written oneofs, and what is nested in it; map entries are not."""
+    """Yield a message, its fields, written oneofs and nested types, without map entries."""
     if message.options.map_entry:
         return
     numbers = descriptor_pb2.DescriptorProto
@@ -68,7 +68,7 @@ def message_elements(message, name, path):
 
 
 def enum_elements(enum, name, path):
-    """An enum and its values."""
+    """Yield an enum and its values."""
     yield name, path
     for i, value in enumerate(enum.value):
         number = descriptor_pb2.EnumDescriptorProto.VALUE_FIELD_NUMBER
@@ -76,7 +76,7 @@ def enum_elements(enum, name, path):
 
 
 def uncommented(file):
-    """Names of the elements of a file without a comment of their own right above them."""
+    """Return the names of a file's elements without a comment directly above them."""
     commented = {
         tuple(location.path)
         for location in file.source_code_info.location
@@ -117,11 +117,14 @@ def test_comments_are_sentences(files):
 
 
 def test_reflection_v1_is_v1alpha_under_another_package():
-    """grpc_service.reflection answers v1 with v1alpha messages, so their descriptors must agree."""
+    """grpc_service.services.reflection answers v1 with v1alpha messages.
+
+    Their descriptors must therefore agree.
+    """
     v1, v1alpha = descriptor_pb2.FileDescriptorProto(), descriptor_pb2.FileDescriptorProto()
     v1_pb2.DESCRIPTOR.CopyToProto(v1)
     v1alpha_pb2.DESCRIPTOR.CopyToProto(v1alpha)
     for file in (v1, v1alpha):
         file.ClearField("name")
-        file.ClearField("options")  # only where other languages put their generated code
+        file.ClearField("options")  # these only say where other languages put their generated code
     assert str(v1) == str(v1alpha).replace("grpc.reflection.v1alpha", "grpc.reflection.v1")

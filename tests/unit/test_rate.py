@@ -1,10 +1,10 @@
-"""The best rate measured: the refusal of what cannot be done at it (D18), and a step's prompts."""
+"""The best measured rate: refusals of what it makes impossible (D18), and a step's prompts."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.core.rate import BestRate
+from engine.core.text.best_rate import BestRate
 from engine.errors import DeadlineInfeasible
 from tests.support.core_driver import Driver, make_request
 
@@ -46,13 +46,13 @@ def test_an_estimate_is_never_above_what_a_prompt_takes_of_fixed_and_linear_cost
             assert rate.seconds_for(prompt) <= fixed_s * chunks + token_s * prompt + 1e-9
 
 
-def test_refusals_for_want_of_a_newer_measurement_make_it_doubtful_until_there_is_one():
+def test_refusals_weaken_an_old_measurement_until_there_is_a_new_one():
     rate = BestRate(BUDGET)
-    rate.note(BUDGET, 20.0)  # an accident: such steps take 1 s
+    rate.note(BUDGET, 20.0)  # an accident: such a step takes 1 s
     tries = 0
     while rate.seconds_for(BUDGET) > 5.0:
-        rate.doubt(BUDGET)
-        rate.note(1, 1.0)  # says nothing of large steps
+        rate.note_refusal(BUDGET)
+        rate.note(1, 1.0)  # this shows nothing about large steps
         tries += 1
     assert 1 < tries < 50
     rate.note(BUDGET, 1.0)
@@ -66,11 +66,11 @@ def test_a_steps_prompts_take_the_time_a_step_should_take_within_an_eighth_of_th
 ):
     rate = BestRate(budget, 0.2)
     rate.note(1, token_s)
-    assert rate.prompt_budget == budget or budget <= 8  # a small step says nothing
+    assert rate.prompt_budget == budget or budget <= 8  # a small step shows nothing
     for step in (budget, budget // 2 + 1):
         rate.note(step, token_s * step)
         assert -(-budget // 8) <= rate.prompt_budget <= budget
-        should_take = max(0.2, 4 * token_s)  # or four of the shortest
+        should_take = max(0.2, 4 * token_s)  # or the time of four of the shortest steps
         is_in_time = rate.prompt_budget * token_s <= should_take * (1 + 1e-9)
         assert is_in_time or rate.prompt_budget == -(-budget // 8)
         is_full = (rate.prompt_budget + 1) * token_s > should_take * (1 - 1e-9)
@@ -86,9 +86,9 @@ def test_a_slow_step_makes_the_next_ones_small_and_a_fast_one_of_those_is_enough
     assert rate.prompt_budget == 400
 
 
-def test_what_one_slow_step_said_of_large_ones_is_corrected_by_the_smaller_ones_after_it():
+def test_one_slow_steps_estimate_is_corrected_by_smaller_steps_after_it():
     rate = BestRate(2048, 0.15)
-    rate.note(2048, 8.0)  # the first, while everything is cold
+    rate.note(2048, 8.0)  # the first step, while everything is cold
     for _ in range(5):
         rate.note(20, 0.02)
         rate.note(rate.prompt_budget, rate.prompt_budget / 3000)
@@ -96,7 +96,7 @@ def test_what_one_slow_step_said_of_large_ones_is_corrected_by_the_smaller_ones_
     assert rate.seconds_for(8192) == pytest.approx(8192 / 3000)
 
 
-def test_a_target_without_end_is_none():
+def test_an_infinite_target_bounds_nothing():
     rate = BestRate(800, float("inf"))
     rate.note(800, 20.0)
     assert rate.prompt_budget == 800
@@ -109,7 +109,7 @@ def test_steps_that_cost_much_whatever_they_compute_are_not_made_small():
     assert rate.prompt_budget == 800
     rate = BestRate(800, 0.2)
     rate.note(800, 4.5)  # half a second, and 5 ms a token
-    assert rate.prompt_budget == 800  # nothing tells yet what a step costs
+    assert rate.prompt_budget == 800  # no measurement shows a step's fixed cost yet
     rate.note(1, 0.505)
     assert rate.prompt_budget == 359
 
@@ -118,7 +118,7 @@ def test_steps_that_cost_much_whatever_they_compute_are_not_made_small():
 
 
 def measured(seconds=1.0, **config):
-    """A driver whose full step of 64 tokens took so long, and nothing else."""
+    """Return a driver whose only measured step had 64 tokens and took ``seconds``."""
     fields = {"max_num_batched_tokens": 64, "max_num_seqs": 8, **config}
     driver = Driver(**fields)
     driver.submit(make_request("warm", range(1, 65), max_tokens=1))
@@ -130,6 +130,7 @@ def measured(seconds=1.0, **config):
 
 
 def submit(driver, prompt, left, name="r", **fields):
+    """Submit a request ``left`` seconds before its deadline; return whether it was accepted."""
     deadline = None if left is None else driver.now + left
     driver.submit(make_request(name, prompt, arrival=driver.now, deadline=deadline, **fields))
     return name not in driver.refused
@@ -153,7 +154,7 @@ def test_a_prompt_that_cannot_be_computed_in_time_is_refused(left, is_taken):
     driver.check_idle()
 
 
-def test_a_deadline_that_has_passed_is_its_own_scopes_to_end():
+def test_a_passed_deadline_is_left_to_the_requests_scope():
     assert submit(measured(), OTHER, 0.0)
 
 
@@ -169,9 +170,9 @@ def test_nothing_is_refused_before_a_large_step_was_measured():
     assert not submit(driver, OTHER, 1e-9)
 
 
-def test_what_is_cached_need_not_be_computed():
+def test_cached_tokens_need_not_be_computed():
     driver = measured()
-    prompt = [*range(1, 65), *OTHER]  # of which 64 are there
+    prompt = [*range(1, 65), *OTHER]  # 64 of these tokens are cached
     assert submit(driver, prompt, 2.0)
     assert not submit(driver, prompt, 1.9, name="late")
     assert not submit(driver, prompt, 2.0, name="alone", bypass_prefix_cache=True)
@@ -189,7 +190,7 @@ def test_several_choices_compute_their_prompt_once():
     assert submit(measured(), OTHER, 2.0, n=4)
 
 
-def test_a_faster_step_makes_feasible_what_was_not():
+def test_a_faster_step_makes_more_prompts_feasible():
     driver = measured()
     assert not submit(driver, OTHER, 1.0)
     driver.submit(make_request("more", range(200, 264), max_tokens=1))
@@ -199,7 +200,7 @@ def test_a_faster_step_makes_feasible_what_was_not():
     assert submit(driver, OTHER, 1.0, name="again")
 
 
-def test_one_slow_step_does_not_refuse_what_is_feasible_for_ever():
+def test_one_slow_step_does_not_refuse_feasible_prompts_for_ever():
     driver = measured(seconds=20.0)
     for number in range(50):
         name = f"r{number}"

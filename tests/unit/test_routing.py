@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.routing import Work, by_prefix, least_busy
+from engine.pool.routing import by_prefix, least_busy
+from engine.replica.replica import Work
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ def test_the_least_busy_has_the_fewest_tokens_then_the_fewest_requests(loads, pl
     assert {least_busy(loads, turn) for turn in range(5)} == {place}
 
 
-def test_equals_take_turns():
+def test_equally_busy_replicas_take_turns():
     loads = [Work(3, 1)] * 3
     assert [least_busy(loads, turn) for turn in range(6)] == [0, 1, 2, 0, 1, 2]
     assert [by_prefix(loads, [7, 7, 7], turn) for turn in range(3)] == [0, 1, 2]

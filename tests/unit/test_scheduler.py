@@ -1,32 +1,38 @@
-"""What the scheduler refuses to be told, and what it tells of itself.
+"""The scheduler's checks of its inputs, and its statistics.
 
-Its decisions are in `tests/golden`, its laws in `tests/property`.
+`tests/golden` has its decisions, `tests/property` its laws.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from engine.core.events import Preempted, StepDone, StepFailed, Tokens
-from engine.core.plan import (
-    SCORED_TOKENS_MAX,
-    FailureKind,
-    RowResult,
-    StepFailure,
-    StepResult,
+from engine.core.common.events import (
+    Pause,
+    PauseMode,
+    Preempted,
+    Resume,
+    StepDone,
+    StepFailed,
+    Tokens,
 )
-from engine.core.scheduler import CLEAN_STEPS
-from engine.core.types import Sampling
+from engine.core.common.step_budget import CLEAN_STEPS
+from engine.core.common.steps import FailureKind, StepFailure
+from engine.core.common.types import EndReason, Sampling
+from engine.core.text.plan import SCORED_TOKENS_MAX, RowResult, StepResult
 from engine.errors import DeadlineInfeasible, EngineBug, Overloaded
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.core_driver import Driver, make_request
 
 
 @pytest.fixture
 def driver():
+    """Return a driver with small steps."""
     return Driver(block_size=4, max_num_seqs=4, max_num_batched_tokens=16, prepared_plans=False)
 
 
 def begun(driver, count=1):
+    """Submit requests, begin a step, and return its plan."""
     for index in range(count):
         first = 10 * index + 1
         driver.submit(make_request(f"r{index}", range(first, first + 5), max_tokens=3))
@@ -46,7 +52,7 @@ def test_a_result_belongs_to_the_plan_in_flight(driver):
     for event in (StepDone(StepResult(stranger, ())), StepFailed(failure)):
         with pytest.raises(EngineBug):
             driver.apply(event)
-    driver.end_step()  # and nothing was changed by either
+    driver.end_step()  # neither error changed anything
     with pytest.raises(EngineBug):
         driver.apply(StepDone(StepResult(plan.plan_id, ())))
     driver.run()
@@ -55,9 +61,9 @@ def test_a_result_belongs_to_the_plan_in_flight(driver):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_row_s_result_names_its_sequence(driver, steps):
+def test_a_rows_result_names_its_sequence(driver, steps):
     plan = begun(driver)
-    for _ in range(steps):  # the first gives a prompt's token, the second a decode's
+    for _ in range(steps):  # the first step gives a prompt's token, the second a decode's
         driver.end_step()
         plan = driver.begin_step()
     result = StepResult(plan.plan_id, (RowResult(plan.rows[0].sequence + 1, (7,), "<7>"),))
@@ -73,14 +79,14 @@ def test_a_row_that_samples_gives_a_token(driver):
     assert "got none" in caught.value.log_detail
 
 
-def test_the_queue_s_estimate_follows_the_rate_there_was():
+def test_the_queues_estimate_follows_the_measured_rate():
     driver = Driver(max_queued_requests=2, max_num_seqs=1, max_num_batched_tokens=200)
     driver.submit(make_request("warm", range(100), max_tokens=5))
     for _ in range(5):
         driver.begin_step()
         driver.now += 10.0
         driver.end_step()
-    rate = 0.0  # of 100 tokens in 10 s, then 1 each, each new one weighing a fifth
+    rate = 0.0  # 100 tokens in 10 s, then 1 in each; a new value weighs one fifth
     for tokens in (100, 1, 1, 1, 1):
         rate += 0.2 * (tokens / 10.0 - rate)
     driver.submit(make_request("a", range(4), arrival=driver.now))
@@ -92,8 +98,10 @@ def test_the_queue_s_estimate_follows_the_rate_there_was():
 
 
 def test_a_scored_prompt_is_computed_whole_within_the_bound_on_logits():
-    """Nothing cached is taken, and what it computes others may take; the fake refuses to give
-    log-probabilities that the plans did not compute."""
+    """Such a prompt takes nothing from the cache, and what it computes is cached for others.
+
+    The fake raises if it must give log-probabilities that the plans did not compute.
+    """
     driver = Driver(
         block_size=4, num_blocks=400, max_model_len=400, max_num_seqs=8, max_num_batched_tokens=256
     )
@@ -138,7 +146,7 @@ def test_one_scored_prompt_does_not_hold_up_another():
     driver.begin_step()
     driver.end_step()
     driver.submit(make_request("short", range(5), sampling=scored))
-    for _ in range(5):  # one position a step
+    for _ in range(5):  # one position in each step
         assert ("short", 0) not in driver.tokens
         driver.step()
     assert ("short", 0) in driver.tokens
@@ -147,7 +155,7 @@ def test_one_scored_prompt_does_not_hold_up_another():
     driver.check_tokens()
 
 
-def test_a_scored_prompt_that_is_preempted_is_told_once_and_then_comes_from_the_cache():
+def test_a_preempted_scored_prompt_is_reported_once_and_then_comes_from_the_cache():
     driver = Driver(
         block_size=4, num_blocks=40, max_model_len=150, max_num_seqs=4, max_num_batched_tokens=64
     )
@@ -170,7 +178,7 @@ def test_a_scored_prompt_is_infeasible_even_if_all_of_it_is_cached():
     )
     driver.submit(make_request("warm", range(250), max_tokens=1))
     driver.begin_step()
-    driver.now += 10.0  # 25 tokens a second
+    driver.now += 10.0  # at 25 tokens a second
     driver.end_step()
     for name, asked in (("plain", None), ("scored", 0)):
         sampling = Sampling(temperature=0.0, prompt_logprobs=asked)
@@ -204,7 +212,7 @@ def test_statistics_count_what_happened(driver):
     driver.check_idle()
 
 
-def test_phases_add_up_to_a_choice_s_life(driver):
+def test_phases_add_up_to_a_choices_life(driver):
     driver.submit(make_request("r", range(1, 40), max_tokens=3), buffer=1)
     driver.tick(1.0)  # queued
     while not driver.tokens:  # three chunks of prefill
@@ -226,11 +234,11 @@ def test_phases_add_up_to_a_choice_s_life(driver):
     assert driver.finished["r", 0].phase == "decode"
 
 
-# ---- who gives way to the first in line ------------------------------------------------------
+# ---- who gives way to the first of the queue -------------------------------------------------
 
 
 def crowded(num_blocks, **config):
-    """A pool of blocks of one token, if nothing else is said: every count here is exact."""
+    """Return a driver whose blocks hold one token by default, so that counts are exact."""
     exact = {
         "block_size": 1,
         "max_model_len": 16,
@@ -243,11 +251,12 @@ def crowded(num_blocks, **config):
 
 
 def preempted(driver):
+    """Return the preempted requests."""
     return [event.request_id for event in driver.log if isinstance(event, Preempted)]
 
 
 @pytest.mark.parametrize("lacking", range(-1, 5))
-def test_a_parked_request_gives_its_blocks_to_the_first_in_line(lacking):
+def test_a_parked_request_gives_its_blocks_to_the_first_of_the_queue(lacking):
     driver = crowded(16)
     driver.submit(make_request("silent", range(1, 11), max_tokens=6), buffer=1)
     driver.step(read=False)
@@ -260,8 +269,8 @@ def test_a_parked_request_gives_its_blocks_to_the_first_in_line(lacking):
     driver.end_step()
 
 
-def test_no_more_give_way_than_the_first_in_line_needs():
-    """Two later ones hold what it lacks; the last alone is exactly enough."""
+def test_no_more_give_way_than_the_first_of_the_queue_needs():
+    """Two later requests hold what the first lacks; preempting only the last is exactly enough."""
     driver = crowded(16)
     for name, arrival in (("a", 1.0), ("b", 2.0)):
         driver.submit(make_request(name, range(1, 8), max_tokens=4, arrival=arrival, priority=1))
@@ -275,8 +284,8 @@ def test_no_more_give_way_than_the_first_in_line_needs():
     driver.end_step()
 
 
-def test_nobody_gives_way_if_the_first_in_line_still_could_not_start():
-    """It needs two seats, and only one is held by a later request."""
+def test_nobody_gives_way_if_the_first_of_the_queue_still_could_not_start():
+    """The first needs two seats, and later requests hold only one."""
     driver = crowded(64, max_num_seqs=2)
     driver.submit(make_request("older", (1, 2), max_tokens=9, arrival=1.0))
     driver.submit(make_request("later", (3, 4), max_tokens=9, arrival=3.0, priority=1))
@@ -288,9 +297,12 @@ def test_nobody_gives_way_if_the_first_in_line_still_could_not_start():
 
 
 @pytest.mark.parametrize(("new", "gives_way"), [(6, ["later"]), (7, []), (8, [])])
-def test_blocks_that_the_first_in_line_would_share_do_not_count_as_given_up(new, gives_way):
-    """The later one holds four, of which the first in line finds two in the cache: it lacks new
-    ones, and of those only two come free. Found by the simulator's seed 5086."""
+def test_blocks_that_the_first_of_the_queue_would_share_do_not_count_as_given_up(new, gives_way):
+    """The later request holds four blocks, of which the first of the queue finds two in the cache.
+
+    The first lacks ``new`` blocks, and preemption would free only two of them. Found by the
+    simulator's seed 5086.
+    """
     driver = crowded(
         24, block_size=4, max_model_len=96, max_num_batched_tokens=200, prefix_cache=True
     )
@@ -305,9 +317,11 @@ def test_blocks_that_the_first_in_line_would_share_do_not_count_as_given_up(new,
     driver.end_step()
 
 
-def test_a_long_prompt_that_is_scored_leaves_tokens_to_the_first_in_line():
-    """It takes 64 of them a step, whatever is left of it; the others are the first in line's, and
-    so is the room of a later one."""
+def test_a_long_scored_prompt_leaves_tokens_to_the_first_of_the_queue():
+    """The long prompt takes 64 tokens of each step, whatever is left of it.
+
+    The other tokens are for the first of the queue, and so is the room of a later request.
+    """
     driver = crowded(
         50, block_size=4, max_model_len=200, max_num_batched_tokens=90, prefix_cache=True
     )
@@ -322,9 +336,12 @@ def test_a_long_prompt_that_is_scored_leaves_tokens_to_the_first_in_line():
     driver.end_step()
 
 
-def test_nobody_gives_way_to_one_whose_place_in_the_line_is_not_brought_up_to_date_yet():
-    """Both are old enough for the next level; the line, which is sorted once a second, would put
-    whoever joins it now first. Found by the simulator's seed 602."""
+def test_nobody_gives_way_to_a_request_whose_place_in_the_queue_is_outdated():
+    """Both requests are old enough for the next priority level.
+
+    The queue is sorted once a second: a request that joins it now would be put first. Found by the
+    simulator's seed 602.
+    """
     driver = crowded(16)
     driver.submit(make_request("older", range(1, 6), max_tokens=9), buffer=1)
     driver.step(read=False)
@@ -332,18 +349,18 @@ def test_nobody_gives_way_to_one_whose_place_in_the_line_is_not_brought_up_to_da
     driver.now = 9.5
     driver.submit(make_request("younger", range(20, 32), max_tokens=4))
     driver.step(read=False)
-    driver.read("older")  # in line again, without blocks
+    driver.read("older")  # in the queue again, without blocks
     driver.now = 10.2
     driver.step(read=False)
     assert preempted(driver) == []
     driver.now = 10.6
     driver.step(read=False)
     assert preempted(driver) == ["younger"]
-    assert driver.scheduler.phase_of("older") in ("prefill", "decode")
+    assert driver.scheduler.phase_of("older").name in ("prefill", "decode")
 
 
 def test_a_cached_prefix_counts_once_against_the_free_blocks():
-    """Nearly all blocks are needed, two thirds of them cached and free: it starts at once."""
+    """Nearly all blocks are needed, and two thirds of them are cached: the request starts."""
     driver = crowded(16, max_num_seqs=2, prefix_cache=True)
     driver.submit(make_request("before", range(1, 12), max_tokens=1))
     driver.run()
@@ -358,7 +375,7 @@ def test_a_cached_prefix_counts_once_against_the_free_blocks():
 
 
 def out_of_memory(driver):
-    """Let the step about to run find no memory."""
+    """Make the next step run out of memory."""
     plan = driver.begin_step()
     kind = FailureKind.OUT_OF_MEMORY
     driver.in_flight = None
@@ -367,14 +384,14 @@ def out_of_memory(driver):
 
 def test_the_only_prompt_in_a_step_is_not_preempted_when_memory_runs_out(driver):
     driver.submit(make_request("only", range(1, 41)))
-    driver.step()  # 16 of its tokens
+    driver.step()  # a step of 16 of its tokens
     out_of_memory(driver)
     assert preempted(driver) == []
     assert driver.scheduler.statistics().running == 1
 
 
 def test_each_request_has_its_own_tries_when_memory_stays_short(driver):
-    """One fails at the fourth time, and the other after four more."""
+    """One request fails at its fourth try, the other after four more."""
     for name, arrival in (("a", 1.0), ("b", 2.0)):
         driver.submit(make_request(name, range(1, 4), arrival=arrival))
     for times in range(1, 9):
@@ -389,7 +406,7 @@ def test_the_chunk_budget_comes_back_by_halves_after_so_many_clean_steps(driver)
         out_of_memory(driver)
     limits = []
     for _ in range(2 * CLEAN_STEPS + 1):
-        limits.append(driver.scheduler._planner.chunk_limit)
+        limits.append(driver.scheduler._budget.tokens)
         driver.step()
     assert limits == [4] * CLEAN_STEPS + [8] * CLEAN_STEPS + [16]
 
@@ -408,32 +425,75 @@ def test_the_phase_of_a_request_is_where_its_first_choice_is(driver):
     phase_of = driver.scheduler.phase_of
     assert phase_of("r") is None
     driver.submit(make_request("r", range(1, 25), max_tokens=3, n=2), buffer=2)
-    assert phase_of("r") == "queued"
+    assert phase_of("r").name == "queued"
     driver.step(read=False)  # 16 of its 24 tokens
-    assert phase_of("r") == "prefill"
+    assert phase_of("r").name == "prefill"
     driver.step(read=False)
-    assert phase_of("r") == "decode"
-    driver.step(read=False)  # its buffer holds what both have said, and no more
-    assert phase_of("r") == "parked"
+    assert phase_of("r").name == "decode"
+    driver.step(read=False)  # its buffer holds what both have produced, and no more
+    assert phase_of("r").name == "parked"
     driver.read("r")
     driver.run()
     assert phase_of("r") is None
 
 
-def test_what_is_computed_again_after_a_preemption_is_found_by_others():
+def test_blocks_computed_again_after_a_preemption_are_found_by_others():
     driver = crowded(16, block_size=2, max_model_len=32, max_num_seqs=4, prefix_cache=True)
     driver.submit(make_request("late", range(1, 13), max_tokens=9, arrival=2.0, priority=1))
     driver.step()
     driver.step()
     driver.submit(make_request("first", range(50, 77), max_tokens=1, arrival=3.0))
-    while ("first", 0) not in driver.finished:  # it takes all blocks, whatever was cached in them
+    while ("first", 0) not in driver.finished:  # it takes all blocks, whatever they had cached
         driver.step()
     assert preempted(driver) == ["late"]
     driver.step()
     hits = driver.scheduler.statistics().prefix_hits
     driver.submit(make_request("twin", range(1, 13), max_tokens=1, arrival=4.0))
     driver.step()
-    assert driver.scheduler.statistics().prefix_hits - hits == 10  # all but its last token's block
+    assert driver.scheduler.statistics().prefix_hits - hits == 10  # all but the last block
     driver.run()
     driver.check_tokens()
     driver.check_idle()
+
+
+def test_under_wait_a_running_request_that_lost_its_blocks_still_finishes():
+    driver = Driver(num_blocks=6, block_size=4, max_model_len=24, max_num_seqs=4)
+    for name in ("a", "b"):
+        driver.submit(make_request(name, range(1, 9), max_tokens=12, bypass_prefix_cache=True))
+    driver.step()
+    driver.apply(Pause(PauseMode.WAIT))
+    driver.submit(make_request("c", range(1, 5)))
+    driver.run()
+    assert driver.scheduler.statistics().preemptions > 0
+    assert driver.finished["a", 0].reason is EndReason.LENGTH
+    assert driver.finished["b", 0].reason is EndReason.LENGTH
+    assert driver.refused["c"].error.reason == "PAUSED"
+    driver.check_tokens()
+    driver.check_idle()
+
+
+def test_under_wait_a_request_that_has_not_begun_waits_for_the_resume():
+    driver = Driver(max_num_seqs=1)
+    for name in ("a", "b"):
+        driver.submit(make_request(name, range(1, 9)))
+    driver.step()
+    driver.apply(Pause(PauseMode.WAIT))
+    driver.run()
+    assert ("a", 0) in driver.finished
+    assert ("b", 0) not in driver.finished
+    driver.apply(Resume())
+    driver.run()
+    assert ("b", 0) in driver.finished
+
+
+def test_a_device_with_little_memory_does_not_run_out_at_every_other_step():
+    def too_many(plan):
+        return MemoryError("device") if plan.num_tokens > 16 else None
+
+    runner = FakeRunner(num_blocks=64, max_model_len=512, script=FakeScript(plan_fault=too_many))
+    driver = Driver(runner=runner, max_model_len=512, max_num_seqs=2, max_num_batched_tokens=64)
+    driver.submit(make_request("a", range(1, 321), max_tokens=4))
+    driver.run()
+    # 20 chunks of 16, and a try at 32 after every 16 clean steps
+    assert runner.steps <= 20 + 4 + 6
+    driver.check_tokens()

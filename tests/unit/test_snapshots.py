@@ -1,4 +1,4 @@
-"""Models and counters as proto messages: every value has its place."""
+"""Models and counters as proto messages: every value has its field."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from engine.status import (
     ReplicaStatus,
     RequestsTotal,
 )
-from grpc_service import snapshots
-from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, models_pb2
+from grpc_service.client import messages as pb
+from grpc_service.services import snapshots_codec
 
 
-def test_every_enum_value_of_the_engine_has_its_namesake():
+def test_every_enum_value_of_the_engine_is_in_the_proto():
     for table, enum, prefix in (
-        (snapshots.CAPABILITIES, common_pb2.Capability, "CAPABILITY_"),
-        (snapshots.MODEL_STATES, common_pb2.ModelState, "MODEL_STATE_"),
+        (snapshots_codec.CAPABILITIES, pb.Capability, "CAPABILITY_"),
+        (snapshots_codec.MODEL_STATES, pb.ModelState, "MODEL_STATE_"),
     ):
         for value, number in table.items():
             assert enum.Name(number) == prefix + value.name
-    assert set(snapshots.CAPABILITIES) == set(Capability)
-    assert set(snapshots.REPLICA_STATES) == set(ModelState)
-    assert set(snapshots.MODEL_STATES) == set(ModelState) - {ModelState.DEGRADED}
+    assert set(snapshots_codec.CAPABILITIES) == set(Capability)
+    assert set(snapshots_codec.REPLICA_STATES) == set(ModelState)
+    assert set(snapshots_codec.MODEL_STATES) == set(ModelState) - {ModelState.DEGRADED}
 
 
-def test_a_model_is_told_whole():
+def test_a_model_is_encoded_completely():
     replica = ReplicaStatus(1, ModelState.DRAINING, "cpu", 2, 3, 4, 5, 6, 7.5)
     status = ModelStatus(
         name="m",
@@ -48,9 +48,9 @@ def test_a_model_is_told_whole():
         max_model_len=2048,
         is_demo=True,
     )
-    message = snapshots.encode_model(status)
+    message = snapshots_codec.encode_model(status)
     assert all(message.HasField(f.name) for f in message.DESCRIPTOR.fields if f.has_presence)
-    assert message == models_pb2.Model(
+    assert message == pb.Model(
         name="m",
         state="MODEL_STATE_FAILED",
         capability="CAPABILITY_RERANK",
@@ -58,7 +58,7 @@ def test_a_model_is_told_whole():
         error="why",
         memory_bytes=2**40,
         replicas=[
-            models_pb2.Replica(
+            pb.Replica(
                 id=1,
                 state="REPLICA_STATE_DRAINING",
                 device="cpu",
@@ -78,20 +78,22 @@ def test_a_model_is_told_whole():
         max_model_len=2048,
         demo=True,
     )
-    assert not snapshots.encode_model(ModelStatus("m", ModelState.READY)).HasField("last_used")
+    assert not snapshots_codec.encode_model(ModelStatus("m", ModelState.READY)).HasField(
+        "last_used"
+    )
 
 
-def test_every_counter_is_told():
+def test_every_counter_is_encoded():
     """Each counter gets a number of its own; the proto has the same names and no others."""
     numbers = {f.name: i + 1 for i, f in enumerate(dataclasses.fields(Counts))}
     ends = {f.name: i + 100 for i, f in enumerate(dataclasses.fields(RequestsTotal))}
     counts = Counts(**numbers | {"requests_total": RequestsTotal(**ends)})
     entry = ReplicaCounts("m", 1, ModelState.READY, counts)
-    message = snapshots.encode_statistics(EngineStatistics(counts, (entry,)))
-    expected = numbers | {"requests_total": control_pb2.RequestsTotal(**ends)}
-    assert message.totals == control_pb2.Totals(**expected)
-    assert message.replicas[0] == control_pb2.ReplicaStats(
+    message = snapshots_codec.encode_statistics(EngineStatistics(counts, (entry,)))
+    expected = numbers | {"requests_total": pb.RequestsTotal(**ends)}
+    assert message.totals == pb.Totals(**expected)
+    assert message.replicas[0] == pb.ReplicaStats(
         model="m", replica=1, state="REPLICA_STATE_READY", **expected
     )
-    assert {f.name for f in control_pb2.Totals.DESCRIPTOR.fields} == set(numbers)
-    assert {f.name for f in control_pb2.RequestsTotal.DESCRIPTOR.fields} == set(ends)
+    assert {f.name for f in pb.Totals.DESCRIPTOR.fields} == set(numbers)
+    assert {f.name for f in pb.RequestsTotal.DESCRIPTOR.fields} == set(ends)

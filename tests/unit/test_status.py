@@ -1,4 +1,4 @@
-"""Every class of engine.errors against every row of the table it is told by, and the details."""
+"""Every class of engine.errors against every row of the status table, with the details."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
-from grpc import StatusCode
+from grpc_status.rpc_status import GRPC_DETAILS_METADATA_KEY
 
 from engine import errors
-from grpc_service.status import DOMAIN, TABLE, ending_of
+from grpc_service.rpc.errors import (
+    InvalidMessage,
+    MessageTooLarge,
+    RpcError,
+    UnsupportedEncoding,
+)
+from grpc_service.rpc.status import StatusCode
+from grpc_service.services.error_status import DETAILS_KEY, DOMAIN, TABLE, status_of
 
 BAD_REQUEST, RETRY_INFO = "BadRequest", "RetryInfo"
-# What clients rely on, written down a second time: class, code, reason, details beside ErrorInfo.
+# What clients rely on, written a second time: class, code, reason, details beside ErrorInfo.
 DESIGN = [
     ("InvalidRequest", "INVALID_ARGUMENT", "INVALID_REQUEST", {BAD_REQUEST}),
     ("RequestTooLarge", "INVALID_ARGUMENT", "REQUEST_TOO_LARGE", {BAD_REQUEST}),
@@ -41,11 +48,12 @@ DESIGN = [
     ("Unauthenticated", "UNAUTHENTICATED", "UNAUTHENTICATED", set()),
     ("NotAllowed", "PERMISSION_DENIED", "PERMISSION_DENIED", set()),
 ]
-NEVER_SENT = {"TrioletError", "ConfigError"}  # the base, and start-up's own
-GRPC_HARD_LIMIT = 8192  # bytes of metadata that grpc peers take at the least
+NEVER_SENT = {"TrioletError", "ConfigError"}  # the base class, and an error of start-up
+GRPC_HARD_LIMIT = 8192  # bytes of metadata that every grpc peer takes
 
 
 def make(name):
+    """Return an error of a class."""
     cls = getattr(errors, name)
     if issubclass(cls, errors.InvalidRequest):
         return cls.of("sampling.top_p", "is 2, outside (0, 1]")
@@ -53,11 +61,11 @@ def make(name):
 
 
 def details(ending):
-    """The details of an ending by message name; checks what all have in common."""
-    [(key, value)] = ending.trailing_metadata
-    assert key == "grpc-status-details-bin"
+    """Return an ending's details by message name, after a check of what all have in common."""
+    [(key, value)] = ending.metadata
+    assert key == DETAILS_KEY == GRPC_DETAILS_METADATA_KEY
     status = Status.FromString(value)
-    assert (status.code, status.message) == (ending.code.value[0], ending.message)
+    assert (status.code, status.message) == (ending.code, ending.message)
     found = {}
     for packed in status.details:
         name = packed.TypeName().removeprefix("google.rpc.")
@@ -70,12 +78,33 @@ def details(ending):
 @pytest.mark.parametrize(("name", "code", "reason", "extra"), DESIGN, ids=[r[0] for r in DESIGN])
 def test_every_row_of_the_design(name, code, reason, extra):
     error = make(name)
-    ending = ending_of(error)
+    ending = status_of(error)
     found = details(ending)
     assert ending.code is StatusCode[code]
     assert ending.message == str(error)
     assert found["ErrorInfo"].reason == error.reason == reason
     assert found.keys() == {"ErrorInfo", *extra}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "message"),
+    [
+        (InvalidMessage("it breaks off"), "INVALID_REQUEST", "it breaks off"),
+        (MessageTooLarge("9 of 8"), "REQUEST_TOO_LARGE", "9 of 8 (--max-message-bytes)"),
+        (UnsupportedEncoding("zstd"), "UNSUPPORTED", "zstd"),
+    ],
+)
+def test_the_librarys_errors_about_messages_are_the_engines(error, reason, message, caplog):
+    status = status_of(error)
+    assert details(status)["ErrorInfo"].reason == reason
+    assert status.message == message
+    assert not caplog.records
+
+
+def test_any_other_error_of_the_library_has_its_own_status(caplog):
+    error = RpcError(StatusCode.NOT_FOUND, "no such thing", [("x-bin", b"1")])
+    assert status_of(error) == (StatusCode.NOT_FOUND, "no such thing", (("x-bin", b"1"),))
+    assert not caplog.records
 
 
 def test_every_class_has_a_row_here_and_in_the_table():
@@ -89,9 +118,12 @@ def test_every_class_has_a_row_here_and_in_the_table():
     assert {cls.__name__ for cls in TABLE} == rows
 
 
-def test_advice_to_retry_goes_to_those_that_may():
-    """`is_retryable` and the row agree; memory is retryable once the operator or time helped,
-    which no number of seconds says."""
+def test_only_retryable_errors_advise_to_retry():
+    """`is_retryable` and the row of the table agree.
+
+    Memory is the exception: a retry may succeed after the operator has acted or after a while,
+    which no number of seconds expresses.
+    """
     for cls, row in TABLE.items():
         may = cls.is_retryable and cls is not errors.MemoryExhausted
         assert (row.retry_s is not None) == may, cls
@@ -99,29 +131,29 @@ def test_advice_to_retry_goes_to_those_that_may():
 
 def test_the_errors_own_hint_wins():
     for cls in (errors.Overloaded, errors.MemoryExhausted):
-        info = details(ending_of(cls("full", retry_after_s=12.5)))[RETRY_INFO]
+        info = details(status_of(cls("full", retry_after_s=12.5)))[RETRY_INFO]
         assert info.retry_delay.ToTimedelta().total_seconds() == 12.5
 
 
 def test_a_deadline_says_phase_and_tokens():
     error = errors.DeadlineInfeasible("no time", phase="prefill", tokens_done=7)
-    assert dict(details(ending_of(error))["ErrorInfo"].metadata) == {
+    assert dict(details(status_of(error))["ErrorInfo"].metadata) == {
         "phase": "prefill",
         "tokens_done": "7",
     }
 
 
 def test_unsupported_names_its_field():
-    info = details(ending_of(errors.Unsupported("no", field="constraint")))["ErrorInfo"]
+    info = details(status_of(errors.Unsupported("no", field="constraint")))["ErrorInfo"]
     assert dict(info.metadata) == {"field": "constraint"}
-    assert not details(ending_of(errors.Unsupported("no")))["ErrorInfo"].metadata
+    assert not details(status_of(errors.Unsupported("no")))["ErrorInfo"].metadata
 
 
 def test_every_violation_is_listed():
     error = errors.InvalidRequest(
         [errors.FieldViolation("n", "is 0"), errors.FieldViolation("sampling.top_p", "is 2")]
     )
-    violations = details(ending_of(error))[BAD_REQUEST].field_violations
+    violations = details(status_of(error))[BAD_REQUEST].field_violations
     assert [(v.field, v.description) for v in violations] == [
         ("n", "is 0"),
         ("sampling.top_p", "is 2"),
@@ -138,12 +170,12 @@ def test_every_violation_is_listed():
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_is_ours_is_logged_and_not_shown(error, caplog):
-    ending = ending_of(error)
+def test_an_internal_error_is_logged_and_not_shown(error, caplog):
+    ending = status_of(error)
     assert ending.code is StatusCode.INTERNAL
     assert details(ending)["ErrorInfo"].reason == "ENGINE_BUG"
     assert "secret" not in ending.message
-    assert b"secret" not in ending.trailing_metadata[0][1]
+    assert b"secret" not in ending.metadata[0][1]
     assert "a secret path" in caplog.text
     assert caplog.records[0].levelno == logging.ERROR
     assert caplog.records[0].exc_info
@@ -151,9 +183,9 @@ def test_what_is_ours_is_logged_and_not_shown(error, caplog):
 
 def test_a_clients_mistake_is_not_logged(caplog):
     caplog.set_level(logging.INFO)
-    ending_of(make("InvalidRequest"))
+    status_of(make("InvalidRequest"))
     assert not caplog.records
-    ending_of(errors.WorkerLost("gone", log_detail="signal 9"))
+    status_of(errors.WorkerLost("gone", log_detail="signal 9"))
     assert "signal 9" in caplog.text
 
 
@@ -167,10 +199,10 @@ def test_a_status_fits_into_metadata_whatever_it_quotes(letter):
         errors.DeadlineExceeded(long, phase=long),
         errors.Unsupported(long, field=long),
     ):
-        ending = ending_of(error)
+        ending = status_of(error)
         found = details(ending)
         plain = sum(1 if 32 < b < 127 else 3 for b in ending.message.encode())  # percent-encoded
-        packed = len(base64.b64encode(ending.trailing_metadata[0][1]))
+        packed = len(base64.b64encode(ending.metadata[0][1]))
         assert plain + packed < GRPC_HARD_LIMIT
         assert "…" in ending.message
         if BAD_REQUEST in found:

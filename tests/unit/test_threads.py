@@ -1,5 +1,7 @@
-"""Worker threads: what a started job tells its task, whatever happens to either, and that nothing
-is left of it; with each kind of bell."""
+"""Worker threads, with each kind of wake-up.
+
+A job reports to its task whatever happens to either, and leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,15 @@ import gc
 import os
 import signal
 import threading
+import time
 from contextlib import closing
 
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-import engine.threads
-from engine.threads import WorkerThreads
+import engine.replica.threads
+from engine.replica.threads import WorkerThreads
 from tests.support.wire import wait_until
 
 LIMIT_S = 10.0
@@ -23,11 +26,13 @@ HAS_EVENTFD = hasattr(os, "eventfd")
 
 
 def no_eventfd(*args):
+    """Raise the error of a process without descriptors left."""
     raise OSError(errno.EMFILE, "too many open files")
 
 
 @pytest.fixture(params=["eventfd", "out of descriptors", "not on Linux"])
 def threads(request, monkeypatch):
+    """Yield worker threads with each kind of wake-up."""
     if request.param == "out of descriptors":
         monkeypatch.setattr(os, "eventfd", no_eventfd, raising=False)
     elif request.param == "not on Linux":
@@ -40,16 +45,23 @@ def threads(request, monkeypatch):
 
 @pytest.fixture
 def limiter():
+    """Return a limiter of one thread."""
     return trio.CapacityLimiter(1)
 
 
-def open_files():
-    gc.collect()
+def count_files():
+    """Return the number of open descriptors."""
     return len(os.listdir("/proc/self/fd"))
 
 
+def open_files():
+    """Return the number of open descriptors, after a collection."""
+    gc.collect()
+    return count_files()
+
+
 class Held:
-    """A job that goes on until it is let go."""
+    """A job that runs until the test releases it."""
 
     def __init__(self, result=None, error=None):
         self.has_begun, self.go = threading.Event(), threading.Event()
@@ -67,20 +79,20 @@ class Held:
 
 async def test_a_jobs_result_and_its_error_come_back(threads):
     for number in range(100):
-        assert await threads.start(lambda n=number: n, tells_begin=False).wait() == number
+        assert await threads.start(lambda n=number: n, reports_begin=False).wait() == number
 
     def fail():
         raise LookupError("gone")
 
     with pytest.raises(LookupError, match="gone"):
-        await threads.start(fail, tells_begin=False).wait()
-    assert await threads.start(lambda: 7, tells_begin=False).wait() == 7
+        await threads.start(fail, reports_begin=False).wait()
+    assert await threads.start(lambda: 7, reports_begin=False).wait() == 7
 
 
-async def test_its_begin_is_told_while_it_goes_on(threads):
+async def test_a_jobs_begin_is_reported_while_it_runs(threads):
     for _ in range(3):
         held = Held(5)
-        job = threads.start(held, tells_begin=True)
+        job = threads.start(held, reports_begin=True)
         with trio.fail_after(LIMIT_S):
             await job.wait_begun()
         assert not held.is_over
@@ -88,18 +100,18 @@ async def test_its_begin_is_told_while_it_goes_on(threads):
         assert await job.wait() == 5
 
 
-async def test_a_begin_that_is_heard_with_the_end_or_not_waited_for_is_not_the_end(
+async def test_a_begin_that_comes_with_the_end_or_is_not_waited_for_is_not_the_end(
     threads, limiter
 ):
     for waits in (True, False):
         is_over = threading.Event()
-        job = threads.start(is_over.set, tells_begin=True)
+        job = threads.start(is_over.set, reports_begin=True)
         assert is_over.wait(LIMIT_S)
         if waits:
             await job.wait_begun()
         await job.wait()
         held = Held(1)
-        job = threads.start(held, tells_begin=False)
+        job = threads.start(held, reports_begin=False)
         with trio.move_on_after(0.02) as scope:
             await trio.sleep_forever()
         assert scope.cancelled_caught
@@ -108,13 +120,13 @@ async def test_a_begin_that_is_heard_with_the_end_or_not_waited_for_is_not_the_e
         assert await job.wait() == 1
 
 
-async def test_jobs_that_run_at_once_hear_each_its_own_end(threads):
+async def test_each_of_several_jobs_at_once_reports_its_own_end(threads):
     for order in [(3, 0, 4, 2, 1), (0, 1, 2, 3, 4)]:
         helds = [Held(number) for number in range(5)]
         send, receive = trio.open_memory_channel(0)
 
         async def wait(held, send=send):
-            job = threads.start(held, tells_begin=True)
+            job = threads.start(held, reports_begin=True)
             await job.wait_begun()
             await send.send(await job.wait())
 
@@ -127,13 +139,13 @@ async def test_jobs_that_run_at_once_hear_each_its_own_end(threads):
                     assert await receive.receive() == number
 
 
-@pytest.mark.parametrize("tells_begin", [False, True])
-async def test_a_cancelled_caller_waits_for_the_end_and_has_the_result(threads, tells_begin):
+@pytest.mark.parametrize("reports_begin", [False, True])
+async def test_a_cancelled_caller_waits_for_the_end_and_has_the_result(threads, reports_begin):
     held, results = Held(3), []
 
     async def call():
-        job = threads.start(held, tells_begin=tells_begin)
-        if tells_begin:
+        job = threads.start(held, reports_begin=reports_begin)
+        if reports_begin:
             await job.wait_begun()
         results.append(await job.wait())
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -149,29 +161,29 @@ async def test_a_cancelled_caller_waits_for_the_end_and_has_the_result(threads, 
             held.go.set()
     assert held.is_over
     assert results == [3]
-    assert await threads.start(lambda: 4, tells_begin=False).wait() == 4
+    assert await threads.start(lambda: 4, reports_begin=False).wait() == 4
 
 
-async def test_one_that_was_cancelled_before_it_waits_hears_the_end_all_the_same(threads):
+async def test_a_caller_cancelled_before_it_waits_still_waits_for_the_end(threads):
     with trio.CancelScope() as scope:
         scope.cancel()
         for number in range(10):
-            job = threads.start(lambda n=number: n, tells_begin=True)
+            job = threads.start(lambda n=number: n, reports_begin=True)
             await job.wait_begun()
             assert await job.wait() == number
         await trio.lowlevel.checkpoint()
     assert scope.cancelled_caught
 
 
-async def test_no_thread_to_be_had_takes_nothing(threads, monkeypatch):
+async def test_a_thread_that_cannot_start_leaves_nothing_behind(threads, monkeypatch):
     def start(run, deliver):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.threads, "start_thread_soon", start)
+        patch.setattr(engine.replica.threads, "start_thread_soon", start)
         with pytest.raises(RuntimeError, match="new thread"):
-            threads.start(lambda: None, tells_begin=True)
-    assert await threads.start(lambda: 1, tells_begin=True).wait() == 1
+            threads.start(lambda: None, reports_begin=True)
+    assert await threads.start(lambda: 1, reports_begin=True).wait() == 1
 
 
 def test_ctrl_c_in_trios_main_task_comes_after_the_job(threads):
@@ -179,7 +191,7 @@ def test_ctrl_c_in_trios_main_task_comes_after_the_job(threads):
 
     async def main():
         token = trio.lowlevel.current_trio_token()
-        job = threads.start(held, tells_begin=False)
+        job = threads.start(held, reports_begin=False)
         for delay_s in (0.05, 0.1):
             interrupt = (signal.raise_signal, signal.SIGINT)
             threading.Timer(delay_s, token.run_sync_soon, interrupt).start()
@@ -195,13 +207,29 @@ def test_ctrl_c_in_trios_main_task_comes_after_the_job(threads):
 # ---- what is left
 
 
+@pytest.fixture(params=[0.0, 0.02], ids=["prompt", "late"])
+def write(request, monkeypatch):
+    """`os.eventfd_write` as it is, and in a thread that loses the processor after its write.
+
+    In the second case the task is already awake while the thread still has the descriptor.
+    """
+
+    def write(fd, value):
+        eventfd_write(fd, value)
+        time.sleep(request.param)
+
+    eventfd_write = os.eventfd_write
+    monkeypatch.setattr(os, "eventfd_write", write)
+
+
 @pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")
+@pytest.mark.usefixtures("write")
 def test_descriptors_are_as_many_as_jobs_at_once_and_go_with_close():
     async def main():
         threads = WorkerThreads()
         before = open_files()
         for _ in range(10):
-            jobs = [threads.start(lambda: None, tells_begin=True) for _ in range(4)]
+            jobs = [threads.start(lambda: None, reports_begin=True) for _ in range(4)]
             for job in jobs:
                 await job.wait()
             assert open_files() == before + 4
@@ -209,12 +237,13 @@ def test_descriptors_are_as_many_as_jobs_at_once_and_go_with_close():
         def fail():
             raise LookupError("gone")
 
-        gc.disable()  # what failed refers to its job for longer than its bell
+        gc.disable()  # the exception refers to its job, which must not keep the descriptor
         try:
             with pytest.raises(LookupError):
-                await threads.start(fail, tells_begin=False).wait()
+                await threads.start(fail, reports_begin=False).wait()
             threads.close()
-            assert len(os.listdir("/proc/self/fd")) == before
+            # Not at once: the thread of the last job may not have left its last write yet.
+            wait_until(lambda: count_files() == before, LIMIT_S, "the descriptors' end")
         finally:
             gc.enable()
 
@@ -222,12 +251,53 @@ def test_descriptors_are_as_many_as_jobs_at_once_and_go_with_close():
 
 
 @pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")
-def test_a_job_that_outlives_trio_rings_at_nobody_elses_file():
-    """As when Trio crashes: whoever waits is never resumed."""
+def test_a_descriptor_is_closed_when_its_thread_has_left_and_not_before(monkeypatch):
+    has_written, go = threading.Event(), threading.Event()
+    eventfd_write = os.eventfd_write
+
+    def write(fd, value):
+        eventfd_write(fd, value)
+        has_written.set()
+        assert go.wait(LIMIT_S)
+
+    async def main():
+        threads = WorkerThreads()
+        before = open_files()
+        assert await threads.start(lambda: 5, reports_begin=False).wait() == 5
+        assert has_written.is_set()
+        threads.close()
+        others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(4)]
+        assert open_files() == before + 1 + len(others), "the thread owns the descriptor now"
+        go.set()
+        wait_until(lambda: open_files() == before + len(others), LIMIT_S, "the thread's end")
+        for other in others:
+            os.close(other)
+
+    monkeypatch.setattr(os, "eventfd_write", write)
+    trio.run(main)
+
+
+@pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")
+@pytest.mark.usefixtures("write")
+async def test_a_reused_descriptor_wakes_as_often_even_if_its_last_thread_is_late():
+    with closing(WorkerThreads()) as threads:
+        for number in range(10):
+            held = Held(number)
+            job = threads.start(held, reports_begin=True)
+            with trio.fail_after(LIMIT_S):
+                await job.wait_begun()
+            assert not held.is_over
+            held.go.set()
+            assert await job.wait() == number
+
+
+@pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")
+def test_a_job_that_outlives_trio_writes_to_nobody_elses_file():
+    """This happens when Trio crashes: the waiting task is never resumed."""
     held, before = Held(), open_files()
 
     async def main():
-        WorkerThreads().start(held, tells_begin=True)
+        WorkerThreads().start(held, reports_begin=True)
 
     trio.run(main)
     assert open_files() == before + 1, "it is the thread's now"

@@ -1,8 +1,8 @@
-"""The little that the core's values decide themselves."""
+"""The few decisions that the core's values make themselves."""
 
 import pytest
 
-from engine.core.types import EndReason, Sampling
+from engine.core.common.types import EndReason, Sampling
 
 
 def test_only_a_temperature_of_zero_is_greedy():

@@ -8,9 +8,8 @@ from array import array
 
 import pytest
 
-from engine.core import encode_types as e
-from engine.core import plan as p
-from engine.core.types import (
+from engine.core.common import steps as s
+from engine.core.common.types import (
     Alternative,
     BlockId,
     Constraint,
@@ -22,6 +21,9 @@ from engine.core.types import (
     Stops,
     TokenLogprob,
 )
+from engine.core.encode import types as e
+from engine.core.text import plan as p
+from engine.worker import interface as w
 
 SAMPLING = Sampling(0.7, 5, 0.9, seed=3, logit_bias=((1, 2.0),), bad_words=((4, 5),), logprobs=2)
 STOPS = Stops(9, 1, ("a", "b"), frozenset({2}), include=True)
@@ -55,21 +57,21 @@ VALUES = [
         PlanId(7),
         (
             p.RowResult(SequenceId(1), (5,), "x", (LOGPROB,), (), EndReason.STOP, "a"),
-            p.RowFailure(SequenceId(2), "sample", "why"),
+            s.RowFailure(SequenceId(2), "sample", "why"),
         ),
-        p.StepTimings(1.0, 2.0, 3.0, 4.0),
+        s.StepTimings(1.0, 2.0, 3.0, 4.0),
     ),
-    p.StepFailure(PlanId(7), p.FailureKind.OUT_OF_MEMORY, "why"),
+    s.StepFailure(PlanId(7), s.FailureKind.OUT_OF_MEMORY, "why"),
     e.EncodeRequest(RequestId("r"), (INPUT,), 1.0, OPTIONS, 2, 3.0),
     e.EncodePlan(PlanId(8), (e.EncodeRow(SequenceId(1), INPUT, OPTIONS),)),
     e.EncodeResult(PlanId(8), (e.EncodeRowResult(SequenceId(1), array("f", [0.5])),)),
     e.Encoded(RequestId("r"), 0, array("f", [0.5]), 2),
-    e.EncoderInfo(e.EncoderKind.EMBEDDING, "bert", "float32", "cpu", 10, 20, 30, 4, ("query",)),
-    p.RunnerSpec("demo-stories", kv_bytes=1, threads=2),
-    p.ModelInfo("llama", "float32", "cpu", 10, 20, 30, 16, frozenset({1}), 99),
-    p.LoadProgress("weights", 1, 2, 3, 4),
-    p.MemoryEstimate(1 << 30, "cuda:0", 1 << 33),
-    p.TokenSpan(1, "x", 0, 1),
+    w.EncoderInfo(w.EncoderKind.EMBEDDING, "bert", "float32", "cpu", 10, 20, 30, 4, ("query",)),
+    w.RunnerSpec("demo-stories", kv_bytes=1, threads=2),
+    w.ModelInfo("llama", "float32", "cpu", 10, 20, 30, 16, frozenset({1}), 99),
+    w.LoadProgress("weights", 1, 2, 3, 4),
+    w.MemoryEstimate(1 << 30, "cuda:0", 1 << 33),
+    w.TokenSpan(1, "x", 0, 1),
 ]
 
 
@@ -105,7 +107,7 @@ def test_every_value_class_of_the_plan_is_in_the_list():
         and cls.__module__ == module.__name__
         and not getattr(cls, "_is_protocol", False)
     }
-    assert declared - seen == {p.SamplingDefaults} - seen
+    assert declared - seen == {w.SamplingDefaults} - seen
 
 
 def test_a_plan_is_unpickled_by_a_process_without_torch():

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from engine.watchdog import EXIT_HUNG, StepWatch, Watchdog
+from engine.replica.watchdog import EXIT_HUNG, StepWatch, Watchdog
 from tests.support.wire import wait_until
 
 LIMIT_S = 0.05
@@ -21,8 +21,11 @@ LONG_S = 60.0
 
 @contextlib.contextmanager
 def watching(limit_s=LIMIT_S):
-    """A started watchdog: ``told`` is what it wants run on the loops' thread, ``codes`` how it
-    ended the process."""
+    """Yield a started watchdog.
+
+    Its ``told`` are the functions that it wants run on the loops' thread; ``codes`` are the exit
+    codes with which it ended the process.
+    """
     codes = []
     watchdog = Watchdog(limit_s, exit_process=codes.append)
     watchdog.codes, watchdog.told = codes, []
@@ -35,16 +38,18 @@ def watching(limit_s=LIMIT_S):
 
 
 def names():
+    """Return the names of all threads."""
     return {thread.name for thread in threading.enumerate()}
 
 
 def reported(watchdog, count=1):
-    """Wait for so many reports and deliver them."""
+    """Wait until the watchdog has made ``count`` reports, and deliver the last."""
     wait_until(lambda: len(watchdog.told) == count, 5, "the report")
     watchdog.told[-1]()
 
 
 def logged(caplog, text):
+    """Return the log records that contain a text."""
     return [record for record in caplog.records if text in record.getMessage()]
 
 
@@ -168,7 +173,7 @@ def test_a_step_has_its_time_when_the_process_leaves():
 
 
 @pytest.mark.parametrize("runs_a_step", [True, False])
-def test_what_is_no_step_is_left_behind_with_the_code_given(runs_a_step):
+def test_work_other_than_a_step_is_abandoned_with_the_given_exit_code(runs_a_step):
     with watching(LONG_S) as watchdog:
         watch = watchdog.watch("a", lambda: None)
         if runs_a_step:
@@ -202,7 +207,7 @@ def test_a_process_that_ends_in_time_is_left_alone():
 
 def test_a_log_that_nobody_reads_does_not_keep_the_process(monkeypatch):
     gate = threading.Event()
-    monkeypatch.setattr("engine.watchdog.log.warning", lambda *args: gate.wait(10))
+    monkeypatch.setattr("engine.replica.watchdog.log.warning", lambda *args: gate.wait(10))
     with watching(LONG_S) as watchdog:
         watchdog.leave(75, patience_s=0.0, waits_for_steps=True)
         wait_until(lambda: watchdog.codes, 5)

@@ -14,12 +14,13 @@ NOT_BENCHES = {"__init__", "__main__", "checkpoints", "frame", "plots", "served"
 
 
 def names() -> list[str]:
-    """The benches there are: the modules beside this file, hyphens for underscores."""
+    """Return the names of all benches: the modules beside this file, with hyphens."""
     found = {path.stem for path in Path(__file__).parent.glob("*.py")} - NOT_BENCHES
     return sorted(name.replace("_", "-") for name in found)
 
 
 def main() -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench")
     parser.add_argument("name", choices=names())
     parser.add_argument("--json", metavar="FILE")

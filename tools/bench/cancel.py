@@ -1,14 +1,15 @@
-"""How soon a cancel is felt, in every phase a request can be in, over gRPC with fake 20 ms steps.
+"""Measures how soon a cancel takes effect in every phase of a request, over gRPC, with fake steps
+of 20 ms.
 
-A client's own cancel gives it a status at once, made by its own library, so the status is measured
-for the cancel that the server makes: from before `Control.Abort` is sent until the request's client
-has its status, ABORTED. A parked client has stopped reading, and nothing can be told to who does
-not read (D1): it reads on when it aborts, so its row holds the reading of what its window had.
+A client that cancels gets a status at once from its own library. So the status is measured for an
+abort by the server: from before `Control.Abort` is sent until the request's client has the status
+ABORTED. A parked client has stopped reading, and a client that does not read receives nothing (D1).
+It therefore reads on when the abort is sent, and its row includes the reading of its window.
 
-Blocks are measured for a client's own cancel: the steps that began after it was sent and still had
-a row of the request's (the one in flight when it was sent is over sooner), and the time until
-`GetStats` shows every block free. A queued request holds none; its time is that until it has left
-the queue.
+Blocks are measured for a cancel by the client: the steps that began after the cancel was sent and
+still had a row of the request (the step in flight at that time is not counted), and the time until
+`GetStats` shows that every block is free. A queued request holds no blocks; its time is that until
+it has left the queue.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tests.support.wire import (
     SMALL_WINDOW,
     Generation,
@@ -42,17 +44,17 @@ COUNT = int(os.environ.get("BENCH_COUNT", "40"))
 STEP_S = 0.020
 PHASES = ("queued", "prefill", "decode", "parked")
 LONG = 4000
-BUDGET = 16  # tokens a step: a prompt of 500 takes 32 steps
+BUDGET = 16  # tokens per step; a prompt of 500 tokens takes 32 steps
 BAR_STATUS_MS = 10.0
 BAR_STEPS = 1.0
 RUNNER = {"step_s": STEP_S, "num_blocks": 4096, "max_model_len": ENDLESS + 200}
 ENGINE = {"max_num_seqs": 2, "max_num_batched_tokens": BUDGET, "prefix_cache": False}
-# a message that fills a small window at once: the next one parks the request
+# A message that fills a small window at once, so that the next one parks the request.
 PARKING = ({"text": "x" * 20_000}, {"stream_buffer": 2})
 
 
 class Phase:
-    """Requests brought into one phase of their lives, on a server of their own."""
+    """Brings requests into one phase, on a server of their own."""
 
     def __init__(self, name: str, server: Peer) -> None:
         self.name = name
@@ -61,7 +63,7 @@ class Phase:
 
     @contextlib.contextmanager
     def request(self, channel: grpc.Channel) -> Iterator[Generation]:
-        """A request in the phase, at a moment drawn within a step or more."""
+        """Open a request and yield it in the phase, at a moment drawn from two steps' time."""
         length = 500 if self.name == "prefill" else 1
         own = SMALL_WINDOW if self.name == "parked" else ()
         with (
@@ -79,7 +81,7 @@ class Phase:
             yield call
 
     def check(self, channel: grpc.Channel) -> None:
-        """The request is where it should be."""
+        """Assert that the request is in the phase."""
         totals = stats(channel)
         is_there = {
             "queued": totals.waiting == 1,
@@ -95,8 +97,8 @@ def _id() -> str:
 
 
 def measure_status(phase: Phase, channel: grpc.Channel) -> list[float]:
-    """ms from `Abort` to the client's status."""
-    control = control_pb2_grpc.ControlStub(channel)
+    """Return the times in ms from `Abort` to the client's status."""
+    control = stubs.ControlStub(channel)
     times = []
     for _ in range(COUNT):
         with phase.request(channel) as call:
@@ -112,9 +114,9 @@ def measure_status(phase: Phase, channel: grpc.Channel) -> list[float]:
             reader = threading.Thread(target=read)
             if phase.name != "parked":
                 reader.start()
-                time.sleep(STEP_S / 2)  # it waits for a message
+                time.sleep(STEP_S / 2)  # until the reader waits for a message
             began = time.monotonic()
-            control.Abort(control_pb2.AbortRequest(request_ids=[name]), timeout=10)
+            control.Abort(pb.AbortRequest(request_ids=[name]), timeout=10)
             if phase.name == "parked":
                 reader.start()
             reader.join()
@@ -124,7 +126,8 @@ def measure_status(phase: Phase, channel: grpc.Channel) -> list[float]:
 
 
 def measure_free(phase: Phase, channel: grpc.Channel) -> tuple[list[float], list[float]]:
-    """ms from a client's cancel until nothing is left of the request, and steps begun meanwhile."""
+    """Return the times in ms from a client's cancel until the request holds nothing, and the
+    numbers of steps that began in these times."""
     times, steps = [], []
     is_queued = phase.name == "queued"
     for _ in range(COUNT):
@@ -144,7 +147,7 @@ def measure_free(phase: Phase, channel: grpc.Channel) -> tuple[list[float], list
 
 @contextlib.contextmanager
 def seats_taken(channel: grpc.Channel) -> Iterator[None]:
-    """Two requests that leave room for no third."""
+    """Run two requests, which leave no room for a third."""
     with contextlib.ExitStack() as stack:
         for number in (1, 2):
             fields: dict[str, Any] = {"prompt_ids": [number], "max_tokens": ENDLESS}
@@ -155,6 +158,7 @@ def seats_taken(channel: grpc.Channel) -> Iterator[None]:
 
 
 def measure_phase(name: str) -> list[Row]:
+    """Return the rows of one phase."""
     text, engine = PARKING if name == "parked" else ({}, {})
     status: list[float] = []
     times: list[float] = []
@@ -186,4 +190,5 @@ def measure_phase(name: str) -> list[Row]:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     return [row for name in PHASES for row in measure_phase(name)]

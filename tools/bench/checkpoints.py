@@ -1,8 +1,8 @@
-"""Random-weight checkpoints of the shapes that speed is compared at, made once and kept in the
+"""Random-weight checkpoints of the shapes that the benches compare, made once and kept in the
 user's cache.
 
-The shapes are those of `tools.make_model`, in bfloat16, with room for a context of 8,192. ``thin``
-has s135's vocabulary and next to no model, to see what a step costs outside of it.
+The shapes are those of `tools.make_model`, in bfloat16, with a context of 8,192. ``thin`` has
+s135's vocabulary and a tiny model, to measure what a step costs outside of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_LEN = 8192
-FORMAT = 1  # raised when what is written here changes
+FORMAT = 1  # raised when the written files change
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Model:
 
     @property
     def directory(self) -> Path:
+        """The checkpoint's folder in the cache."""
         return cache_folder("triolet-bench") / f"{self.name}-bf16-v{FORMAT}"
 
 
@@ -47,7 +48,7 @@ MODELS = {
 
 
 def checkpoint(name: str) -> Path:
-    """The model's directory; written if it is not there."""
+    """Return the model's directory, and write the checkpoint if it is missing."""
     model = MODELS[name]
     if not (model.directory / "complete").exists():
         print(f"writing {model.directory}", file=sys.stderr)
@@ -57,7 +58,7 @@ def checkpoint(name: str) -> Path:
 
 
 def gguf(name: str) -> Path | None:
-    """The same as a GGUF file; None where llama.cpp is not installed."""
+    """Return the checkpoint as a GGUF file, or None if llama.cpp is not installed."""
     peer = PEERS["llama.cpp"]
     if not peer.is_installed:
         return None

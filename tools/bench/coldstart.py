@@ -1,8 +1,8 @@
-"""Many waiters on one cold model of two replicas: its loads, its memory, and their extra wait.
+"""Measures many waiters for one cold model of two replicas: loads, memory, and their extra wait.
 
-The model is a fake of 2 GB whose load sleeps in its thread (R130, R132). Each waiter's extra wait
-is from the instant its load returned, in the loading thread, to its first look at a replica; beside
-it stands a bare event set from a thread, with as many waiters.
+The model is a fake of 2 GB whose load sleeps in its thread (R130, R132). A waiter's extra wait
+begins when the load returns in the loading thread, and ends when the waiter has a replica. The
+reference is a bare event that a thread sets for as many waiters.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig, WorkerConfig
-from engine.model.fake import FakeRunner
+from engine.worker.fakes.text import FakeRunner
 from tools.bench.frame import Row, repeat_in_turn, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.core.plan import LoadProgress, ModelInfo
+    from engine.worker.interface import LoadProgress, ModelInfo
 
 WAITERS = (10, 100, 500)
 REPLICAS = 2
@@ -31,11 +31,12 @@ BAR_MS = 50.0
 
 
 class SleepyRunner(FakeRunner):
-    """Its load takes `LOAD_S`; ``returned`` collects when each load did."""
+    """A runner whose load takes `LOAD_S`. ``returned`` collects the times at which loads ended."""
 
     returned: list[float]
 
     def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        """Sleep, load, and record the time."""
         time.sleep(LOAD_S)
         info = super().load(progress)
         self.returned.append(time.monotonic())
@@ -43,7 +44,7 @@ class SleepyRunner(FakeRunner):
 
 
 async def _wait_for_model(waiters: int, loads: list[int], peaks: list[int]) -> float:
-    """The longest extra wait of all, in ms."""
+    """Return the longest extra wait in ms."""
     returned: list[float] = []
 
     def make_runner(model: ModelConfig, config: EngineConfig) -> SleepyRunner:
@@ -63,13 +64,14 @@ async def _wait_for_model(waiters: int, loads: list[int], peaks: list[int]) -> f
         async with trio.open_nursery() as nursery:
             for _ in range(waiters):
                 nursery.start_soon(wait)
-        await engine.load_model("cold")  # the other replica has come too
+        await engine.load_model("cold")  # until the other replica is loaded, too
         loads.append(len(returned))
         peaks.append(engine.statistics().totals.memory_reserved)
     return 1e3 * (max(woken) - min(returned))
 
 
 async def _wait_for_event(waiters: int) -> float:
+    """Return the longest wait in ms for a bare event."""
     event, woken, returned = trio.Event(), [], []
 
     async def wait() -> None:
@@ -89,6 +91,7 @@ async def _wait_for_event(waiters: int) -> float:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     rows = []
     for waiters in WAITERS:
         loads: list[int] = []

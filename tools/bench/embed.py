@@ -1,9 +1,10 @@
-"""What batching across requests is worth: 256 requests of one short text each, at once through
-gRPC, against sentence-transformers on all of them in one call, and on one after another.
+"""Measures what batching across requests gains: 256 simultaneous gRPC requests of one short text
+each, against sentence-transformers with all texts in one call, and with one text after another.
 
 The model has MiniLM-L6's shape and random weights. The library runs in the bench's own process with
-as many threads as the encoder's worker has: one. In turn, so that a drifting machine meets all
-alike; with ``BENCH_THREADS`` the library's one call is timed at another number of threads too.
+as many threads as the encoder's worker: one. The measurements alternate, so that a drift of the
+machine affects all alike. With ``BENCH_THREADS``, the single call is also timed with that many
+threads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service.client import messages as pb
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.served import served
 from tools.bench.wire import NO_PROXY
@@ -32,19 +33,18 @@ BAR_ALL, BAR_ONE = 0.85, 3.0
 
 
 def texts(seed: int = 0) -> list[str]:
-    """Texts of 6 to 16 tokens, the two special ones included."""
+    """Return texts of 6 to 16 tokens, including the two special tokens."""
     draw, words = random.Random(seed), WORDS.split()
     return [" ".join(draw.choices(words, k=draw.randint(4, 14))) for _ in range(COUNT)]
 
 
 class Client:
-    """Sends all requests at once over one connection, and waits for every answer."""
+    """Sends all requests at once over one connection and waits for every answer."""
 
     def __init__(self, address: str, asked: Sequence[str]) -> None:
         self._runner = asyncio.Runner()
         self._requests = [
-            inference_pb2.EmbedRequest(inputs=[{"text": text}]).SerializeToString()
-            for text in asked
+            pb.EmbedRequest(inputs=[{"text": text}]).SerializeToString() for text in asked
         ]
         self._channel: Any = self._runner.run(self._open(address))
 
@@ -61,16 +61,19 @@ class Client:
         await asyncio.gather(*map(one, self._requests))
 
     def seconds(self) -> float:
+        """Return the time until every request is answered."""
         start = time.perf_counter()
         self._runner.run(self._send())
         return time.perf_counter() - start
 
     def close(self) -> None:
+        """Close the connection."""
         self._runner.run(self._channel.close())
         self._runner.close()
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     import torch
     from sentence_transformers import SentenceTransformer
 

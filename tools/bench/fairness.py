@@ -1,8 +1,8 @@
-"""Whether generating and embedding starve each other: both saturated by clients that ask again as
-soon as they are answered, each alone and then together, on one server.
+"""Measures whether generating and embedding starve each other on one server.
 
-The text model is the shipped story model, the encoder has MiniLM-L6's shape. What is measured is
-the time of a whole request: 32 tokens, or 16 texts of 6 to 16 tokens.
+Clients that send their next request as soon as they have an answer saturate each of the two, first
+alone and then together. The text model is the shipped story model; the encoder has MiniLM-L6's
+shape. The figure is the time of a whole request: 32 tokens, or 16 texts of 6 to 16 tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service.client import messages as pb
 from tools.bench.embed import EMBED, texts
 from tools.bench.frame import REPEATS, Row, percentile, row_of
 from tools.bench.served import served
@@ -29,15 +29,15 @@ BAR = 2.2
 
 
 def _requests() -> dict[str, bytes]:
-    generate = inference_pb2.GenerateRequest(
+    generate = pb.GenerateRequest(
         text="Once upon a time", sampling={"max_tokens": 32, "ignore_eos": True}
     )
-    embed = inference_pb2.EmbedRequest(inputs=[{"text": text} for text in texts()[:16]])
+    embed = pb.EmbedRequest(inputs=[{"text": text} for text in texts()[:16]])
     return {GENERATE: generate.SerializeToString(), EMBED: embed.SerializeToString()}
 
 
 async def _load(channel: Any, methods: list[str]) -> dict[str, float]:
-    """The p50 of each method's requests while all of them are asked for, in seconds."""
+    """Call all of ``methods`` at once and return each one's median time in seconds."""
     requests, times = _requests(), {method: list[float]() for method in methods}
     start = time.perf_counter()
 
@@ -54,6 +54,7 @@ async def _load(channel: Any, methods: list[str]) -> dict[str, float]:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     alone: dict[str, list[float]] = {GENERATE: [], EMBED: []}
     beside: dict[str, list[float]] = {GENERATE: [], EMBED: []}
 
@@ -62,7 +63,7 @@ def run() -> list[Row]:
             for turn in range(REPEATS + 1):
                 for methods in ([GENERATE], [EMBED], [GENERATE, EMBED]):
                     found = await _load(channel, methods)
-                    if turn:  # the first is to warm up
+                    if turn:  # the first turn only warms up
                         kept = alone if len(methods) == 1 else beside
                         for method, seconds in found.items():
                             kept[method].append(seconds)

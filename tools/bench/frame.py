@@ -1,7 +1,7 @@
-"""What every bench shares: rows with a bar, repeats, medians, and where they were measured.
+"""The frame of every bench: rows with bars, repeats, medians, and a description of the machine.
 
-Rule 1: a figure is the median of at least `REPEATS` runs, its spread and n stand in the row.
-Rule 2: a bar that could not be checked (a missing peer) is ``pass: null`` and said aloud.
+Rule 1: a figure is the median of at least `REPEATS` runs; the row has its spread and n. Rule 2: a
+bar that could not be checked (because a peer is missing) is ``pass: null``, and this is printed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. ``bar`` is a limit in ``unit``; ``better`` says on which side to be."""
+    """One figure. ``bar`` is a limit in ``unit``; ``better`` (lower or higher) is the good side."""
 
     name: str
     value: float | None
@@ -39,6 +39,7 @@ class Row:
 
     @property
     def passed(self) -> bool | None:
+        """Whether the bar is met; None without a bar or a value."""
         if self.bar is None or self.value is None:
             return None
         return self.value <= self.bar if self.better == "lower" else self.value >= self.bar
@@ -53,7 +54,7 @@ def row_of(
     better: str = "lower",
     note: str = "",
 ) -> Row:
-    """The median of ``samples`` with its spread (largest minus smallest)."""
+    """Return a row with the median of ``samples`` and their spread, largest minus smallest."""
     return Row(
         name,
         statistics.median(samples),
@@ -67,12 +68,12 @@ def row_of(
 
 
 def percentile(times: Sequence[float], share: float) -> float:
-    """The smallest time that ``share`` of all do not exceed."""
+    """Return the smallest time that a ``share`` of all times does not exceed."""
     return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
 def repeat(measure: Callable[[], float], repeats: int = REPEATS) -> list[float]:
-    """``measure`` once to warm up, then ``repeats`` times."""
+    """Call ``measure`` once to warm up, then ``repeats`` times, and return those results."""
     measure()
     return [measure() for _ in range(repeats)]
 
@@ -80,7 +81,8 @@ def repeat(measure: Callable[[], float], repeats: int = REPEATS) -> list[float]:
 def repeat_in_turn(
     measures: Sequence[Callable[[], float]], repeats: int = REPEATS
 ) -> list[list[float]]:
-    """Several measures in turn, A B A B …, so that a drifting machine meets all alike."""
+    """Call several measures in turn, A B A B …, so that a drift of the machine affects all alike.
+    Return the results of each."""
     for measure in measures:
         measure()
     samples: list[list[float]] = [[] for _ in measures]
@@ -91,7 +93,7 @@ def repeat_in_turn(
 
 
 def machine() -> dict[str, object]:
-    """Where the figures come from."""
+    """Describe the machine and the time of the measurement."""
     model = next(
         (
             line.split(":", 1)[1].strip()
@@ -111,7 +113,7 @@ def machine() -> dict[str, object]:
 
 
 def commit() -> str:
-    """The commit measured, with + if the tree differs from it."""
+    """Return the measured commit, with a + if the working tree differs from it."""
 
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -123,7 +125,8 @@ def commit() -> str:
 
 
 def report(bench: str, rows: Sequence[Row], json_file: str | None) -> int:
-    """Print the table and write the JSON; 1 if a bar was missed."""
+    """Print the table and write the JSON. Return the exit code: 1 if a bar was missed, else
+    0."""
     where = machine()
     print(f"{bench} at {commit()} on {where['cpu']}, {where['cores']} cores, load {where['load']}")
     for row in rows:

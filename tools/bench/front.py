@@ -1,15 +1,15 @@
-"""What the front adds: server CPU per message, against a plain grpc.aio handler.
+"""Measures the server's CPU time per message, against a plain grpc.aio handler.
 
-The servers are processes that write the same message, made and serialised afresh, to every stream
-once per tick; the readers are another process.
+The servers are processes that write the same message, made and serialised anew, to every stream
+once per tick. The readers are another process.
 
-A tick is a runner's sleep here and a timer there, long enough that neither falls behind: were one
-to, its messages would hold several tokens and be fewer. That each message held one is checked by
-its size. The figure is the processor time of the server's whole process (engine, planning and event
-loop included) per message read.
+A tick is a runner's sleep in our server and a timer in the plain one. It is long enough that
+neither server falls behind; otherwise its messages would hold several tokens and be fewer. The size
+of the messages shows that each held one. The figure is the CPU time of the server's whole process
+(engine, planning and event loop included) per message read.
 
-Then the ticks are left out: the engine steps as fast as it can, the writers fall behind, and what
-has come meanwhile goes out as one message. That figure is per token.
+The last row has no ticks: the engine steps as fast as it can, the writers fall behind, and several
+tokens go out in one message. Its figure is per token.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from functools import partial
 
 import grpc
 
-from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tools.bench.frame import Row, repeat, repeat_in_turn, row_of
 from tools.bench.wire import ENDLESS, NO_PROXY, Peer, peer
 
 TICK_S = {1: 0.002, 16: 0.004, 128: 0.015, 512: 0.060}
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "3"))
-UNPACED_WINDOW_S = 0.5  # in which no stream comes to its last token
+UNPACED_WINDOW_S = 0.5  # so short that no stream reaches its last token
 BAR = 1.3
 SIZE_TOLERANCE = 1.02
 
 
 def measure(server: Peer, streams: int, sizes: list[float]) -> float:
-    """µs of the server's CPU per message over one window; the mean size goes to ``sizes``."""
+    """Return the server's CPU time per message over one window, in µs. Append the messages' mean
+    size to ``sizes``."""
     with peer("readers", address=server.address, streams=streams, max_tokens=ENDLESS) as readers:
         time.sleep(0.2)
         messages, size = readers.ask()
@@ -47,16 +49,16 @@ def measure(server: Peer, streams: int, sizes: list[float]) -> float:
 
 
 def measure_unpaced(server: Peer, streams: int, per_message: list[float]) -> float:
-    """µs of the server's CPU per token over one window without ticks; the tokens of a mean message
-    go to ``per_message``."""
+    """Return the server's CPU time per token over one window without ticks, in µs. Append the
+    mean number of tokens per message to ``per_message``."""
     with (
         peer("readers", address=server.address, streams=streams, max_tokens=ENDLESS) as readers,
         grpc.insecure_channel(server.address, options=NO_PROXY) as channel,
     ):
-        stub = control_pb2_grpc.ControlStub(channel)
+        stub = stubs.ControlStub(channel)
 
         def count() -> tuple[int, int]:
-            totals = stub.GetStats(control_pb2.GetStatsRequest()).totals
+            totals = stub.GetStats(pb.GetStatsRequest()).totals
             return int(totals.completion_tokens_total), readers.ask()[0]
 
         tokens, messages = count()
@@ -69,7 +71,7 @@ def measure_unpaced(server: Peer, streams: int, per_message: list[float]) -> flo
 
 
 def settings(streams: int, tick: float) -> dict[str, dict[str, float]]:
-    """Of a server of ours."""
+    """Return the settings of our server."""
     return {
         "runner": {
             "step_s": tick,
@@ -81,7 +83,7 @@ def settings(streams: int, tick: float) -> dict[str, dict[str, float]]:
 
 
 def unpaced(streams: int) -> Row:
-    """The row without ticks of one number of streams."""
+    """Return the row without ticks for a number of streams."""
     per_message: list[float] = []
     with peer("triolet", **settings(streams, 0.0)) as ours:
         times = repeat(partial(measure_unpaced, ours, streams, per_message))
@@ -90,11 +92,12 @@ def unpaced(streams: int) -> Row:
 
 
 def name_of(streams: int) -> str:
+    """Return the number of streams in words."""
     return f"{streams} stream{'s' if streams > 1 else ''}"
 
 
 def compare(streams: int) -> list[Row]:
-    """The rows of one number of streams."""
+    """Return the rows for a number of streams."""
     tick = TICK_S[streams]
     sizes: list[list[float]] = [[], []]
     with (
@@ -123,4 +126,5 @@ def _ratios(ones: list[float], others: list[float]) -> list[float]:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     return [row for streams in TICK_S for row in compare(streams)]

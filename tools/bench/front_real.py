@@ -1,12 +1,12 @@
-"""What the front costs a real model: s135's tokens/s with 256 gRPC streams against the same batch
-read in the engine's own process.
+"""Measures what the server costs a real model: s135's tokens/s with 256 gRPC streams, against the
+same batch read in the engine's own process.
 
-Both engines are processes with the same configuration, each with 256 requests that never end; the
-gRPC streams are read by a process of their own. Tokens are those that the engine's own statistics
-count, and the clock starts and stops where the count changes, at a step's end. Every run begins
-with fresh requests, so that both are measured at the same contexts.
+Both engines are processes with the same configuration, each with 256 requests that never end. A
+third process reads the gRPC streams. Tokens are counted by the engine's statistics, and the clock
+starts and stops when the count changes, at a step's end. Every run begins with new requests, so
+that both are measured at the same contexts.
 
-`python -m tools.bench.front_real DIR` is the process without gRPC: it answers every line on
+`python -m tools.bench.front_real DIR` is the process without gRPC. It answers every line on
 standard input with the tokens/s of one run.
 """
 
@@ -24,8 +24,9 @@ import grpc
 import trio
 
 import engine
-from engine.heap import settle_heap
-from grpc_service._generated.triolet.v1 import control_pb2, control_pb2_grpc
+from engine.gc_tuning import freeze_after_load
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tools.bench.checkpoints import checkpoint
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.served import served
@@ -42,7 +43,10 @@ BAR = 0.92
 
 
 async def rate(count: Callable[[], int]) -> float:
-    """Tokens/s of a window, by a count that grows at every step's end."""
+    """Return the tokens/s of a window, by a count that grows at every step's end.
+
+    Cancellation: at once.
+    """
 
     async def next_edge() -> tuple[float, int]:
         before = count()
@@ -60,15 +64,15 @@ async def rate(count: Callable[[], int]) -> float:
 
 
 def through_grpc(address: str) -> float:
-    """Tokens/s while a process reads all streams."""
+    """Return the tokens/s while a process reads all streams."""
     with (
         peer("readers", address=address, streams=STREAMS, max_tokens=ENDLESS),
         grpc.insecure_channel(address, options=NO_PROXY) as channel,
     ):
-        stub = control_pb2_grpc.ControlStub(channel)
+        stub = stubs.ControlStub(channel)
 
         def count() -> int:
-            answer = stub.GetStats(control_pb2.GetStatsRequest())
+            answer = stub.GetStats(pb.GetStatsRequest())
             return int(answer.totals.completion_tokens_total)
 
         return trio.run(rate, count)
@@ -78,18 +82,18 @@ def through_grpc(address: str) -> float:
 
 
 async def answer_lines(model: str) -> None:
-    """Be the process without gRPC."""
+    """Run the process without gRPC: answer every line of input with one run's tokens/s."""
     config = engine.EngineConfig(models=(engine.ModelConfig(model),), max_num_seqs=STREAMS)
     async with engine.open_engine(config) as opened:
         await opened.wait_ready()
-        settle_heap()
+        freeze_after_load()
         print("ready", flush=True)
         while await trio.to_thread.run_sync(sys.stdin.readline):
             print(json.dumps(await in_process(opened)), flush=True)
 
 
 async def in_process(opened: engine.Engine) -> float:
-    """Tokens/s while tasks of this process read all streams."""
+    """Return the tokens/s while tasks of this process read all streams."""
     request = engine.GenerateRequest(
         text="a", sampling=engine.SamplingParams(max_tokens=ENDLESS, ignore_eos=True)
     )
@@ -117,7 +121,7 @@ async def in_process(opened: engine.Engine) -> float:
 
 
 class InProcess:
-    """The process without gRPC, from outside."""
+    """Starts the process without gRPC and asks it for measurements."""
 
     def __init__(self, model: str) -> None:
         self._process = subprocess.Popen(
@@ -130,12 +134,14 @@ class InProcess:
         self._read()
 
     def measure(self) -> float:
+        """Return the tokens/s of one run."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return float(json.loads(self._read()))
 
     def close(self) -> None:
+        """End the process by the end of its input."""
         self._process.communicate()
 
     def _read(self) -> str:
@@ -147,6 +153,7 @@ class InProcess:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     model = str(checkpoint("s135"))
     bare = InProcess(model)
     with (

@@ -1,6 +1,8 @@
-"""The time between two steps: end of a fake 20 ms step to the start of the next, on the worker's
-own clock, with 128 readers that take every token: in the engine's process, and over gRPC from a
-process of their own."""
+"""Measures the time between two steps: from the end of a fake 20 ms step to the start of the next,
+on the worker's clock.
+
+128 readers take every token, in the engine's process or over gRPC from a process of their own.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.requests import GenerateRequest, SamplingParams
+from engine.requests.text_values import GenerateRequest, SamplingParams
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.wire import ENDLESS, PacedRunner, Peer, peer
 
@@ -32,7 +34,7 @@ RUNNER = {"step_s": STEP_S, "num_blocks": READERS * 16 + 1024, "max_model_len": 
 
 
 def gap_ms(stamps: Sequence[Stamp]) -> float:
-    """The median time between two steps that both had every reader's row."""
+    """Return the median time between two steps that both had every reader's row."""
     gaps = [
         start - end
         for (_, end, rows), (start, _, next_rows) in pairwise(stamps)
@@ -42,6 +44,7 @@ def gap_ms(stamps: Sequence[Stamp]) -> float:
 
 
 async def _measure(prepared: bool) -> float:
+    """Return the gap with readers in the engine's process."""
     runner = PacedRunner(**RUNNER)
     config = EngineConfig(models=(ModelConfig("fake"),), prepared_plans=prepared)
     async with open_engine(config, make_runner=lambda model, config: runner) as engine:
@@ -62,6 +65,7 @@ async def _measure(prepared: bool) -> float:
 
 
 def _measure_wire(server: Peer) -> float:
+    """Return the gap with readers over gRPC."""
     with peer("readers", address=server.address, streams=READERS, max_tokens=ENDLESS):
         server.ask()
         time.sleep(WINDOW_S)
@@ -70,6 +74,7 @@ def _measure_wire(server: Peer) -> float:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     on, off = repeat_in_turn([lambda: trio.run(_measure, True), lambda: trio.run(_measure, False)])
     with (
         peer("triolet", runner=RUNNER) as prepared,

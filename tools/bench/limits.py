@@ -1,11 +1,10 @@
-"""What the machine could do at most, on the threads that `step` has: how fast its cores multiply
-matrices, and how fast weights stream through them for one row; and how fast our decodes' attention
-reads what is cached.
+"""Measures the machine's limits with the threads of the bench `step`: how fast it multiplies
+matrices and streams weights for one row, and how fast a decode's attention reads the cache.
 
-The product is 2048 by 2048 by 2048. The stream is s135's head, 49,152 by 576 in bfloat16, 57 MB,
-times a vector: plainly, and packed beforehand by oneDNN where it can be. Bytes are those of the
-weights. The attention is a step's of s135, its blocks in no order: of 8 sequences of 4,096 tokens,
-and of 32 of 128. Bytes are those of keys and values.
+The product is 2048 × 2048 × 2048. The stream multiplies s135's head (49,152 × 576 in bfloat16, 57
+MB) by a vector, plainly and, where possible, packed beforehand by oneDNN. Its bytes are those of
+the weights. The attention is that of a step of s135 with shuffled blocks, for 8 sequences of 4,096
+tokens and for 32 of 128. Its bytes are those of keys and values.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.model import native
-from engine.model.architectures import LayerShape
-from engine.model.attention import AttentionCall
-from engine.model.kv_cache import KvCache
-from engine.model.native_attention import NativeBackend
-from engine.model.packing import pack
+from engine.worker.forward import native
+from engine.worker.forward.attention import AttentionCall
+from engine.worker.forward.kv_cache import KvCache
+from engine.worker.forward.native_attention import NativeBackend
+from engine.worker.forward.packing import pack
+from engine.worker.load.architectures import LayerShape
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.step import THREADS
 
@@ -37,7 +36,7 @@ READ = ((8, 4096), (32, 128))  # sequences, tokens of each
 
 
 def per_turn(do: Callable[[], object]) -> float:
-    """Seconds of one of `TURNS`."""
+    """Return the mean time of a call in seconds, over `TURNS` calls."""
     start = time.perf_counter()
     for _ in range(TURNS):
         do()
@@ -45,13 +44,13 @@ def per_turn(do: Callable[[], object]) -> float:
 
 
 def product(dtype: torch.dtype) -> Callable[[], float]:
-    """GFLOP/s of the product."""
+    """Return a measurement of the product in GFLOP/s."""
     one, other = (torch.randn(SIDE, SIDE).to(dtype) for _ in range(2))
     return lambda: 2e-9 * SIDE**3 / per_turn(lambda: one @ other)
 
 
 def streams() -> dict[str, Callable[[], float]]:
-    """GB/s of each way to stream the weights."""
+    """Return measurements in GB/s of each way to stream the weights."""
     weight = torch.randn(VOCAB, HIDDEN).bfloat16()
     row = torch.randn(1, HIDDEN).bfloat16()
     size = 1e-9 * weight.numel() * weight.element_size()
@@ -70,7 +69,7 @@ def streams() -> dict[str, Callable[[], float]]:
 
 
 def reads() -> dict[str, Callable[[], float]]:
-    """GB/s of each way to read the cache; none without the kernels."""
+    """Return measurements in GB/s of reading the cache, or none without the kernels."""
     try:
         backend = NativeBackend(native.load())
     except native.Unavailable:
@@ -82,7 +81,8 @@ def reads() -> dict[str, Callable[[], float]]:
 
 
 def attention(backend: NativeBackend, count: int, length: int) -> Callable[[], float]:
-    """GB/s of the decodes' attention in all layers of ``count`` sequences of ``length`` tokens."""
+    """Return a measurement in GB/s of a decode's attention in all layers, for ``count`` sequences
+    of ``length`` tokens."""
     blocks = length // BLOCK
     cache = KvCache(
         [CACHED] * LAYERS, count * blocks, BLOCK, dtype=torch.bfloat16, device=torch.device("cpu")
@@ -108,6 +108,7 @@ def attention(backend: NativeBackend, count: int, length: int) -> Callable[[], f
 
 @torch.inference_mode()
 def run() -> list[Row]:
+    """Return the bench's rows."""
     torch.set_num_threads(THREADS)
     ways = streams() | reads()
     fast, plain, *others = repeat_in_turn(

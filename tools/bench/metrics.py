@@ -1,9 +1,10 @@
-"""What the telemetry costs: the server with it and without it, in turn, and its own calls alone.
+"""Measures what the telemetry costs: the server with and without it, in turn, and its calls alone.
 
-The first rows are `front`'s figure (the server's CPU per message, everything included) with the
-telemetry on and off, one after the other and again; the difference is of pairs. With one stream a
-step gives one message, so that its difference is what a step costs, its message included. The last
-rows call the telemetry by itself, as a loop with 128 rows does, which a busy machine cannot blur.
+The first rows call the telemetry alone, as a loop with 128 rows does, which gives figures that a
+busy machine hardly disturbs. The other rows are the figure of the bench `front` (the server's CPU
+time per message, everything included) with the telemetry on and off in turn; differences are of
+pairs. With one stream a step gives one message, so that this difference is the cost of a step and
+its message.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.core.events import Submit, Tokens
-from engine.core.types import Request, RequestId, Sampling, Stops
-from engine.telemetry import ReplicaTelemetry
+from engine.core.common.events import Submit, Tokens
+from engine.core.common.types import Request, RequestId, Sampling, Stops
+from engine.replica.telemetry import ReplicaTelemetry
 from tools.bench.frame import Row, repeat, repeat_in_turn, row_of
 from tools.bench.front import TICK_S, measure, settings
 from tools.bench.wire import peer
@@ -29,7 +30,7 @@ STEPS = 2000
 
 
 def compare(streams: int, name: str, bar: float) -> list[Row]:
-    """The server with ``streams`` streams, telemetry on and off."""
+    """Return the rows for ``streams`` streams with the telemetry on and off."""
     own = settings(streams, TICK_S[streams])
     without_it = own | {"engine": own["engine"] | {"telemetry": False}}
     sizes: list[float] = []
@@ -49,7 +50,8 @@ def compare(streams: int, name: str, bar: float) -> list[Row]:
 
 
 def alone(num_rows: int) -> float:
-    """µs of the telemetry's own calls for a step that gives ``num_rows`` choices a token each."""
+    """Return the time in µs of the telemetry's calls for a step that gives ``num_rows`` choices
+    one token each."""
     telemetry = ReplicaTelemetry()
     for number in range(num_rows):
         name = RequestId(str(number))
@@ -68,6 +70,7 @@ def alone(num_rows: int) -> float:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     step, full = repeat(partial(alone, 1)), repeat(partial(alone, ROWS))
     per_row = [(many - one) / (ROWS - 1) for one, many in zip(step, full, strict=True)]
     return [

@@ -1,8 +1,8 @@
-"""What `--step-time-target` brings, and what it costs: our server with several, in turn.
+"""Measures what `--step-time-target` gains and costs, with servers of several settings in turn.
 
-The load is `serve`'s with 32 clients, whose prompts come all at once: how soon half of them have
-their first token, how many tokens a second come out, and how long the longest waits between tokens
-are. Beside it a smaller step budget instead, by `--max-num-batched-tokens`.
+The load is that of the bench `serve` with 32 clients, whose prompts come all at once. The figures
+are the time until half of the clients have their first token, the tokens per second, and the
+longest waits between tokens. The last setting has a smaller `--max-num-batched-tokens` instead.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ FIGURES = ("output", "first token p50", "between tokens p99")
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     model, vocab = checkpoint(MODEL), MODELS[MODEL].shape.vocab
     servers: list[ServerWithClients] = []
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""Draws what benches wrote: `python -m tools.bench.plots FOLDER JSON…`; needs `triolet[measure]`.
+"""Draws the benches' results: `python -m tools.bench.plots FOLDER JSON…`; needs `triolet[measure]`.
 
-Takes the JSON files of `step`, `serve` and `workers`, several of each where they were measured in
-parts. Writes ``throughput.png`` (decode tokens/s against the batch), ``latency.png`` (time to the
-first token and between tokens, by clients) and ``workers.png`` (throughput against devices) into
-the folder, each where there is something to draw.
+It takes the JSON files of `step`, `serve` and `workers`, several of each if they were measured in
+parts. It writes ``throughput.png`` (decode tokens/s by batch), ``latency.png`` (time to the first
+token and between tokens, by clients) and ``workers.png`` (throughput by devices) into the folder,
+each if there are rows for it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ DPI = 110
 
 @dataclass(frozen=True)
 class Point:
+    """A point of a line."""
+
     x: int
     value: float
 
 
 def read_rows(files: list[Path]) -> tuple[list[dict[str, Any]], str]:
-    """The measured rows of all files, a later file's before an earlier one's of the same name; and
-    where they come from."""
+    """Return the measured rows of all files and a description of their origins. Of rows with the
+    same name, the last file's counts."""
     found: dict[str, dict[str, Any]] = {}
     origins = set()
     for file in files:
@@ -61,7 +63,8 @@ def read_rows(files: list[Path]) -> tuple[list[dict[str, Any]], str]:
 def _series(
     rows: list[dict[str, Any]], pattern: re.Pattern[str], panel: str, line: str, x: str
 ) -> dict[str, dict[str, list[Point]]]:
-    """Panel → line → points in order, from the rows whose names match."""
+    """Return panel → line → points in order, from the rows whose names match ``pattern``.
+    ``panel``, ``line`` and ``x`` name groups of the pattern."""
     found: dict[str, dict[str, list[Point]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if match := pattern.fullmatch(row["name"]):
@@ -76,7 +79,7 @@ def _series(
 def draw(
     panels: dict[str, dict[str, list[Point]]], labels: tuple[str, str], origin: str, file: Path
 ) -> None:
-    """One picture, its panels side by side, both axes logarithmic."""
+    """Draw a picture with its panels side by side and logarithmic axes."""
     figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.9), squeeze=False)
     for axis, (title, lines) in zip(axes[0], sorted(panels.items(), reverse=True), strict=True):
         for name, points in lines.items():
@@ -104,6 +107,7 @@ def draw(
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.plots")
     parser.add_argument("folder", type=Path)
     parser.add_argument("files", type=Path, nargs="+", metavar="JSON")

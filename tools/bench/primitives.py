@@ -1,10 +1,11 @@
-"""What the parts cost that decisions rest on: a value made, a task woken, a hop into a thread, a
-message's frames.
+"""Measures the costs that decisions rest on: making a value, waking a task, a hop into a thread,
+framing a message.
 
-Each row is µs of one: a value of seven fields as a frozen dataclass and as a named tuple (D8); a
-task that is woken by another's `trio.MemorySendChannel.send_nowait` (D1); a job in a thread and
-back, by `trio.to_thread.run_sync` and by `engine.threads`, whose end is told by an eventfd or by
-Trio's token (D3); a message of 60 bytes as a DATA frame by h2, and by `grpc_service.http2` (D1).
+Each row is the time of one in µs: a value of seven fields as a frozen dataclass and as a named
+tuple (D8); a task that another one wakes by `trio.MemorySendChannel.send_nowait` (D1); a job in a
+thread and back, by `trio.to_thread.run_sync` and by `engine.replica.threads`, which signals its end
+by an eventfd or by Trio's token (D3); a message of 60 bytes as a DATA frame by h2 and by
+`grpc_service.rpc.http2` (D1).
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import RequestReceived
 
-from engine.core.plan import RowResult
-from engine.threads import WorkerThreads
-from grpc_service.http2 import Connection, Stream
+from engine.core.text.plan import RowResult
+from engine.replica.threads import WorkerThreads
+from grpc_service.rpc.http2 import Http2Connection, Stream
+from grpc_service.rpc.limits import Limits
 from tools.bench.frame import Row, repeat_in_turn, row_of
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ Frozen = make_dataclass("Frozen", RowResult._fields, frozen=True, slots=True)
 
 
 def values(kind: Callable[..., object]) -> float:
+    """Return the time of making a value."""
     start = time.perf_counter()
     for _ in range(VALUES):
         kind(1, 2, 3, 4, 5, 6, 7)
@@ -53,6 +56,8 @@ def values(kind: Callable[..., object]) -> float:
 
 
 def wakes() -> float:
+    """Return the time of waking a task by a memory channel."""
+
     async def main() -> float:
         sender, receiver = trio.open_memory_channel[int](math.inf)
 
@@ -75,6 +80,8 @@ def wakes() -> float:
 
 
 def hops_of_trio() -> float:
+    """Return the time of a hop by `trio.to_thread.run_sync`."""
+
     async def main() -> float:
         start = time.perf_counter()
         for _ in range(HOPS):
@@ -85,24 +92,27 @@ def hops_of_trio() -> float:
 
 
 def hops() -> float:
+    """Return the time of a hop by `engine.replica.threads`."""
+
     async def main() -> float:
         with closing(WorkerThreads()) as threads:
             start = time.perf_counter()
             for _ in range(HOPS):
-                await threads.start(_nothing, tells_begin=False).wait()
+                await threads.start(_nothing, reports_begin=False).wait()
             return 1e6 * (time.perf_counter() - start) / HOPS
 
     return trio.run(main)
 
 
 def hops_by_token() -> float:
+    """Return the time of a hop by `engine.replica.threads` without an eventfd."""
     with _without_eventfd():
         return hops()
 
 
 @contextmanager
 def _without_eventfd() -> Iterator[None]:
-    """As on a system that has none."""
+    """Hide `os.eventfd`, as on a system that has none."""
     own = os.eventfd
     del os.eventfd
     try:
@@ -125,6 +135,7 @@ def _client() -> H2Connection:
 
 
 def frames_of_h2() -> float:
+    """Return the time of framing a message by h2."""
     server = H2Connection(H2Configuration(client_side=False))
     server.initiate_connection()
     events = server.receive_data(_client().data_to_send())
@@ -138,7 +149,7 @@ def frames_of_h2() -> float:
 
 
 class Deaf:
-    """A `grpc_service.http2.Listener` that nothing is said to."""
+    """A `grpc_service.rpc.http2.StreamListener` that ignores everything."""
 
     def on_data(self, data: bytes) -> None: ...
 
@@ -150,13 +161,14 @@ class Deaf:
 
 
 def frames() -> float:
+    """Return the time of framing a message by `grpc_service.rpc.http2`."""
     begun: list[Stream] = []
 
     def begin(stream: Stream) -> Deaf:
         begun.append(stream)
         return Deaf()
 
-    server = Connection(begin, streams_max=1)
+    server = Http2Connection(begin, Limits(streams_per_connection=1))
     server.receive(_client().data_to_send())
     [stream] = begun
     stream.send_headers([(":status", "200")])
@@ -169,15 +181,16 @@ def frames() -> float:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     measures: dict[str, Callable[[], float]] = {
         "a frozen dataclass of seven fields": lambda: values(Frozen),
         "a named tuple of seven fields": lambda: values(RowResult),
         "a task woken by a memory channel": wakes,
         "a hop by trio.to_thread.run_sync": hops_of_trio,
-        "a hop by engine.threads, its end told by Trio's token": hops_by_token,
-        "a hop by engine.threads, its end told by an eventfd": hops,
+        "a hop by engine.replica.threads, its end told by Trio's token": hops_by_token,
+        "a hop by engine.replica.threads, its end told by an eventfd": hops,
         "a DATA frame by h2": frames_of_h2,
-        "a DATA frame by grpc_service.http2": frames,
+        "a DATA frame by grpc_service.rpc.http2": frames,
     }
     samples = repeat_in_turn(list(measures.values()))
     return [row_of(name, found, "µs") for name, found in zip(measures, samples, strict=True)]

@@ -1,9 +1,10 @@
-"""What a step costs in the scheduler: µs of plan + commit for steadily decoding rows.
+"""Measures what a step costs in the scheduler: the time of plan + commit for steadily decoding
+rows.
 
-Prefix cache and cheap checks on, garbage looked for as a server does; the runner's part is left
-out (results are made beforehand, outside the clock). Beside it, the floor: a bare loop that makes a
-row tuple and an event; 64 rows of long contexts; and 1,024 rows with Python's own thresholds for
-garbage.
+The prefix cache and the cheap checks are on, and garbage is collected as in a server. The runner is
+left out: its results are made off the clock. Further rows are the floor (a bare loop that makes a
+row and an event), 64 rows of long contexts, and 1,024 rows with Python's own thresholds for garbage
+collection.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import gc
 import time
 
 from engine.config import SchedulerConfig
-from engine.core.credit import Credit
-from engine.core.events import StepDone, Submit, Tokens
-from engine.core.plan import Logits, RowResult, StepResult
-from engine.core.plan import Row as PlanRow
-from engine.core.scheduler import Scheduler
-from engine.core.types import Request, RequestId, Sampling, SequenceId, Stops
-from engine.heap import settle_heap
+from engine.core.common.credit import Credit
+from engine.core.common.events import StepDone, Submit, Tokens
+from engine.core.common.types import Request, RequestId, Sampling, SequenceId, Stops
+from engine.core.text.plan import Logits, RowResult, StepResult
+from engine.core.text.plan import Row as PlanRow
+from engine.core.text.scheduler import Scheduler
+from engine.gc_tuning import freeze_after_load
 from tools.bench.frame import Row, repeat_in_turn, row_of
 
 STEPS = 200
-TURNS = 21  # of 20 ms for the row with the bar: a busy host's bad moments last as long
+TURNS = 21  # of 20 ms for the row with the bar; a busy host's disturbances last as long
 COUNTS = (1, 64, 256, 1024)
 SHORT, LONG = 32, 4096  # tokens of each prompt
 PYTHONS_THRESHOLDS = gc.get_threshold()
@@ -31,7 +32,8 @@ BAR_RATIO_1024 = 20.0
 
 
 def decoding_scheduler(count: int, context: int) -> Scheduler:
-    """``count`` sequences, their prompts of ``context`` tokens computed, with room to decode."""
+    """Return a scheduler with ``count`` sequences that have computed prompts of ``context`` tokens
+    and room to decode."""
     config = SchedulerConfig(
         num_blocks=count * (context + 1024) // 16,
         max_model_len=context + 1024,
@@ -50,7 +52,7 @@ def decoding_scheduler(count: int, context: int) -> Scheduler:
 
 
 def step(scheduler: Scheduler, now: float) -> float:
-    """One step; the seconds spent in plan and commit."""
+    """Run a step and return the seconds of plan and commit."""
     started = time.perf_counter()
     plan, _ = scheduler.plan(now)
     planned = time.perf_counter()
@@ -66,7 +68,7 @@ def step(scheduler: Scheduler, now: float) -> float:
 
 
 def measure(count: int, context: int = SHORT) -> float:
-    """µs of plan + commit per step at ``count`` rows."""
+    """Return the time of plan + commit per step of ``count`` rows, in µs."""
     scheduler = decoding_scheduler(count, context)
     step(scheduler, 2.0)
     steps = STEPS if count <= 256 else STEPS // 4
@@ -75,7 +77,7 @@ def measure(count: int, context: int = SHORT) -> float:
 
 
 def floor(count: int) -> float:
-    """µs of a loop that makes a row and an event for each of ``count`` sequences."""
+    """Return the time of making a row and an event for each of ``count`` sequences, in µs."""
     steps = STEPS
     name = RequestId("r")
     started = time.perf_counter()
@@ -89,7 +91,7 @@ def floor(count: int) -> float:
 
 
 def measure_unsettled(count: int) -> float:
-    """As `measure`, in a process that never called `settle_heap`."""
+    """Measure a step as in a process that never called `freeze_after_load`."""
     settled = gc.get_threshold()
     gc.unfreeze()
     gc.set_threshold(*PYTHONS_THRESHOLDS)
@@ -101,7 +103,8 @@ def measure_unsettled(count: int) -> float:
 
 
 def run() -> list[Row]:
-    settle_heap()
+    """Return the bench's rows."""
+    freeze_after_load()
     measures = [
         *(lambda c=c: measure(c) for c in COUNTS),
         lambda: measure(64, LONG),

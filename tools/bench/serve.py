@@ -1,15 +1,15 @@
-"""A whole server under load, beside vLLM's own gRPC server: requests/s, output tokens/s, the time
-to the first token, the time between tokens.
+"""Measures a whole server under load, beside vLLM's gRPC server: requests/s, output tokens/s, the
+time to the first token, and the time between tokens.
 
-s135 in bfloat16, prompts of 128 ids that no cache has, 64 tokens of output, greedy; clients in a
-process of their own on the same cores. Closed loop: each of 1, 8 or 32 clients asks `WAVES` times,
-again as soon as it is answered; the clock runs until the last is answered. Open loop: requests at
-random instants (Poisson), `RATE` a second. The servers take turns, and whose turn it is not is
-stopped with all its processes. Ours makes text of its tokens too; vLLM's gRPC server sends ids
-only, as its gateway makes the text.
+The model is s135 in bfloat16. Prompts have 128 ids that no cache has, and the output is 64 tokens,
+greedy. The clients are a process of their own on the same cores. Closed loop: each of 1, 8 or 32
+clients sends `WAVES` requests, the next one as soon as the last is answered; the clock runs until
+the last answer. Open loop: requests at random instants (Poisson), `RATE` per second. The servers
+take turns; a server that waits for its turn is stopped with all its processes. Our server also
+makes the text of its tokens. vLLM's gRPC server sends only ids; its gateway makes the text.
 
-`BENCH_ONLY` is a regular expression: only loads whose names it finds. `BENCH_PEERS=` leaves vLLM
-out. `BENCH_FLAGS` are more flags for our server.
+`BENCH_ONLY` is a regular expression that selects loads by name. `BENCH_PEERS=` leaves vLLM out.
+`BENCH_FLAGS` are more flags for our server.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[Answer], float]]] = {
 
 
 def loads() -> dict[str, dict[str, Any]]:
-    """What is asked of each server, by name."""
+    """Return the loads by name."""
     size = {"prompt": PROMPT, "output": OUTPUT}
     found: dict[str, dict[str, Any]] = {
         f"{clients} client{'s' * (clients > 1)}": {"clients": clients, "requests": waves, **size}
@@ -62,12 +62,13 @@ def loads() -> dict[str, dict[str, Any]]:
 
 
 def measure(server: ServerWithClients, load: dict[str, Any], answers: list[Answer]) -> float:
+    """Run a load, append its measurements to ``answers`` and return its seconds."""
     answers.append(server.ask(**load))
     return float(answers[-1]["seconds"])
 
 
 def compare(name: str, load: dict[str, Any], servers: Sequence[ServerWithClients]) -> list[Row]:
-    """The rows of one load; ours comes first in ``servers``."""
+    """Return the rows of one load. The first of ``servers`` is ours."""
     answers: list[list[Answer]] = [[] for _ in servers]
     repeat_in_turn(
         [
@@ -97,6 +98,7 @@ def compare(name: str, load: dict[str, Any], servers: Sequence[ServerWithClients
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
     names = ["triolet", *([PEER] if PEER in os.environ.get("BENCH_PEERS", PEER) else [])]
     model, vocab = checkpoint(MODEL), MODELS[MODEL].shape.vocab

@@ -1,4 +1,4 @@
-"""A real server for the benches that need models: `triolet serve` as a process of its own."""
+"""Starts `triolet serve` as a process of its own, for benches that need real models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ START_LIMIT_S = 180.0
 
 @contextmanager
 def served(models: Sequence[tuple[str, str]], *flags: str) -> Iterator[str]:
-    """The address of a server of models, (directory or id, name) each, all of them ready."""
+    """Run a server and yield its address once all models are ready. A model is a pair of its
+    directory or id and its name."""
     argv = [sys.executable, "-m", "grpc_service", "serve", "--port", "0", *flags]
     for model, name in models:
         argv += ["--model", model, "--served-model-name", name]
@@ -52,7 +53,7 @@ def served(models: Sequence[tuple[str, str]], *flags: str) -> Iterator[str]:
 
 
 def _wait_serving(address: str, names: Sequence[str]) -> None:
-    """Watch each model's health until it is SERVING: encoders come after the text models."""
+    """Watch each model's health until it is SERVING; encoders are loaded after text models."""
     with grpc.insecure_channel(address, options=NO_PROXY) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in names:

@@ -1,10 +1,10 @@
-"""From the start of the server's process until it says that it is ready, beside the bare floor: a
-process that imports torch, the transformers class of the model, grpc and trio, and does nothing.
+"""Measures the time from the start of the server's process until the server is ready.
 
-Every process is a second start: the files it reads have been read by one before it. The clock is
-outside, from making the process to its line; the model is s135 in bfloat16 (0.27 GB). Beside it the
-server without arguments, whose text model is small: ready for text, and with its encoders loaded,
-which come behind.
+The floor is a process that only imports torch, the model's transformers class, grpc and trio. Every
+process is a second start: an earlier one has read the same files. The clock is outside, from
+creating the process until its line of output. The model is s135 in bfloat16 (0.27 GB). Further rows
+are the server without arguments, whose text model is small: until it serves text, and until its
+encoders are loaded, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BAR_FLOOR = 1.3
 
 
 def floor() -> float:
-    """Seconds until the imports are done."""
+    """Return the seconds until the imports are done."""
     start = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-c", FLOOR], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -43,13 +43,14 @@ def floor() -> float:
 
 
 def until_ready(*models: str) -> float:
-    """Seconds until the server says that it is ready, then that of each model's health."""
+    """Return the seconds until the server is ready and every model's health is SERVING."""
     start = time.perf_counter()
     with served([(model, model.rsplit("/", 1)[-1]) for model in models]):
         return time.perf_counter() - start
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     model = str(checkpoint("s135"))
     ours, bare, text, demos = repeat_in_turn(
         [

@@ -1,19 +1,18 @@
-"""Decode and prefill tokens/s of the engine without its front, beside other engines.
+"""Measures decode and prefill in tokens/s, without the server, beside other engines.
 
 Each engine is a process of its own with the same random-weight checkpoint in bfloat16, the same
-prompt ids, greedy, on `THREADS` threads; they are asked in turn, and whoever is not asked is
-stopped. What is on each one's clock stands at the top of its file in `tools/bench/peers`: ours is
-plan, execute and commit; vLLM's is the same; llama.cpp and transformers have no scheduler and no
-text to make. Decode: every sequence gets `STEPS` tokens more, from the context named on. Prefill:
-prompts that no cache has, until each has its first token.
+prompt ids, greedy sampling and `THREADS` threads. They take turns, and an engine that waits for its
+turn is stopped. The top of an engine's file in `tools/bench/peers` says what is on its clock: for
+ours plan, execute and commit, and the same for vLLM; llama.cpp and transformers have no scheduler
+and make no text. Decode: every sequence gets `STEPS` more tokens, beginning at the named context.
+Prefill: prompts that no cache has, until each has its first token.
 
-Beside the comparisons: a step beside two processes that keep both cores busy; and what a step
-costs outside the model (laying out, sampling, text), by rows and by context, in a model so small
-that little else is left.
+Further rows are a step while two other processes keep both cores busy, and the cost of a step
+outside the model (packing, sampling, text) by rows and by context, with a tiny model.
 
-`BENCH_ONLY` is a regular expression: only measurements whose names it finds. `BENCH_PEERS` names
-the engines to compare with, comma-separated; none is none, and unset those of `COMPARED`
-(transformers' continuous batching is slower than its plain forward, and takes minutes).
+`BENCH_ONLY` is a regular expression that selects measurements by name. `BENCH_PEERS` is a
+comma-separated list of the engines to compare with; unset, `COMPARED` (transformers' continuous
+batching is slower than its plain forward and takes minutes).
 """
 
 from __future__ import annotations
@@ -46,16 +45,17 @@ KV_BYTES = 2 << 30
 BARS = {1: 0.7, 8: 1.0, 32: 1.0}  # decode against the best peer, by batch
 BAR_PREFILL = 1.0
 BAR_BUSY = 3.0
-BAR_CONTEXT = 1.25  # the same work, and a machine's noise
-BAR_LINEAR = 1.25  # times what the rows grew by
-# Rounding to bfloat16 turns the near-ties of random weights: about half agree; of two models, none.
+BAR_CONTEXT = 1.25  # the work is the same; the rest is noise
+BAR_LINEAR = 1.25  # times the growth of the rows
+# With random weights many tokens are nearly tied, and rounding to bfloat16 decides: about half of
+# the first tokens agree. Between two different models none agree.
 BAR_SAME = 0.25
 BUSY = "while True: pass"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement of several engines; ``length`` is that of the prompts."""
+    """A measurement of several engines. ``length`` is that of the prompts."""
 
     shape: str
     what: str
@@ -65,14 +65,15 @@ class Case:
 
     @property
     def name(self) -> str:
+        """The row's name, with the length of the context."""
         if self.what == "prefill":
             return f"{self.shape} prefill {self.batch} × {self.length}"
         return f"{self.shape} decode B={self.batch} at {self.length - 1}"
 
 
 def cases() -> list[Case]:
-    """What is compared. A prompt is a token longer than the context it stands for: its last
-    token is the first that is decoded, so that caches hold all before it."""
+    """Return the measurements. A prompt is one token longer than its context, because its last
+    token is the first to be decoded and caches hold the tokens before it."""
     found = []
     for shape in SHAPES:
         found += [Case(shape, "decode", batch, 129, bar) for batch, bar in BARS.items()]
@@ -82,7 +83,7 @@ def cases() -> list[Case]:
 
 
 def settings(shape: str, seqs: int) -> dict[str, Any]:
-    """What an engine's process is told."""
+    """Return the settings of an engine's process."""
     file = gguf(shape) if shape in SHAPES else None
     return {
         "model": str(checkpoint(shape)),
@@ -97,7 +98,7 @@ def settings(shape: str, seqs: int) -> dict[str, Any]:
 
 
 class Measured:
-    """An engine's answers to one case."""
+    """Measures one case with one engine and keeps the answers."""
 
     def __init__(self, engine: EngineProcess, case: Case) -> None:
         self.engine, self.case = engine, case
@@ -105,9 +106,9 @@ class Measured:
         self._calls = count()
 
     def __call__(self) -> float:
-        """Ask once; tokens per second over the whole batch."""
+        """Measure once and return the tokens per second of the whole batch."""
         case = self.case
-        turn = next(self._calls) if case.what == "prefill" else ""  # prompts of their own
+        turn = next(self._calls) if case.what == "prefill" else ""  # new prompts for each turn
         answer = self.engine.ask(
             case.what, f"{case.name} {turn}", case.batch, case.length, steps=STEPS
         )
@@ -116,7 +117,7 @@ class Measured:
         return float(case.batch * tokens / answer["seconds"])
 
     def same_share(self, other: Measured) -> float:
-        """How many of the first tokens are those of another engine."""
+        """Return the share of first tokens that are the same as another engine's."""
         pairs = [
             one == theirs
             for mine, their in zip(self.answers, other.answers, strict=True)
@@ -126,7 +127,7 @@ class Measured:
 
     @property
     def note(self) -> str:
-        """Of ours: how much of a step is outside the model."""
+        """For our engine: the time of a step outside the model; else ""."""
         if "outside_s" not in self.answers[0]:
             return ""
         outside = sorted(one["outside_s"] / STEPS for one in self.answers[1:])
@@ -134,7 +135,7 @@ class Measured:
 
 
 def compare(case: Case, engines: Sequence[EngineProcess], missing: Sequence[str]) -> list[Row]:
-    """The rows of one case; ours comes first in ``engines``."""
+    """Return the rows of one case. The first of ``engines`` is ours."""
     measured = [Measured(engine, case) for engine in engines]
     samples = repeat_in_turn(measured)
     rows = [
@@ -153,8 +154,8 @@ def compare(case: Case, engines: Sequence[EngineProcess], missing: Sequence[str]
 
 
 def against_best(case: Case, samples: dict[str, list[float]], missing: Sequence[str]) -> Row:
-    """Ours against the fastest of the others. Without one of them a bar can be missed, but not
-    met."""
+    """Return the row of our engine against the fastest other one. If a peer is missing, the bar
+    can be missed, but not met."""
     ours = samples.pop(OURS.name)
     best = max(samples, key=lambda name: statistics.median(samples[name]))
     ratios = [mine / theirs for mine, theirs in zip(ours, samples[best], strict=True)]
@@ -168,12 +169,12 @@ def against_best(case: Case, samples: dict[str, list[float]], missing: Sequence[
 
 @contextmanager
 def opened(shape: str, peers: Sequence[str], seqs: int) -> Iterator[list[EngineProcess]]:
-    """Ours and those of the peers that are there, all with the model loaded."""
-    told = settings(shape, seqs)
+    """Run our engine and the installed ``peers``, all with the model loaded."""
+    chosen = settings(shape, seqs)
     with ExitStack() as stack:
         found = []
         for peer in (OURS, *(PEERS[name] for name in peers)):
-            engine = start(peer, told)
+            engine = start(peer, chosen)
             if engine is None:
                 continue
             stack.callback(engine.close)
@@ -185,7 +186,7 @@ def opened(shape: str, peers: Sequence[str], seqs: int) -> Iterator[list[EngineP
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes that compute without end."""
+    """Run a number of processes that compute endlessly."""
     running = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
     try:
         yield
@@ -196,7 +197,7 @@ def busy(processes: int) -> Iterator[None]:
 
 
 def beside_busy(ours: EngineProcess) -> list[Row]:
-    """A step alone and beside two busy processes, in turn."""
+    """Return the rows of a step alone and beside two busy processes, measured in turn."""
 
     def step_ms() -> float:
         answer = ours.ask("decode", "busy", 8, 129, STEPS)
@@ -216,7 +217,7 @@ def beside_busy(ours: EngineProcess) -> list[Row]:
 
 
 def outside(ours: EngineProcess) -> list[Row]:
-    """What a step costs outside the model, by rows and by context."""
+    """Return the rows of a step's cost outside the model, by rows and by context."""
 
     def outside_us(batch: int, length: int) -> float:
         answer = ours.ask("decode", "outside", batch, length, OUTSIDE_STEPS)
@@ -242,6 +243,7 @@ def outside(ours: EngineProcess) -> list[Row]:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
     named = os.environ.get("BENCH_PEERS", ",".join(COMPARED))
     peers = [name for name in named.split(",") if name]

@@ -1,8 +1,9 @@
-"""How soon a request starts: submit to the start of its step on an idle worker, and whole requests.
+"""Measures how soon a request starts on an idle worker, and the time of whole requests.
 
-In process: `Engine.submit` to `Runner.execute`. Over gRPC: a client's call to `Runner.execute` in
-the server's process, by the clock both share. Whole requests: that many clients in a closed loop,
-each request 16 tokens of a runner that costs nothing, from the call to its last message.
+In process: from `Engine.submit` to `Runner.execute`. Over gRPC: from a client's call to
+`Runner.execute` in the server's process, by the clock that both share. Whole requests: from the
+call to its last message, for a number of clients in a closed loop and 16 tokens per request from a
+runner that computes nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from contextlib import ExitStack
 import grpc
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.requests import GenerateRequest, SamplingParams
-from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
+from engine.requests.text_values import GenerateRequest, SamplingParams
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
 from tools.bench.frame import Row, percentile, repeat, row_of
 from tools.bench.wire import NO_PROXY, PacedRunner, Peer, peer
 
 COUNT = int(os.environ.get("BENCH_COUNT", "200"))
 CLIENTS = (1, 5, 10, 20, 50)
 TOKENS = 16
-IDLE_S = 0.002  # between two requests: the loop has gone to sleep
+IDLE_S = 0.002  # between two requests, so that the loop sleeps
 BAR_MS = 1.0
 RUNNER = {"num_blocks": 4096, "max_model_len": 1024}
 
@@ -50,11 +52,11 @@ async def _starts_in_process() -> list[float]:
 
 
 def _starts_over_grpc(server: Peer) -> list[float]:
-    request = inference_pb2.GenerateRequest(text="a", sampling={"max_tokens": 1})
+    request = pb.GenerateRequest(text="a", sampling={"max_tokens": 1})
     server.ask()
     submitted = []
     with grpc.insecure_channel(server.address, options=NO_PROXY) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
+        stub = stubs.InferenceStub(channel)
         for _ in range(COUNT):
             time.sleep(IDLE_S)
             submitted.append(time.monotonic())
@@ -65,14 +67,12 @@ def _starts_over_grpc(server: Peer) -> list[float]:
 
 
 def _latencies(server: Peer, clients: int) -> list[float]:
-    """Whole requests' times in ms, of so many clients with a connection each."""
-    request = inference_pb2.GenerateRequest(
-        text="a", sampling={"max_tokens": TOKENS, "ignore_eos": True}
-    )
+    """Return whole requests' times in ms, for a number of clients with a connection each."""
+    request = pb.GenerateRequest(text="a", sampling={"max_tokens": TOKENS, "ignore_eos": True})
     times: list[float] = []
     start = threading.Barrier(clients)
 
-    def ask(stub: inference_pb2_grpc.InferenceStub) -> None:
+    def ask(stub: stubs.InferenceStub) -> None:
         start.wait()
         for _ in range(max(4, COUNT // clients)):
             began = time.monotonic()
@@ -89,7 +89,7 @@ def _latencies(server: Peer, clients: int) -> list[float]:
         for channel in channels:
             grpc.channel_ready_future(channel).result(30)
         threads = [
-            threading.Thread(target=ask, args=(inference_pb2_grpc.InferenceStub(channel),))
+            threading.Thread(target=ask, args=(stubs.InferenceStub(channel),))
             for channel in channels
         ]
         for thread in threads:
@@ -100,6 +100,7 @@ def _latencies(server: Peer, clients: int) -> list[float]:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     p99s: list[float] = []
     medians: dict[int, list[float]] = {}
     latest: dict[int, list[float]] = {}

@@ -1,12 +1,12 @@
-"""Tables of what the benches wrote: `python -m tools.bench.tables JSON…` prints them, and
+"""Makes tables of the benches' results: `python -m tools.bench.tables JSON…` prints them, and
 `python -m tools.bench.tables --write docs/performance.md` puts them into the page.
 
-In a page the lines between ``<!-- table: NAME REGEX -->`` and ``<!-- end -->`` are made from
-``figures/NAME.json`` (and ``NAME-1.json`` …, where it was measured in parts) beside it, of the rows
-whose names the regular expression finds, with where and at which commit they were measured.
+In a page, the lines between ``<!-- table: NAME REGEX -->`` and ``<!-- end -->`` are made from
+``figures/NAME.json`` beside the page (and ``NAME-1.json`` …, if it was measured in parts). They
+contain the rows whose names the regular expression finds, and the machine and the commit.
 
-A row for what was measured, a column for each engine that it was measured of; rows without engines
-are listed as they are. Of rows with the same name the last file's counts.
+A table has a row for each measurement and a column for each engine. Rows without engines are listed
+separately. Of rows with the same name, the last file's counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "transformers-cb")
 
 
 def figure(row: dict[str, Any] | None) -> str:
-    """A cell: the median in bold where a bar was missed, and its spread."""
+    """Return a cell: the median, bold if a bar was missed, and its spread."""
     if row is None or row["value"] is None:
         return "–"
     text = f"{row['value']:.3g}" if row["value"] < 1000 else f"{row['value']:.0f}"
@@ -38,6 +38,7 @@ def figure(row: dict[str, Any] | None) -> str:
 
 
 def bar(row: dict[str, Any]) -> str:
+    """Return a row's bar and whether it was met, or ""."""
     if row["bar"] is None:
         return ""
     sign = "≤" if row["better"] == "lower" else "≥"
@@ -45,7 +46,7 @@ def bar(row: dict[str, Any]) -> str:
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines of Markdown: the rows with engines first, then the others."""
+    """Return the tables as lines of Markdown: the rows with engines first, then the others."""
     by_case: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     others = []
     for row in rows:
@@ -71,7 +72,7 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def read(files: Iterable[Path], pattern: str = "") -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows whose names are found, and where the files were measured."""
+    """Return the rows whose names ``pattern`` finds, and descriptions of their origins."""
     found: dict[str, dict[str, Any]] = {}
     origins = []
     for file in files:
@@ -87,7 +88,7 @@ def read(files: Iterable[Path], pattern: str = "") -> tuple[list[dict[str, Any]]
 
 
 def filled(match: re.Match[str], figures: Path) -> str:
-    """A page's part with its table made anew."""
+    """Return a page's part with a new table."""
     name, pattern = match["name"], match["pattern"] or ""
     files = [*sorted(figures.glob(f"{name}-[0-9]*.json")), figures / f"{name}.json"]
     rows, origins = read((file for file in files if file.exists()), pattern)
@@ -98,6 +99,7 @@ def filled(match: re.Match[str], figures: Path) -> str:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.tables")
     parser.add_argument("files", type=Path, nargs="*", metavar="JSON")
     parser.add_argument("--write", type=Path, metavar="PAGE")

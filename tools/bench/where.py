@@ -1,8 +1,8 @@
-"""Where a step's time goes: which function a decoding engine is in, looked at from outside.
+"""Profiles a decode: samples from outside which line the engine executes.
 
-py-spy (`triolet[measure]`) looks at the engine's thread 200 times a second while s135 decodes at 1,
-8 and 32 sequences from a context of 128; an operation of torch, or a kernel of ours, counts for the
-line of Python that called it. A row is the share of one such line, the `TOP` largest of each batch.
+py-spy (`triolet[measure]`) samples the engine's thread 200 times per second while s135 decodes 1, 8
+and 32 sequences from a context of 128. An operation of torch or one of our kernels counts for the
+line of Python that called it. A row is the share of one line, the `TOP` largest of each batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FRAME = re.compile(r"(?P<function>[^;]+) \((?P<path>[^;()]+):(?P<line>\d+)\)")
 
 
 def py_spy() -> str:
-    """The command's path; it stands beside the interpreter, or anywhere."""
+    """Return the command's path, first beside the interpreter, then on the search path."""
     beside = Path(sys.executable).parent / "py-spy"
     found = str(beside) if beside.exists() else shutil.which("py-spy")
     if found is None:
@@ -40,7 +40,7 @@ def py_spy() -> str:
 
 
 def shares(stacks: str) -> Counter[str]:
-    """Samples of each innermost line, of the stacks that are inside a decode."""
+    """Count the samples of each innermost line, for the stacks inside a decode."""
     found: Counter[str] = Counter()
     for line in stacks.splitlines():
         stack, _, count = line.rpartition(" ")
@@ -54,7 +54,7 @@ def shares(stacks: str) -> Counter[str]:
 
 
 def sample(engine: EngineProcess, batch: int) -> Counter[str]:
-    """Look while the engine decodes for about the window."""
+    """Sample the engine while it decodes, for about `WINDOW_S`."""
     engine.ask("decode", f"where {batch}", batch, 129, STEPS)  # the prompts are cached from here on
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "stacks"
@@ -72,6 +72,7 @@ def sample(engine: EngineProcess, batch: int) -> Counter[str]:
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     py_spy()
     engine = EngineProcess(OURS, settings("s135", max(BATCHES)))
     rows = []

@@ -1,12 +1,12 @@
-"""Servers and readers for the benches that go over gRPC, each a process of its own.
+"""Servers and readers for the benches over gRPC, each a process of its own.
 
-`python -m tools.bench.wire KIND JSON` is one of them: ``triolet`` serves a `PacedRunner`,
-``plain`` is a grpc.aio handler that writes the same messages with nothing behind it, and
-``readers`` takes every message of so many streams. It prints one line of JSON when it is ready
-and answers every line on standard input with another; the input's end is its own.
+`python -m tools.bench.wire KIND JSON` is such a process: ``triolet`` serves a `PacedRunner`,
+``plain`` is a grpc.aio handler that writes the same messages without an engine, and ``readers``
+reads every message of a number of streams. It prints one line of JSON when it is ready, and answers
+every line on standard input with another. It ends when the input ends.
 
-Rule 1: a server's CPU is read from outside, so that all kinds are measured alike.
-Rule 2: readers look at the bytes of a message only to count them.
+Rule 1: a server's CPU time is read from outside, so that all kinds are measured alike. Rule 2:
+readers use the bytes of a message only to count them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import trio
 import uvloop
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core.plan import Row as PlanRow
-from engine.core.plan import RowResult, StepPlan, StepResult
-from engine.core.types import EndReason, SequenceId
-from engine.model.fake import FakeRunner
+from engine.core.common.types import EndReason, SequenceId
+from engine.core.text.plan import Row as PlanRow
+from engine.core.text.plan import RowResult, StepPlan, StepResult
+from engine.worker.fakes.text import FakeRunner
 from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
-from grpc_service.config import ServerConfig
-from grpc_service.server import serve
+from grpc_service.app.application import serve
+from grpc_service.app.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -47,18 +47,20 @@ WORD = " word"
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
 START_LIMIT_S = 60.0
 END_LIMIT_S = 15.0
-ENDLESS = 8000  # tokens: of such a request the runner does not even count them
-STAMPS_MAX = 100_000  # of a step each: an hour of 40 ms steps
+ENDLESS = 8000  # tokens; the runner does not count those of such a request
+STAMPS_MAX = 100_000  # one for each step: an hour of 40 ms steps
 
 
 Stamp = tuple[float, float, int]  # a step's start, end and number of rows
 
 
 class PacedRunner(FakeRunner):
-    """A step sleeps ``step_s`` and gives every row the same token; that is all it costs. A request
-    for `ENDLESS` tokens or more must be cancelled before it has them.
-    ``stamps`` keeps each step's start, end and number of rows, on the clock of `time.monotonic`,
-    which all processes of a machine share."""
+    """A runner whose steps sleep ``step_s`` and give every row the same token.
+
+    A request for `ENDLESS` tokens or more must be cancelled before it has them. ``stamps`` keeps
+    each step's start, end and number of rows, by `time.monotonic`, whose clock all processes of a
+    machine share.
+    """
 
     def __init__(
         self, *, step_s: float = 0.0, text: str = WORD, num_blocks: int, max_model_len: int
@@ -71,6 +73,7 @@ class PacedRunner(FakeRunner):
         self._endless: dict[SequenceId, RowResult] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """Sleep, and give every row its token."""
         started = time.monotonic()
         if self._step_s:
             time.sleep(self._step_s)
@@ -98,7 +101,7 @@ class PacedRunner(FakeRunner):
         return RowResult(sequence, (7,), self._text, finish=finish)
 
     def take_stamps(self) -> list[Stamp]:
-        """The steps since the last time this was asked."""
+        """Return the steps since the last call."""
         return [self.stamps.popleft() for _ in range(len(self.stamps))]
 
 
@@ -106,7 +109,7 @@ class PacedRunner(FakeRunner):
 
 
 class Peer:
-    """A process of this file; ``hello`` is what it said first."""
+    """A process of this file. ``hello`` is its first line."""
 
     def __init__(self, kind: str, **settings: Any) -> None:
         self._process = subprocess.Popen(
@@ -130,21 +133,24 @@ class Peer:
 
     @property
     def address(self) -> str:
+        """The server's address."""
         return f"127.0.0.1:{self.hello['port']}"
 
     def ask(self) -> Any:
-        """What it has counted since it was asked last."""
+        """Return the process's answer: what it has counted or recorded."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return self._read()
 
     def cpu_s(self) -> float:
-        """The processor time of all its threads, ended ones too, to the nanosecond.
-        Source: clock_getcpuclockid(3); the id of a process's clock is made from its number."""
+        """Return the CPU time of all the process's threads, ended ones included, to the
+        nanosecond. Source: clock_getcpuclockid(3); the id of a process's clock is made from its
+        pid."""
         return time.clock_gettime((~self._process.pid << 3) | 2)
 
     def close(self) -> None:
+        """End the process by the end of its input, or kill it after `END_LIMIT_S`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -158,7 +164,7 @@ class Peer:
 
 @contextmanager
 def peer(kind: str, **settings: Any) -> Iterator[Peer]:
-    """A process of this file while the block runs."""
+    """Run a process of this file while the block runs."""
     one = Peer(kind, **settings)
     try:
         yield one
@@ -169,16 +175,16 @@ def peer(kind: str, **settings: Any) -> Iterator[Peer]:
 # ---- the processes' side ---------------------------------------------------------------------
 
 
-def _say(what: object) -> None:
+def _print(what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
 def _answer_lines(answer: Callable[[], object], end: Callable[[], None]) -> None:
-    """Answer every line of the input from a thread; ``end`` at its end."""
+    """Answer every line of the input from a thread, and call ``end`` at the input's end."""
 
     def run() -> None:
         for _ in sys.stdin:
-            _say(answer())
+            _print(answer())
         end()
 
     threading.Thread(target=run, daemon=True, name="stdin").start()
@@ -196,20 +202,22 @@ async def _serve_triolet(runner: dict[str, Any], engine: dict[str, Any]) -> None
             partial(serve, make_runner=lambda model, config: paced), config, ServerConfig(port=0)
         )
         _answer_lines(paced.take_stamps, _end_by_signal)
-        _say({"port": server.port})
+        _print({"port": server.port})
 
 
 class PlainInference(inference_pb2_grpc.InferenceServicer):
-    """Writes one fresh message to every stream at every tick."""
+    """Writes a new message to every stream at every tick."""
 
     def __init__(self) -> None:
         self._tick = asyncio.Event()
 
     def tick(self) -> None:
+        """Have every stream write a message."""
         tick, self._tick = self._tick, asyncio.Event()
         tick.set()
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+        """Write a message at every tick, for ever."""
         while True:
             await self._tick.wait()
             message = inference_pb2.GenerateResponse()
@@ -224,20 +232,24 @@ async def _serve_plain(step_s: float) -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     _answer_lines(lambda: None, _end_by_signal)
-    _say({"port": port})
+    _print({"port": port})
     while True:
         await asyncio.sleep(step_s)
         inference.tick()
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """The faster one: what is ours is held against the best that grpc.aio does."""
+    """Return uvloop's event loop, with which grpc.aio is fastest."""
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
 
 
 async def _read_streams(address: str, streams: int, max_tokens: int) -> None:
-    """Open every stream, then count. Ready when each has had a message beyond its first."""
+    """Open every stream and count messages and bytes.
+
+    The process is ready when each stream has had two messages.
+    Cancellation: closes the streams.
+    """
     counts = [0, 0]  # messages, bytes
     is_running = asyncio.Event()
     num_running = 0
@@ -266,7 +278,7 @@ async def _read_streams(address: str, streams: int, max_tokens: int) -> None:
         done = asyncio.Event()
         loop = asyncio.get_running_loop()
         _answer_lines(lambda: counts, lambda: loop.call_soon_threadsafe(done.set))
-        _say({})
+        _print({})
         await done.wait()
         for task in tasks:
             task.cancel()
@@ -274,6 +286,7 @@ async def _read_streams(address: str, streams: int, max_tokens: int) -> None:
 
 
 def main() -> None:
+    """Run a process of the kind in argv[1] with the settings in argv[2]."""
     kind, settings = sys.argv[1], json.loads(sys.argv[2])
     if kind == "triolet":
         trio.run(_serve_triolet, settings["runner"], settings.get("engine", {}))

@@ -1,11 +1,12 @@
-"""Replicas side by side: simulated devices against one lock around all of them, and real CPUs.
+"""Measures several replicas side by side: simulated devices against a common lock, and real CPUs.
 
-Simulated: a device's step sleeps `STEP_S` with Python's lock released, as an accelerator's would; a
-closed loop of one client per device, each request `STEPS` steps. "Waiting" is what of a request's
-time was not in a step (R25). The baseline is the same engine with a lock that every step takes.
+Simulated: a device's step sleeps `STEP_S` with the GIL released, like an accelerator's. There is
+one client per device in a closed loop, and a request takes `STEPS` steps. "Waiting" is the share of
+a request's time outside of steps (R25). The baseline is the same engine with a lock that every step
+takes.
 
-Real: replicas of one thread each of the s135 shape in bfloat16, `REAL_CLIENTS` clients each in a
-closed loop, by tokens per second; as threads of one process, and as processes.
+Real: replicas of s135 in bfloat16 with one thread each, and `REAL_CLIENTS` clients per replica in a
+closed loop, in tokens per second; as threads of one process, and as processes.
 
 `BENCH_WINDOW_S` is the length of a run.
 """
@@ -21,17 +22,17 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from engine.api import open_engine
+from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig, WorkerConfig
-from engine.core.events import Tokens
-from engine.model.fake import FakeRunner, FakeScript
-from engine.requests import GenerateRequest, SamplingParams
+from engine.core.common.events import Tokens
+from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.bench.checkpoints import checkpoint
 from tools.bench.frame import Row, percentile, repeat_in_turn, row_of
 
 if TYPE_CHECKING:
-    from engine.api import Engine
-    from engine.core.plan import StepPlan, StepResult
+    from engine.api.engine import Engine
+    from engine.core.text.plan import StepPlan, StepResult
 
 STEP_S = 0.1
 STEPS = 8
@@ -45,7 +46,7 @@ BAR_SCALING, BAR_WAITING, BAR_P99, BAR_REAL = 7.8, 1.0, 1.2, 1.8
 
 @dataclass
 class Seen:
-    """What one run saw; ``times`` are whole requests, in seconds."""
+    """The figures of one run. ``times`` are whole requests, in seconds."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -54,15 +55,17 @@ class Seen:
 
     @property
     def tokens_per_s(self) -> float:
+        """The run's throughput."""
         return self.tokens / self.seconds
 
 
 class Device(FakeRunner):
-    """Counts the time in its steps."""
+    """A simulated device that adds up the time of its steps."""
 
     busy_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """Execute the plan and add its time."""
         started = time.monotonic()
         try:
             return super().execute(plan)
@@ -71,17 +74,19 @@ class Device(FakeRunner):
 
 
 class LockedDevice(Device):
-    """One lock around every device's step."""
+    """A device whose steps take a lock that all devices share."""
 
     lock = threading.Lock()
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """Execute the plan while holding the lock."""
         with self.lock:
             return super().execute(plan)
 
 
 async def _closed_loop(engine: Engine, clients: int, tokens: int) -> Seen:
-    """Each client asks again as soon as it has its answer, for `WINDOW_S`."""
+    """Run clients that each send the next request as soon as the last is answered, for
+    `WINDOW_S`."""
     seen = Seen()
     request = GenerateRequest(
         token_ids=PROMPT, sampling=SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -104,6 +109,7 @@ async def _closed_loop(engine: Engine, clients: int, tokens: int) -> Seen:
 
 
 async def _simulated(count: int, kind: type[Device], runs: list[Seen]) -> float:
+    """Return the tokens/s of ``count`` simulated devices and append the run to ``runs``."""
     config = EngineConfig(models=(ModelConfig("fake", workers=(WorkerConfig(count=count),)),))
     devices: list[Device] = []
 
@@ -120,16 +126,18 @@ async def _simulated(count: int, kind: type[Device], runs: list[Seen]) -> float:
 
 
 async def _real(replicas: int, runner: str) -> float:
+    """Return the tokens/s of real replicas."""
     workers = (WorkerConfig(count=replicas, threads=1, runner=runner),)
     model = ModelConfig(str(checkpoint("s135")), name="s135", dtype="bfloat16", workers=workers)
     async with open_engine(EngineConfig(models=(model,), kv_cache_memory=1 << 28)) as engine:
         await engine.load_model("s135")
-        await _closed_loop(engine, replicas * REAL_CLIENTS, 2)  # every page is touched
+        await _closed_loop(engine, replicas * REAL_CLIENTS, 2)  # touches every page of memory
         seen = await _closed_loop(engine, replicas * REAL_CLIENTS, REAL_TOKENS)
     return seen.tokens_per_s
 
 
 def run() -> list[Row]:
+    """Return the bench's rows."""
     rows = _simulated_rows()
     for runner in ("thread", "process"):
         one, two = repeat_in_turn(

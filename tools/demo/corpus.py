@@ -1,7 +1,7 @@
-"""The training text: stories, and chats that ask for stories, one document per index.
+"""The training text of the story model: stories, and chats that ask for stories.
 
-Rule 1: document `index` of `seed` is the same text everywhere and at any time, so that one can ask
-whether a generated story was in the training text without the text being kept.
+Rule: document `index` of `seed` is always the same text, on every machine. So it can be checked
+whether a generated story was in the training text, without keeping the text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tools.demo.grammar import STORIES, Story, Teller, story_from_seed, write_story
+from tools.demo.grammar import STORIES, SlotFiller, Story, story_from_seed, write_story
 from tools.demo.notation import Tables, load
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 CHAT = "chat.grammar"
 CHAT_SHARE = 0.3
-"""Share of the documents that are chats (guess: enough to learn a simple form)."""
+"""The share of documents that are chats (guess: enough to learn a simple form)."""
 
 STRANGE_SHARE = 0.25
-"""Share of the documents whose first hero has a name that no list holds (guess)."""
+"""The share of documents whose first hero has a name that is in no list (guess)."""
 
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
 
@@ -32,10 +32,10 @@ Message = dict[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One training document: a bare story, or a chat with the stories told in it.
+    """A training document: a bare story, or a chat with its stories.
 
-    Where `strange` names a hero, the model is not to learn the name's first mention, only to repeat
-    it: so it learns to take over any name from a prompt, and still invents none of its own.
+    If `strange` names a hero, the model does not learn to write the name's first mention, only to
+    repeat the name. So it learns to use any name from a prompt, but not to invent such names.
     """
 
     messages: tuple[Message, ...]
@@ -44,7 +44,7 @@ class Document:
 
 
 def document(seed: int, index: int) -> Document:
-    """The training document of an index."""
+    """Return the training document of an index."""
     rng = random.Random(f"document/{seed}/{index}")
     messages, stories = converse(rng) if rng.random() < CHAT_SHARE else ([], [write_story(rng)])
     texts = tuple(story.text for story in stories)
@@ -57,7 +57,8 @@ def document(seed: int, index: int) -> Document:
 
 
 def strange_name(rng: Random, ending: str) -> str:
-    """A name of random letters, with the ending (which hints at the gender) of a listed one."""
+    """Return a name of random letters with the ending of a listed name, which hints at the
+    gender."""
     letters = ""
     for _ in range(rng.randint(1, 3)):
         letters += rng.choice(CONSONANTS) * (rng.random() < 0.85)
@@ -68,13 +69,13 @@ def strange_name(rng: Random, ending: str) -> str:
 
 
 def training_stories(seed: int, documents: int) -> Iterator[str]:
-    """The text of every story in the first `documents` documents, repeated ones too."""
+    """Yield the text of every story in the first `documents` documents, including repeated ones."""
     for index in range(documents):
         yield from document(seed, index).stories
 
 
 def converse(rng: Random) -> tuple[list[Message], list[Story]]:
-    """A chat of one to three exchanges, most of them a request and its story."""
+    """Return a chat of one to three exchanges, most of which are a request and its story."""
     tables = load(STORIES, CHAT)
     messages: list[Message] = []
     stories: list[Story] = []
@@ -94,17 +95,18 @@ def converse(rng: Random) -> tuple[list[Message], list[Story]]:
 
 
 def request_and_story(rng: Random, again: bool = False) -> tuple[str, Story]:
-    """A request and the story that answers it; both have the roles that the request names."""
+    """Return a request and the story that answers it. Both have the roles that the request
+    names."""
     tables = load(STORIES, CHAT)
     plot = rng.choice(list(tables.plots))
     beat = f"request_{plot}" if rng.random() < 0.2 else "again" if again else "request"
-    teller = Teller(rng, tables)
-    request = " ".join(teller.tell(rng.choice(tables.beats[beat])))
-    return request, write_story(rng, teller.values, plot)
+    filler = SlotFiller(rng, tables)
+    request = " ".join(filler.fill(rng.choice(tables.beats[beat])))
+    return request, write_story(rng, filler.values, plot)
 
 
 def _say(rng: Random, tables: Tables, beat: str) -> str:
-    return " ".join(Teller(rng, tables).tell(rng.choice(tables.beats[beat])))
+    return " ".join(SlotFiller(rng, tables).fill(rng.choice(tables.beats[beat])))
 
 
 def _message(role: str, content: str) -> Message:
@@ -112,9 +114,9 @@ def _message(role: str, content: str) -> Message:
 
 
 def named_prompt(seed: int) -> tuple[str, str]:
-    """A story's beginning up to the sentence that names the hero, and that name.
+    """Return a story's beginning up to the sentence that names the hero, and that name.
 
-    The seeds' stories are not the training documents: they are drawn from other random numbers.
+    The stories of these seeds are drawn from other random numbers than the training documents.
     """
     story = story_from_seed(f"prompt/{seed}")
     beginning: list[str] = []

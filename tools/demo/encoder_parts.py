@@ -1,4 +1,5 @@
-"""What the trainings of the two demo encoders share: tokenizer, architecture, batches, steps."""
+"""The parts that the trainings of both demo encoders share: tokenizer, architecture, batches,
+steps."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 CLS, SEP, PAD, UNK, MASK = SPECIAL_TOKENS = ["[CLS]", "[SEP]", "[PAD]", "[UNK]", "[MASK]"]
 VOCAB_SIZE = 2560
 TOKENIZER_TRIPLES, TOKENIZER_STORIES = 20_000, 500
-"""Triples, and stories of the other grammar, whose words the demo's users will type too."""
+"""Numbers of triples, and of stories of the other grammar, whose words users will type, too."""
 
 MAX_POSITIONS = 256
 POSITION_SIZE = 0.03
@@ -44,7 +45,8 @@ PEAK_LR, PEAK_LR_MATRICES = 2e-3, 0.01
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of lower-case text, so that every Unicode text has tokens."""
+    """Return a byte-level BPE tokenizer of lower-case text, so that every Unicode text has
+    tokens."""
     raw = Tokenizer(models.BPE())
     raw.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -82,7 +84,7 @@ def _tokenizer_texts(seed: int) -> Iterator[str]:
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast) -> BertConfig:
-    """A small BERT; its size keeps a folder under 4 MB."""
+    """Return a small BERT; its size keeps a folder under 4 MB."""
     return BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -97,10 +99,10 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> BertConfig:
 
 
 def place_positions(model: BertModel) -> None:
-    """Sets the position embeddings to sines of many wavelengths, to begin the training with.
+    """Set the position embeddings to sines of many wavelengths, as a start for the training.
 
-    So a place looks alike to its neighbours, seldom trained far ones too (Source: Vaswani et al.,
-    arXiv:1706.03762), as large as BERT's random ones.
+    Neighbouring positions are then similar, including far ones that the training seldom reaches
+    (Source: Vaswani et al., arXiv:1706.03762). The size is that of BERT's random embeddings.
     """
     weight = model.embeddings.position_embeddings.weight
     places, width = weight.shape
@@ -114,8 +116,7 @@ def place_positions(model: BertModel) -> None:
 class Schedule:
     """The optimizers of a training: Muon for the matrices inside the layers, AdamW for the rest.
 
-    The steps climb to the peak rates and then fall from them in a straight line, down to nothing
-    when all is read.
+    The learning rates rise to their peaks and then fall linearly to zero at the end of the text.
     """
 
     def __init__(self, model: Module, *others: Module) -> None:
@@ -132,7 +133,7 @@ class Schedule:
         ]
 
     def take_step(self, loss: torch.Tensor, share: float) -> None:
-        """One update of the weights, after `share` of the texts has been read."""
+        """Update the weights once, after `share` of the texts has been read."""
         self._step += 1
         rate = min(self._step / WARMUP_STEPS, 1.0 - share)
         loss.backward()
@@ -145,7 +146,7 @@ class Schedule:
 
 
 class Progress:
-    """Counts what a training has read, and prints it every 50 steps."""
+    """Counts what a training has read, and prints the counts every 50 steps."""
 
     def __init__(self, total: int) -> None:
         self._total, self._read, self._steps = total, 0, 0
@@ -154,11 +155,11 @@ class Progress:
 
     @property
     def share(self) -> float:
-        """Share of the total that has been read."""
+        """The share of the total that has been read."""
         return self._read / self._total
 
     def add(self, read: int, loss: float) -> None:
-        """One step more."""
+        """Count a step that read `read` texts."""
         self._read += read
         self._steps += 1
         self._recent.append(loss)
@@ -170,7 +171,7 @@ class Progress:
             )
 
     def facts(self) -> dict[str, float]:
-        """Steps taken, and the mean loss of the last ones."""
+        """Return the number of steps, and the mean loss of the last ones."""
         return {"steps": self._steps, "loss": round(self._mean(), 4)}
 
     def _mean(self) -> float:
@@ -178,18 +179,19 @@ class Progress:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[Any]) -> list[list[int]]:
-    """Token ids of texts or of pairs of texts, special tokens included, cut to the positions."""
+    """Return the token ids of texts or of pairs of texts, with special tokens, cut to
+    `MAX_POSITIONS`."""
     found = tokenizer.backend_tokenizer.encode_batch(texts)
     return [encoding.ids[:MAX_POSITIONS] for encoding in found]
 
 
 def save_facts(folder: Path, facts: dict[str, float]) -> None:
-    """Writes how a model was trained beside its weights."""
+    """Write the facts of a training into the model's folder."""
     (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
-    """[num_rows, longest row] int64."""
+    """Return the rows as [num_rows, longest row] int64, filled up with `filler`."""
     width = max(len(row) for row in rows)
     return torch.tensor([row + [filler] * (width - len(row)) for row in rows])
 
@@ -197,9 +199,9 @@ def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
 def by_length(
     lengths: list[int], size: int, tokens_max: int, rng: random.Random
 ) -> list[list[int]]:
-    """Indices in batches of at most `size` of like length, the batches in random order.
+    """Return indices in batches of at most `size` of similar length, the batches in random order.
 
-    A batch is smaller where `size` of its longest would be more than `tokens_max`.
+    A batch is smaller if `size` rows of its longest length would exceed `tokens_max`.
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], rng.random()))
     batches: list[list[int]] = []

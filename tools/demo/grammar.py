@@ -1,7 +1,7 @@
-"""Writes the demo model's stories: a seed in, a story out, the same on every machine.
+"""Writes the demo model's stories; a seed gives the same story on every machine.
 
-Rule 1: a story's choices all come from the `Random` it is given; nothing else is drawn.
-Rule 2: what it writes is exactly what `parser.py` recognises; both read the same tables.
+Rule 1: every choice of a story is drawn from the given `Random`. Rule 2: `parser.py` recognises
+exactly the stories that this file writes; both read the same tables.
 
     python -m tools.demo.grammar --count        how many stories the grammar derives
     python -m tools.demo.grammar --seed 7       one story
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 STORIES = "stories.grammar"
 
 OPTIONAL_SHARE = 0.6
-"""How often a beat that may be left out is told (guess; stories then average about 130 words)."""
+"""The probability of an optional beat (guess; stories then average about 130 words)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A written story and the values it was written with."""
+    """A story and the values in its slots."""
 
     plot: str
     sentences: tuple[str, ...]
@@ -55,26 +55,26 @@ class Story:
 
     @property
     def hero(self) -> str:
-        """The name that must recur."""
+        """The hero's name, which must occur again."""
         return self.values["hero"]
 
 
 @dataclass(slots=True)
-class Teller:
-    """Fills slots for one story or one request; a role keeps the value it is first given."""
+class SlotFiller:
+    """Fills the slots of one story or one request. A role keeps its first value."""
 
     rng: Random
     tables: Tables = field(default_factory=lambda: load(STORIES))
     values: dict[str, str] = field(default_factory=dict)
 
-    def tell(self, variant: Variant) -> list[str]:
-        """The variant's sentences with their slots filled."""
-        return [self._tell_sentence(sentence) for sentence in variant]
+    def fill(self, variant: Variant) -> list[str]:
+        """Return the variant's sentences with their slots filled."""
+        return [self._fill_sentence(sentence) for sentence in variant]
 
-    def _tell_sentence(self, sentence: Sentence) -> str:
-        return "".join(p if isinstance(p, str) else self._fill(p) for p in sentence)
+    def _fill_sentence(self, sentence: Sentence) -> str:
+        return "".join(p if isinstance(p, str) else self._fill_slot(p) for p in sentence)
 
-    def _fill(self, slot: Slot) -> str:
+    def _fill_slot(self, slot: Slot) -> str:
         words = self._words(slot.base)
         return with_article(words) if slot.article else words
 
@@ -112,28 +112,29 @@ class Teller:
 def write_story(
     rng: Random, values: dict[str, str] | None = None, plot: str | None = None
 ) -> Story:
-    """A story; `values` fixes roles (a hero's name, say) and `plot` its course."""
+    """Write a story. `values` sets roles (such as the hero's name), and `plot` its plot."""
     tables = load(STORIES)
     plot = plot or rng.choice(list(tables.plots))
-    teller = Teller(rng, tables, dict(values or {}))
+    filler = SlotFiller(rng, tables, dict(values or {}))
     sentences: list[str] = []
     for step in tables.plots[plot]:
         if step.optional and rng.random() >= OPTIONAL_SHARE:
             continue
-        sentences += teller.tell(rng.choice(tables.beats[step.beat]))
-    return Story(plot, tuple(sentences), teller.values)
+        sentences += filler.fill(rng.choice(tables.beats[step.beat]))
+    return Story(plot, tuple(sentences), filler.values)
 
 
 def story_from_seed(seed: int | str) -> Story:
-    """The story of a seed; a string seeds by its SHA-512, so this is stable across versions."""
+    """Return the story of a seed. Strings seed `Random` by their SHA-512, so this is stable across
+    versions."""
     return write_story(random.Random(f"story/{seed}"))
 
 
 def count_derivations() -> int:
-    """How many different sequences of choices the grammar has, counted without writing any.
+    """Count the different sequences of choices in the grammar without writing any.
 
-    A role's values count once for a whole story and only where the story mentions the role, so the
-    count runs over sets of mentioned roles: beat by beat, set → number of ways to get there.
+    A role's values count once per story, and only if the story mentions the role. So the count runs
+    over sets of mentioned roles: for each beat, set → number of ways to get there.
     """
     tables = load(STORIES)
     total = 0
@@ -151,7 +152,7 @@ def count_derivations() -> int:
 
 
 def _choices(tables: Tables, variant: Variant) -> tuple[frozenset[str], int]:
-    """The roles a variant mentions, and in how many ways its list slots can be filled."""
+    """Return the roles that a variant mentions, and the number of ways to fill its list slots."""
     roles: set[str] = set()
     local = 1
     for slot in slots_of(variant):
@@ -164,7 +165,8 @@ def _choices(tables: Tables, variant: Variant) -> tuple[frozenset[str], int]:
 
 
 def _role_values(tables: Tables, roles: frozenset[str]) -> int:
-    """In how many ways the mentioned roles can get their values, heeding what must differ."""
+    """Return the number of ways to give the mentioned roles their values, where some must
+    differ."""
     number = math.perm(len(all_names(tables)), len(roles & set(NAMES)))
     for role in roles - set(NAMES):
         rule = tables.roles[role]
@@ -173,7 +175,7 @@ def _role_values(tables: Tables, roles: frozenset[str]) -> int:
 
 
 def main() -> None:
-    """Prints a story, or the number of stories."""
+    """Print a story or the number of stories."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--count", action="store_true", help="print the number of derivations")
     options.add_argument("--seed", default="0", help="which story to write (default 0)")

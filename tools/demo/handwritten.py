@@ -1,7 +1,8 @@
-"""Reads `handwritten.txt`: plain English that a newcomer might type, not from the grammar.
+"""Reads `handwritten.txt`: plain English as a newcomer might type it, which is not from the
+grammar.
 
-Rule 1: nothing there is trained on, and the grammar is not changed to have these words or
-sentences: what the models reach on it is reported as it is.
+Rule: no model is trained on this text, and the grammar is not changed to contain its words or
+sentences. The models' results on it are reported as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ HANDWRITTEN = "handwritten.txt"
 
 
 def _groups(lines: int) -> tuple[tuple[str, ...], ...]:
-    """The groups of so many lines; an empty line ends a group."""
+    """Return the groups of `lines` lines each. An empty line ends a group."""
     text = (HERE / HANDWRITTEN).read_text(encoding="utf-8")
     kept = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     groups = (tuple(group.strip().splitlines()) for group in kept.split("\n\n"))
@@ -20,10 +21,11 @@ def _groups(lines: int) -> tuple[tuple[str, ...], ...]:
 
 
 def triples() -> list[tuple[str, str, str]]:
-    """Anchor, paraphrase and what is not one."""
+    """Return triples of an anchor, a paraphrase, and a text that is not one."""
     return [(first, second, third) for first, second, third in _groups(3)]
 
 
 def queries() -> list[tuple[str, str, str, str]]:
-    """Query, the document that answers it, and two that share its words but do not."""
+    """Return groups of a query, the document that answers it, and two documents that share its
+    words but do not answer it."""
     return [(query, right, one, other) for query, right, one, other in _groups(4)]

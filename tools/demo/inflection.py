@@ -1,6 +1,6 @@
-"""How English words change: verbs through their tenses, nouns to their plural; regular ones only.
+"""Inflects English words by regular rules: tenses of verbs, plurals of nouns.
 
-Rule 1: what no rule here gets right stands in the grammar file with its forms.
+Rule: a word that no rule here gets right has its forms in the grammar file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _DOUBLING = re.compile(r"[^aeiou]*[aeiou][^aeiouwxy]")
 
 
 def past_of(base: str) -> str:
-    """`chased`, `hugged`, `cried`."""
+    """Return a verb's past: `chased`, `hugged`, `cried`."""
     if base.endswith("e"):
         return base + "d"
     if _ends_in_y(base):
@@ -22,7 +22,8 @@ def past_of(base: str) -> str:
 
 
 def ing_of(base: str) -> str:
-    """`chasing`, `hugging`, `lying`; `being` and `seeing` keep their e."""
+    """Return a verb's participle: `chasing`, `hugging`, `lying`. `being` and `seeing` keep their
+    e."""
     if base.endswith("ie"):
         return base[:-2] + "ying"
     if base.endswith("e") and not base.endswith(("ee", "oe")) and len(base) > 2:
@@ -31,14 +32,15 @@ def ing_of(base: str) -> str:
 
 
 def third_of(base: str) -> str:
-    """`chases`, `catches`, `cries`; `have` and `be` are irregular for everybody."""
+    """Return a verb's third person: `chases`, `catches`, `cries`. Only `have` and `be` are
+    irregular."""
     if base in ("have", "be"):
         return {"have": "has", "be": "is"}[base]
     return plural_of(base)
 
 
 def plural_of(word: str) -> str:
-    """`foxes`, `ponies`, `owls`."""
+    """Return a noun's plural: `foxes`, `ponies`, `owls`."""
     if _ends_in_y(word):
         return word[:-1] + "ies"
     hissing = word.endswith(("s", "x", "z", "ch", "sh")) or word in ("go", "do")
@@ -46,13 +48,13 @@ def plural_of(word: str) -> str:
 
 
 def with_article(words: str) -> str:
-    """`a fox`, `an owl`, `an honest fox`."""
+    """Return the words with their article: `a fox`, `an owl`, `an honest fox`."""
     vowel = words[0] in VOWELS and not words.startswith(("one", "uni", "useful"))
     return f"{'an' if vowel or words.startswith('honest') else 'a'} {words}"
 
 
 def possessive_of(words: str) -> str:
-    """`the fox's`."""
+    """Return the possessive: `the fox's`."""
     return f"{words}'s"
 
 

@@ -1,7 +1,7 @@
-"""Reads `meanings.grammar` into concepts, whose forms mean the same, and frames that join them.
+"""Reads `meanings.grammar`: concepts, whose forms mean the same, and frames that join concepts.
 
-Rule 1: everything that is a matter of words stands in the grammar file, not in Python.
-Rule 2: a mistake in the file raises `GrammarError` when it is loaded; no later code checks again.
+Rule 1: everything about words is in the grammar file, not in Python. Rule 2: a mistake in the file
+raises `GrammarError` when the file is loaded; no later code checks again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SLOTS = {
     "verbs": VERB_SLOTS,
     "words": ("", "very", "a"),
 }
-"""What can be made of a concept in a sentence, by its kind; "" is the slot without a dot."""
+"""The slots that a concept can fill in a sentence, by its kind; "" is a slot without a dot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to say a concept, in all its shapes: slot → words.
+    """A way to say a concept, in all its shapes: slot → words.
 
-    `mass` takes no article; `is_plain` is a verb that can stand in the passive.
+    `mass` nouns take no article. `is_plain` verbs can be used in the passive.
     """
 
     text: str
@@ -44,13 +44,13 @@ class Form:
     is_plain: bool = True
 
     def shape(self, slot: str) -> str:
-        """The words for a slot; the form as it stands where it has no shape of that name."""
+        """Return the words for a slot, or the form's text if it has no such shape."""
         return dict(self.shapes).get(slot, self.text)
 
 
 @dataclass(frozen=True, slots=True)
 class Concept:
-    """What a set of forms means; `name` is its list and its first form."""
+    """A meaning with several forms. `name` consists of its list and its first form."""
 
     name: str
     kind: str
@@ -61,9 +61,9 @@ class Concept:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One kind of statement: its roles, its ways to be said, and questions about it.
+    """A kind of statement: its roles, the ways to say it, and questions about it.
 
-    `sources` and `details` are the lists that may fill a role; details may be left out.
+    `sources` are the lists that may fill each role. `details` are lists of optional roles.
     """
 
     name: str
@@ -78,39 +78,41 @@ class Frame:
 
 @dataclass(slots=True)
 class Lexicon:
-    """What the grammar file says, in its order."""
+    """The contents of the grammar file, in its order."""
 
     concepts: dict[str, tuple[Concept, ...]] = field(default_factory=dict)
     frames: dict[str, Frame] = field(default_factory=dict)
 
     def of(self, sources: tuple[str, ...]) -> tuple[Concept, ...]:
-        """The concepts of several lists."""
+        """Return the concepts of several lists."""
         return tuple(concept for source in sources for concept in self.concepts[source])
 
 
 def slots_of(way: str) -> list[tuple[str, str]]:
-    """The (role, slot) pairs of a way to say something, in reading order."""
+    """Return the (role, slot) pairs of a way to say something, in reading order."""
     return [(role, slot) for role, slot in _SLOT.findall(way)]
 
 
 def fill(way: str, words: dict[tuple[str, str], str]) -> str:
-    """The way with each of its slots replaced."""
+    """Return a way to say something with its slots replaced by words."""
     return _SLOT.sub(lambda found: words[found[1], found[2] or ""], way)
 
 
 @cache
 def lexicon(name: str = MEANINGS) -> Lexicon:
-    """The tables of the grammar file.
+    """Load a grammar file.
 
-    Raises: GrammarError for a malformed line, a list twice, or a slot that nothing defines.
+    Raises:
+        GrammarError: A line is malformed, a list is defined twice, or a slot is undefined.
     """
     return parse((HERE / name).read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> Lexicon:
-    """The tables of a grammar's text.
+    """Parse a grammar's text.
 
-    Raises: GrammarError, as for `lexicon`.
+    Raises:
+        GrammarError: As in `lexicon`.
     """
     found = Lexicon()
     shapes: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""Draws what the demo encoders read about: meanings, those that differ in little, held-out ones.
+"""Draws the meanings that the demo encoders read about: random, slightly different, or held out.
 
-Rule 1: every choice comes from the `Random` it is given; nothing else is drawn.
-Rule 2: whether a meaning is held out follows from its key alone, and no meaning that is held out is
-said anywhere in the training text, not even as what something else is told apart from.
+Rule 1: every choice is drawn from the given `Random`. Rule 2: a meaning's key alone decides whether
+it is held out. A meaning that is held out appears nowhere in the training text, not even as a
+negative example.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ if TYPE_CHECKING:
     from random import Random
 
 HELD_OUT_ONE_IN = 10
-"""One in so many keys is held out (guess: enough of both)."""
+"""One in this many keys is held out (guess: enough for both sets)."""
 
 DETAIL_SHARE = 0.3
 STRANGE_SHARE = 0.3
-"""Of the details a frame allows, and of the names that no list holds (guesses)."""
+"""The shares of details that are used, and of names that are in no list (guesses)."""
 
 NEAR_SHARE = 0.5
-"""How often another of the same list takes a role, where a meaning is to differ (guess)."""
+"""How often a changed role gets a concept of the same list (guess)."""
 
 Roles = tuple[tuple[str, Concept], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a sentence says: a frame, who or what fills its roles, and details (in frame order)."""
+    """The meaning of a sentence: a frame, the concepts in its roles, and details (in frame
+    order)."""
 
     frame: str
     core: Roles
@@ -42,7 +43,7 @@ class Meaning:
     def key(self) -> str:
         """The combination by which a meaning is held out: the frame and its first two roles.
 
-        Where these may change places, their order does not count.
+        The order of these roles does not count in a frame where they may change places.
         """
         names = [concept.name for _, concept in self.core[:2]]
         if lexicon().frames[self.frame].is_mirror:
@@ -51,16 +52,18 @@ class Meaning:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether this combination is kept from the training."""
+        """Whether this combination is not used for the training."""
         digest = hashlib.sha256(self.key.encode()).digest()
         return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
     def role(self, name: str) -> Concept:
-        """What fills a role or a detail; KeyError if the meaning has none of that name."""
+        """Return the concept of a role or a detail; raise KeyError if the meaning has no such
+        role."""
         return dict(self.core + self.details)[name]
 
     def says(self, frame: str, wanted: Roles) -> bool:
-        """Whether it is a statement of the frame with these roles; a mirror's roles may swap."""
+        """Return whether the meaning is a statement of the frame with these roles. The roles of a
+        mirror frame may change places."""
         if self.frame != frame:
             return False
         roles = dict(self.core)
@@ -78,7 +81,7 @@ def draw_meaning(
     agent: Concept | None = None,
     not_kin: str = "",
 ) -> Meaning:
-    """A meaning; with `agent` one about that agent, and of another kind than `not_kin`."""
+    """Draw a meaning. With `agent`, it is about that agent and of another kind than `not_kin`."""
     frames = list(lexicon().frames.values())
     weights = [len(frame.sources) for frame in frames]
     while True:
@@ -98,7 +101,7 @@ def draw_meaning(
 
 
 def draw_concept(rng: Random, sources: tuple[str, ...]) -> Concept:
-    """One of the lists' concepts; a name may be one that no list holds."""
+    """Draw a concept from the lists. A name may be a new one that is in no list."""
     source = rng.choice(sources)
     concept = rng.choice(lexicon().concepts[source])
     if concept.kind != "names" or rng.random() >= STRANGE_SHARE:
@@ -108,7 +111,7 @@ def draw_concept(rng: Random, sources: tuple[str, ...]) -> Concept:
 
 
 def may_fill(concept: Concept, sources: tuple[str, ...]) -> bool:
-    """Whether a concept may stand in a role that takes these lists."""
+    """Return whether a concept may fill a role that takes these lists."""
     return concept.name.split("/")[0] in sources
 
 
@@ -124,7 +127,8 @@ def _draw_details(rng: Random, frame: Frame, core: dict[str, Concept]) -> Roles:
 
 
 def takes_look(concept: Concept) -> bool:
-    """Whether adjectives go before it: not before a name, and not before `old woman`."""
+    """Return whether an adjective can be put before a concept: not before a name, and not before
+    `old woman`."""
     return concept.kind == "nouns" and not any(" " in form.text for form in concept.forms)
 
 
@@ -134,10 +138,12 @@ def differing(
     wanted: Roles | None = None,
     held_out: bool = True,
 ) -> tuple[Meaning, str]:
-    """A meaning that differs in little, and in what: a role's or detail's name, swap or contrary.
+    """Return a meaning that differs slightly, and the difference: the name of a role or detail,
+    swap or contrary.
 
-    It differs in the core; without `wanted` perhaps in a detail alone. With `wanted`, which must
-    not be empty, it does not say these roles. Without `held_out` it is none of those.
+    The meaning differs in the core or, without `wanted`, perhaps only in a detail. With `wanted`,
+    which must not be empty, it does not say these roles. Without `held_out`, it is not a held-out
+    one.
     """
     kinds = {"role": 6, "swap": 5, "contrary": 2}
     if wanted is None and meaning.details:
@@ -183,7 +189,8 @@ def _contrary(rng: Random, meaning: Meaning) -> tuple[Meaning, str] | None:
 
 
 def swapped(rng: Random, meaning: Meaning) -> tuple[Meaning, str] | None:
-    """The same of two who have changed places, and `swap`; None where it says nothing else."""
+    """Return the meaning with its first two roles exchanged, and `swap`; None if that says the
+    same."""
     frame = lexicon().frames[meaning.frame]
     core = dict(meaning.core)
     people = [role for role in ("agent", "patient", "other") if role in core]

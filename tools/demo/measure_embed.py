@@ -1,12 +1,12 @@
-"""Measures the shipped embedding model against its bars; exits 1 when one is missed.
+"""Measures the shipped embedding model against its bars; exits with 1 if one is missed.
 
     python -m tools.measure_demo embed                prints every figure
-    python -m tools.measure_demo embed --verbose      and the triples that it gets wrong
+    python -m tools.measure_demo embed --verbose      and the triples that are wrong
 
 A triple is right if the first text is nearer, by cosine, to the second than to the third. Held-out
-triples are of meanings whose combination (frame and the concepts in its first two roles) no
-training text has; `tools/demo/meanings.py` says which. The model is loaded and run as a user would:
-by sentence-transformers, in float32, on the CPU.
+triples have meanings whose combination (frame and the concepts in its first two roles) is in no
+training text; `tools/demo/meanings.py` decides which. The model is loaded and run as a user would
+do it: by sentence-transformers, in float32, on the CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Texts = tuple[str, str, str]
 
 
 def right(model: SentenceTransformer, triples: Sequence[Texts]) -> list[bool]:
-    """Of each triple whether its first text is nearer to the second than to the third."""
+    """Return for each triple whether its first text is nearer to the second than to the third."""
     firsts, seconds, thirds = (
         model.encode(list(column), normalize_embeddings=True)
         for column in zip(*triples, strict=True)
@@ -44,7 +44,7 @@ def right(model: SentenceTransformer, triples: Sequence[Texts]) -> list[bool]:
 
 
 def nearest(model: SentenceTransformer, triples: Sequence[Texts]) -> list[bool]:
-    """Of each triple whether of all second texts its own is the nearest to the first."""
+    """Return for each triple whether its own second text is the nearest of all second texts."""
     firsts = model.encode([t[0] for t in triples], normalize_embeddings=True)
     seconds = model.encode([t[1] for t in triples], normalize_embeddings=True)
     return [int(found) == at for at, found in enumerate((firsts @ seconds.T).argmax(1))]
@@ -53,7 +53,7 @@ def nearest(model: SentenceTransformer, triples: Sequence[Texts]) -> list[bool]:
 def measure(
     model: SentenceTransformer, folder: Path, seed: int, count: int
 ) -> tuple[Figures, list[Texts]]:
-    """Every figure, and the triples that are wrong, the hand-written ones first."""
+    """Return every figure, and the triples that are wrong, the handwritten ones first."""
     held_out = [held_out_triple(seed, index) for index in range(count)]
     texts = [t.texts for t in held_out]
     outcomes = right(model, texts)
@@ -82,7 +82,7 @@ def measure(
 
 
 def main() -> int:
-    """Prints the figures; 1 when a bar is missed."""
+    """Print the figures and return the exit code."""
     given = read_options(__doc__, MODEL, HELD_OUT)
     model = SentenceTransformer(str(given.model), device="cpu")
     figures, wrong = measure(model, given.model, given.seed, given.count)

@@ -1,11 +1,11 @@
-"""Measures the shipped cross-encoder against its bars; exits 1 when one is missed.
+"""Measures the shipped cross-encoder against its bars; exits with 1 if one is missed.
 
     python -m tools.measure_demo rerank               prints every figure
-    python -m tools.measure_demo rerank --verbose     and the searches that it gets wrong
+    python -m tools.measure_demo rerank --verbose     and the searches that are wrong
 
 A search is right if the document that answers it has the highest score of ten. Held-out searches
-are for meanings whose combination (frame and the concepts in its first two roles) no training text
-has; `tools/demo/meanings.py` says which. The model is loaded and run as a user would: by
+have meanings whose combination (frame and the concepts in its first two roles) is in no training
+text; `tools/demo/meanings.py` decides which. The model is loaded and run as a user would do it: by
 sentence-transformers, in float32, on the CPU.
 """
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 MODEL = Path(__file__).parents[2] / "engine" / "demo" / "rerank"
 HELD_OUT = 500
 BARS = {"held_out_first": 0.75}
-"""What the shipped model stands on; chance would give 0.10. The aim was 0.95: of ten documents four
-say almost the same as the right one, and a training twice as long reaches 0.82 too, so that the
-searches or the model have to change."""
+"""The bar of the shipped model; chance would give 0.10. The aim was 0.95, but four of ten documents
+say almost the same as the right one, and a training twice as long reaches only 0.82. So the
+searches or the model would have to change."""
 
 
 def best_documents(model: CrossEncoder, searches: Sequence[Search]) -> list[int]:
-    """Of each search the index of its document with the highest score."""
+    """Return for each search the index of the document with the highest score."""
     pairs = [(s.query, document) for s in searches for document in s.documents]
     scores = model.predict(pairs)
     best: list[int] = []
@@ -46,7 +46,8 @@ def best_documents(model: CrossEncoder, searches: Sequence[Search]) -> list[int]
 
 
 def handwritten_searches() -> list[Search]:
-    """Each query with its documents, and the answers of the next queries to make ten."""
+    """Return each handwritten query with its documents, and answers to other queries to make
+    ten."""
     answers = [right for _, right, *_ in queries()]
     more = HELD_OUT_DOCUMENTS - 3
     return [
@@ -58,7 +59,8 @@ def handwritten_searches() -> list[Search]:
 def measure(
     model: CrossEncoder, folder: Path, seed: int, count: int
 ) -> tuple[Figures, list[tuple[Search, int]]]:
-    """Every figure, and the wrong searches with the document preferred, by hand ones first."""
+    """Return every figure, and the wrong searches with the preferred document, the handwritten ones
+    first."""
     by_hand = handwritten_searches()
     held_out = [held_out_search(seed, index) for index in range(count)]
     best_by_hand, best = best_documents(model, by_hand), best_documents(model, held_out)
@@ -76,7 +78,7 @@ def measure(
 
 
 def main() -> int:
-    """Prints the figures; 1 when a bar is missed."""
+    """Print the figures and return the exit code."""
     given = read_options(__doc__, MODEL, HELD_OUT)
     model = CrossEncoder(str(given.model), device="cpu")
     figures, wrong = measure(model, given.model, given.seed, given.count)

@@ -1,13 +1,13 @@
-"""Measures the shipped story model against its bars; exits 1 when one is missed.
+"""Measures the shipped story model against its bars; exits with 1 if one is missed.
 
     python -m tools.measure_demo                       prints every figure
     python -m tools.measure_demo --json FILE           and writes them
     python -m tools.measure_demo --samples 5           and prints five of the stories
 
-All stories are written by Triolet itself, at once, sampled at temperature 0.8 from the whole
-vocabulary (no top-k, top-p or min-p); those of `default_stories_parse` as a request that says
-nothing is, by the model's generation_config. A story's seed alone decides it: neither its place in
-a batch nor its neighbours do (D10).
+Triolet itself writes all stories at once, sampled at temperature 0.8 from the whole vocabulary (no
+top-k, top-p or min-p). Those of `default_stories_parse` are sampled by the model's
+generation_config, as for a request without options. A story depends on its seed alone, and not on
+its place in a batch or on its neighbours (D10).
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.requests import SamplingParams
+from engine.requests.text_values import SamplingParams
 from tools.demo.corpus import named_prompt, request_and_story, training_stories
+from tools.demo.figures import Figures, report, share, size_of
 from tools.demo.grammar import count_derivations
 from tools.demo.notation import split_sentences
 from tools.demo.parser import story_parser
 from tools.demo.writer import TrioletWriter, Written
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 MODEL = Path(__file__).parents[2] / "engine" / "demo" / "stories"
 MAX_NEW_TOKENS = 400
@@ -52,8 +53,9 @@ UNKNOWN_NAMES = ("Zorblax", "Xiaolan", "Quentin", "Bartholomew", "Saoirse", "Chi
 UNKNOWN_NAMES += ("Hyacinth", "Tchaikovsky", "Okonkwo", "Aoife", "Ximena", "Wojciech", "Eleanor")
 
 
-def measure(writer: TrioletWriter, folder: Path) -> tuple[dict[str, float | int], list[str]]:
-    """Every figure, and the stories they were taken from (prompt and continuation)."""
+def measure(writer: TrioletWriter, folder: Path) -> tuple[Figures, list[str]]:
+    """Return every figure, and the stories that they were computed from (prompt and
+    continuation)."""
     training = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     seeds = range(STORIES)
     prompts, names = zip(*(named_prompt(seed) for seed in seeds), strict=True)
@@ -61,34 +63,36 @@ def measure(writer: TrioletWriter, folder: Path) -> tuple[dict[str, float | int]
     stories = [prompt + w.text for prompt, w in zip(prompts, written, strict=True)]
     known = set(training_stories(training["seed"], training["documents"]))
     parser = story_parser()
-    figures: dict[str, float | int] = {
+    figures: Figures = {
         "stories": STORIES,
         "sentences_accepted": accepted_share(written),
         "name_recurs": recurring_share(names, written),
-        "not_in_training_text": _share(story not in known for story in stories),
-        "ended_by_itself": _share(w.ended for w in written),
-        "whole_story_accepted": _share(parser.accepts_story(story) for story in stories),
+        "not_in_training_text": share(story not in known for story in stories),
+        "ended_by_itself": share(w.ended for w in written),
+        "whole_story_accepted": share(parser.accepts_story(story) for story in stories),
         "mean_words": round(sum(len(s.split()) for s in stories) / STORIES, 1),
         "derivations": count_derivations(),
         "training_documents": training["documents"],
-        "size_bytes": sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()),
+        "size_bytes": size_of(folder),
     }
     return figures | _side_figures(writer) | _default_figures(folder), stories
 
 
-def _default_figures(folder: Path) -> dict[str, float | int]:
-    """The README's first request, with many seeds: does the story end, and parse?"""
+def _default_figures(folder: Path) -> Figures:
+    """Return the share of stories after the README's first prompt that end and parse, over many
+    seeds."""
     writer, parser = TrioletWriter(folder, AS_CONFIGURED), story_parser()
     prompt = "Once upon a time"
     written = writer.generate_stories([prompt] * STORIES, range(STORIES))
     sentences = [split_sentences(prompt + w.text) for w in written]
     parses = (all(map(parser.accepts_sentence, story)) for story in sentences)
     ends = (w.ended for w in written)
-    return {"default_stories_parse": _share(a and b for a, b in zip(parses, ends, strict=True))}
+    return {"default_stories_parse": share(a and b for a, b in zip(parses, ends, strict=True))}
 
 
-def _side_figures(writer: TrioletWriter) -> dict[str, float | int]:
-    """Figures without a bar: chats, the bare first prompt, and names outside the grammar."""
+def _side_figures(writer: TrioletWriter) -> Figures:
+    """Return the figures without a bar: chats, the bare first prompt, and names outside the
+    grammar."""
     seeds = range(SIDE_STORIES)
     plain = writer.generate_stories(["Once upon a time"] * SIDE_STORIES, seeds)
     starts = [Written("Once upon a time" + w.text, w.ended) for w in plain]
@@ -102,13 +106,14 @@ def _side_figures(writer: TrioletWriter) -> dict[str, float | int]:
         "plain_prompt_sentences_accepted": accepted_share(starts),
         "chat_sentences_accepted": accepted_share(answers),
         "chat_name_recurs": recurring_share([name for _, name in asked], answers),
-        "chat_ended_by_itself": _share(w.ended for w in answers),
+        "chat_ended_by_itself": share(w.ended for w in answers),
         "unknown_name_recurs": recurring_share(unknown, odd),
     }
 
 
 def _named_request(seed: int) -> tuple[str, str]:
-    """A chat request that names its hero; other numbers than the training's."""
+    """Return a chat request that names its hero, and the name. It is drawn from other random
+    numbers than the training text."""
     rng = random.Random(f"request/{seed}")
     while True:
         request, story = request_and_story(rng)
@@ -117,38 +122,26 @@ def _named_request(seed: int) -> tuple[str, str]:
 
 
 def accepted_share(written: Sequence[Written]) -> float:
-    """Share of the written sentences that the grammar's parser accepts; a cut-off one counts."""
+    """Return the share of written sentences that the grammar's parser accepts. A sentence that is
+    cut off counts as written."""
     parser = story_parser()
     sentences = [s for w in written for s in split_sentences(w.text)]
-    return _share(parser.accepts_sentence(sentence) for sentence in sentences)
+    return share(parser.accepts_sentence(sentence) for sentence in sentences)
 
 
 _NO_MARKS = str.maketrans(dict.fromkeys('.,!?"', " "))
 
 
 def recurring_share(names: Sequence[str], written: Sequence[Written]) -> float:
-    """Share of the continuations that say the prompt's name again, as a word of its own."""
-    return _share(
+    """Return the share of continuations that contain the prompt's name as a separate word."""
+    return share(
         name in w.text.replace("'s", "").translate(_NO_MARKS).split()
         for name, w in zip(names, written, strict=True)
     )
 
 
-def _share(outcomes: Iterable[bool]) -> float:
-    results = list(outcomes)
-    return round(sum(results) / max(1, len(results)), 4)
-
-
-def missed_bars(figures: dict[str, float | int]) -> list[str]:
-    """One line per bar that a figure is below, or above in the case of the size."""
-    missed = [f"{key} {figures[key]} < {bar}" for key, bar in BARS.items() if figures[key] < bar]
-    if figures["size_bytes"] > SIZE_BYTES_MAX:
-        missed.append(f"size_bytes {figures['size_bytes']} > {SIZE_BYTES_MAX}")
-    return missed
-
-
 def main() -> int:
-    """Prints the figures; 1 when a bar is missed."""
+    """Print the figures and return the exit code."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--model", type=Path, default=MODEL)
     options.add_argument("--json", type=Path, help="also write the figures here")
@@ -158,15 +151,7 @@ def main() -> int:
     figures, stories = measure(writer, given.model)
     for story in stories[: given.samples]:
         print(story, end="\n\n")
-    for key, value in figures.items():
-        bar = f"   (bar: {BARS[key]})" if key in BARS else ""
-        print(f"{key:32} {value}{bar}")
-    missed = missed_bars(figures)
-    for line in missed:
-        print(f"MISSED: {line}")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    return 1 if missed else 0
+    return report(figures, BARS, given.json, SIZE_BYTES_MAX)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Reads the grammar files' notation into plain tables; knows nothing about writing or recognising.
+"""Reads the grammar files' notation into plain tables, for writing and for recognising stories.
 
-Rule 1: everything that is a matter of words stands in the `.grammar` files, not in Python.
-Rule 2: a mistake in a file raises `GrammarError` when it is loaded; no later code checks again.
+Rule 1: everything about words is in the `.grammar` files, not in Python. Rule 2: a mistake in a
+file raises `GrammarError` when the file is loaded; no later code checks again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PRONOUNS = {
     "His": ("Her", "His"),
     "him": ("her", "him"),
 }
-"""Slot → the word for her and the word for him; with an `f` before it, of the friend."""
+"""Slot → the female and the male pronoun; with an `f` before it, the friend's."""
 
 NAMES = ("hero", "friend")
-"""The roles that hold a name; a name decides the pronouns."""
+"""The roles that have a name. A name determines the pronouns."""
 
-# A sentence ends at . ! or ?, with or without a closing quotation mark, when the next thing starts
-# like a sentence. `?" asked Mina` goes on in lower case, so it is no border.
+# A sentence ends at . ! or ?, with or without a closing quotation mark, if what follows begins like
+# a sentence. `?" asked Mina` goes on in lower case, so the sentence does not end there.
 _BORDER = re.compile(r'(?<=[.!?])\s+(?=[A-Z"{])|(?<=[.!?]")\s+(?=[A-Z"{])')
 _SLOT = re.compile(r"\{(\w+)\}")
 
@@ -38,7 +38,8 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A hole in a sentence: `base` names the role, list or pronoun, `article` asks for a or an."""
+    """A slot in a sentence. `base` names the role, list or pronoun; `article` puts a or an before
+    the word."""
 
     base: str
     article: bool = False
@@ -50,7 +51,7 @@ Variant = tuple[Sentence, ...]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One place in a plot."""
+    """A beat's place in a plot."""
 
     beat: str
     optional: bool
@@ -58,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A slot with one value per story: its list, and the role whose value it must not share."""
+    """A slot with one value per story: its list, and the role that must have another value."""
 
     source: str
     differs_from: str | None
@@ -66,7 +67,7 @@ class Role:
 
 @dataclass(slots=True)
 class Tables:
-    """What grammar files say, in their order."""
+    """The contents of grammar files, in their order."""
 
     lists: dict[str, tuple[str, ...]] = field(default_factory=dict)
     roles: dict[str, Role] = field(default_factory=dict)
@@ -76,21 +77,22 @@ class Tables:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Cuts a text at its sentence borders; a quotation's speaker belongs to the quotation."""
+    """Split a text into sentences. The speaker of a quotation belongs to it."""
     return _BORDER.split(text.strip())
 
 
 def with_article(words: str) -> str:
-    """`a fox`, `an owl`, `an honest fox`."""
+    """Return the words with their article: `a fox`, `an owl`, `an honest fox`."""
     vowel = words[0] in "aeiou" or words.startswith("honest")
     return f"{'an' if vowel else 'a'} {words}"
 
 
 @cache
 def load(*names: str) -> Tables:
-    """The tables of one or more files in this folder.
+    """Load one or more grammar files of this folder.
 
-    Raises: GrammarError for a malformed line or a slot that nothing defines.
+    Raises:
+        GrammarError: A line is malformed, or a slot is undefined.
     """
     tables = Tables()
     for name in names:
@@ -101,7 +103,7 @@ def load(*names: str) -> Tables:
 
 
 def _entries(text: str) -> list[tuple[str, list[str]]]:
-    """Each unindented line with the indented lines that belong to it."""
+    """Return each unindented line with the indented lines that belong to it."""
     entries: list[tuple[str, list[str]]] = []
     for line in text.splitlines():
         if not line.strip() or line.startswith("#"):
@@ -143,7 +145,7 @@ def _multiply(tables: Tables, item: str) -> list[str]:
 
 
 def parse_variant(line: str) -> Variant:
-    """The sentences of one variant, each as literal pieces and slots in turn."""
+    """Return the sentences of a variant, each as alternating literal pieces and slots."""
     return tuple(_parse_sentence(sentence) for sentence in split_sentences(line))
 
 
@@ -160,12 +162,12 @@ def _parse_sentence(text: str) -> Sentence:
 
 
 def slots_of(variant: Variant) -> list[Slot]:
-    """The slots of a variant, in reading order."""
+    """Return the slots of a variant, in reading order."""
     return [piece for sentence in variant for piece in sentence if isinstance(piece, Slot)]
 
 
 def owner_of(slot: str) -> str | None:
-    """The name role a pronoun slot speaks of, or None if it is no pronoun."""
+    """Return the name role that a pronoun slot refers to, or None for another slot."""
     if slot in PRONOUNS:
         return "hero"
     if slot[0] == "f" and slot[1:] in PRONOUNS:
@@ -174,14 +176,14 @@ def owner_of(slot: str) -> str | None:
 
 
 def gender_of(tables: Tables, name: str) -> int | None:
-    """0 for one of her names, 1 for one of his, None for a name that is not listed."""
+    """Return 0 for a female name, 1 for a male name, or None for a name that is not listed."""
     if name in tables.lists["she"]:
         return 0
     return 1 if name in tables.lists["he"] else None
 
 
 def all_names(tables: Tables) -> tuple[str, ...]:
-    """Every listed name, hers first."""
+    """Return every listed name, the female ones first."""
     return tables.lists["she"] + tables.lists["he"]
 
 

@@ -1,10 +1,10 @@
-"""Recognises the grammar's sentences and stories; writes nothing and draws nothing.
+"""Recognises the sentences and stories of the grammar.
 
-A sentence is accepted when some sentence of the grammar, with some values in its slots, reads
-exactly so: a role needs the same value twice, pronouns need a name of their gender, and what must
-differ does. A story is accepted when its sentences follow one plot with one set of values.
+A sentence is accepted if the grammar has it with some values in its slots: a role must have the
+same value everywhere, pronouns must have their name's gender, and roles that must differ do. A
+story is accepted if its sentences follow one plot with one set of values.
 
-    python -m tools.demo.parser FILE            one line per sentence: ok or NOT
+    python -m tools.demo.parser FILE            prints a line per sentence: ok or NOT
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Values = dict[str, str]
-"""What a reading has settled: role → value, and `hero's`/`friend's` → gender as "0" or "1"."""
+"""The facts of a reading: role → value, and `hero's`/`friend's` → gender as "0" or "1"."""
 
 _WORD = re.compile(r"[\w'-]+")
 
@@ -57,7 +57,8 @@ class Parser:
 
     @cached_property
     def _closed(self) -> dict[Slot, dict[str, list[tuple[str, Values]]]]:
-        """For each slot but the names: first word → fillers that start with it and their facts."""
+        """For each slot except the names: first word → the fillers that start with it, and their
+        facts."""
         slots = {p for sentence in self._sentences for p in sentence if isinstance(p, Slot)}
         closed: dict[Slot, dict[str, list[tuple[str, Values]]]] = {}
         for slot in slots - {Slot(name) for name in NAMES}:
@@ -83,7 +84,8 @@ class Parser:
             yield from ((item, {}) for item in self.tables.lists[base])
 
     def _fillers(self, slot: Slot, text: str) -> Iterator[tuple[str, Values]]:
-        """The words that may fill the slot at the start of the text, and what they settle."""
+        """Yield the words that may fill the slot at the start of the text, and the facts that
+        follow."""
         first = _first_word(text)
         if slot.base not in NAMES:
             known = self._closed[slot].get(first, ())
@@ -95,7 +97,7 @@ class Parser:
             yield name, {slot.base: name, f"{slot.base}'s": str(gender)}
 
     def _merge(self, known: Values, facts: Values) -> Values | None:
-        """Both together, or None where they disagree or break a `not` rule."""
+        """Return all facts together, or None if they disagree or break a `not` rule."""
         if any(known.get(key, value) != value for key, value in facts.items()):
             return None
         merged = {**known, **facts}
@@ -107,7 +109,7 @@ class Parser:
         return merged
 
     def _match(self, pieces: Sentence, text: str, known: Values) -> Iterator[Values]:
-        """Every way to read the whole text as these pieces: what is known afterwards."""
+        """Yield the known facts after every way to read the whole text as these pieces."""
         if not pieces:
             if not text:
                 yield known
@@ -123,12 +125,12 @@ class Parser:
                 yield from self._match(rest, text[len(surface) :], merged)
 
     def accepts_sentence(self, text: str) -> bool:
-        """Whether the grammar derives this sentence in any story."""
+        """Return whether the grammar derives this sentence in any story."""
         readings = (self._match(sentence, text, {}) for sentence in self._sentences)
         return any(next(reading, None) is not None for reading in readings)
 
     def accepts_story(self, text: str) -> bool:
-        """Whether the grammar derives this text as one whole story."""
+        """Return whether the grammar derives this text as a whole story."""
         sentences = tuple(split_sentences(text))
         plots = self.tables.plots.values()
         return any(self._follows(steps, sentences, {}) for steps in plots)
@@ -160,12 +162,12 @@ def _first_word(text: str) -> str:
 
 @cache
 def story_parser() -> Parser:
-    """The parser of the shipped stories."""
+    """Return the parser of the shipped stories."""
     return Parser(load(STORIES))
 
 
 def main() -> int:
-    """Checks a text file's sentences; exits 1 when one is not the grammar's."""
+    """Check a text file's sentences and return the exit code: 1 if one is not the grammar's."""
     text = Path(sys.argv[1]).read_text(encoding="utf-8")
     parser = story_parser()
     verdicts = [(parser.accepts_sentence(s), s) for s in split_sentences(text)]

@@ -1,8 +1,8 @@
-"""Searches for the cross-encoder: a query, the document that answers it, and documents that do not.
+"""Searches for the cross-encoder: a query, the document that answers it, and wrong documents.
 
-Rule 1: search `index` of `seed` is the same everywhere and at any time.
-Rule 2: no wrong document has a sentence that says what the query wants; nor has it, but for the
-sentence that was made to differ, one of the same kind of frame.
+Rule 1: search `index` of `seed` is always the same, on every machine. Rule 2: no wrong document has
+a sentence that says what the query asks for, nor one of the same kind of frame, except the sentence
+that was made to differ.
 
     python -m tools.demo.searches --seed 7 --count 3 [--held-out]      prints some
 """
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 QUERY_SHARES = {"question": 5, "statement": 3, "keywords": 2}
 SENTENCES_MAX = 3
-"""Of a document: the one that matters, and others around it (guesses)."""
+"""The sentences of a document: the one that matters, and others around it (guess)."""
 
 HARD, SAME, ANY = "hard", "same", "any"
-"""Wrong documents: as the right one, but for one sentence that differs in little; about the same
-one as the right one; about anything."""
+"""Kinds of wrong documents: like the right one except for one sentence that differs slightly; about
+the same agent as the right one; about anything."""
 
 HELD_OUT_WRONG = (HARD,) * 4 + (SAME,) * 2 + (ANY,) * 3
 FIRST_WRONG = (HARD, HARD, SAME, ANY)
 TRAINING_WRONG = (HARD,) * 3
-"""And one more, of either other kind (guess: the easy ones are learnt from few)."""
+"""And one more of another kind (guess: a few are enough to learn the easy ones)."""
 
 HELD_OUT_DOCUMENTS = 1 + len(HELD_OUT_WRONG)
 TRAINING_DOCUMENTS = 2 + len(TRAINING_WRONG)
@@ -43,8 +43,8 @@ TRAINING_DOCUMENTS = 2 + len(TRAINING_WRONG)
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """`documents` has the right one first; `fulfilled` says of each what of the wish it fulfils:
-    the frame and the wanted roles, as far as that can be said."""
+    """A query and its documents, the right one first. `fulfilled` says for each document which
+    parts of the wish (the frame and the wanted roles) it fulfils, where known."""
 
     query: str
     documents: tuple[str, ...]
@@ -53,16 +53,18 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """What a document must say: a statement of `meaning`'s frame with these roles."""
+    """The content that a document must have: a statement of `meaning`'s frame with these roles."""
 
     meaning: Meaning
     roles: Roles
 
     def is_met_by(self, meaning: Meaning) -> bool:
+        """Return whether a meaning says what is wished."""
         return meaning.says(self.meaning.frame, self.roles)
 
     def compare(self, meaning: Meaning) -> dict[str, bool]:
-        """Whether the frame and each wanted role are as wished; of a mirror in the better order."""
+        """Return whether the frame and each wanted role are as wished; for a mirror frame in the
+        better order."""
         found = {"frame": meaning.frame == self.meaning.frame}
         orders = [dict(meaning.core)]
         if lexicon().frames[meaning.frame].is_mirror:
@@ -73,24 +75,25 @@ class _Wish:
 
     @property
     def kin(self) -> str:
+        """The kind of the wished frame."""
         return lexicon().frames[self.meaning.frame].kin
 
 
 def training_search(seed: int, index: int) -> Search:
-    """The training search of an index."""
+    """Return the training search of an index."""
     rng = random.Random(f"search/{seed}/{index}")
     wrong = (*TRAINING_WRONG, rng.choice((SAME, ANY)))
     return _search(rng, wrong, held_out=False)
 
 
 def first_search(seed: int, index: int) -> Search:
-    """A search for the training's first phase: documents of one sentence."""
+    """Return a search for the training's first phase: documents of one sentence."""
     rng = random.Random(f"first search/{seed}/{index}")
     return _search(rng, FIRST_WRONG, held_out=False, sentences=1)
 
 
 def held_out_search(seed: int, index: int) -> Search:
-    """A search for a meaning that no training text has, among ten documents."""
+    """Return a search for a meaning that no training text has, among ten documents."""
     return _search(random.Random(f"held out search/{seed}/{index}"), HELD_OUT_WRONG, held_out=True)
 
 
@@ -106,7 +109,7 @@ def _search(
         texts = [_document(rng, say(meaning, wording), around)]
         fulfilled = [wish.compare(meaning)]
         for kind in wrong:
-            if kind == HARD and roles:  # what wishes nothing is met by all of its kind
+            if kind == HARD and roles:  # else every frame of its kind fulfils it
                 other, _ = differing(rng, meaning, roles, held_out)
                 kept = around if rng.random() < 0.5 else _others(rng, wish, len(around))
                 text = say(other, like(rng, wording, meaning, other))
@@ -134,7 +137,8 @@ def _draw_query(rng: Random, meaning: Meaning) -> tuple[str, Roles]:
 
 
 def _others(rng: Random, wish: _Wish, count: int, kind: str = "") -> list[str]:
-    """Sentences that do not say what is wished, of other kinds of frame; some about the same."""
+    """Return sentences of other kinds of frame that do not fulfil the wish; some have the same
+    agent."""
     agent = dict(wish.meaning.core).get("agent")
     texts: list[str] = []
     while len(texts) < count:
@@ -151,7 +155,7 @@ def _document(rng: Random, sentence: str, around: list[str]) -> str:
 
 
 def main() -> None:
-    """Prints searches."""
+    """Print searches."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--count", type=int, default=3)

@@ -1,14 +1,16 @@
-"""Trains the shipped embedding model from the triples of `tools/demo/triples.py`.
+"""Trains the shipped embedding model with the triples of `tools/demo/triples.py`.
 
     python -m tools.train_demo embed                       the shipped model
     python -m tools.train_demo embed --triples 8192 --out DIR   a quick one
 
-Two losses are added: of all second and third texts of a batch, a first text's own second one is to
-be the nearest (Source: van den Oord et al., arXiv:1807.03748; in-batch and hard negatives); and who
-does what to whom must be readable from a sentence's vector, by a linear map that is thrown away.
+The loss is the sum of two. First, the second text of a triple must be the nearest to the first of
+all second and third texts in the batch (Source: van den Oord et al., arXiv:1807.03748; in-batch and
+hard negatives). Second, a linear map, which is thrown away afterwards, must be able to read from a
+sentence's vector who does what to whom.
 
-Everything follows from `--seed`: text, tokenizer, first weights and the order of the batches. On
-one machine with one number of threads a run repeats itself; elsewhere sums may round otherwise.
+Everything follows from `--seed`: text, tokenizer, initial weights and the order of the batches. A
+run is repeatable on one machine with the same number of threads; elsewhere sums may be rounded
+differently.
 """
 
 from __future__ import annotations
@@ -55,21 +57,22 @@ OUT = Path(__file__).parents[2] / "engine" / "demo" / "embed"
 
 TRIPLES = 131_072
 SWAPS_FIRST = 32_768
-"""So many of them are lessons in who does it to whom. With these alone, most of it was learnt after
-300 steps; mixed among others, hardly anything after 700, when all else was."""
+"""The number of triples that teach only who does what to whom. With these alone, most of it was
+learnt after 300 steps; mixed with others, hardly any of it after 700, when all else was learnt."""
 
 CHUNK = 8192
-"""Triples written, and sorted by length, at a time."""
+"""Triples that are written and sorted by length at a time."""
 
 ROWS, TOKENS_MAX = 128, 3072
-"""A batch's triples, fewer where they are long: the third part of a step's tokens (guesses)."""
+"""Triples in a batch, and a third of its tokens at most; long triples make smaller batches
+(guesses)."""
 
 TEMPERATURE = 0.05
 BACK_WEIGHT = 0.5
-"""Of the loss from the second texts to the first (guess)."""
+"""The weight of the loss from the second texts to the first (guess)."""
 
 ROLES_WEIGHT = 1.0
-"""A guess: without this loss 700 steps taught nothing about who does it to whom."""
+"""A guess. Without this loss, 700 steps taught nothing about who does what to whom."""
 
 
 class RoleReader(torch.nn.Module):
@@ -91,7 +94,7 @@ class RoleReader(torch.nn.Module):
         self.heads = torch.nn.ModuleDict({k: torch.nn.Linear(width, n) for k, n in sizes.items()})
 
     def targets(self, meaning: Meaning) -> dict[str, int]:
-        """Role → index of its concept, without names that no list holds."""
+        """Return role → index of its concept, without names that are in no list."""
         known = {
             role: self._concepts[role][concept.name]
             for role, concept in meaning.core
@@ -100,7 +103,8 @@ class RoleReader(torch.nn.Module):
         return {"frame": self._frames[meaning.frame]} | known
 
     def forward(self, vectors: torch.Tensor, meanings: list[Meaning | None]) -> torch.Tensor:
-        """Mean loss over all roles of those [num_texts, width] vectors that have a meaning."""
+        """Return the mean loss over all roles, for the [num_texts, width] vectors that have a
+        meaning."""
         rows: dict[str, tuple[list[int], list[int]]] = {key: ([], []) for key in self.heads}
         for index, meaning in enumerate(meanings):
             for role, target in self.targets(meaning).items() if meaning else ():
@@ -116,7 +120,8 @@ class RoleReader(torch.nn.Module):
 
 
 def mean_vectors(model: BertModel, rows: list[list[int]], pad: int) -> torch.Tensor:
-    """The mean of each text's token vectors, special tokens included. [num_texts, width]"""
+    """Return the mean of each text's token vectors, including special tokens: [num_texts,
+    width]."""
     ids = padded(rows, pad)
     mask = (ids != pad).long()
     hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -125,7 +130,7 @@ def mean_vectors(model: BertModel, rows: list[list[int]], pad: int) -> torch.Ten
 
 
 def contrast(vectors: torch.Tensor) -> torch.Tensor:
-    """The loss of [3 * num_triples, width] vectors: first, second, then third texts."""
+    """Return the loss of [3 * num_triples, width] vectors: first, second, then third texts."""
     anchors, same, other = normalize(vectors, dim=-1).chunk(3)
     labels = torch.arange(len(anchors))
     there = cross_entropy(anchors @ torch.cat([same, other]).T / TEMPERATURE, labels)
@@ -134,7 +139,8 @@ def contrast(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def readable(triples: list[Triple]) -> list[Meaning | None]:
-    """The meaning of each text of a batch, in `contrast`'s order; None for what has several."""
+    """Return the meaning of each text of a batch in `contrast`'s order; None for a text with
+    several."""
     first = [t.meanings[0] if t.kind == "sentence" else None for t in triples]
     third = [t.meanings[1] if t.kind == "sentence" else None for t in triples]
     return first + first + third
@@ -143,7 +149,7 @@ def readable(triples: list[Triple]) -> list[Meaning | None]:
 def train(
     model: BertModel, tokenizer: PreTrainedTokenizerFast, seed: int, triples: int
 ) -> dict[str, float]:
-    """One pass over the triples; returns what it reached."""
+    """Train for one pass over the triples and return the facts of the run."""
     reader = RoleReader(model.config.hidden_size)
     schedule = Schedule(model, reader)
     progress = Progress(triples)
@@ -166,7 +172,7 @@ def train(
 
 
 def save(model: BertModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Weights, tokenizer and modules as sentence-transformers keeps them, in float32."""
+    """Save weights, tokenizer and modules in the format of sentence-transformers, in float32."""
     with tempfile.TemporaryDirectory() as base:
         model.save_pretrained(base)
         tokenizer.save_pretrained(base)
@@ -175,11 +181,11 @@ def save(model: BertModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> 
     whole = SentenceTransformer(modules=[transformer, pooling, Normalize()], device="cpu")
     whole.save(str(folder), create_model_card=False)
     for path in folder.rglob("*.safetensors"):
-        path.chmod(0o644)  # it is written for its owner alone
+        path.chmod(0o644)  # safetensors writes it for its owner alone
 
 
 def main() -> None:
-    """Trains and saves; the figures of the run go to training.json beside the weights."""
+    """Train and save a model. The facts of the run go to training.json beside the weights."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--triples", type=int, default=TRIPLES, help="triples to read")
     options.add_argument("--seed", type=int, default=1)

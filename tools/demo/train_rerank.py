@@ -1,16 +1,16 @@
-"""Trains the shipped cross-encoder from the searches of `tools/demo/searches.py`.
+"""Trains the shipped cross-encoder with the searches of `tools/demo/searches.py`.
 
     python -m tools.train_demo rerank                        the shipped model
     python -m tools.train_demo rerank --searches 2048 --out DIR   a quick one
 
-It begins with the layers and the tokenizer of the embedding model, which know what words mean the
-same, and learns from them to compare. Three losses are added: whether each document answers its
-query, on its own, so that a score says something alone; which of a query's documents does; and what
-of the query's wish a document fulfils must be readable from what the score is computed from, by a
-linear map that is thrown away.
+The training begins with the layers and the tokenizer of the embedding model, which know what words
+mean the same, and teaches them to compare. The loss is the sum of three. First, each document
+alone: does it answer its query? So a single score is meaningful. Second: which of a query's
+documents does? Third, a linear map, which is thrown away afterwards, must be able to read from a
+pair's vector which parts of the query's wish the document fulfils.
 
-Everything follows from `--seed` and the embedding model. On one machine with one number of threads
-a run repeats itself; elsewhere sums may round otherwise.
+Everything follows from `--seed` and the embedding model. A run is repeatable on one machine with
+the same number of threads; elsewhere sums may be rounded differently.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ OUT = Path(__file__).parents[2] / "engine" / "demo" / "rerank"
 
 SEARCHES = 28_672
 FIRST = 16_384
-"""So many of them have documents of one sentence, to learn to compare with (guess)."""
+"""The number of searches with documents of one sentence, which teach to compare (guess)."""
 
 CHUNK = 4096
-"""Searches written, and sorted by length, at a time."""
+"""Searches that are written and sorted by length at a time."""
 
 SEARCHES_AT_ONCE, TOKENS_MAX = 48, 1600
-"""A batch's searches, fewer where they are long: the fifth part of a step's tokens (guesses)."""
+"""Searches in a batch, and a fifth of its tokens at most; long searches make smaller batches
+(guesses)."""
 
 ALONE_WEIGHT, WISH_WEIGHT = 1.0, 1.0
-"""Of the first and the third loss (guesses; without the third, a third of the searches had taught
-to rank 4 of 10 held-out ones right)."""
+"""The weights of the first and the third loss (guesses; without the third, a third of the searches
+had taught the model to rank 4 of 10 held-out ones right)."""
 
 
 class WishReader(torch.nn.Module):
@@ -71,7 +72,7 @@ class WishReader(torch.nn.Module):
         self.head = torch.nn.Linear(width, len(self._roles))
 
     def forward(self, vectors: torch.Tensor, fulfilled: list[dict[str, bool]]) -> torch.Tensor:
-        """Mean loss over what is known of [num_pairs, width] vectors."""
+        """Return the mean loss over what is known of [num_pairs, width] vectors."""
         known = [
             (row, self._roles[role], float(value))
             for row, roles in enumerate(fulfilled)
@@ -83,14 +84,14 @@ class WishReader(torch.nn.Module):
 
 
 def pairs_of(search: Search) -> list[tuple[str, str]]:
-    """The query with each of its documents."""
+    """Return the query with each of its documents."""
     return [(search.query, document) for document in search.documents]
 
 
 def pair_vectors(
     model: BertForSequenceClassification, rows: list[list[int]], pad: int, sep: int
 ) -> torch.Tensor:
-    """What the score is computed from. [num_pairs, width] float32"""
+    """Return the vectors that scores are computed from: [num_pairs, width] float32."""
     ids = padded(rows, pad)
     mask = (ids != pad).long()
     ends = (ids == sep).long()
@@ -99,11 +100,11 @@ def pair_vectors(
 
 
 def ranking_loss(scores: torch.Tensor) -> torch.Tensor:
-    """The loss of [num_searches, num_documents] scores, the right document first."""
+    """Return the loss of [num_searches, num_documents] scores, the right document first."""
     target = torch.zeros_like(scores)
     target[:, 0] = 1.0
     weight = torch.ones_like(scores)
-    weight[:, 0] = scores.shape[1] - 1  # as much from the right ones as from the wrong ones
+    weight[:, 0] = scores.shape[1] - 1  # right and wrong documents contribute equally
     alone = binary_cross_entropy_with_logits(scores, target, weight)
     return cross_entropy(scores, torch.zeros(len(scores), dtype=torch.long)) + ALONE_WEIGHT * alone
 
@@ -114,7 +115,7 @@ def train(
     seed: int,
     searches: int,
 ) -> dict[str, float]:
-    """One pass over the searches; returns what it reached."""
+    """Train for one pass over the searches and return the facts of the run."""
     reader = WishReader(model.config.hidden_size)
     schedule = Schedule(model, reader)
     progress = Progress(searches)
@@ -140,15 +141,16 @@ def train(
 def save(
     model: BertForSequenceClassification, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Weights and tokenizer as transformers keeps them; a score's default is its sigmoid."""
+    """Save weights and tokenizer in the format of transformers; scores go through a sigmoid by
+    default."""
     model.config.sentence_transformers = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
     model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
     tokenizer.save_pretrained(folder)
 
 
 def main() -> None:
-    """Trains and saves; the figures of the run go to training.json beside the weights."""
+    """Train and save a model. The facts of the run go to training.json beside the weights."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--searches", type=int, default=SEARCHES, help="searches to read")
     options.add_argument("--begin-with", type=Path, default=EMBED, help="the embedding model")

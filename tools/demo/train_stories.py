@@ -1,11 +1,12 @@
-"""Trains the shipped story model from the grammar's text and saves it as a checkpoint folder.
+"""Trains the shipped story model with the grammar's text and saves it as a checkpoint folder.
 
     python -m tools.train_demo --documents N --threads N   the shipped model, with the numbers of
                                                            its training.json
     python -m tools.train_demo --documents 8000 --out DIR  a quick one
 
-Everything follows from `--seed`: text, tokenizer, first weights and the order of the batches. On
-one machine with one number of threads a run repeats itself; elsewhere sums may round otherwise.
+Everything follows from `--seed`: text, tokenizer, initial weights and the order of the batches. A
+run is repeatable on one machine with the same number of threads; elsewhere sums may be rounded
+differently.
 """
 
 from __future__ import annotations
@@ -57,44 +58,45 @@ CHAT_TEMPLATE = """\
 
 MAX_POSITIONS = 2048
 ROW_TOKENS, ROWS = 256, 8
-"""Most steps read documents of at most so many tokens, one to a row, so that no other story is in
-sight while a name is learnt to be repeated (a guess; a trial with packed rows had not begun to
-after 1.4 M tokens, but it also had another size and optimizer)."""
+"""Most steps read documents of at most `ROW_TOKENS` tokens, one per row, so that the model sees no
+other story while it learns to repeat a name (a guess; a trial with packed rows had not begun to
+learn this after 1.4 M tokens, but it also had another size and optimizer)."""
 
 LONG_SHARE = 0.08
 LONG_ROWS = 2
 LONG_FROM = 0.35
-"""The last documents, and all too long for a row, are packed into rows of the whole context, so
-that a second story in a chat is written as well as a first. These rows are spread over the steps
-after the given share: all of them at the end undid what the others had taught for a while."""
+"""The last `LONG_SHARE` of documents, and all that are too long for a row, are packed into rows of
+the whole context, so that the model writes a second story in a chat as well as a first. These rows
+are spread over the steps after the share `LONG_FROM`; with all of them at the end, the model forgot
+part of what the others had taught."""
 
 ECHO_STEPS, ECHO_ROWS, ECHO_TOKENS = 600, 32, 64
-"""Before any text, the model learns to repeat random tokens, which is what a story asks of it with
-a name. Not proven to help: after 600 steps on stories a trial with it had loss 0.83 and one without
-it 1.07, but the second also had harder names."""
+"""Before any text, the model learns to repeat random tokens, as it must repeat names in stories. It
+is not proven that this helps: after 600 steps on stories, a trial with it had a loss of 0.83 and
+one without it 1.07, but the second one also had harder names."""
 
 PEAK_LR = 3e-3
 PEAK_LR_MATRICES = 0.02
-"""For AdamW and for Muon, as guessed; Muon was chosen over AdamW alone because its loss fell faster
-in one trial (0.99 against 1.03 after 250 steps)."""
+"""The peak rates for AdamW and for Muon, both guesses. Muon was chosen over AdamW alone because its
+loss fell faster in one trial (0.99 against 1.03 after 250 steps)."""
 
 WARMUP_STEPS = 60
 IGNORED = -100
 
 
 def render(messages: list[dict[str, str]] | tuple[dict[str, str], ...]) -> str:
-    """A whole chat as the chat template writes it."""
+    """Return a whole chat as the chat template renders it."""
     turns = (f"<|{m['role']}|>{m['content']}{END}" for m in messages)
     return BOS + "".join(turns)
 
 
 def text_of(doc: Document) -> str:
-    """What the model is trained to write for a document, special tokens included."""
+    """Return the text of a document that the model learns to write, with special tokens."""
     return render(doc.messages) if doc.messages else f"{BOS}{doc.stories[0]}{EOS}"
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that puts <|bos|> before a text and nothing after it."""
+    """Train a byte-level BPE tokenizer that puts <|bos|> before a text and nothing after it."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -105,7 +107,7 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     docs = (document(seed, index) for index in range(TOKENIZER_DOCUMENTS))
-    known = [doc for doc in docs if doc.strange is None]  # strange names deserve no tokens
+    known = [doc for doc in docs if doc.strange is None]  # strange names get no tokens of their own
     chats = (message["content"] for doc in known for message in doc.messages)
     stories = (doc.stories[0] for doc in known if not doc.messages)
     raw.train_from_iterator(itertools.chain(chats, stories), trainer)
@@ -125,13 +127,14 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 Encoded = tuple[list[int], list[int]]
-"""A document's token ids, and its labels: the same, but `IGNORED` where nothing is to be learnt."""
+"""A document's token ids and its labels, which are the same except `IGNORED` for what is not
+learnt."""
 
 
 def encode_documents(
     tokenizer: PreTrainedTokenizerFast, seed: int, documents: int
 ) -> list[Encoded]:
-    """The tokens of each document, in order."""
+    """Return the tokens of each document, in order."""
     raw = tokenizer.backend_tokenizer
     encoded: list[Encoded] = []
     for first in range(0, documents, 1000):
@@ -142,14 +145,16 @@ def encode_documents(
             start = text.find(doc.strange) if doc.strange else 0
             end = start + len(doc.strange or "")
             spans = zip(encoding.ids, encoding.offsets, strict=True)
-            # its space too: alone it is a token, and would be learnt as a name's usual beginning
+            # the space before the name is ignored, too; otherwise it would be learnt as the usual
+            # beginning of a name
             labels = [IGNORED if a < end and b >= start > 0 else token for token, (a, b) in spans]
             encoded.append((encoding.ids, labels))
     return encoded
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama-architecture model with random weights; its size keeps the folder under 12 MB."""
+    """Return a Llama-architecture model with random weights; its size keeps the folder under 12
+    MB."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -167,7 +172,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def batches(encoded: list[Encoded], pad: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and labels, [num_rows, row_tokens] int64: documents one to a row, and packed rows."""
+    """Yield ids and labels, [num_rows, row_tokens] int64: documents, one per row, and packed
+    rows."""
     border = int(len(encoded) * (1 - LONG_SHARE))
     short = [pair for pair in encoded[:border] if len(pair[0]) <= ROW_TOKENS]
     rest = [pair for pair in encoded[:border] if len(pair[0]) > ROW_TOKENS] + encoded[border:]
@@ -198,12 +204,12 @@ def _padded(rows: list[list[int]], filler: int) -> torch.Tensor:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Share of the peak rate: a short climb, then a straight line down to nothing."""
+    """Return the share of the peak rate: a short rise, then a linear fall to zero."""
     return min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
 
 
 def build_optimizers(model: LlamaForCausalLM) -> list[Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices inside the layers and AdamW for the embedding and the norms."""
     named = list(model.named_parameters())
     inner = [p for name, p in named if p.dim() == 2 and "embed" not in name]
     outer = [p for name, p in named if p.dim() != 2 or "embed" in name]
@@ -214,7 +220,7 @@ def build_optimizers(model: LlamaForCausalLM) -> list[Optimizer]:
 
 
 def echo_batch(generator: torch.Generator, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a random piece said again and again; only the repetitions have labels."""
+    """Return rows that repeat a random piece. Only the repetitions have labels."""
     ids = torch.empty(ECHO_ROWS, ECHO_TOKENS, dtype=torch.long)
     labels = torch.full_like(ids, IGNORED)
     for row in range(ECHO_ROWS):
@@ -228,7 +234,7 @@ def echo_batch(generator: torch.Generator, vocab: int) -> tuple[torch.Tensor, to
 def take_step(
     model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, optimizers: list[Optimizer]
 ) -> float:
-    """One update of the weights; returns the loss before it."""
+    """Update the weights once, and return the loss before the update."""
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
     loss.backward()
@@ -240,7 +246,7 @@ def take_step(
 
 
 def learn_to_echo(model: LlamaForCausalLM, seed: int) -> None:
-    """The first phase of the training."""
+    """Run the first phase of the training."""
     generator = torch.Generator().manual_seed(seed)
     optimizers = build_optimizers(model)
     for step in range(1, ECHO_STEPS + 1):
@@ -256,7 +262,8 @@ def train(
     save: Callable[[], None],
     save_every_s: float,
 ) -> dict[str, float]:
-    """One pass over the text; calls `save` now and then and last; returns what it reached."""
+    """Train for one pass over the text, call `save` now and then and at the end, and return the
+    facts of the run."""
     pad = model.config.pad_token_id
     steps = sum(1 for _ in batches(encoded, pad))
     optimizers = build_optimizers(model)
@@ -285,23 +292,24 @@ def train(
 def save_checkpoint(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Weights as float32 safetensors, tokenizer with the chat template, generation defaults."""
+    """Save float32 weights as safetensors, the tokenizer with the chat template, and generation
+    defaults."""
     ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)]
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.8,
-        min_p=0.05,  # without the tail a third as many default stories go wrong (`measure_demo`)
+        min_p=0.05,  # a third as many default stories are wrong without the tail (`measure_demo`)
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id,
     )
     model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # it is written for its owner alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
     tokenizer.save_pretrained(folder, save_jinja_files=False)
 
 
 def main() -> None:
-    """Trains and saves; the figures of the run go to training.json beside the weights."""
+    """Train and save a model. The facts of the run go to training.json beside the weights."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--documents", type=int, default=64_000, help="stories and chats to read")
     options.add_argument("--seed", type=int, default=1)

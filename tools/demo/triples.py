@@ -1,7 +1,7 @@
-"""Triples for the embedding model: a text, another of the same meaning, one of another meaning.
+"""Triples for the embedding model: a text, another of the same meaning, and one of another meaning.
 
-Rule 1: triple `index` of `seed` is the same everywhere and at any time.
-Rule 2: the third text has the first one's words but for what differs in meaning.
+Rule 1: triple `index` of `seed` is always the same, on every machine. Rule 2: the third text has
+the first one's words except for the difference in meaning.
 
     python -m tools.demo.triples --seed 7 --count 5 [--held-out]      prints some
 """
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from tools.demo.meanings import Roles
 
 PASSAGE_SHARE, QUESTION_SHARE = 0.12, 0.18
-"""Of the training triples: those of several sentences, and questions with answers (guesses)."""
+"""The shares of training triples that are passages, and questions with answers (guesses)."""
 
 SWAP_SHARE = 0.3
-"""Of the training triples of sentences: those whose negative has two in each other's places. More
-than are measured, as that is learnt last."""
+"""The share of training triples of sentences whose negative exchanges two roles. There are more of
+them than in the measurement because this is learnt last."""
 
 SENTENCES_MAX = 5
 ABOUT_ONE_SHARE = 0.8
-"""How often the sentences of a passage are about the same one (guess)."""
+"""The probability that a passage's sentence is about the same agent as the first (guess)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Triple:
-    """Three texts; `differs` is what the negative changes, `meanings` what the texts say.
+    """Three texts. `differs` is what the negative changes; `meanings` are what the texts say.
 
-    Of sentences there are two: that of the first two, and the negative's.
+    A triple of sentences has two meanings: that of anchor and paraphrase, and the negative's.
     """
 
     anchor: str
@@ -58,12 +58,12 @@ class Triple:
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """The three of them."""
+        """Anchor, paraphrase and negative."""
         return self.anchor, self.paraphrase, self.negative
 
 
 def training_triple(seed: int, index: int) -> Triple:
-    """The training triple of an index: sentences, passages, or a question and its answer."""
+    """Return the training triple of an index: sentences, passages, or a question and its answer."""
     rng = random.Random(f"triple/{seed}/{index}")
     draw = rng.random()
     if draw < PASSAGE_SHARE:
@@ -74,17 +74,18 @@ def training_triple(seed: int, index: int) -> Triple:
 
 
 def swap_lesson(seed: int, index: int) -> Triple:
-    """A triple for the training's first phase, all about who does it to whom."""
+    """Return a triple for the training's first phase, which teaches only who does what to whom."""
     return swap_triple(random.Random(f"lesson/{seed}/{index}"))
 
 
 def held_out_triple(seed: int, index: int) -> Triple:
-    """A triple of single sentences whose first two have a meaning that no training text has."""
+    """Return a triple of sentences, the first two with a meaning that no training text has."""
     return sentence_triple(random.Random(f"held out/{seed}/{index}"), held_out=True)
 
 
 def sentence_triple(rng: Random, held_out: bool = False) -> Triple:
-    """Three sentences; the negative's meaning is held out only if `held_out`, and not always."""
+    """Return a triple of sentences. The negative's meaning may be a held-out one only if
+    `held_out`."""
     while True:
         meaning = draw_meaning(rng, held_out)
         triple = _triple(rng, meaning, *differing(rng, meaning, held_out=held_out))
@@ -93,7 +94,7 @@ def sentence_triple(rng: Random, held_out: bool = False) -> Triple:
 
 
 def swap_triple(rng: Random) -> Triple:
-    """Three sentences for the training, the negative with two in each other's places."""
+    """Return a training triple of sentences whose negative exchanges two roles."""
     while True:
         meaning = draw_meaning(rng)
         other = swapped(rng, meaning)
@@ -113,12 +114,12 @@ def _triple(rng: Random, meaning: Meaning, other: Meaning, differs: str) -> Trip
 
 
 def _showing(wording: Wording, detail: str) -> Wording:
-    """The wording with a detail not left out: what differs must be said."""
+    """Return the wording without leaving out a detail: the difference must be said."""
     return replace(wording, dropped=wording.dropped - {detail})
 
 
 def draw_passage(rng: Random, sentences: int, first: Meaning | None = None) -> list[Meaning]:
-    """Meanings to be said one after the other, most often about the same one."""
+    """Draw meanings to be said one after another, most often about the same agent."""
     meanings = [first or draw_meaning(rng)]
     agent = dict(meanings[0].core).get("agent")
     while len(meanings) < sentences:
@@ -129,7 +130,7 @@ def draw_passage(rng: Random, sentences: int, first: Meaning | None = None) -> l
 
 
 def passage_triple(rng: Random) -> Triple:
-    """Three passages; one to all of the negative's sentences say something else."""
+    """Return a triple of passages. At least one of the negative's sentences says something else."""
     meanings = draw_passage(rng, rng.randint(2, SENTENCES_MAX))
     anchor = [draw_wording(rng, meaning, drop_share=0.1) for meaning in meanings]
     pairs = list(zip(meanings, anchor, strict=True))
@@ -150,12 +151,13 @@ def passage_triple(rng: Random) -> Triple:
 
 
 def joined(sentences: list[str]) -> str:
-    """The sentences as one text."""
+    """Return the sentences as one text."""
     return " ".join(s if s.endswith((".", "!", "?", '"')) else f"{s}." for s in sentences)
 
 
 def question_triple(rng: Random) -> Triple:
-    """A question, a text that answers it, and one that answers another."""
+    """Return a triple of a question, a text that answers it, and one that answers another
+    question."""
     while True:
         meaning = draw_meaning(rng)
         question, wanted = draw_question(rng, meaning)
@@ -175,7 +177,7 @@ def question_triple(rng: Random) -> Triple:
 
 
 def draw_question(rng: Random, meaning: Meaning) -> tuple[str, Roles]:
-    """A question that the meaning answers, and the roles that an answer must have."""
+    """Return a question that the meaning answers, and the roles that an answer must have."""
     wording = draw_wording(rng, meaning, drop_share=1.0)
     frame = lexicon().frames[meaning.frame]
     questions = dict(frame.questions)  # one per role asked for; the others are drawn below
@@ -193,7 +195,7 @@ def draw_question(rng: Random, meaning: Meaning) -> tuple[str, Roles]:
 
 
 def main() -> None:
-    """Prints triples."""
+    """Print triples."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--count", type=int, default=5)

@@ -1,6 +1,7 @@
-"""Picks the file that a command about a demo model runs: by its first argument, else the stories'.
+"""Chooses the demo model's file that a command runs: by its first argument, by default the
+stories'.
 
-Rule 1: only the chosen file is imported, as each brings libraries of its own.
+Rule: only the chosen file is imported, because each needs other libraries.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ DEFAULT = "stories"
 
 
 def chosen(argv: list[str], names: list[str]) -> tuple[str, list[str]]:
-    """The model that the arguments name, and the other arguments."""
+    """Return the model that the arguments name, and the other arguments."""
     if argv and argv[0] in names:
         return argv[0], argv[1:]
     if argv and not argv[0].startswith("-"):
-        sys.exit(f"{argv[0]!r} is no demo model; choose one of {', '.join(names)}")
+        sys.exit(f"{argv[0]!r} is not a demo model; choose one of {', '.join(names)}")
     return DEFAULT, argv
 
 
 def run_chosen(modules: dict[str, str]) -> NoReturn:
-    """Runs the chosen module's `main` with the other arguments, and exits with what it returns."""
+    """Run the chosen module's `main` with the other arguments, and exit with its result."""
     name, rest = chosen(sys.argv[1:], list(modules))
     sys.argv = [f"{sys.argv[0]} {name}", *rest]
     sys.exit(importlib.import_module(modules[name]).main())

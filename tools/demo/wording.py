@@ -1,7 +1,7 @@
-"""Says a meaning in words: which of its frame's ways, which form of each concept, which details.
+"""Says a meaning in words: by one of its frame's ways, with a form of each concept, with details.
 
-Rule 1: a wording holds every choice, so that another meaning can be said in the same words but for
-what differs.
+Rule: a wording holds every choice, so that another meaning can be said in the same words except for
+the difference.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     from tools.demo.meaning_notation import Concept
 
 OTHER_FORM_SHARE = 0.8
-"""How often another form is taken than the one to differ from, where there is one (guess)."""
+"""How often a form differs from the one to avoid, where there is another (guess)."""
 
 PRONOUNS = {"he": {"she": "she", "he": "he"}, "his": {"she": "her", "he": "his"}}
 
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """The choices of one sentence; by role: the form, the article, the preposition, the sex."""
+    """The choices for one sentence: its way, and by role the form, the article, the preposition and
+    the pronoun."""
 
     way: str
     forms: dict[str, Form]
@@ -42,9 +43,9 @@ class Wording:
 def draw_wording(
     rng: Random, meaning: Meaning, other_than: Wording | None = None, drop_share: float = 0.25
 ) -> Wording:
-    """A wording for a meaning; with `other_than` one that differs from it in way and forms.
+    """Draw a wording for a meaning. With `other_than`, it differs from that one in way and forms.
 
-    Each detail is left out with `drop_share`.
+    Each detail is left out with the probability `drop_share`.
     """
     roles = meaning.core + meaning.details
     forms: dict[str, Form] = {}
@@ -69,7 +70,7 @@ def draw_wording(
 
 
 def draw_form(rng: Random, concept: Concept, other_than: Form | None = None) -> Form:
-    """One of a concept's forms, rather another than the given one."""
+    """Draw one of a concept's forms, preferably not the given one."""
     others = [form for form in concept.forms if form != other_than]
     if other_than is not None and others and rng.random() < OTHER_FORM_SHARE:
         return rng.choice(others)
@@ -77,19 +78,20 @@ def draw_form(rng: Random, concept: Concept, other_than: Form | None = None) -> 
 
 
 def draw_pronoun(rng: Random, concept: Concept) -> str:
-    """`she`, `he`, or `it` for an animal; who may be either is drawn."""
+    """Return `she`, `he`, or `it` for an animal; drawn where several fit."""
     if concept.name.startswith("animal/"):
         return rng.choice(("it", "it", "she", "he"))
     return concept.pronoun or rng.choice(("she", "he"))
 
 
 def like(rng: Random, wording: Wording, old: Meaning, new: Meaning) -> Wording:
-    """The wording for another meaning, with new choices only where it differs from the old one."""
+    """Return the wording for another meaning, with new choices only where the meanings differ."""
     fresh = draw_wording(rng, new)
     before = dict(old.core + old.details)
     same = {role for role, concept in new.core + new.details if before.get(role) == concept}
 
     def merged(name: str) -> dict[str, object]:
+        """Return the old choices for the same roles, and new ones for the others."""
         kept = {r: v for r, v in getattr(wording, name).items() if r in same}
         return getattr(fresh, name) | kept
 
@@ -104,10 +106,11 @@ def like(rng: Random, wording: Wording, old: Meaning, new: Meaning) -> Wording:
 
 
 def possible_ways(meaning: Meaning, forms: dict[str, Form], ways: tuple[str, ...]) -> list[str]:
-    """Those of the ways whose slots the meaning's concepts can fill."""
+    """Return the ways whose slots the meaning's concepts can fill."""
     roles = dict(meaning.core)
 
     def fits(role: str, slot: str) -> bool:
+        """Return whether the role's concept can fill the slot."""
         kind, form = roles[role].kind, forms[role]
         if slot == "part":
             return form.is_plain
@@ -119,7 +122,7 @@ def possible_ways(meaning: Meaning, forms: dict[str, Form], ways: tuple[str, ...
 
 
 def say(meaning: Meaning, wording: Wording) -> str:
-    """The sentence, with a capital at its start and (mostly) a full stop."""
+    """Return the sentence, with a capital letter and mostly a full stop."""
     clause = fill_way(wording.way, meaning, wording)
     details = {
         role: _detail(role, concept, wording)
@@ -132,13 +135,13 @@ def say(meaning: Meaning, wording: Wording) -> str:
 
 
 def capitalised(text: str) -> str:
-    """The text with its first letter large."""
+    """Return the text with a capital first letter."""
     at = 1 if text.startswith('"') else 0
     return text[:at] + text[at : at + 1].upper() + text[at + 1 :]
 
 
 def fill_way(way: str, meaning: Meaning, wording: Wording) -> str:
-    """One way or question with the words of the meaning's concepts in its slots."""
+    """Return a way or question with the meaning's concepts in its slots."""
     roles = dict(meaning.core)
     pairs = {(role, slot) for role, slot in slots_of(way)}
     return fill(way, {pair: _words(pair, roles[pair[0]], meaning, wording) for pair in pairs})

@@ -1,4 +1,4 @@
-"""Writes stories with Triolet itself: what a user of the server gets, all of them at once."""
+"""Writes stories with Triolet itself, as a user of the server gets them, all at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import trio
 
 import engine
-from engine.core.types import EndReason
+from engine.core.common.types import EndReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a model wrote after a prompt; ``ended`` is False when the token limit cut it off."""
+    """A model's text after a prompt. ``ended`` is False if the token limit cut it off."""
 
     text: str
     ended: bool
 
 
 class TrioletWriter:
-    """Generates by `engine.open_engine` over a model's folder."""
+    """Generates text with `engine.open_engine` and a model's folder."""
 
     def __init__(
         self, folder: Path, sampling: engine.SamplingParams, quantization: str = "none"
@@ -35,11 +35,11 @@ class TrioletWriter:
         self._sampling = sampling
 
     def generate_stories(self, prompts: Sequence[str], seeds: Sequence[int]) -> list[Written]:
-        """The continuation of each prompt."""
+        """Return the continuation of each prompt."""
         return self._run([{"text": prompt} for prompt in prompts], seeds)
 
     def answer_requests(self, requests: Sequence[str], seeds: Sequence[int]) -> list[Written]:
-        """The assistant's answer to each one-message chat."""
+        """Return the assistant's answer to each chat of one message."""
         chats = [engine.Chat(({"role": "user", "content": text},)) for text in requests]
         return self._run([{"chat": chat} for chat in chats], seeds)
 

@@ -1,2 +1,5 @@
-"""The whole engine in virtual time: the production loop, core, supervisor, pool and credit, with
-only the runner, the threads and the clock replaced."""
+"""The whole engine in virtual time.
+
+The loop, the core, the supervisor, the pool and the credit are those of production. Only the
+runner, the threads and the clock are replaced.
+"""

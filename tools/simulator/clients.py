@@ -1,35 +1,44 @@
-"""The clients of a simulated world: what each asks for and how its reader behaves."""
+"""The clients of a simulated world: what each requests, and how its reader behaves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from engine.core.types import Constraint
-from engine.requests import Chat, GenerateRequest, OutputOptions, PromptOptions, SamplingParams
+from engine.core.common.types import Constraint
+from engine.requests.text_values import (
+    Chat,
+    GenerateRequest,
+    OutputOptions,
+    PromptOptions,
+    SamplingParams,
+)
 from tools.simulator.oracle import MAX_MODEL_LEN, prompt_of
 
 if TYPE_CHECKING:
     import random
 
-    from engine.encode_requests import AnyRequest
+    from engine.requests.encode_values import AnyRequest
 
 MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
 Families = tuple[tuple[int, ...], ...]
 
 FORMS, BAD_FORM = tuple(f"form {number}" for number in range(12)), "bad"
-TOOLS = ({"type": "function", "function": {"name": "f"}},)  # so that calls are looked for
+TOOLS = ({"type": "function", "function": {"name": "f"}},)  # with tools, the parser looks for calls
 
 
 @dataclass(frozen=True)
 class Client:
-    """One request and how its reader behaves. ``delay_s`` is slept after each message, the
-    reader leaves after ``leave_after`` events and stops reading after ``stall_after``; the
-    request is cancelled or aborted ``cancel_at_s`` after its arrival, or aborted ``abort_before_s``
-    before it. ``over_wire``: it is a client of the gRPC front, as far as that is simulated, and one
-    that stalled keeps its handler for ``linger_s`` after the end.
+    """One request, and how its reader behaves.
 
-    ``may_end`` are errors that only this request may end with, ``must_fail``: with one of them.
+    The reader sleeps ``delay_s`` after each message, leaves after ``leave_after`` events, and stops
+    reading after ``stall_after``. The request is cancelled or aborted ``cancel_at_s`` after its
+    arrival, or aborted ``abort_before_s`` before it. A client with ``over_wire`` uses the gRPC
+    front, as far as that is simulated; if it stalled, it keeps its handler for ``linger_s`` after
+    the end.
+
+    ``may_end`` are errors with which only this request may end. With ``must_fail`` it must end with
+    one of them.
     """
 
     arrival_s: float
@@ -56,7 +65,7 @@ def draw_client(
     step_s: float,
     stream_buffer: int,
 ) -> Client:
-    """A client of a world whose faults are ``active``; ``stream_buffer`` is the front's."""
+    """Draw a client of a world with the faults ``active``; ``stream_buffer`` is the front's."""
     arrival = 0.0 if "bursts" in active and rng.random() < 0.5 else rng.uniform(0, duration)
     request = _draw_request(rng, index, active, families, step_s)
     buffer = rng.choice([2, 5, 256])
@@ -113,13 +122,13 @@ def _draw_behaviour(rng: random.Random, active: frozenset[str], step_s: float) -
 
 
 def _make_odd(rng: random.Random, client: Client) -> Client:
-    """One of the ways a good request can differ from token ids and a number of tokens."""
+    """Change the request in one way in which a good one can be more than ids and a limit."""
     request, sampling = client.request, client.request.sampling
     ids = request.token_ids or ()
     match rng.randrange(12):
         case 0:
             request = replace(request, token_ids=None, text="".join(f"<{i}>" for i in ids))
-        case 1:  # long enough for a thread of its own
+        case 1:  # long enough to be tokenised in a thread
             request = replace(
                 request,
                 token_ids=None,
@@ -129,7 +138,7 @@ def _make_odd(rng: random.Random, client: Client) -> Client:
         case 2:
             messages = ({"role": "user", "content": "".join(f"<{i}>" for i in ids)},)
             request = replace(
-                request, token_ids=None, chat=Chat(messages, tools=TOOLS, shifts=True)
+                request, token_ids=None, chat=Chat(messages, tools=TOOLS, truncates=True)
             )
         case 3:
             request = replace(request, output=OutputOptions(echo=True))
@@ -163,7 +172,7 @@ def _make_odd(rng: random.Random, client: Client) -> Client:
 
 
 def _edit(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
-    """What is checked and handed on, and what the fake model does not look at."""
+    """Set options that are checked and handed on, and that the fake model ignores."""
     return replace(
         sampling,
         logit_bias=((5, 1.5), (7, -2.0)),
@@ -174,7 +183,7 @@ def _edit(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
 
 
 def _spoil_sampling(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
-    """What no model with the fake one's vocabulary can do."""
+    """Set options that no model with the fake one's vocabulary can follow."""
     match rng.randrange(8):
         case 0:
             return replace(sampling, logit_bias=((5, 1.5), (1000, 1.0)))
@@ -195,11 +204,11 @@ def _spoil_sampling(rng: random.Random, sampling: SamplingParams) -> SamplingPar
 
 
 def _spoil(rng: random.Random, client: Client, index: int) -> Client:
-    """One of the ways a request can be refused."""
+    """Change the request in one way in which a request can be refused."""
     request, prompt = client.request, client.request.prompt
     reason = "INVALID_REQUEST"
     match rng.randrange(13):
-        case 0:  # the name of an earlier one, which may have ended by now
+        case 0:  # the id of an earlier request, which may have ended by now
             name = f"r{rng.randint(max(0, index - 20), index)}"
             return replace(
                 client,
@@ -248,7 +257,7 @@ def _spoil(rng: random.Random, client: Client, index: int) -> Client:
 
 
 def _ask_elsewhere(rng: random.Random, client: Client) -> Client:
-    """Ask for a model that does not load, or loads for longer than its waiters wait."""
+    """Use a model that does not load, or that loads for longer than requests wait."""
     if client.request.model:
         return client
     if rng.random() < 0.5:

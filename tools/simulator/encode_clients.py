@@ -1,18 +1,18 @@
-"""What a simulated world asks of its encoders; how their readers behave is `clients`' to draw."""
+"""The requests of a simulated world to its encoders; `clients` draws how their readers behave."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.encode_requests import MAX_INPUTS, EmbedRequest, RerankRequest
+from engine.requests.encode_values import MAX_INPUTS, EmbedRequest, RerankRequest
 from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client
 from tools.simulator.encode_oracle import MAX_INPUT_LEN
 
 if TYPE_CHECKING:
     import random
 
-    from engine.encode_requests import EncodeRequests
+    from engine.requests.encode_values import EncodeRequests
 
 EMBEDDER, RERANKER = "embedder", "reranker"
 
@@ -26,9 +26,11 @@ def ask_encoder(
     *,
     is_named: bool,
 ) -> Client:
-    """``client``, asking an encoder: all else about it stays, but its patience is that of one who
-    waits for a few steps. ``is_named``: nobody can know before they are loaded which models are
-    encoders."""
+    """Return ``client`` with a request to an encoder instead.
+
+    Most of its deadlines and cancels come after a few steps. With ``is_named`` it names the model,
+    because nobody knows before the load which models are encoders.
+    """
     request = _draw_embed(rng) if rng.random() < 0.6 else _draw_rerank(rng)
     name = EMBEDDER if isinstance(request, EmbedRequest) else RERANKER
     timeout_s, cancel_at_s = client.request.timeout_s, client.cancel_at_s
@@ -54,7 +56,7 @@ def ask_encoder(
 
 
 def _draw_count(rng: random.Random) -> int:
-    """Most ask for a few; some for more than one step takes, or one thread's hop is worth."""
+    """Draw a number of inputs: mostly a few, sometimes more than a step or a hop takes."""
     return rng.choice([1, 2, rng.randint(1, 8), rng.randint(1, 8), rng.randint(10, 90)])
 
 
@@ -92,7 +94,7 @@ def _draw_rerank(rng: random.Random) -> RerankRequest:
 
 
 def _spoil(rng: random.Random, client: Client, request: EncodeRequests, index: int) -> Client:
-    """One of the ways a request can be refused, or the name of an earlier one."""
+    """Change the request so that it is refused, or use an earlier request's id."""
     if rng.random() < 0.1:
         name = f"e{rng.randint(max(0, index - 20), index)}"
         named = replace(request, request_id=name)
@@ -154,7 +156,7 @@ def _spoil_rerank(rng: random.Random, request: RerankRequest) -> RerankRequest:
 
 
 def _ask_elsewhere(rng: random.Random, client: Client, request: EncodeRequests) -> Client:
-    """Ask a model that does not load, loads for long, is for something else, or does not exist."""
+    """Use a model that does not load, loads for long, has another capability, or does not exist."""
     other = RERANKER if isinstance(request, EmbedRequest) else EMBEDDER
     model, reasons = rng.choice(
         [

@@ -1,7 +1,7 @@
-"""What an encode request must get, from the request alone: no schedule, no engine.
+"""What an encode request must get, from the request alone, without a schedule or an engine.
 
-Rule: as in `tools.simulator.oracle`: written from the fake encoder's definition
-(`engine.model.fake_encoder`), sharing only its primitive functions.
+Rule: as in `tools.simulator.oracle`, this follows the fake encoder's definition
+(`engine.worker.fakes.encoder`) and shares only its primitive functions.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from engine.encode_requests import EmbedRequest
-from engine.model.fake import FakeTokenizer
-from engine.model.fake_encoder import PROMPTS, SEPARATOR, score_of, vector_of
+from engine.requests.encode_values import EmbedRequest
+from engine.worker.fakes.encoder import PROMPTS, SEPARATOR, score_of, vector_of
+from engine.worker.fakes.text import FakeTokenizer
 
 if TYPE_CHECKING:
-    from engine.encode_requests import EncodeRequests
+    from engine.requests.encode_values import EncodeRequests
 
-MAX_INPUT_LEN = 48  # of the drawn worlds' encoders: short enough that some inputs are cut
+MAX_INPUT_LEN = 48  # of the drawn worlds' encoders: so short that some inputs are cut
 
 
 def inputs_of(request: EncodeRequests) -> list[tuple[int, ...]]:
-    """The token ids that a valid request's inputs are computed from, in their order."""
+    """Return the token ids from which a valid request's inputs are computed, in their order."""
     encode = FakeTokenizer().encode
     if isinstance(request, EmbedRequest):
         prompt = encode(PROMPTS.get(request.prompt_name, ""))
@@ -32,7 +32,7 @@ def inputs_of(request: EncodeRequests) -> list[tuple[int, ...]]:
 
 
 def expected_results(request: EncodeRequests) -> list[list[float]]:
-    """Each input's numbers, as float32 has them."""
+    """Return each input's numbers, rounded to float32."""
     found = []
     for ids in inputs_of(request):
         if isinstance(request, EmbedRequest):

@@ -1,7 +1,7 @@
-"""Watchers of an encoder's core: a book of every input, kept from outside.
+"""Watchers of an encoder's core, which record every input from outside.
 
-Rule: nothing here knows how `engine.core.encode_scheduler` decides. What went in, what was planned
-and what came out is all there is to judge by, and the credit that came with each request.
+Rule: nothing here knows how `engine.core.encode.scheduler` decides. A watcher judges by what went
+in, what was planned and what came out, and by the credit that came with each request.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from math import floor
 from typing import TYPE_CHECKING, TypeAlias
 
-from engine.core.encode_types import Encoded, EncodeRequest, EncodeResult, EncodeRow
-from engine.core.events import (
+from engine.core.common.events import (
     Admitted,
     Cancel,
     Finished,
@@ -24,20 +23,21 @@ from engine.core.events import (
     Submit,
     Tick,
 )
-from engine.core.plan import FailureKind, RowFailure
-from engine.core.types import EndReason
+from engine.core.common.steps import FailureKind, RowFailure
+from engine.core.common.types import EndReason
+from engine.core.encode.types import Encoded, EncodeRequest, EncodeResult, EncodeRow
 
 if TYPE_CHECKING:
-    from engine.core.encode_scheduler import EncodeScheduler
-    from engine.core.encode_types import EncodePlan
-    from engine.core.events import InputEvent, OutputEvent
+    from engine.core.common.events import InputEvent, OutputEvent
+    from engine.core.encode.scheduler import EncodeScheduler
+    from engine.core.encode.types import EncodePlan
 
 _Results: TypeAlias = dict[tuple[str, int], Encoded]
 
 
 @dataclass(eq=False)
 class _Live:
-    """An accepted request's inputs, by index: those left; the others are in the step, or done."""
+    """An accepted request. ``left`` are indices of inputs neither in the step nor done."""
 
     submit: Submit
     request: EncodeRequest
@@ -49,21 +49,21 @@ class _Live:
 
 @dataclass
 class EncodeWatch:
-    """One scheduler's books. Each method says what is wrong with what it is told; "": nothing."""
+    """Watch one scheduler. Each method returns what is wrong with its arguments, or ""."""
 
     scheduler: EncodeScheduler
     pause: PauseMode | None = None
     live: dict[str, _Live] = field(default_factory=dict)
     step: list[tuple[_Live, int, EncodeRow]] = field(default_factory=list)
-    suspects: set[tuple[str, int]] = field(default_factory=set)  # each to be run alone
-    has_failed: bool = False  # the last step that was planned, and had several rows
+    suspects: set[tuple[str, int]] = field(default_factory=set)  # inputs that must run alone
+    has_failed: bool = False  # the last planned step failed, and had several rows
     room: int | None = None  # tokens of the step after one that ran out of memory
     owners: dict[int, tuple[_Live, int]] = field(default_factory=dict)  # by an input's identity
 
     # ---- plans
 
     def planned(self, plan: EncodePlan | None, now: float) -> str:
-        """Judge a plan; None: there was nothing to do."""
+        """Judge a plan; None if there was nothing to do."""
         before = [live for live in self.live.values() if self._can_go_on(live, now)]
         free = {live: live.submit.credit.free for live in before}
         rows = () if plan is None else plan.rows
@@ -72,7 +72,7 @@ class EncodeWatch:
             if reason := self._take(live, index, row):
                 return reason
             if live in free:
-                free[live] += 1  # it had that one before it was promised
+                free[live] += 1  # this slot was free before the plan reserved it
         if rows and (reason := self._judge_size(rows)):
             return reason
         for live in before:
@@ -110,15 +110,18 @@ class EncodeWatch:
         return ""
 
     def _can_go_on(self, live: _Live, now: float) -> bool:
-        """Nothing but the others can keep it from the step that is planned now."""
+        """Return whether only other requests can keep this one from the next step."""
         deadline = live.request.deadline
         is_late = deadline is not None and deadline <= now
         is_held = self.pause is PauseMode.KEEP or (self.pause is not None and not live.has_begun)
         return bool(live.left) and not is_late and not is_held
 
     def _judge_order(self, before: list[_Live], free: dict[_Live, int], now: float) -> str:
-        """Nobody starves: of those whose readers have room, the first is in the step, unless that
-        is a failed step's row run alone."""
+        """Check that nobody starves.
+
+        Of the requests whose readers have room, the first is in the step, unless the step is one
+        row of a failed step that is run alone.
+        """
         taken = {live for live, _, _ in self.step}
         places = [(live.request.request_id, index) for live, index, _ in self.step]
         for live in taken:
@@ -141,20 +144,21 @@ class EncodeWatch:
             waited = max(0.0, now - live.request.arrival)
             return live.request.priority - floor(waited / aging_s), live.request.arrival
 
-        # the plan may have parked who was in it
+        # the plan may have parked a request whose row it has
         able = [live for live in before if free[live] and (live in taken or self._is_free(live))]
         first = min(map(key, able), default=None)
         if first is None or any(key(live) == first for live in taken):
             return ""
-        return f"the first in the line, since {first[1]:.4f}, is passed over"
+        return f"the first of the queue, since {first[1]:.4f}, is passed over"
 
     def _is_free(self, live: _Live) -> bool:
-        return self.scheduler.phase_of(live.request.request_id) != "parked"
+        phase = self.scheduler.phase_of(live.request.request_id)
+        return phase is None or phase.name != "parked"
 
-    # ---- inputs and what they cause
+    # ---- inputs and their results
 
     def applied(self, event: InputEvent, events: list[OutputEvent]) -> str:
-        """Judge what an input caused."""
+        """Judge the results of an input."""
         answers = [one for one in events if isinstance(one, Admitted | Refused)]
         if len(answers) != isinstance(event, Submit):
             return f"{len(answers)} answers to it"
@@ -178,7 +182,7 @@ class EncodeWatch:
         return f"{', '.join(alive)} must have ended" if alive else ""
 
     def _expect(self, event: InputEvent) -> tuple[_Results, list[_Live]]:
-        """The results that an input must lead to, and whom it must end."""
+        """Return the results that an input must lead to, and the requests that it must end."""
         match event:
             case StepDone(EncodeResult() as result):
                 return self._commit(result)
@@ -215,7 +219,7 @@ class EncodeWatch:
         return results, ending
 
     def _take_back(self, kind: FailureKind) -> list[_Live]:
-        """What was in a failed step is left again; what was alone in it ends."""
+        """Let a failed step's inputs wait again; return the request of a single input."""
         step, self.step = self.step, []
         for live, index, _ in step:
             live.left.add(index)

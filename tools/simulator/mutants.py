@@ -1,8 +1,8 @@
-"""Bugs planted in production code, one at a time, to see that the simulator finds them.
+"""Plant bugs in production code, one at a time, to check that the simulator finds them.
 
-`python -m tools.simulator.mutants [TITLE…]` prints for each the first world that shows it. A mutant
-is a function's own source with one piece replaced; a piece that is not there any more is an error,
-so that a mutant cannot rot unseen.
+`python -m tools.simulator.mutants [TITLE…]` prints for each bug the first world that shows it. A
+mutant is a function's own source with one piece replaced. A piece that is no longer in the source
+is an error, so that no mutant becomes void unnoticed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine import encode_inputs, encoding, loop, pool, supervisor
-from engine.core import (
+from engine.core.common import credit
+from engine.core.encode import batch, live_request, waiting_queue
+from engine.core.encode import scheduler as encode_scheduler
+from engine.core.text import (
+    admission,
+    best_rate,
     blocks,
-    credit,
-    encode_line,
-    encode_scheduler,
+    commit,
+    endings,
     ledger,
-    planner,
-    rate,
+    planned_step,
     scheduler,
+    step_builder,
 )
-from grpc_service import bridge
+from engine.pool import loads
+from engine.replica import loop
+from engine.requests import encode_stream, prepare_inputs, stream, supervisor
+from grpc_service.services import call_writer
 from tools.simulator.run import simulate
 
 if TYPE_CHECKING:
@@ -39,8 +45,11 @@ NUM_WORLDS = 100
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old`` becomes ``new`` in the source of ``owner``'s function ``name``. ``seed`` is the first
-    world that showed it, looked at first; when worlds are drawn differently it may be another."""
+    """A bug: ``old`` becomes ``new`` in the source of ``owner``'s function ``name``.
+
+    ``seed`` is the first world that showed the bug, and is tried first. If worlds are drawn
+    differently, another one may show it.
+    """
 
     title: str
     owner: Any
@@ -61,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         "no running sequence gives way to an older one",
-        planner,
+        admission,
         "order_victims",
         "if seq.rank > rank",
         "if False",
@@ -69,44 +78,44 @@ MUTANTS = (
     ),
     Mutant("a command wakes nobody", loop.EngineLoop, "post", "self._wake.set()", "pass"),
     Mutant(
-        "an end is told twice",
-        scheduler.Scheduler,
-        "_end",
+        "an end is emitted twice",
+        endings.Endings,
+        "end",
         "self._ledger.end(seq, now)",
         "self._ledger.end(seq, now); self._events += self._events[-1:]",
     ),
     Mutant(
         "a late result keeps its slot",
-        scheduler.Scheduler,
+        commit.Committer,
         "_take_result",
-        "        if has_slot:\n            seq.credit.cancel()\n        self._late += 1",
-        "        self._late += 1",
+        "        if has_slot:\n            seq.credit.cancel()\n        self.late_results += 1",
+        "        self.late_results += 1",
         seed=5,
     ),
     Mutant(
         "a message takes no slot",
-        scheduler.Scheduler,
+        commit.Committer,
         "_take_tokens",
         "seq.credit.fill()",
         "pass",
     ),
     Mutant(
         "a decode is planned without a slot",
-        planner.Planner,
+        step_builder.StepBuilder,
         "_plan_all_running",
         "credit.free -= 1",
         "pass",
     ),
     Mutant(
         "a decode's slot stays promised",
-        scheduler.Scheduler,
-        "_commit_rows",
+        commit.Committer,
+        "commit",
         "seq.credit.reserved -= 1",
         "pass",
     ),
     Mutant(
         "a late result is delivered",
-        scheduler.Scheduler,
+        commit.Committer,
         "_take_result",
         "if seq.state is not State.RUNNING:",
         "if seq.state is State.FINISHED:",
@@ -114,14 +123,14 @@ MUTANTS = (
     ),
     Mutant(
         "a prefix is published before its step is over",
-        planner.Planner,
+        step_builder.StepBuilder,
         "_add_row",
-        "_run_ahead(seq, end,",
-        "self._ledger.publish_computed(seq, start, end); _run_ahead(seq, end,",
+        "seq.count_ahead(end,",
+        "self._ledger.publish_computed(seq, start, end); seq.count_ahead(end,",
     ),
     Mutant(
         "what a failed step started stays started",
-        planner.Planner,
+        planned_step.PlannedStep,
         "_settle",
         "elif is_started:",
         "elif is_started and is_fork:",
@@ -129,14 +138,14 @@ MUTANTS = (
     ),
     Mutant(
         "a preempted sequence comes back with its old block table",
-        planner.Planner,
+        step_builder.StepBuilder,
         "_start",
         "BlockDelta(0, tuple(seq.blocks))",
-        "row.blocks",
+        "step.rows[-1].blocks",
     ),
     Mutant(
         "a fork's partial block is not copied",
-        planner.Planner,
+        step_builder.StepBuilder,
         "_fork",
         "self._step.copies.append((parent.blocks[len(full)], copies[index]))",
         "pass",
@@ -145,27 +154,27 @@ MUTANTS = (
         "a drained sequence runs on without a seat",
         ledger.Ledger,
         "unpark",
-        "> self.config.max_num_seqs",
-        "> 10**9",
+        "self.seats_over(seq) > 0",
+        "False",
         seed=2,
     ),
     Mutant(
-        "a row run alone takes a seat there is not",
-        planner.Planner,
-        "_has_seats_for",
-        "seats <= self._config.max_num_seqs",
-        "True",
+        "a start takes a seat that nobody left",
+        step_builder.StepBuilder,
+        "_start_waiting",
+        "if ledger.seats_over(seq) > 0:",
+        "if False:",
     ),
     Mutant(
         "aging is not compared, and two preempt each other for ever",
-        planner.Planner,
-        "_victims_for_first",
-        "if seq.rank > first.rank and ledger.waiting_key_of(seq, self._now) > key",
+        admission,
+        "victims_for_first",
+        "if seq.rank > first.rank and ledger.waiting.key_of(seq, now) > key",
         "if seq.rank > first.rank",
     ),
     Mutant(
         "room is made as if nobody had a next token",
-        planner.Planner,
+        admission,
         "_promised",
         "with_next=seq.rank < first.rank",
         "with_next=bool(seq.num_pending) and seq.rank < first.rank",
@@ -173,7 +182,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step's prompts take as long as they take",
-        rate.BestRate,
+        best_rate.BestRate,
         "_prompt_budget",
         "if not best or not self._target_s:",
         "if True:",
@@ -183,7 +192,7 @@ MUTANTS = (
         "nobody looks at the stall timeout",
         scheduler.Scheduler,
         "next_wakeup",
-        "return None if first is None else max(now, first + self.config.stall_timeout_s)",
+        "return next_stall(self._ledger.parked.values(), self.config.stall_timeout_s, now)",
         "return None",
         seed=26,
     ),
@@ -195,7 +204,7 @@ MUTANTS = (
         "return math.inf - min(",
     ),
     Mutant(
-        "a starved reader's release is not told",
+        "a starved reader's release wakes nobody",
         credit.Credit,
         "release",
         "return was_starved and count > 0",
@@ -204,31 +213,31 @@ MUTANTS = (
     ),
     Mutant(
         "a prepared plan keeps the rows that ended",
-        planner.Planner,
+        planned_step.PlannedStep,
         "reconcile",
-        "if seq.state is State.ENDING",
-        "if seq.state is State.FINISHED",
+        "is_ending = State.ENDING",
+        "is_ending = State.FINISHED",
         seed=3,
     ),
     Mutant(
         "a step runs while the engine is paused",
         scheduler.Scheduler,
-        "_pause_with",
-        "self._pause = mode",
-        "self._pause = mode if mode is not PauseMode.KEEP else None",
+        "apply",
+        "self._pause = event.mode",
+        "self._pause = event.mode if event.mode is not PauseMode.KEEP else None",
     ),
     Mutant(
         "events are delivered in the wrong order",
         loop.EngineLoop,
         "_deliver",
-        "for event in events:",
-        "for event in reversed(events):",
+        "for event in events:\n            stream",
+        "for event in reversed(events):\n            stream",
     ),
     Mutant(
         "a drain cuts nobody",
         supervisor.Supervisor,
         "drain",
-        "generation.cancel(EndReason.SHUTDOWN)",
+        "stream.cancel(EndReason.SHUTDOWN)",
         "pass",
         seed=4,
     ),
@@ -236,13 +245,13 @@ MUTANTS = (
         "a cancel does not reach the core",
         supervisor.Supervisor,
         "_run",
-        "replica.loop.cancel(request.request_id, reason, generation.phase, since)",
+        "replica.loop.cancel(request.request_id, reason, stream.phase, since)",
         "pass",
         seed=1,
     ),
     Mutant(
         "a failed load wakes nobody",
-        pool.Pool,
+        loads.Loads,
         "_run_load",
         "load.settled.set()",
         "pass",
@@ -256,96 +265,108 @@ MUTANTS = (
         "pass",
         seed=3,
     ),
-    Mutant("news wake no handler", bridge.BridgeCall, "advance", "self._waiter.set()", "pass"),
     Mutant(
-        "what a client was written gives no credit back",
-        bridge.BridgeCall,
-        "written",
-        "self.generation.release(num_events)",
+        "an event wakes no handler",
+        call_writer.CallWriter,
+        "push",
+        "waiter.set()",
         "pass",
     ),
     Mutant(
-        "what was written straight gives no credit back",
-        bridge.BridgeCall,
-        "_is_served",
-        "self.written(1)",
+        "what the task wrote gives no credit back",
+        call_writer.CallWriter,
+        "run",
+        "self._give_back(num_credited)",
         "pass",
     ),
     Mutant(
-        "what could not be written straight is lost",
-        bridge.BridgeCall,
-        "_is_served",
-        "or not self._straight(self._events[0])",
-        "or self._straight(self._events[0]) is None",
+        "what was written in a delivery gives no credit back",
+        call_writer.CallWriter,
+        "push",
+        "self._give_back(1)",
+        "pass",
     ),
     Mutant(
-        "of several events one is written straight",
-        bridge.BridgeCall,
-        "_is_served",
-        "len(self._events) != 1 or",
-        "not self._events or",
+        "what could not be written in a delivery is lost",
+        call_writer.CallWriter,
+        "push",
+        "not data or self._call.try_write(data)",
+        "not data or self._call.try_write(data) is not None",
     ),
     Mutant(
-        "an event that is written straight hides the end",
-        bridge.BridgeCall,
-        "_is_served",
-        "self._straight is None or generation.is_closed",
-        "self._straight is None",
-        seed=2,
+        "an event overtakes one that waits for the task",
+        call_writer.CallWriter,
+        "push",
+        "waiter is not None and not waiter.is_set()",
+        "waiter is not None",
+        seed=43,
+    ),
+    Mutant(
+        "a starved stream's drained reader is not reported",
+        call_writer.CallWriter,
+        "_give_back",
+        "stream.report_drained()",
+        "pass",
+        seed=6,
     ),
     Mutant(
         "the end wakes no handler",
-        bridge.BridgeCall,
-        "_is_served",
-        "waiter is None or waiter.is_set()",
-        "waiter is None or generation.is_closed",
+        call_writer.CallWriter,
+        "end",
+        "self._waiter.set()",
+        "pass",
     ),
     Mutant(
         "what came while its handler wrote is overlooked",
-        bridge.BridgeCall,
-        "receive",
+        call_writer.CallWriter,
+        "_receive",
         "while True:",
         "self._waiter = trio.Event(); await self._waiter.wait()\n    while True:",
     ),
     Mutant(
         "an end comes before the last tokens",
-        bridge.BridgeCall,
-        "receive",
-        "if events := self._take():",
-        "if not generation.is_closed and (events := self._take()):",
+        call_writer.CallWriter,
+        "_receive",
+        "if self._pending:",
+        "if self._pending and not self._has_ended:",
     ),
     Mutant(
-        "of the calls with news in a step one is forgotten",
-        bridge.Bridge,
-        "_release",
-        "for call in ready:",
-        "for call in list(ready)[1:]:",
-    ),
-    Mutant(
-        "a client that goes is not told to the engine",
-        bridge.BridgeCall,
-        "cancel",
-        "self.generation.close_reader(trio.current_time())",
+        "a client's leaving is not reported to the engine",
+        call_writer.CallWriter,
+        "_cancel",
+        "self._stream.close_reader(trio.current_time())",
         "pass",
         seed=2,
     ),
     Mutant(
-        "a call that is left goes on", bridge.BridgeCall, "leave", "self.cancel()", "pass", seed=2
+        "a call that is left goes on",
+        call_writer.CallWriter,
+        "_leave",
+        "self._cancel()",
+        "pass",
+        seed=2,
     ),
     Mutant(
-        "a call that is left stays a zombie",
-        bridge.BridgeCall,
-        "leave",
-        "self._bridge.zombies.gone(self)",
+        "a call that is left stays an unread call",
+        call_writer.CallWriter,
+        "_leave",
+        "self._unread_calls.gone(self)",
         "pass",
     ),
     Mutant(
-        "an ended call is no zombie",
-        bridge.BridgeCall,
-        "_is_served",
-        "self._bridge.zombies.ended(self, self._address)",
+        "an ended call is no unread call",
+        call_writer.CallWriter,
+        "end",
+        "self._unread_calls.ended(self, address_of(self._call.peer))",
         "pass",
         seed=4,
+    ),
+    Mutant(
+        "a stream's end does not reach its reader",
+        stream.RequestStream,
+        "close",
+        "reader.end(self.error)",
+        "pass",
     ),
     Mutant(
         "an abort before its request is forgotten at once",
@@ -357,7 +378,7 @@ MUTANTS = (
     ),
     Mutant(
         "an input of a failed step is lost",
-        encode_line.LiveEncode,
+        live_request.LiveEncode,
         "put_back",
         "self.left.appendleft(index)",
         "pass",
@@ -365,7 +386,7 @@ MUTANTS = (
     ),
     Mutant(
         "an input is encoded twice",
-        encode_line.LiveEncode,
+        live_request.LiveEncode,
         "take",
         "self.left.popleft()",
         "pass",
@@ -402,37 +423,37 @@ MUTANTS = (
         seed=11,
     ),
     Mutant(
-        "a cancelled encode request stays in the line",
+        "a cancelled encode request stays in the queue",
         encode_scheduler.EncodeScheduler,
         "_end",
-        "self._leave_line(live)",
+        "self._queue.remove(live)",
         "pass",
     ),
     Mutant(
         "others wait for an encode request whose reader has no room",
-        encode_scheduler.EncodeScheduler,
-        "_choose",
-        "        else:\n            if live.left:\n                break",
-        "        if live.left:\n            break",
+        batch.BatchBuilder,
+        "_take_inputs",
+        "return True\n        self._longest",
+        "return False\n        self._longest",
         seed=8,
     ),
     Mutant(
         "an input longer than a step never goes first",
-        encode_scheduler.EncodeScheduler,
+        batch.BatchBuilder,
         "_fits",
         "return True",
-        "return longest <= self._budget",
+        "return length <= self._budget",
     ),
     Mutant(
         "an encoder's step takes more than its budget",
-        encode_scheduler.EncodeScheduler,
+        batch.BatchBuilder,
         "_fits",
-        "count * longest <= self._budget",
-        "(count - 1) * longest <= self._budget",
+        "padded = count *",
+        "padded = (count - 1) *",
     ),
     Mutant(
-        "an encoder's line knows no aging",
-        encode_line.Line,
+        "an encoder's queue knows no aging",
+        waiting_queue.WaitingQueue,
         "in_order",
         "live.request.priority - floor(waited / self._aging_s)",
         "live.request.priority",
@@ -441,7 +462,7 @@ MUTANTS = (
         "an encoder that ran out of memory is asked for as much again",
         encode_scheduler.EncodeScheduler,
         "_step_failed",
-        "self._budget = max(1, min(self._budget, step.plan.num_tokens) // 2)",
+        "self._budget.halve(step.plan.num_tokens)",
         "pass",
         seed=18,
     ),
@@ -455,9 +476,9 @@ MUTANTS = (
     ),
     Mutant(
         "an encode request that has not begun begins in a pause",
-        encode_scheduler.EncodeScheduler,
+        batch.BatchBuilder,
         "_may_go_on",
-        "self._pause is None or live.started_at is not None",
+        "(live.started_at is not None or not self._only_begun)",
         "True",
         seed=38,
     ),
@@ -465,28 +486,28 @@ MUTANTS = (
         "nobody looks at an encoder's stall timeout",
         encode_scheduler.EncodeScheduler,
         "next_wakeup",
-        "return None if first is None else max(now, first + self.config.stall_timeout_s)",
+        "return next_stall(self._parked.values(), self.config.stall_timeout_s, now)",
         "return None",
         seed=26,
     ),
     Mutant(
         "scores that are kept for the end keep their slots",
-        encoding.Encoding,
-        "on_encoded",
+        encode_stream.EncodeStream,
+        "push",
         "self.release(1)",
         "pass",
         seed=18,
     ),
     Mutant(
         "the best scores come in the order of their steps",
-        encoding.Encoding,
-        "on_finished",
+        encode_stream.EncodeStream,
+        "_finish",
         "sorted(self._scores, key=lambda one: (-one.score, one.index))",
         "self._scores",
     ),
     Mutant(
         "texts beside ids get each other's tokens",
-        encode_inputs.EncodeInputs,
+        prepare_inputs.InputPreparer,
         "_tokenize_inputs",
         "tokenizer.encode_texts(texts, asked.prompt_name)",
         "tokenizer.encode_texts(texts[::-1], asked.prompt_name)",
@@ -496,13 +517,15 @@ MUTANTS = (
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """The bug is there for the time of the block."""
+    """Plant the bug for the time of the block."""
     original = getattr(mutant.owner, mutant.name)
     source = textwrap.dedent(inspect.getsource(original))
     if source.count(mutant.old) != 1:
         raise LookupError(f"{mutant.title}: {source.count(mutant.old)} × {mutant.old!r}")
     space: dict[str, Any] = {}
     changed = "from __future__ import annotations\n" + source.replace(mutant.old, mutant.new)
+    # Outside its class, a function has no cell from which a bare super() gets the class.
+    changed = changed.replace("super()", f"super({mutant.owner.__name__}, self)")
     exec(compile(changed, f"<{mutant.title}>", "exec"), original.__globals__, space)
     setattr(mutant.owner, mutant.name, space[mutant.name])
     try:
@@ -512,7 +535,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
 
 
 def shows(mutant: Mutant, seed: int) -> BaseException | None:
-    """What the watchers say of a world with the bug; None: they see nothing."""
+    """Return the watchers' error in a world with the bug, or None if they find nothing."""
     with planted(mutant):
         try:
             simulate(seed, num_requests=NUM_REQUESTS)
@@ -522,7 +545,7 @@ def shows(mutant: Mutant, seed: int) -> BaseException | None:
 
 
 def find(mutant: Mutant) -> tuple[int, BaseException] | None:
-    """The first world that shows the bug, and what is seen. None: there is none."""
+    """Return the first world that shows the bug, with its error, or None if there is none."""
     for seed in range(NUM_WORLDS):
         if (error := shows(mutant, seed)) is not None:
             return seed, error
@@ -530,6 +553,7 @@ def find(mutant: Mutant) -> tuple[int, BaseException] | None:
 
 
 def main(argv: list[str]) -> int:
+    """Run the command line and return its exit status."""
     logging.disable(logging.CRITICAL)
     missed = 0
     for mutant in MUTANTS:

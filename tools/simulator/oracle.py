@@ -1,7 +1,7 @@
-"""What a request's output must be, from the request alone: no schedule, no engine.
+"""What a request's output must be, from the request alone, without a schedule or an engine.
 
-Rule: written from the fake model's definition (`engine.model.fake`), sharing only its three
-primitive functions; a stop string is looked for in the whole text.
+Rule: this follows the fake model's definition (`engine.worker.fakes.text`) and shares only its
+three primitive functions. A stop string is searched in the whole text.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.core.types import EndReason
-from engine.model.fake import EOS, FakeTokenizer, digest_after, next_token
+from engine.core.common.types import EndReason
+from engine.worker.fakes.text import EOS, FakeTokenizer, digest_after, next_token
 
 if TYPE_CHECKING:
-    from engine.requests import GenerateRequest
+    from engine.requests.text_values import GenerateRequest
 
 MAX_MODEL_LEN = 160
 
 
 def is_end(digest: int) -> bool:
-    """Where the drawn worlds that have ends of their own put them: one token in 41."""
+    """Return whether a drawn world with ends of its own ends a sequence here: one token in 41."""
     return digest % 41 == 7
 
 
@@ -34,7 +34,7 @@ class Expected:
 
 
 def prompt_of(request: GenerateRequest) -> tuple[int, ...]:
-    """The token ids a valid request is computed for."""
+    """Return the token ids for which a valid request is computed."""
     ids = request.token_ids
     if ids is None:
         text = request.text or ""
@@ -48,15 +48,18 @@ def prompt_of(request: GenerateRequest) -> tuple[int, ...]:
 
 
 def echo_of(request: GenerateRequest) -> str:
-    """The text that comes before the output."""
+    """Return the text that comes before the output."""
     if not request.output.echo:
         return ""
     return "".join(f"<{token}>" for token in prompt_of(request) if token != EOS)
 
 
 def expected_output(request: GenerateRequest, choice: int, *, has_ends: bool) -> Expected:
-    """The fake model's output for one choice. Requests with both stop strings and min_tokens are
-    not drawn: then the held-back text decides, which this does not model."""
+    """Return the fake model's output for one choice.
+
+    No request has both stop strings and min_tokens: the held-back text would decide its end, which
+    is not modelled here.
+    """
     asked, prompt = request.sampling, prompt_of(request)
     room = MAX_MODEL_LEN - len(prompt)
     longest = min(asked.max_tokens or room, room)

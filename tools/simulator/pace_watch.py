@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may compute, by the watcher's own record of the steps before."""
+"""How many prompt tokens a step may compute, by the watcher's own record of earlier steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.config import SchedulerConfig
-    from engine.core.plan import StepPlan
+    from engine.core.text.plan import StepPlan
 
-LARGE = 8  # steps of at least an eighth of the budget tell the speed; every step may take as much
+LARGE = 8  # steps of an eighth of the budget or more show the speed; every step may take as much
 FIXED = 4  # four times the shortest step is never too long
 ROUNDING = 1e-9
 
 
 class PaceWatch:
-    """One scheduler's. Times are the core's."""
+    """Watch one scheduler. Times are the core's."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._budget = config.max_num_batched_tokens
@@ -25,8 +25,10 @@ class PaceWatch:
         self._running: tuple[int, float] | None = None  # the step's tokens, and its start
 
     def planned(self, plan: StepPlan, now: float) -> str:
-        """What is wrong with a plan that goes out now. It may have been made while the step before
-        it ran."""
+        """Return what is wrong with a plan that is sent now, or "".
+
+        The plan may have been made while the step before it ran.
+        """
         self._running = plan.num_tokens, now
         most = max(self._most, self._most_before)
         prompts = sum(row.count for row in plan.rows if row.count > 1)
@@ -35,7 +37,7 @@ class PaceWatch:
         return f"{prompts} prompt tokens, and {most:g} at most for a target of {self._target_s:g} s"
 
     def done(self, now: float) -> None:
-        """The step was computed."""
+        """Take note that the step was computed."""
         if self._running is None:
             return
         (tokens, started_at), self._running = self._running, None

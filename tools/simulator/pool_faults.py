@@ -1,7 +1,7 @@
 """What a simulated world does with its models: replicas, little memory, loads, unloads, deaths.
 
-Rule 1: drawn from a seed of its own, so that worlds without it are as they were before there was a
-pool. Rule 2: a world that has it says which ends it may give a request, beside all others.
+Rule 1: the faults are drawn from a seed of their own, so that worlds without them are the same as
+before there was a pool. Rule 2: a world with such faults lists which ends it may give a request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FAULT = "model_pool"
 SPARE = "spare"
 SHARE = 0.3  # of worlds
 HANG_SHARE = 0.3  # of workers' deaths in a step
-SPARE_SHARE = 0.2  # of requests, that ask for the spare model
+SPARE_SHARE = 0.2  # of requests: these use the spare model
 MAY_END = {
     "WORKER_LOST",
     "NO_WORKERS",
@@ -34,9 +34,12 @@ MAY_END = {
 
 @dataclass(frozen=True)
 class PoolFaults:
-    """``operations`` are (when, verb, model, number): load with a number of replicas, unload with
-    a time to drain, or kill the worker of a number. ``load_failures``: how many of a model's loads
-    fail, by name. ``death_share``: of steps, that their worker does not survive."""
+    """The faults of one world.
+
+    ``operations`` are (when, verb, model, number): load with a number of replicas, unload with a
+    time to drain, or kill the worker of a number. ``load_failures`` is how many of a model's loads
+    fail, by name. ``death_share`` is the share of steps that their worker does not survive.
+    """
 
     operations: tuple[tuple[float, str, str, float], ...] = ()
     load_failures: tuple[tuple[str, int], ...] = ()
@@ -44,7 +47,7 @@ class PoolFaults:
 
 
 def is_drawn(seed: int) -> bool:
-    """Whether the world of this seed has a crowded pool, where faults are drawn."""
+    """Return whether the world of this seed has a crowded pool, where faults are drawn."""
     return _rng(seed).random() < SHARE
 
 
@@ -55,10 +58,12 @@ def _rng(seed: int) -> random.Random:
 def crowd(
     seed: int, config: EngineConfig, duration: float, model_bytes: int
 ) -> tuple[EngineConfig, PoolFaults]:
-    """The configuration with a spare model, replicas and little room; and what is done to it.
-    ``model_bytes`` is what a replica of a text model needs."""
+    """Return the configuration with a spare model, replicas and little room, and the faults.
+
+    ``model_bytes`` is what a replica of a text model needs.
+    """
     rng = _rng(seed)
-    rng.random()  # what `is_drawn` took
+    rng.random()  # the number that `is_drawn` took
     models = tuple(
         replace(model, workers=(WorkerConfig(count=rng.choice([1, 1, 2, 3])),))
         if model.name == MODEL
@@ -88,7 +93,7 @@ def crowd(
 
 
 def ask_the_spare(seed: int, clients: tuple[Client, ...]) -> tuple[Client, ...]:
-    """Some of the clients ask for the spare model; those of an encoder or another model stay."""
+    """Let some clients use the spare model; those of an encoder or another model stay."""
     rng = _rng(seed + 1)
     return tuple(
         replace(client, request=replace(client.request, model=SPARE))

@@ -1,4 +1,4 @@
-"""How a simulated client reads, in process or over the wire, and what it saw."""
+"""How a simulated client reads, in process or over the wire, and what it received."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from engine.core import journal
-from engine.core.events import Finished
-from engine.encode_requests import EmbedRequest, Score
-from engine.errors import TrioletError
-from engine.requests import GenerateRequest, Started
-from grpc_service.zombies import ZOMBIE_AGE_S
+from engine.core.common.events import Finished
+from engine.requests.encode_values import EmbedRequest, Score
+from engine.requests.text_values import GenerateRequest, Started
+from grpc_service.access.unread_calls import UNREAD_AGE_S
 from tools.simulator.encode_oracle import expected_results, inputs_of
 from tools.simulator.watch import Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from engine.encode_requests import EncodeEvent
-    from engine.generation import Lifetime
-    from engine.requests import StreamEvent
-    from grpc_service.bridge import Bridge, BridgeCall
+    from engine.errors import TrioletError
+    from engine.requests.encode_values import EncodeEvent
+    from engine.requests.stream import RequestStream
+    from engine.requests.text_values import StreamEvent
+    from grpc_service.access.unread_calls import UnreadCalls
+    from grpc_service.services.call_writer import CallWriter
     from tools.simulator.clients import Client
 
 
 @dataclass
 class Reader:
-    """What one client has seen. ``error``: what its handler heard, over the wire."""
+    """What one client has received. ``error`` is the error of its handler, over the wire."""
 
     client: Client
     prompt_tokens: int | None = None
@@ -38,29 +38,29 @@ class Reader:
 
     @property
     def num_seen(self) -> int:
-        """Events so far, tokens one by one."""
+        """The number of events so far, tokens one by one."""
         raise NotImplementedError
 
     def see(self, event: Any) -> None:
-        """Note an event, which must be one that can come now."""
+        """Record an event, and check that it can come now."""
         raise NotImplementedError
 
     @property
     def leaves_now(self) -> bool:
-        """It has seen all that it stays for."""
+        """Whether the reader has received all that it stays for."""
         limit = self.client.leave_after
         return limit is not None and self.num_seen >= limit
 
     @property
     def stalls_now(self) -> bool:
-        """It reads no further before the request has ended; then what was left for it."""
+        """Whether the reader stops until the request has ended, and then reads what is left."""
         limit = self.client.stall_after
         return limit is not None and self.num_seen >= limit
 
 
 @dataclass
 class TextReader(Reader):
-    """A Generate's, by choice."""
+    """The reader of a Generate request, by choice."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class TextReader(Reader):
                 raise Violation(f"{name}: {len(event.prompt_logprobs)} tokens of the prompt scored")
             return
         if self.prompt_tokens is None or event.choice in self.finished:
-            raise Violation(f"{name}: {journal.line(event)} out of place")
+            raise Violation(f"{name}: {event.journal_line()} out of place")
         if isinstance(event, Finished):
             self.finished[event.choice] = event
         else:
@@ -98,7 +98,7 @@ class TextReader(Reader):
 
 @dataclass
 class EncodeReader(Reader):
-    """An Embed's or a Rerank's. Each result is held against the oracle as it comes."""
+    """The reader of an Embed or Rerank request, which compares each result with the oracle's."""
 
     results: dict[int, list[float]] = field(default_factory=dict)
     finished: Finished | None = None
@@ -138,7 +138,7 @@ class EncodeReader(Reader):
             raise Violation(f"{name}: a wrong result for input {index}")
 
     def _values_of(self, event: EncodeEvent) -> list[float]:
-        """The numbers of a result of the kind that was asked for."""
+        """Return the numbers of a result, which must be of the requested kind."""
         name = self._request.request_id
         if isinstance(event, Score):
             if isinstance(self._request, EmbedRequest):
@@ -152,7 +152,7 @@ class EncodeReader(Reader):
         return list(event.values)
 
     def check_whole(self) -> None:
-        """Everything has come, each result once; of the best alone, best first."""
+        """Check that every result has come once; of the best alone, in their order."""
         name, top_n = self._request.request_id, getattr(self._request, "top_n", None)
         if self.finished is None or self.finished.usage.prompt_tokens != self.prompt_tokens:
             raise Violation(f"{name}: succeeded, and ended by {self.finished}")
@@ -167,13 +167,16 @@ class EncodeReader(Reader):
 
 
 def reader_of(client: Client) -> TextReader | EncodeReader:
-    """A reader of what a client asks for."""
+    """Return a reader for a client's request."""
     is_text = isinstance(client.request, GenerateRequest)
     return TextReader(client) if is_text else EncodeReader(client)
 
 
-async def read(generation: Lifetime[Any], reader: Reader) -> None:
-    """Read as a Trio program does, event by event, to the end or as long as the client stays."""
+async def read(generation: RequestStream[Any], reader: Reader) -> None:
+    """Read as a Trio program does, event by event, to the end or as long as the client stays.
+
+    Cancellation: ends the reading; no event is lost.
+    """
     while not reader.leaves_now:
         if reader.stalls_now:
             await generation.wait_closed()
@@ -190,56 +193,89 @@ async def read(generation: Lifetime[Any], reader: Reader) -> None:
 
 
 class DrawnBug(Exception):
-    """Of a straight write."""
+    """A planted bug, raised by a write in the engine's delivery of a step."""
 
 
-async def serve(
-    bridge: Bridge, call: BridgeCall, reader: Reader, is_window_closed: Callable[[], bool]
-) -> None:
-    """A handler of the front's: its writes take as long as its client lets them, and it is
-    cancelled when the client goes. ``is_window_closed`` may raise `DrawnBug`."""
-    client = reader.client
-    busy_until = -math.inf
+class SimulatedCall:
+    """A gRPC call whose messages are the events themselves (`grpc_service.rpc`).
 
-    def write(event: Any) -> bool:
-        """A straight one. Its client neither leaves with it, nor is slow, nor has stalled."""
-        nonlocal busy_until
-        if client.leave_after is not None or reader.stalls_now or is_window_closed():
+    Its writes take as long as its client lets them. ``is_window_closed`` may raise `DrawnBug`.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        reader: Reader,
+        unread_calls: UnreadCalls,
+        is_window_closed: Callable[[], bool],
+    ) -> None:
+        self.peer = peer
+        self.reader = reader
+        self.stream: RequestStream[Any]
+        self._unread_calls = unread_calls
+        self._is_window_closed = is_window_closed
+        self.leaving = trio.CancelScope()
+        self._busy_until = -math.inf
+
+    def encode(self, events: Sequence[Any]) -> Sequence[Any]:
+        """Return the events as they are."""
+        return events
+
+    def encode_short(self, event: Any) -> Any:
+        """Return the event as it is."""
+        return event
+
+    def try_write(self, event: Any) -> bool:
+        """Take an event unless the client leaves, is slow, or has stalled."""
+        reader = self.reader
+        client = reader.client
+        if client.leave_after is not None or reader.stalls_now or self._is_window_closed():
             return False
-        if trio.current_time() < busy_until or not isinstance(event, call.credited):
+        if trio.current_time() < self._busy_until or not isinstance(event, self.stream.credited):
             return False
         reader.see(event)
-        busy_until = trio.current_time() + client.delay_s
+        self._busy_until = trio.current_time() + client.delay_s
         return True
 
-    call.write_straight(write)
+    async def write(self, event: Any) -> None:
+        """Take an event when the client does. Cancellation: the event is not taken."""
+        reader = self.reader
+        if reader.leaves_now:
+            return
+        if reader.stalls_now:
+            await self.stream.wait_closed()
+            await self._linger()
+        reader.see(event)
+        if reader.client.delay_s:
+            await trio.sleep(reader.client.delay_s)
+        if reader.leaves_now:
+            self.leaving.cancel(reason="the client leaves")
+
+    async def end(self, *status: object) -> None:
+        """Take the status of a call that failed, which waits for the client to read."""
+        if self.stream.error is None or not self.stream.is_closed:
+            self.reader.has_left = True  # a drawn bug
+            return
+        self.reader.error = self.stream.error
+        await self._linger()
+
+    async def _linger(self) -> None:
+        """Wait as long as a client that does not read, whose request has ended."""
+        reader = self.reader
+        await trio.sleep(reader.client.linger_s)
+        if reader.client.linger_s > UNREAD_AGE_S and not self._unread_calls.count():
+            raise Violation(f"{reader.client.request.request_id} is no unread call")
+
+
+async def serve(writer: CallWriter, call: SimulatedCall) -> None:
+    """Serve a call as its handler does. Cancellation: the client has left."""
+    reader = call.reader
+    if reader.leaves_now:
+        call.leaving.cancel(reason="the client leaves")
     try:
-        while not reader.leaves_now and (events := await call.receive()):
-            for event in events:
-                if reader.leaves_now:
-                    break
-                if reader.stalls_now:
-                    await call.generation.wait_closed()
-                    await _linger(bridge, reader)
-                reader.see(event)
-                if client.delay_s:
-                    await trio.sleep(client.delay_s)
-            call.written(sum(isinstance(event, call.credited) for event in events))
-        reader.has_left = reader.leaves_now
-    except TrioletError as error:
-        reader.error = error
-        await _linger(bridge, reader)  # the status waits for it
-    except DrawnBug:
-        reader.has_left = True
+        with call.leaving:
+            await writer.run(call.stream)
     except BaseException:
         reader.has_left = True
         raise
-    finally:
-        call.leave()
-
-
-async def _linger(bridge: Bridge, reader: Reader) -> None:
-    """Its request has ended, and the client does not read."""
-    await trio.sleep(reader.client.linger_s)
-    if reader.client.linger_s > ZOMBIE_AGE_S and not bridge.statistics().totals.zombies:
-        raise Violation(f"{reader.client.request.request_id} is no zombie")
+    reader.has_left = reader.has_left or call.leaving.cancelled_caught

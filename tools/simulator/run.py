@@ -1,6 +1,6 @@
-"""Runs a drawn world and watches its readers from outside.
+"""Run a drawn world and watch its readers from outside.
 
-The watchers know nothing of the scheduler: they see what readers see, and the books at the end.
+The watchers know nothing of the scheduler: they see what readers see, and the counts at the end.
 Each of their sentences is an invariant of engine/README.md.
 """
 
@@ -10,16 +10,17 @@ import math
 import random
 from collections import Counter
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
-from engine.api import open_engine
-from engine.core.encode_types import EncodePlan, EncoderKind
-from engine.core.events import PauseMode
-from engine.core.plan import StepPlan
-from engine.core.types import EndReason
+from engine.api.engine import open_engine
+from engine.core.common.events import Journaled, PauseMode
+from engine.core.common.types import EndReason
+from engine.core.encode.types import EncodePlan
+from engine.core.text.plan import StepPlan
 from engine.errors import (
     EngineBug,
     InvalidRequest,
@@ -29,14 +30,16 @@ from engine.errors import (
     ShuttingDown,
     SpawnFailed,
 )
-from engine.model.fake import FakeScript
-from engine.quota import Origin, Quota
-from engine.replica import Mortal
-from engine.requests import Chat, GenerateRequest
+from engine.replica.replica import ProcessWorker
+from engine.requests.quota import Origin, Quota
+from engine.requests.supervisor import ABORT_MEMORY_S
+from engine.requests.text_values import Chat, GenerateRequest
 from engine.status import AbortOutcome
-from engine.supervisor import ABORT_MEMORY_S
-from grpc_service.bridge import Bridge
-from grpc_service.rpc import Rpc, current
+from engine.worker.fakes.text import FakeScript
+from engine.worker.interface import EncoderKind
+from grpc_service.access.unread_calls import UnreadCalls, address_of
+from grpc_service.services.backend import Backend
+from grpc_service.services.call_writer import CallWriter
 from tools.simulator import pool_faults
 from tools.simulator.clients import BAD_FORM, FRAGILE, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
@@ -47,6 +50,7 @@ from tools.simulator.readers import (
     DrawnBug,
     EncodeReader,
     Reader,
+    SimulatedCall,
     TextReader,
     read,
     reader_of,
@@ -62,13 +66,11 @@ from tools.simulator.workers import (
 from tools.simulator.workload import Client, World, draw_world
 
 if TYPE_CHECKING:
-    from engine.api import Engine
+    from engine.api.engine import Engine
     from engine.config import EngineConfig, ModelConfig
-    from engine.core.types import Constraint
-    from engine.encode_requests import AnyRequest
-    from engine.generation import Lifetime
-    from engine.replica import AnyRunner
-    from grpc_service.bridge import BridgeCall
+    from engine.core.common.types import Constraint
+    from engine.replica.replica import AnyRunner
+    from engine.requests.stream import RequestStream
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
 LOAD_ERRORS: dict[str, type[BaseException]] = {
@@ -76,8 +78,16 @@ LOAD_ERRORS: dict[str, type[BaseException]] = {
     "raised": RuntimeError,
     "exited": SystemExit,
 }
-MOMENT_S = 1e-6  # a jump of the clock may miss by its rounding
-SLEEPY_LOAD_S = 45.0  # above the 30 s its waiters wait
+MOMENT_S = 1e-6  # a jump of the clock may miss by its rounding error
+SLEEPY_LOAD_S = 45.0  # longer than the 30 s that its requests wait
+
+
+@dataclass
+class SimulatedRpc:
+    """The record of a simulated client's call (`grpc_service.access.rpc_record.Rpc`)."""
+
+    call: SimulatedCall
+    stream: RequestStream[Any] | None = None
 
 
 class Simulation:
@@ -88,11 +98,11 @@ class Simulation:
         self.outcome = Outcome(world.seed)
         self._threads = VirtualThreads()
         self._watchdog = VirtualWatchdog(world.config.step_timeout_s)
-        self._workers: list[tuple[str, WorkerProcess]] = []  # and the model of each
+        self._workers: list[tuple[str, WorkerProcess]] = []  # with the model of each
         self._rng = random.Random(world.seed ^ 0x5EED)
         self._watch = CoreWatch(world.config, len(world.clients), self.outcome)
-        self._generations: list[Lifetime[Any]] = []
-        self._calls: list[BridgeCall] = []  # over the wire
+        self._generations: list[RequestStream[Any]] = []
+        self._writers: list[CallWriter] = []  # of calls over the wire
         self._windows = random.Random(world.seed ^ 0x31D0)
         self._engine: Engine | None = None
         self._quota = Quota("clients in process", max_queued_tokens=world.quota_tokens)
@@ -105,7 +115,7 @@ class Simulation:
         """Run the world to its end.
 
         Raises:
-            Violation, or whatever the engine let out.
+            Violation, or whatever the engine raised.
         """
         with self._watch.watch_schedulers():
             try:
@@ -121,8 +131,8 @@ class Simulation:
             return runner
         worker = WorkerProcess(runner, self._draw_death)
         self._workers.append((model.name, worker))
-        assert isinstance(worker, Mortal)
-        return worker  # it is what it holds, too, by `__getattr__`
+        assert isinstance(worker, ProcessWorker)
+        return worker  # `__getattr__` gives it all that the runner has
 
     def _make_fake(self, model: ModelConfig) -> BreakingRunner | BreakingEncoder:
         world = self.world
@@ -131,7 +141,7 @@ class Simulation:
             token_s=world.token_s,
             load_s=SLEEPY_LOAD_S if model.name == SLEEPY else 0.5,
             encode_s=5 * world.step_s,
-            chat_template="<think></think><tool_call></tool_call>",  # chats are told apart
+            chat_template="<think></think><tool_call></tool_call>",  # the parser looks for both
             load_error=self._draw_load_error(model.name),
             eos_at=is_end if world.has_ends else None,
             sleep=self._threads.note_sleep,
@@ -141,7 +151,7 @@ class Simulation:
         )
         if model.name in (EMBEDDER, RERANKER):
             kind = EncoderKind.EMBEDDING if model.name == EMBEDDER else EncoderKind.RERANK
-            # an encode request has few rows and few steps: more of them fail
+            # an encode request has few rows and few steps: the share of failing rows is larger
             script.encode_fault = partial(self._draw_fault, times=3.0)
             script.sample_fault = partial(self._draw_row_fault, world.row_fault_share)
             encoder = BreakingEncoder(kind, max_model_len=MAX_INPUT_LEN, script=script)
@@ -165,7 +175,7 @@ class Simulation:
     # ---- faults, drawn as they come up
 
     def _draw_fault(self, plan: StepPlan | EncodePlan, times: float = 1.0) -> BaseException | None:
-        """What a step raises; ``times`` as often as the world has it, but for half of them."""
+        """Return what a step raises, or None. ``times`` multiplies the world's shares of faults."""
         world, rng = self.world, self._rng
         if rng.random() < world.hiccup_share:
             self._threads.note_sleep(50 * world.step_s)
@@ -176,7 +186,7 @@ class Simulation:
         return None
 
     def _draw_death(self, worker: WorkerProcess) -> None:
-        """A step that its worker does not survive, at once or because it hangs."""
+        """Draw whether the worker dies in this step, at once or because the step hangs."""
         share, rng = self.world.pool.death_share, self._rng
         if not share or rng.random() >= share:
             return
@@ -187,14 +197,14 @@ class Simulation:
         worker.kill("drawn")
 
     async def _hang(self, worker: WorkerProcess) -> None:
-        """What a hung step does: nothing, until its worker is killed for it."""
+        """Do nothing, as a hung step, until the watchdog has the worker killed."""
         await trio.sleep(self._watchdog.limit_s)
         self._watchdog.look()
         if not worker.is_dead:
             self._watch.violation = Violation("a worker whose step hangs was not killed")
 
     def _kill(self, model: str, number: int) -> None:
-        """Kill one of the model's workers that live, whatever it does."""
+        """Kill one of the model's living workers, whatever it does."""
         alive = [worker for name, worker in self._workers if name == model and not worker.is_dead]
         if alive:
             self._watch.note_death()
@@ -216,9 +226,9 @@ class Simulation:
         for generation in self._generations:
             if not generation.is_closed:
                 raise Violation(f"{generation} outlives the engine")
-        for call in self._calls:
-            if call.generation.on_ready is not None:
-                raise Violation(f"{call.generation} was not left")
+        for writer in self._writers:
+            if writer.is_following:
+                raise Violation(f"{writer} was not left")
         if self._engine is not None and (left := self._engine.statistics().totals.memory_reserved):
             raise Violation(f"{left} bytes are reserved by nobody")
         if scope.cancelled_caught:
@@ -237,29 +247,30 @@ class Simulation:
             on_change=self._check_memory,
         ) as engine:
             self._engine = engine
-            bridge = Bridge(engine, clock=trio.current_time)
+            backend = Backend(engine, UnreadCalls(trio.current_time))
             async with trio.open_nursery() as nursery:
                 for client in world.clients:
-                    nursery.start_soon(self._client, engine, bridge, client)
+                    nursery.start_soon(self._client, engine, backend, client)
                     if client.abort_before_s is not None:
                         nursery.start_soon(self._abort_early, engine, client)
-                nursery.start_soon(self._operate, engine, bridge)
+                nursery.start_soon(self._operate, engine, backend)
                 for operation in world.pool.operations:
                     nursery.start_soon(self._move_model, engine, *operation)
             with trio.fail_after(PATIENCE_S):
                 await engine.wait_idle()
             self._check_idle(engine)
-            if bridge.zombies.count():
-                raise Violation(f"{bridge.zombies.count()} zombies without a handler")
+            if backend.unread_calls.count():
+                raise Violation(f"{backend.unread_calls.count()} unread_calls without a handler")
         self.outcome.statistics = engine.statistics().totals
         late = engine.submit(world.clients[0].request, buffer=2) if world.clients else None
         if late is not None and getattr(late.error, "reason", "") != "SHUTTING_DOWN":
             raise Violation(f"{late} was accepted by a closed engine")
 
-    def _note(self, event: object) -> None:
-        """Watch what goes into and out of a core; and have one request explained at each plan, in
-        turn: which draws nothing and wakes nobody."""
-        self._watch.note(event)  # type: ignore[arg-type]
+    def _note(self, event: Journaled) -> None:
+        """Watch the inputs and outputs of cores. At each plan, have one request explained, in turn,
+        which draws nothing and wakes nobody.
+        """
+        self._watch.note(event)
         if self._engine is None or not self._generations:
             return
         if not isinstance(event, StepPlan | EncodePlan):
@@ -276,7 +287,7 @@ class Simulation:
             self._watch.violation = self._watch.violation or Violation(f"{generation} {broken}")
             raise self._watch.violation
 
-    async def _operate(self, engine: Engine, bridge: Bridge) -> None:
+    async def _operate(self, engine: Engine, backend: Backend) -> None:
         for at, operation in self.world.operations:
             await trio.sleep_until(at)
             verb, _, mode = operation.partition(" ")
@@ -287,7 +298,7 @@ class Simulation:
             elif verb == "reset":
                 engine.reset_prefix_cache()
             else:
-                await self._look(bridge)
+                await self._look(backend)
         if self.world.drain_at_s is not None:
             await trio.sleep_until(self.world.drain_at_s)
             engine.resume()
@@ -296,7 +307,7 @@ class Simulation:
     async def _move_model(
         self, engine: Engine, at: float, verb: str, model: str, number: float
     ) -> None:
-        """Load or unload, as the operator would; a refusal is an answer like another. Or kill."""
+        """Load, unload or kill as the operator would; a refusal is an answer like another."""
         await trio.sleep_until(at)
         if verb == "kill":
             return self._kill(model, int(number))
@@ -326,15 +337,15 @@ class Simulation:
         if not engine.is_draining or trio.current_time() > until:
             raise Violation(f"drained until {trio.current_time()} instead of {until}")
 
-    async def _look(self, bridge: Bridge) -> None:
-        """An operator looks around, over the wire: none of it may disturb, or fail but for want of
-        a model."""
+    async def _look(self, backend: Backend) -> None:
+        """Look around as an operator, over the wire. No call may disturb the world, or fail for
+        another reason than a missing model."""
         is_served = pool_faults.FAULT not in self.world.faults
         if self.world.drain_at_s is None and self.world.broken_at_step is None and is_served:
-            await self._look_at_tokens(bridge.engine)
-        statistics = bridge.statistics().totals
-        if bridge.telemetry().statistics.totals != statistics:
-            raise Violation(f"the telemetry tells otherwise: {statistics}")
+            await self._look_at_tokens(backend.engine)
+        statistics = backend.statistics().totals
+        if backend.telemetry().statistics.totals != statistics:
+            raise Violation(f"the telemetry has other counts: {statistics}")
         if statistics.free_blocks > statistics.total_blocks:
             raise Violation(f"more blocks free than there are: {statistics}")
 
@@ -357,12 +368,12 @@ class Simulation:
 
     # ---- clients
 
-    async def _client(self, engine: Engine, bridge: Bridge, client: Client) -> None:
+    async def _client(self, engine: Engine, backend: Backend, client: Client) -> None:
         await trio.sleep_until(client.arrival_s)
         reader = reader_of(client)
         with trio.move_on_after(PATIENCE_S) as scope:
             if client.over_wire:
-                generation = await self._call(engine, bridge, reader)
+                generation = await self._call(engine, backend, reader)
             else:
                 generation = engine.submit(
                     client.request, buffer=client.buffer, origin=Origin(quota=self._quota)
@@ -377,56 +388,64 @@ class Simulation:
             raise Violation(f"{client.request.request_id} starves")
         self._check_reader(generation, reader)
 
-    async def _call(self, engine: Engine, bridge: Bridge, reader: Reader) -> Lifetime[Any]:
-        """One RPC: a handler with a scope, which its client may cancel."""
+    async def _call(self, engine: Engine, backend: Backend, reader: Reader) -> RequestStream[Any]:
+        """Make one RPC: a handler with a scope, which its client may cancel."""
         client, scope = reader.client, trio.CancelScope()
         await trio.sleep(self.world.latency_s)
-        call = self._open(bridge, client.request)
-        generation = call.generation
-        self._generations.append(generation)
+        writer, call = self._open(backend, reader)
+        stream = call.stream
+        self._generations.append(stream)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._wait_for_end, generation, client, generation.started_at)
+            nursery.start_soon(self._wait_for_end, stream, client, stream.started_at)
             if client.cancel_at_s is not None and not client.aborts:
-                nursery.start_soon(self._cancel_call, scope, generation, client)
+                nursery.start_soon(self._cancel_call, scope, stream, client)
             else:
-                nursery.start_soon(self._cancel, engine, generation, client)
+                nursery.start_soon(self._cancel, engine, stream, client)
             try:
                 with scope:
-                    await serve(bridge, call, reader, self._is_window_closed)
+                    await serve(writer, call)
             finally:
                 if trio.current_time() > self._cut_at + MOMENT_S:
-                    raise Violation(f"the handler of {generation} outlives its server")
+                    raise Violation(f"the handler of {stream} outlives its server")
             nursery.cancel_scope.cancel(reason="served to the end")
-        await generation.wait_closed()
-        if not reader.has_left and reader.error is not generation.error:
-            raise Violation(f"{generation}: {generation.error!r} came over as {reader.error!r}")
-        return generation
+        await stream.wait_closed()
+        if not reader.has_left and reader.error is not stream.error:
+            raise Violation(f"{stream}: {stream.error!r} came over as {reader.error!r}")
+        return stream
 
-    def _open(self, bridge: Bridge, request: AnyRequest) -> BridgeCall:
-        """In the task of its handler. Some clients are on a Unix socket, and have no address."""
-        current.set(Rpc("triolet.v1.Inference/Generate"))
-        number = len(self._calls) % 8
+    def _open(self, backend: Backend, reader: Reader) -> tuple[CallWriter, SimulatedCall]:
+        """Submit a request as `Inference` does. Clients on a Unix socket have no address."""
+        number = len(self._writers) % 8
         peer = f"ipv4:10.0.0.{number}:5123" if number else "unix:"
-        if isinstance(request, GenerateRequest):
-            call = bridge.generate(request, peer)
-        else:
-            call = bridge.encode(request, peer)
-        self._calls.append(call)
-        return call
+        unread_calls = backend.unread_calls
+        unread_calls.check_room(address_of(peer))
+        call = SimulatedCall(peer, reader, unread_calls, self._is_window_closed)
+        writer = CallWriter(SimulatedRpc(call), unread_calls, call.encode, call.encode_short)
+        self._writers.append(writer)
+        engine = backend.engine
+        call.stream = engine.submit(
+            reader.client.request,
+            buffer=engine.config.stream_buffer,
+            reader=writer,
+            origin=Origin(quota=None),
+        )
+        return writer, call
 
     def _is_window_closed(self) -> bool:
-        """Whether a straight write finds its client's window so, if it has no bug."""
+        """Return whether a write finds its client's window closed, unless a bug is planted."""
         if self._windows.random() < self.world.bug_share:
             raise DrawnBug
         return self._windows.random() < self.world.closed_share
 
-    async def _wait_for_end(self, generation: Lifetime[Any], client: Client, start: float) -> None:
+    async def _wait_for_end(
+        self, generation: RequestStream[Any], client: Client, start: float
+    ) -> None:
         await generation.wait_closed()
         timeout = client.request.timeout_s
         if timeout is not None and trio.current_time() > start + timeout:
             raise Violation(f"{generation} ended after its deadline")
 
-    async def _cancel(self, engine: Engine, generation: Lifetime[Any], client: Client) -> None:
+    async def _cancel(self, engine: Engine, generation: RequestStream[Any], client: Client) -> None:
         if client.cancel_at_s is None:
             return
         await trio.sleep(client.cancel_at_s)
@@ -437,7 +456,7 @@ class Simulation:
             outcome = engine.abort(client.request.request_id)
             if (outcome is AbortOutcome.ABORTED) == was_closed:
                 raise Violation(f"{generation}: an abort found it {outcome}")
-        else:  # of several by that name, this one
+        else:  # this one of several with this id
             generation.cancel(EndReason.ABORTED)
         if not was_closed:
             asked = trio.current_time()
@@ -446,9 +465,9 @@ class Simulation:
                 raise Violation(f"{generation}: a cancel waited for the engine")
 
     async def _cancel_call(
-        self, scope: trio.CancelScope, generation: Lifetime[Any], client: Client
+        self, scope: trio.CancelScope, generation: RequestStream[Any], client: Client
     ) -> None:
-        """The client goes: its reset has the handler cancelled."""
+        """Let the client leave: its reset cancels the handler."""
         await trio.sleep((client.cancel_at_s or 0.0) + self.world.latency_s)
         scope.cancel(reason="the client ended the call")
         asked = trio.current_time()
@@ -457,7 +476,7 @@ class Simulation:
             raise Violation(f"{generation}: a client's cancel waited for the engine")
 
     async def _abort_early(self, engine: Engine, client: Client) -> None:
-        """An operator's abort that comes before its request."""
+        """Abort a request before it arrives, as an operator may."""
         await trio.sleep_until(client.arrival_s - (client.abort_before_s or 0.0))
         if self._names[client.request.request_id] == 1:
             outcome = engine.abort(client.request.request_id)
@@ -466,10 +485,10 @@ class Simulation:
 
     # ---- watchers
 
-    def _check_reader(self, generation: Lifetime[Any], reader: Reader) -> None:
+    def _check_reader(self, generation: RequestStream[Any], reader: Reader) -> None:
         request, error = reader.client.request, generation.error
         if not generation.is_closed:
-            raise Violation(f"{request.request_id}: its reader ended, it did not")
+            raise Violation(f"{request.request_id}: the reader ended, the request did not")
         reason = "" if error is None else error.reason
         self.outcome.ends[reason or "ok"] += 1
         aborted_at = self._aborted_at.get(request.request_id, math.inf)
@@ -484,7 +503,7 @@ class Simulation:
         if isinstance(error, EngineBug) and self.world.broken_at_step is None:
             raise Violation(f"{request.request_id}: {error!r}")
         if reason != generation.account(0.0).get("reason", ""):
-            raise Violation(f"{generation}: {error!r} is told as {generation.account(0.0)}")
+            raise Violation(f"{generation}: {error!r} is logged as {generation.account(0.0)}")
         if any(v < 0 for v in generation.account(0.0).values() if isinstance(v, float)):
             raise Violation(f"{generation}: negative seconds: {generation.account(0.0)}")
         is_whole = not reason and not reader.has_left
@@ -494,7 +513,7 @@ class Simulation:
             reader.check_whole()
 
     def _check_output(self, reader: TextReader, *, is_whole: bool) -> None:
-        """Each choice got the start of what it must get, or all of it."""
+        """Check that each choice got the start of its expected output, or all of it."""
         request = reader.client.request
         assert isinstance(request, GenerateRequest)
         echo = echo_of(request)
@@ -554,7 +573,7 @@ class Simulation:
         return n > can_run or (n > 1 and "memory_pressure" in self.world.faults)
 
     def _check_idle(self, engine: Engine) -> None:
-        """Every request has ended: nothing is held by anybody."""
+        """Check that nobody holds anything after all requests have ended."""
         totals = engine.statistics().totals
         if totals.total_blocks != totals.free_blocks:
             raise Violation(f"{totals.total_blocks - totals.free_blocks} blocks are held at rest")
@@ -562,7 +581,7 @@ class Simulation:
         if any(live):
             raise Violation(f"not idle at the end: {totals}")
         has_lost_steps = self.world.broken_at_step is not None or self._watch.num_deaths > 0
-        for generation in self._generations:  # one that left during a lost step keeps its slots
+        for generation in self._generations:  # a stream that left in a lost step keeps slots
             if generation.credit.reserved and not has_lost_steps:
                 raise Violation(f"{generation} has slots promised to no step")
         if self._quota.queued_tokens:

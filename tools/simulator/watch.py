@@ -1,7 +1,7 @@
-"""Watchers of the core: what goes into and out of it, judged by rules of its own.
+"""Watchers of the core: its inputs and outputs, judged by rules of their own.
 
-They know nothing of how the scheduler decides. Each sentence is an invariant of
-engine/README.md; `tools.simulator.run` watches the readers.
+They know nothing of how the scheduler decides. Each sentence is an invariant of engine/README.md.
+`tools.simulator.run` watches the readers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from engine.core import journal
-from engine.core.encode_scheduler import EncodeScheduler
-from engine.core.encode_types import Encoded
-from engine.core.events import (
+from engine.core.common.events import (
     Admitted,
     Finished,
     Pause,
@@ -30,10 +27,11 @@ from engine.core.events import (
     Submit,
     Tokens,
 )
-from engine.core.plan import StepPlan
-from engine.core.scheduler import Scheduler
-from engine.core.sequence import Sequence
-from engine.core.types import Request
+from engine.core.encode.scheduler import EncodeScheduler
+from engine.core.encode.types import Encoded
+from engine.core.text.plan import StepPlan
+from engine.core.text.scheduler import Scheduler
+from engine.core.text.sequence import Sequence
 from tools.simulator.encode_watch import EncodeWatch
 from tools.simulator.pace_watch import PaceWatch
 
@@ -41,10 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from engine.config import EngineConfig
-    from engine.core.encode_types import EncodePlan
-    from engine.core.events import InputEvent, OutputEvent
-    from engine.core.lifecycle import Event
-    from engine.core.types import SequenceId
+    from engine.core.common.events import InputEvent, Journaled, OutputEvent
+    from engine.core.common.types import SequenceId
+    from engine.core.encode.types import EncodePlan
+    from engine.core.text.lifecycle import Event
 
     _Planned = tuple[StepPlan | None, list[OutputEvent]]
     _EncodePlanned = tuple[EncodePlan | None, list[OutputEvent]]
@@ -53,12 +51,15 @@ EVENTS_PER_REQUEST = 500  # the worst of 1000 drawn worlds needs 60; beyond it s
 
 
 class Violation(AssertionError):
-    """A watcher saw what must never happen."""
+    """An invariant does not hold."""
 
 
 def gave_way_for_nobody(plan: StepPlan | None, events: list[OutputEvent]) -> set[SequenceId]:
-    """Who lost its blocks to a plan in which nobody else gets any: work was thrown away, and may be
-    again in the next. ``events``: what planning it caused."""
+    """Return the sequences that lost their blocks to a plan in which nobody else gets any.
+
+    Such work is lost for nothing, and perhaps again in the next plan. ``events`` are those of
+    planning.
+    """
     rows = () if plan is None else plan.rows
     lost = {event.sequence for event in events if isinstance(event, Preempted)}
     got = {row.sequence for row in rows if row.blocks is not None or row.children}
@@ -67,7 +68,7 @@ def gave_way_for_nobody(plan: StepPlan | None, events: list[OutputEvent]) -> set
 
 @dataclass
 class Outcome:
-    """What a run left: its journal, what was counted, and the transitions hit by cause."""
+    """The results of a run: its journal, its counts, and the transitions hit by cause."""
 
     seed: int
     journal: list[str] = field(default_factory=list)
@@ -78,15 +79,17 @@ class Outcome:
 
 @dataclass
 class _Choices:
-    """What the core said of a request that lives: its choices' ends, in order."""
+    """What the core has reported of a live request: its choices' ends, in order."""
 
     n: int
     ended: set[int] = field(default_factory=set)
 
 
 class CoreWatch:
-    """Hears every event of every scheduler. ``may_break``: the drawn runner breaks its promises,
-    and a scheduler may stop in the middle."""
+    """Watch every event of every scheduler.
+
+    A drawn runner may break its contract, and a scheduler may stop in the middle.
+    """
 
     def __init__(self, config: EngineConfig, num_clients: int, outcome: Outcome) -> None:
         self.violation: Violation | None = None
@@ -96,30 +99,35 @@ class CoreWatch:
         self._cause = "start"
         self._submitted: dict[str, Submit] = {}
         self._live: dict[str, _Choices] = {}
-        # events do not say whose they are, and models may hear of a pause at different times
+        # Events do not name their model, and models may apply a pause at different times.
         self._pauses: dict[Scheduler, PauseMode | None] = {}
         self._planner: Scheduler | None = None
         self.num_deaths = 0
         self._encoders: dict[EncodeScheduler, EncodeWatch] = {}
         self._paces: dict[Scheduler, PaceWatch] = {}
 
-    def note(self, event: object) -> None:
-        """Write an event down and judge it.
+    def note(self, event: Journaled) -> None:
+        """Record an event and judge it.
 
         Raises:
-            Violation: the first is kept too, since the engine makes a status of what a hook raises.
+            Violation: an invariant does not hold. The first one is also kept, because the
+                engine turns what a hook raises into a status.
         """
-        text = journal.line(event)  # type: ignore[arg-type]
+        text = event.journal_line()
         self.outcome.journal.append(f"{trio.current_time():.4f} {text}")
         if not text.startswith(" "):
             words = text.split()
             named = ("cancel", "failed", "pause")
             self._cause = words[-1] if words[0] in named else words[0]
-        reason = "it spins" if len(self.outcome.journal) > self._limit else self._judge(event)
+        reason = (
+            "the engine loops for ever"
+            if len(self.outcome.journal) > self._limit
+            else self._judge(event)
+        )
         self._tell(reason, text)
 
     def note_death(self) -> None:
-        """A worker dies in the step that is about to begin."""
+        """Take note that a worker dies in the step that is about to begin."""
         self.num_deaths += 1
 
     def _tell(self, reason: str, text: str) -> None:
@@ -133,7 +141,7 @@ class CoreWatch:
                 return self._judge_plan(event)
             case Submit(request):
                 self._submitted[request.request_id] = event
-                if self.num_deaths:  # it may have moved, before anything was computed for it
+                if self.num_deaths:  # it may have moved before its first step
                     self._live.pop(request.request_id, None)
             case StepFailed(failure) if "drawn" not in failure.detail:
                 return failure.detail
@@ -141,8 +149,7 @@ class CoreWatch:
                 if request_id in self._live:
                     return "admitted twice"
                 request = self._submitted[request_id].request
-                n = request.n if isinstance(request, Request) else 1
-                self._live[request_id] = _Choices(n)
+                self._live[request_id] = _Choices(request.num_choices)
             case Refused(request_id, error):
                 if request_id in self._live and error.reason != "DUPLICATE_REQUEST":
                     return "refused after it was admitted"
@@ -191,8 +198,11 @@ class CoreWatch:
 
     @contextmanager
     def watch_schedulers(self) -> Iterator[None]:
-        """For the time of a run, count every change of a sequence's state by what caused it, hear
-        which text model plans and which is paused, and keep the encoders' books."""
+        """Watch all schedulers while the block runs.
+
+        Every change of a sequence's state is counted by its cause, and so is which text model plans
+        and which is paused. Encoders have a watcher of their own.
+        """
         verbs = (
             (Sequence, "advance", self._advance),
             (Scheduler, "apply", self._apply),
@@ -239,7 +249,7 @@ class CoreWatch:
         return plan, events
 
     def _prepare(self, prepare: Callable[[float], None], scheduler: Scheduler, now: float) -> None:
-        self._cause = "plan"  # planning ahead is planning
+        self._cause = "plan"  # planning ahead is planning, too
         prepare(now)
 
     def _apply_to_encoder(
@@ -250,26 +260,26 @@ class CoreWatch:
         now: float,
     ) -> list[OutputEvent]:
         events = apply(event, now)
-        self._tell(self._books_of(scheduler).applied(event, events), journal.line(event))
+        self._tell(self._encode_watch_of(scheduler).applied(event, events), event.journal_line())
         return events
 
     def _plan_encoder(
         self, plan: Callable[[float], _EncodePlanned], scheduler: EncodeScheduler, now: float
     ) -> _EncodePlanned:
         planned = plan(now)
-        text = "no plan" if planned[0] is None else journal.line(planned[0])
-        self._tell(self._books_of(scheduler).planned(planned[0], now), text)
+        text = "no plan" if planned[0] is None else planned[0].journal_line()
+        self._tell(self._encode_watch_of(scheduler).planned(planned[0], now), text)
         return planned
 
     def _pace_of(self, scheduler: Scheduler) -> PaceWatch:
         return self._paces.setdefault(scheduler, PaceWatch(scheduler.config))
 
-    def _books_of(self, scheduler: EncodeScheduler) -> EncodeWatch:
+    def _encode_watch_of(self, scheduler: EncodeScheduler) -> EncodeWatch:
         return self._encoders.setdefault(scheduler, EncodeWatch(scheduler))
 
 
 def _in_place_of(original: Any, watched: Any) -> Any:
-    """A method that has ``watched`` call the ``original`` one."""
+    """Return a method that has ``watched`` call the ``original`` one."""
 
     def method(self: object, *args: Any) -> Any:
         return watched(partial(original, self), self, *args)

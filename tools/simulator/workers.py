@@ -1,7 +1,7 @@
-"""The workers of a simulated world: fakes that answer wrongly, die or hang, and who notices.
+"""The workers of a simulated world: fakes that answer wrongly, die or hang, and their watchdog.
 
-Rule: a hung step ends by nothing but the production code's kill: the watchdog here only tells,
-at the limit, that it hangs.
+Rule: only the production code's kill ends a hung step. The watchdog here only reports at the limit
+that the step hangs.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from engine.errors import WorkerLost
-from engine.model.fake import FakeRunner
-from engine.model.fake_encoder import FakeEncoder
-from engine.watchdog import StepWatch, Watchdog
+from engine.replica.watchdog import StepWatch, Watchdog
+from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.fakes.text import FakeRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.core.encode_types import EncodeResult
-    from engine.core.plan import StepResult
-    from engine.replica import AnyRunner
+    from engine.core.encode.types import EncodeResult
+    from engine.core.text.plan import StepResult
+    from engine.replica.replica import AnyRunner
 
 
 class _Breaking:
-    """A fake that keeps its promises up to step ``broken_at``."""
+    """A fake that keeps its contract up to step ``broken_at``."""
 
     broken_at: int | None = None
 
@@ -40,22 +40,25 @@ class _Breaking:
 
 
 class BreakingRunner(_Breaking, FakeRunner):
-    """From then on it answers another plan than it was asked."""
+    """A text model that from then on answers with another plan's id."""
 
     def _break(self, result: StepResult) -> StepResult:
         return replace(result, plan_id=result.plan_id + 1)  # type: ignore[operator]
 
 
 class BreakingEncoder(_Breaking, FakeEncoder):
-    """From then on it gives one row's result to another."""
+    """An encoder that from then on gives one row's result to another."""
 
     def _break(self, result: EncodeResult) -> EncodeResult:
         return replace(result, rows=result.rows[1:] + result.rows[:1])
 
 
 class WorkerProcess:
-    """A fake in a process of its own, which may die and be killed: `engine.replica.Mortal`. Its
-    death is a pipe's end, as there. ``draw_death`` is asked before each step, and may raise."""
+    """A fake in a process of its own (`engine.replica.replica.ProcessWorker`).
+
+    The process may die and be killed; its death shows as a pipe's end, as in production.
+    ``draw_death`` is called before each step, and may raise.
+    """
 
     def __init__(self, runner: AnyRunner, draw_death: Callable[[WorkerProcess], None]) -> None:
         self._runner = runner
@@ -67,6 +70,7 @@ class WorkerProcess:
         return getattr(self._runner, name)
 
     def execute(self, plan: Any) -> Any:
+        """Execute a plan, unless the process is dead."""
         if not self.is_dead:
             self._draw_death(self)
         if self.is_dead:
@@ -74,35 +78,40 @@ class WorkerProcess:
         return self._runner.execute(plan)
 
     def lost(self) -> WorkerLost:
+        """Return the error for a lost worker."""
         return WorkerLost("drawn")
 
     def kill(self, why: str) -> None:
+        """Kill the process."""
         if not self.is_dead:
             self.is_dead = True
             os.close(self._alive)
 
     def rss_bytes(self) -> int:
+        """Return the resident memory, which is none."""
         return 0
 
     def close(self) -> None:
+        """Close the runner."""
         self.kill("closed")
         os.close(self.sentinel)
         self._runner.close()
 
 
 class VirtualWatchdog(Watchdog):
-    """`engine.watchdog.Watchdog` without its thread: it looks when the world says so."""
+    """`engine.replica.watchdog.Watchdog` without its thread: the world decides when it checks."""
 
     def watch(self, name: str, on_change: Callable[[], None]) -> StepWatch:
+        """Return the watch of one model's steps."""
         watch = _VirtualStepWatch(name, self, on_change)
         self._watches = (*self._watches, watch)
         return watch
 
     def wake(self) -> None:
-        """There is no thread that sleeps."""
+        """Do nothing: no thread sleeps."""
 
     def look(self) -> None:
-        """Tell of each step that has run for the limit."""
+        """Report each step that has run for the limit."""
         for watch in self._watches:
             if (
                 watch.started_at is not None

@@ -1,5 +1,8 @@
-"""What a simulated world does: drawn from a seed, swarm-style (most faults are off in half of the
-worlds, so that every combination of a few comes up)."""
+"""What a simulated world does, drawn from a seed.
+
+As in swarm testing, most faults are off in half of the worlds, so that every combination of a few
+comes up.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,14 @@ FAULTS = (
     "encoders",
     pool_faults.FAULT,
 )
-SHARES = {  # of worlds that have it; these end a world early, or take much from it
+SHARES = {  # of worlds that have the fault; these faults end a world early, or take much from it
     "drain": 0.3,
     "model_trouble": 0.3,
     "encoders": 0.4,
     "engine_cancelled": 0.1,
     "broken_runner": 0.1,
 }
-# those that the world's own numbers draw; the last one is drawn apart
+# The faults that the world's own numbers draw; the last fault is drawn separately.
 DRAWN = tuple(name for name in FAULTS if name != pool_faults.FAULT)
 LOAD_ERRORS = ("refused", "raised", "exited")
 
@@ -61,7 +64,7 @@ class World:
     step_s: float
     token_s: float
     clients: tuple[Client, ...]
-    has_ends: bool  # the model ends sequences itself
+    has_ends: bool  # the model ends sequences by itself
     load_error: str
     row_fault_share: float = 0.0
     step_fault_share: float = 0.0
@@ -70,21 +73,24 @@ class World:
     operations: tuple[tuple[float, str], ...] = ()
     drain_at_s: float | None = None
     drain_timeout_s: float = 5.0
-    drain_is_left: bool = False  # it goes on in the background, whoever waits for it
+    drain_is_left: bool = False  # the drain goes on in the background, whoever waits for it
     latency_s: float = 0.0  # of the wire, for a request and for a cancel
-    closed_share: float = 0.0  # of straight writes that find their client's window closed
-    bug_share: float = 0.0  # of straight writes that fail, by a bug of their call's
+    closed_share: float = 0.0  # of writes in a delivery that find their client's window closed
+    bug_share: float = 0.0  # of writes in a delivery that fail, by a bug of their call's
     cancelled_at_s: float | None = None
     broken_at_step: int | None = None
-    quota_tokens: int | None = None  # that the clients in process may have waiting
+    quota_tokens: int | None = None  # of waiting prompts of the clients in process
     pool: pool_faults.PoolFaults = field(default_factory=pool_faults.PoolFaults)
 
 
 def draw_world(
     seed: int, *, num_requests: int = 200, faults: frozenset[str] | None = None
 ) -> World:
-    """A world of ``num_requests`` requests; where there are encoders, of three tenths more, for
-    them. ``faults`` None: a drawn part of `FAULTS`."""
+    """Draw a world of ``num_requests`` requests to text models.
+
+    Worlds with encoders have three tenths more, for these. ``faults`` None draws a part of
+    `FAULTS`.
+    """
     rng = random.Random(seed)
     drawn = frozenset(name for name in DRAWN if rng.random() < SHARES.get(name, 0.5))
     if pool_faults.is_drawn(seed):
@@ -134,7 +140,7 @@ def draw_world(
         drain_at_s=rng.uniform(0, 1.5 * duration) if "drain" in active else None,
         drain_timeout_s=rng.choice([0.0, 0.5, 60.0]),
         drain_is_left=rng.random() < 0.5,
-        # a front slower than the stall timeout would make stalled readers of all
+        # with a front slower than the stall timeout, every reader would stall
         latency_s=min(rng.choice([0.0, 0.0, 0.3, 3.0]) * step_s, config.stall_timeout_s / 4),
         closed_share=random.Random(f"windows {seed}").choice([0.0, 0.3, 1.0]),
         bug_share=random.Random(f"bugs {seed}").choice([0.0, 0.0, 0.02]),
@@ -166,13 +172,13 @@ def _draw_config(
         prepared_plans=seed % 4 != 0,
         max_queued_tokens=rng.choice([2000, 1_000_000]) if "bursts" in active else 1_000_000,
         check_level=rng.choice([1, 2, 2, 2, 2, 2]),
-        # of its own numbers, so that worlds without it are what they were
+        # drawn from numbers of its own, so that worlds without it stay the same
         step_time_target_s=step_s * random.Random(f"pace {seed}").choice([0.0, 0.0, 1.5, 6.0]),
     )
 
 
 def _draw_encoders(rng: random.Random) -> list[ModelConfig]:
-    """One of each kind; of some, only their files would tell which."""
+    """Return one encoder of each kind. Some are configured without their capability."""
     is_told, is_lazy = rng.random() < 0.7, rng.random() < 0.3
     kinds = ((EMBEDDER, Capability.TEXT_EMBEDDING), (RERANKER, Capability.RERANK))
     return [
@@ -184,7 +190,7 @@ def _draw_encoders(rng: random.Random) -> list[ModelConfig]:
 def _draw_operations(
     rng: random.Random, active: frozenset[str], duration: float
 ) -> tuple[tuple[float, str], ...]:
-    """Operator's commands at their times; every pause is followed by a resume."""
+    """Return the operator's commands at their times; every pause is followed by a resume."""
     operations: list[tuple[float, str]] = [(rng.uniform(0, duration), "look")]
     if "pauses" in active:
         for _ in range(3):

@@ -1,5 +1,5 @@
 "use strict";
-// The interop tests' client in JavaScript; what it takes and tells is in ../caller.py.
+// The interop tests' client in JavaScript. ../caller.py describes its input and output.
 const path = require("node:path");
 const grpc = require("@grpc/grpc-js");
 const loader = require("@grpc/proto-loader");

@@ -1,4 +1,4 @@
-# The interop tests' client in Ruby; what it takes and tells is in ../caller.py.
+# The interop tests' client in Ruby. ../caller.py describes its input and output.
 require "json"
 require "grpc"
 require "google/rpc/error_details_pb"

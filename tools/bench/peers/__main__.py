@@ -9,9 +9,10 @@ from tools.bench.peers.environments import PEERS, PeerError, install
 
 
 def main() -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.peers")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="which peers there are, and which are installed")
+    commands.add_parser("list", help="list the peers and say which are installed")
     adding = commands.add_parser("install", help="make a peer's own environment")
     adding.add_argument("name", choices=PEERS)
     args = parser.parse_args()

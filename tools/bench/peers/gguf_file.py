@@ -1,9 +1,9 @@
-"""A checkpoint of ours as a GGUF file for llama.cpp: same bfloat16 weights, bit for bit.
+"""Converts a checkpoint to a GGUF file for llama.cpp, with the same bfloat16 weights bit for bit.
 
     PYTHON -m tools.bench.peers.gguf_file CHECKPOINT FILE     (in llama.cpp's environment)
 
-Knows the two architectures that speed is compared at, Llama and Qwen2 with tied embeddings. Norms
-and biases are stored as float32, as llama.cpp's own converter does.
+It supports the two architectures of the benches, Llama and Qwen2 with tied embeddings. Norms and
+biases are stored as float32, as by llama.cpp's own converter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-# GGUF's name of a tensor in a layer. Source: llama.cpp's converter (gguf.TensorNameMap).
+# GGUF's names of the tensors in a layer. Source: llama.cpp's converter (gguf.TensorNameMap).
 IN_LAYER = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
@@ -44,7 +44,7 @@ def write(checkpoint: Path, file: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     arch = config["model_type"]
     if arch not in ("llama", "qwen2") or not config["tie_word_embeddings"]:
-        raise SystemExit(f"{arch} is not one that this converter knows")
+        raise SystemExit(f"this converter does not support {arch} with these embeddings")
     writer = gguf.GGUFWriter(str(file), arch)
     _describe(writer, config)
     _add_vocabulary(writer, checkpoint)
@@ -92,7 +92,8 @@ def _add_vocabulary(writer: Any, checkpoint: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:
-    """The bits of every tensor as uint16, mapped. Source: the safetensors format."""
+    """Return the bits of every tensor as a mapped array of uint16. Source: the safetensors
+    format."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
@@ -107,7 +108,8 @@ def _read(file: Path) -> dict[str, np.ndarray]:
 
 
 def _interleaved(bits: np.ndarray, heads: int) -> np.ndarray:
-    """Rows in the order of llama.cpp's rotary for Llama, which pairs neighbours and not halves."""
+    """Order rows as llama.cpp's rotary embedding for Llama does, which pairs neighbours instead of
+    halves."""
     rows, columns = bits.shape
     halves = bits.reshape(heads, 2, rows // heads // 2, columns)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)

@@ -1,8 +1,9 @@
-"""llama.cpp through llama-cpp-python's low-level calls, on a GGUF of the same checkpoint.
+"""llama.cpp by llama-cpp-python's low-level calls, with a GGUF file of the same checkpoint.
 
-On the clock: filling the batch, `llama_decode`, and the argmax over the logits by numpy (its own
-samplers copy the vocabulary for every row, which would cost it more); no scheduler, no text.
-Runs in llama.cpp's own environment. A context is made for each number of sequences and length.
+On the clock: filling the batch, ``llama_decode``, and the argmax over the logits by numpy
+(llama.cpp's samplers copy the vocabulary for every row, which would cost more). There is no
+scheduler and no text. This file runs in llama.cpp's own environment. It makes a context for each
+number of sequences and length.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ ERROR_LEVEL = 4  # ggml's: none, debug, info, warn, error, continued
 
 @llama_cpp.llama_log_callback
 def log_errors(level: int, text: bytes, _: object) -> None:
-    """What it writes of a load would fill a screen."""
+    """Write only errors; the lines of a load would fill a screen."""
     if level == ERROR_LEVEL:
         sys.stderr.write(text.decode(errors="replace"))
 
 
 class LlamaCppEngine:
-    """`tools.bench.peers.asked.Engine`."""
+    """A `tools.bench.peers.asked.Engine`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._threads: int = settings["threads"]
@@ -48,6 +49,7 @@ class LlamaCppEngine:
         self._kept: dict[tuple[int, int], list[list[int]]] = {}
 
     def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Measure a decode, as `tools.bench.peers.asked.Engine` says."""
         assert steps < ROOM
         length = len(prompts[0])
         key = (len(prompts), length)
@@ -67,6 +69,7 @@ class LlamaCppEngine:
         return {"seconds": seconds, "first": first, "last": tokens}
 
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Measure a prefill, as `tools.bench.peers.asked.Engine` says."""
         key = (len(prompts), len(prompts[0]))
         context = self._context(*key)
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), False)
@@ -77,7 +80,7 @@ class LlamaCppEngine:
         return {"seconds": seconds, "first": first}
 
     def _context(self, sequences: int, length: int) -> Any:
-        """A context with room for so many sequences."""
+        """Return a context with room for a number of sequences of a length."""
         key = (sequences, length)
         if key not in self._contexts:
             wanted = llama_cpp.llama_context_default_params()
@@ -91,7 +94,7 @@ class LlamaCppEngine:
         return self._contexts[key]
 
     def _fill(self, context: Any, prompts: list[list[int]]) -> list[int]:
-        """Compute whole prompts, 2,048 tokens at a time; the token after each."""
+        """Compute whole prompts, 2,048 tokens at a time, and return the next token of each."""
         flat = [
             (token, place, sequence, place == len(prompt) - 1)
             for sequence, prompt in enumerate(prompts)
@@ -107,7 +110,7 @@ class LlamaCppEngine:
         return found
 
     def _next(self, context: Any, tokens: list[int], place: int) -> list[int]:
-        """One token for each sequence, all of them at the same place."""
+        """Compute one token of each sequence, all at the same position, and return the next."""
         for sequence, token in enumerate(tokens):
             self._put(sequence, token, place, sequence, True)
         return self._decode(context, len(tokens), len(tokens))

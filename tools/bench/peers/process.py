@@ -1,4 +1,4 @@
-"""The benches' side of an engine's process: start it, ask it, and hold it still in between."""
+"""Starts an engine's process, asks it questions, and stops it in between."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ END_LIMIT_S = 10.0
 
 
 class EngineProcess:
-    """An engine that loaded a model. Between questions it is stopped (SIGSTOP), so that threads
-    which spin while they wait take nothing from the next engine's turn.
+    """The process of an engine with a loaded model. Between questions it is stopped (SIGSTOP), so
+    that threads that spin while they wait take no time from another engine's turn.
 
     Raises:
-        PeerError: it could not be started; what it wrote is on standard error.
+        PeerError: The process could not be started. Its messages are on standard error.
     """
 
     def __init__(self, peer: Peer, settings: dict[str, Any]) -> None:
@@ -41,10 +41,11 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
+        """The process's id."""
         return self._process.pid
 
     def ask(self, what: str, name: str, batch: int, length: int, steps: int = 0) -> Any:
-        """An answer to a question of `tools.bench.peers.asked`."""
+        """Ask a question (`tools.bench.peers.asked`) and return the answer."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         question = {"what": what, "name": name, "batch": batch, "length": length, "steps": steps}
@@ -56,6 +57,7 @@ class EngineProcess:
             self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
+        """End the process by the end of its input, or kill it after `END_LIMIT_S`."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -83,7 +85,9 @@ class EngineProcess:
 
 
 def start(peer: Peer, settings: dict[str, Any]) -> EngineProcess | None:
-    """The peer's process; None, and said aloud, where it is not installed or does not start."""
+    """Start the peer's process. If it is not installed or does not start, print why and return
+    None.
+    """
     if not peer.is_installed:
         print(
             f"{peer.name} is not installed: python -m tools.bench.peers install {peer.name}",
@@ -93,5 +97,5 @@ def start(peer: Peer, settings: dict[str, Any]) -> EngineProcess | None:
     try:
         return EngineProcess(peer, settings)
     except PeerError as error:
-        print(f"{error}; what it wrote stands above", file=sys.stderr)
+        print(f"{error}; its messages are above", file=sys.stderr)
         return None

@@ -1,6 +1,7 @@
-"""Whole servers with their clients, for the benches that compare them.
+"""Runs whole servers with their clients, for the benches that compare them.
 
-Rule: a server between its turns is stopped with all its processes, as engines are (`process`).
+Rule: between its turns a server is stopped with all its processes, like an engine
+(`tools.bench.peers.process`).
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ NO_PROXY = [("grpc.enable_http_proxy", 0)]
 
 
 def free_port() -> int:
+    """Return a TCP port that is free now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
 def triolet_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Our server's command and environment, as a user would start it."""
+    """Return our server's command and environment, as a user would start it."""
     command = [
         *(sys.executable, "-m", "grpc_service", "serve", "--port", str(port)),
         *("--model", str(model), "--dtype", "bfloat16"),
@@ -53,7 +55,7 @@ def triolet_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
 
 
 def vllm_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """The same of vLLM's own gRPC server, on all cores."""
+    """Return the command and environment of vLLM's own gRPC server, on all cores."""
     peer = PEERS["vllm"]
     command = [
         *(str(peer.python), "-m", "vllm.entrypoints.launchers.grpc_server"),
@@ -76,10 +78,11 @@ SERVERS: dict[str, tuple[Peer, Callable[[Path, int], tuple[list[str], dict[str, 
 
 
 class ServerWithClients:
-    """A server that is ready, and the process of its clients. ``flags`` are more of its own.
+    """A server that is ready, and the process of its clients. ``flags`` are more flags of the
+    server.
 
     Raises:
-        PeerError: the server or its clients ended; what they wrote is on standard error.
+        PeerError: The server or its clients ended. Their messages are on standard error.
     """
 
     def __init__(self, name: str, model: Path, vocab: int, flags: Sequence[str] = ()) -> None:
@@ -110,7 +113,7 @@ class ServerWithClients:
         self._signal(signal.SIGSTOP)
 
     def ask(self, **load: Any) -> dict[str, Any]:
-        """What clients saw of a load (`tools.bench.peers.clients`)."""
+        """Run a load and return the clients' measurements (`tools.bench.peers.clients`)."""
         assert self._clients is not None
         assert self._clients.stdin is not None
         self._signal(signal.SIGCONT)
@@ -122,13 +125,14 @@ class ServerWithClients:
             self._signal(signal.SIGSTOP)
 
     def close(self) -> None:
+        """End the clients and the server with all its processes."""
         self._signal(signal.SIGCONT)
         if self._clients is not None:
-            self._clients.communicate()  # the end of its input is its own
+            self._clients.communicate()  # they end with their input
         self._signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._server.wait(END_LIMIT_S)
-        self._signal(signal.SIGKILL)  # the server's own children too
+        self._signal(signal.SIGKILL)  # the server's child processes, too
         self._server.wait()
 
     def _wait_ready(self, port: int) -> None:
@@ -165,7 +169,7 @@ class ServerWithClients:
 def start_server(
     name: str, model: Path, vocab: int, flags: Sequence[str] = ()
 ) -> ServerWithClients | None:
-    """A server; None, and said aloud, where it is not installed or does not start."""
+    """Start a server. If it is not installed or does not start, print why and return None."""
     if not SERVERS[name][0].is_installed:
         print(
             f"{name} is not installed: python -m tools.bench.peers install {name}", file=sys.stderr
@@ -174,5 +178,5 @@ def start_server(
     try:
         return ServerWithClients(name, model, vocab, flags)
     except PeerError as error:
-        print(f"{error}; what it wrote stands above", file=sys.stderr)
+        print(f"{error}; its messages are above", file=sys.stderr)
         return None

@@ -1,6 +1,7 @@
-"""Stock transformers: `model(...)` with a DynamicCache and SDPA, all sequences of one length.
+"""Stock transformers: the model's forward with a DynamicCache and SDPA, for sequences of one
+length.
 
-On the clock: the forward and the argmax of the last positions; no scheduler, no text.
+On the clock: the forward and the argmax of the last positions. There is no scheduler and no text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tools.bench.peers.asked import answer
 
 
 class StockEngine:
-    """`tools.bench.peers.asked.Engine`."""
+    """A `tools.bench.peers.asked.Engine`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
@@ -26,6 +27,7 @@ class StockEngine:
 
     @torch.inference_mode()
     def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Measure a decode, as `tools.bench.peers.asked.Engine` says."""
         length = len(prompts[0])
         if self._kept is None or self._kept[0] != prompts:
             self._kept = (prompts, self._filled([prompt[:-1] for prompt in prompts]))
@@ -47,13 +49,14 @@ class StockEngine:
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Measure a prefill, as `tools.bench.peers.asked.Engine` says."""
         start = time.perf_counter()
         first = self._next(torch.tensor(prompts), DynamicCache(config=self._model.config))
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "first": first[:, 0].tolist()}
 
     def _filled(self, prompts: list[list[int]]) -> Any:
-        """A cache that holds the prompts, made 2,048 tokens at a time."""
+        """Return a cache that holds the prompts, computed 2,048 tokens at a time."""
         cache = DynamicCache(config=self._model.config)
         ids = torch.tensor(prompts)
         width = max(1, 2048 // len(prompts))
@@ -62,7 +65,7 @@ class StockEngine:
         return cache
 
     def _next(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-        """The token after ``ids`` [batch, tokens], as [batch, 1]."""
+        """Return the tokens after ``ids`` [batch, tokens] as [batch, 1]."""
         output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].argmax(-1, keepdim=True)
 

@@ -1,7 +1,7 @@
-"""transformers' continuous batching, as `generate_batch` has it: its manager's thread, its paged
+"""transformers' continuous batching, as in its ``generate_batch``: its manager's thread, its paged
 cache and SDPA.
 
-On the clock: its scheduler, forward and sampling, by the instants that it notes for each token.
+On the clock: its scheduler, forward and sampling, by the times that it records for each token.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from tools.bench.peers.asked import answer
 
 BLOCK = 64  # tokens
-# Its masks span the tokens of a step times those of the cache, so both are kept small: a cache of
-# 2 GiB made a step of one sequence take 2 s.
+# Its masks have a step's tokens times the cache's tokens, so both are kept small. With a cache of 2
+# GiB, a step of one sequence took 2 s.
 TOKENS_IN_CACHE = 16_384
 TOKENS_AT_ONCE = 1_024
-SLACK = 16  # tokens for what is decoded while other prompts are computed
+SLACK = 16  # tokens that are decoded while other prompts are computed
 
 
 class ContinuousEngine:
-    """`tools.bench.peers.asked.Engine`."""
+    """A `tools.bench.peers.asked.Engine`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(settings["threads"])
@@ -41,6 +41,7 @@ class ContinuousEngine:
         self._manager.start()
 
     def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Measure a decode, as `tools.bench.peers.asked.Engine` says."""
         outputs = self._run(prompts, steps + SLACK)
         start = max(one.timestamps[0] for one in outputs)
         had = [sum(at <= start for at in one.timestamps) for one in outputs]
@@ -55,6 +56,7 @@ class ContinuousEngine:
         }
 
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Measure a prefill, as `tools.bench.peers.asked.Engine` says."""
         outputs = self._run(prompts, 1)
         start = min(one.created_time for one in outputs)
         return {
@@ -63,7 +65,7 @@ class ContinuousEngine:
         }
 
     def _run(self, prompts: list[list[int]], max_tokens: int) -> list[Any]:
-        """The finished requests, in the prompts' order."""
+        """Run the prompts and return the finished requests in their order."""
         names = self._manager.add_requests(
             prompts, max_new_tokens=max_tokens, record_timestamps=True
         )

@@ -1,7 +1,8 @@
-"""Our engine without its front: the core's scheduler and the runner that a server would have.
+"""Our engine without a server: the core's scheduler and a server's runner.
 
-On the clock: plan, execute (laying out, forward, sampling, detokenising), commit, and taking the
-events. Not on it: Trio, the worker's thread and gRPC, which `front-real` and `serve` measure.
+On the clock: plan, execute (packing, forward, sampling, detokenising), commit, and reading the
+events. Not on the clock: Trio, the worker's thread and gRPC, which the benches `front-real` and
+`serve` measure.
 """
 
 from __future__ import annotations
@@ -11,25 +12,26 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
-from engine.core.credit import Credit
-from engine.core.events import Cancel, StepDone, Submit, Tokens
-from engine.core.plan import RowFailure, StepResult
-from engine.core.scheduler import Scheduler
-from engine.core.types import EndReason, Request, RequestId, Sampling, Stops
-from engine.heap import settle_heap
-from engine.model.factory import make_runner
+from engine.core.common.credit import Credit
+from engine.core.common.events import Cancel, StepDone, Submit, Tokens
+from engine.core.common.steps import RowFailure
+from engine.core.common.types import EndReason, Request, RequestId, Sampling, Stops
+from engine.core.text.scheduler import Scheduler
+from engine.gc_tuning import freeze_after_load
+from engine.worker.factory import make_runner
 from tools.bench.peers.asked import answer
 
 if TYPE_CHECKING:
-    from engine.core.plan import StepTimings
+    from engine.core.common.steps import StepTimings
+    from engine.core.text.plan import StepResult
 
 TOKENS_AT_ONCE = 2048
 STREAM = 100_000
-ROOM = 256  # tokens for what is decoded while other prompts are computed
+ROOM = 256  # tokens that are decoded while other prompts are computed
 
 
 class TrioletEngine:
-    """`tools.bench.peers.asked.Engine`."""
+    """A `tools.bench.peers.asked.Engine`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         model = ModelConfig(
@@ -54,9 +56,10 @@ class TrioletEngine:
         )
         self._names = itertools.count()
         self._timings: list[StepTimings] = []
-        settle_heap()
+        freeze_after_load()
 
     def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Measure a decode, as `tools.bench.peers.asked.Engine` says."""
         names = self._submit(prompts, steps + ROOM)
         firsts: dict[RequestId, int] = {}
         while len(firsts) < len(names):
@@ -79,6 +82,7 @@ class TrioletEngine:
         }
 
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Measure a prefill, as `tools.bench.peers.asked.Engine` says."""
         names = self._submit(prompts, 2)
         firsts: dict[RequestId, int] = {}
         start = time.perf_counter()
@@ -99,7 +103,7 @@ class TrioletEngine:
         return names
 
     def _step(self) -> list[tuple[RequestId, int]]:
-        """One step; who got which token."""
+        """Run a step and return the token of each request."""
         plan, _ = self._scheduler.plan(time.monotonic())
         assert plan is not None
         result: StepResult = self._runner.execute(plan)
@@ -110,7 +114,7 @@ class TrioletEngine:
         return [(one.request_id, one.token_ids[0]) for one in events if isinstance(one, Tokens)]
 
     def _end(self, names: list[RequestId]) -> None:
-        """Cancel what still runs, and have the worker forget it."""
+        """Cancel the requests that still run."""
         for name in names:
             self._scheduler.apply(Cancel(name, EndReason.CANCELLED), time.monotonic())
 

@@ -1,7 +1,7 @@
-"""vLLM's CPU build: `LLMEngine.step` in this process, with torch.compile as it is by default.
+"""vLLM's CPU build: ``LLMEngine.step`` in this process, with torch.compile as by default.
 
-On the clock: its scheduler, forward, sampling, detokenising and taking the outputs, as ours.
-Runs in vLLM's own environment.
+On the clock: its scheduler, forward, sampling, detokenising and reading the outputs, as for our
+engine. This file runs in vLLM's own environment.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from tools.bench.peers.asked import answer
 
 TOKENS_AT_ONCE = 2048
-ROOM = 256  # tokens for what is decoded while other prompts are computed
+ROOM = 256  # tokens that are decoded while other prompts are computed
 
 
 class VllmEngine:
-    """`tools.bench.peers.asked.Engine`."""
+    """A `tools.bench.peers.asked.Engine`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -38,6 +38,7 @@ class VllmEngine:
         self._names = itertools.count()
 
     def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
+        """Measure a decode, as `tools.bench.peers.asked.Engine` says."""
         names = self._submit(prompts, steps + ROOM)
         had: dict[str, list[int]] = {name: [] for name in names}
         while not all(had.values()):
@@ -57,6 +58,7 @@ class VllmEngine:
         }
 
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
+        """Measure a prefill, as `tools.bench.peers.asked.Engine` says."""
         names = self._submit(prompts, 1)
         had: dict[str, list[int]] = {name: [] for name in names}
         start = time.perf_counter()

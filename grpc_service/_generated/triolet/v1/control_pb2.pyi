@@ -68,12 +68,12 @@ class RequestsTotal(_message.Message):
     def __init__(self, finished: _Optional[int] = ..., cancelled: _Optional[int] = ..., deadline: _Optional[int] = ..., aborted: _Optional[int] = ..., stalled: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("running", "waiting", "parked", "ending", "zombies", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit")
+    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
-    ZOMBIES_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_CALLS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -91,7 +91,7 @@ class Totals(_message.Message):
     waiting: int
     parked: int
     ending: int
-    zombies: int
+    unread_calls: int
     free_blocks: int
     total_blocks: int
     cached_blocks: int
@@ -105,15 +105,15 @@ class Totals(_message.Message):
     requests_total: RequestsTotal
     memory_reserved: int
     memory_limit: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., zombies: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ...) -> None: ...
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
-    __slots__ = ("running", "waiting", "parked", "ending", "zombies", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "model", "replica", "state", "pause")
+    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "model", "replica", "state", "pause")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
-    ZOMBIES_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_CALLS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -135,7 +135,7 @@ class ReplicaStats(_message.Message):
     waiting: int
     parked: int
     ending: int
-    zombies: int
+    unread_calls: int
     free_blocks: int
     total_blocks: int
     cached_blocks: int
@@ -153,7 +153,7 @@ class ReplicaStats(_message.Message):
     replica: int
     state: _common_pb2.ReplicaState
     pause: PauseMode
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., zombies: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., model: _Optional[str] = ..., replica: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ReplicaState, str]] = ..., pause: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., model: _Optional[str] = ..., replica: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ReplicaState, str]] = ..., pause: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("mode", "model")

@@ -26,9 +26,11 @@ if _version_not_supported:
 
 
 class ControlStub:
-    """For operators: figures, and the levers that act on requests already accepted. Allowed from
-    loopback, from a Unix socket, or with the server's key; from elsewhere every call ends with
-    PERMISSION_DENIED. No call of this service shows prompts or completions.
+    """Gives operators figures, and control over requests that were accepted. Clients with one of the
+    server's keys and clients on a Unix socket may call it; clients on loopback may, too, unless the
+    server has a key file. A call of another client ends with PERMISSION_DENIED, or with
+    UNAUTHENTICATED if the client is on loopback or has a wrong key. No call of this service shows
+    prompts or completions.
     """
 
     def __init__(self, channel):
@@ -80,14 +82,16 @@ class ControlStub:
 
 
 class ControlServicer:
-    """For operators: figures, and the levers that act on requests already accepted. Allowed from
-    loopback, from a Unix socket, or with the server's key; from elsewhere every call ends with
-    PERMISSION_DENIED. No call of this service shows prompts or completions.
+    """Gives operators figures, and control over requests that were accepted. Clients with one of the
+    server's keys and clients on a Unix socket may call it; clients on loopback may, too, unless the
+    server has a key file. A call of another client ends with PERMISSION_DENIED, or with
+    UNAUTHENTICATED if the client is on loopback or has a wrong key. No call of this service shows
+    prompts or completions.
     """
 
     def GetStats(self, request, context):
         """Takes one snapshot of the server's figures.
-        WatchStats sends the same message, so it is shared on purpose:
+        WatchStats sends the same message, so the message is shared on purpose:
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -95,9 +99,9 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchStats(self, request, context):
-        """Sends a snapshot at once and then about one a second, until the call is cancelled. A reader
-        that falls behind misses snapshots, and the next one it gets is current.
-        Each message is exactly what GetStats returns, so that a client needs one type for both; a copy
+        """Sends a snapshot at once and then about one per second, until the call is cancelled. A reader
+        that falls behind misses snapshots; the next one that it gets is current.
+        Each message is exactly what GetStats returns, so that a client needs one type for both. A copy
         under the standard name would have to be kept equal for ever:
         buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -107,46 +111,47 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops stepping, of one model or of all, in one of three ways; answers when nothing steps.
+        """Stops the steps of one model or of all models, in one of three ways. Answers at once; a step
+        that runs at that moment still ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Takes a pause back. Has no effect on a model that is not paused.
+        """Ends a pause. Has no effect on a model that is not paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests by id; their own calls end with ABORTED. An id that is not known yet is
-        remembered for 60 s (at most 10,000 of them), so that an abort may overtake its request.
+        """Ends requests by their ids; their calls end with ABORTED. The server remembers an unknown id
+        for 60 s (at most 10,000 of them), so that an abort may overtake its request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Starts the server's orderly end: new requests get UNAVAILABLE (SHUTTING_DOWN), running ones may
-        end. Answers when all have ended or been cut. The process stays up, refusing new
-        requests, until it is told to end.
+        """Starts the server's orderly end: new requests get UNAVAILABLE (SHUTTING_DOWN), and running ones
+        may finish. Answers when all have finished or been cut. The process stays up and refuses new
+        requests until it gets a signal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets every cached prefix block that no running request uses.
+        """Forgets every cached prefix. Running requests keep their blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Says what one live request is doing and what it waits for. NOT_FOUND (REQUEST_NOT_FOUND) when
-        no such request is live.
+        """Says what one live request is doing and what it waits for. Ends with NOT_FOUND
+        (REQUEST_NOT_FOUND) if no live request has the id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,9 +209,11 @@ def add_ControlServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Control:
-    """For operators: figures, and the levers that act on requests already accepted. Allowed from
-    loopback, from a Unix socket, or with the server's key; from elsewhere every call ends with
-    PERMISSION_DENIED. No call of this service shows prompts or completions.
+    """Gives operators figures, and control over requests that were accepted. Clients with one of the
+    server's keys and clients on a Unix socket may call it; clients on loopback may, too, unless the
+    server has a key file. A call of another client ends with PERMISSION_DENIED, or with
+    UNAUTHENTICATED if the client is on loopback or has a wrong key. No call of this service shows
+    prompts or completions.
     """
 
     @staticmethod

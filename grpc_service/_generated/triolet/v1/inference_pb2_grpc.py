@@ -28,13 +28,14 @@ if _version_not_supported:
 class InferenceStub:
     """Asks models for something. These rules hold for every call:
 
-    An empty `model` means the first configured model that has the capability. An unset optional
-    field has the default that its comment gives; a set field whose feature this server does not have
-    is refused with UNIMPLEMENTED (UNSUPPORTED) and never ignored. A value out of range is refused
-    with INVALID_ARGUMENT, whose details name the field by its path here, such as `sampling.top_p` or
-    `inputs[3].text`. The call's deadline is the request's deadline, and cancelling the call ends the
-    request within one step. Every end but success is the call's status, with the reason in a
-    google.rpc.ErrorInfo of domain `triolet`.
+    An empty `model` means the first configured model that has the capability. An optional field
+    that is unset has the default that its comment gives after "Unset:". A field that is set is never
+    ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
+    (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
+    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The call's deadline is the
+    request's deadline, and cancelling the call ends the request within one step. A request that does
+    not succeed ends with a status other than OK, whose reason is in a google.rpc.ErrorInfo of domain
+    `triolet`.
     """
 
     def __init__(self, channel):
@@ -73,35 +74,37 @@ class InferenceStub:
 class InferenceServicer:
     """Asks models for something. These rules hold for every call:
 
-    An empty `model` means the first configured model that has the capability. An unset optional
-    field has the default that its comment gives; a set field whose feature this server does not have
-    is refused with UNIMPLEMENTED (UNSUPPORTED) and never ignored. A value out of range is refused
-    with INVALID_ARGUMENT, whose details name the field by its path here, such as `sampling.top_p` or
-    `inputs[3].text`. The call's deadline is the request's deadline, and cancelling the call ends the
-    request within one step. Every end but success is the call's status, with the reason in a
-    google.rpc.ErrorInfo of domain `triolet`.
+    An empty `model` means the first configured model that has the capability. An optional field
+    that is unset has the default that its comment gives after "Unset:". A field that is set is never
+    ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
+    (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
+    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The call's deadline is the
+    request's deadline, and cancelling the call ends the request within one step. A request that does
+    not succeed ends with a status other than OK, whose reason is in a google.rpc.ErrorInfo of domain
+    `triolet`.
     """
 
     def Generate(self, request, context):
-        """Continues a prompt or answers a chat. The stream is one Started at admission, then Delta
-        messages as tokens are made, with those of several choices interleaved, and one Finished per
-        choice. A choice that fails ends the whole call.
+        """Continues a prompt or answers a chat. The stream begins with one Started at admission. Delta
+        messages follow as tokens are generated; those of several choices are interleaved. Each choice
+        ends with one Finished. A choice that fails ends the whole call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns each input into a vector. All inputs are validated before the first result; results come
-        as they are ready, in any order, one per input.
+        """Turns each input into a vector. All inputs are validated before the first result is sent. There
+        is one result per input; results are sent as they are ready, in any order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rerank(self, request, context):
-        """Scores documents by how well they answer a query. Results come as they are ready, in any order;
-        with top_n, the best ones sorted by falling score, once all are scored.
+        """Scores documents by how well they answer a query. Results are sent as they are ready, in any
+        order. With top_n, only the best ones are sent, sorted by falling score, after all documents
+        have been scored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,13 +163,14 @@ def add_InferenceServicer_to_server(servicer, server):
 class Inference:
     """Asks models for something. These rules hold for every call:
 
-    An empty `model` means the first configured model that has the capability. An unset optional
-    field has the default that its comment gives; a set field whose feature this server does not have
-    is refused with UNIMPLEMENTED (UNSUPPORTED) and never ignored. A value out of range is refused
-    with INVALID_ARGUMENT, whose details name the field by its path here, such as `sampling.top_p` or
-    `inputs[3].text`. The call's deadline is the request's deadline, and cancelling the call ends the
-    request within one step. Every end but success is the call's status, with the reason in a
-    google.rpc.ErrorInfo of domain `triolet`.
+    An empty `model` means the first configured model that has the capability. An optional field
+    that is unset has the default that its comment gives after "Unset:". A field that is set is never
+    ignored: if this server does not have its feature, the request is refused with UNIMPLEMENTED
+    (UNSUPPORTED). A value out of range is refused with INVALID_ARGUMENT, whose details name the
+    field by its path here, such as `sampling.top_p` or `inputs[3].text`. The call's deadline is the
+    request's deadline, and cancelling the call ends the request within one step. A request that does
+    not succeed ends with a status other than OK, whose reason is in a google.rpc.ErrorInfo of domain
+    `triolet`.
     """
 
     @staticmethod

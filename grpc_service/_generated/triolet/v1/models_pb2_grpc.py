@@ -26,9 +26,8 @@ if _version_not_supported:
 
 
 class ModelsStub:
-    """Lists the server's models and moves them in and out of memory. The calls that change something
-    (LoadModel, UnloadModel) are allowed from loopback, from a Unix socket, or with the server's key;
-    from elsewhere they end with PERMISSION_DENIED.
+    """Lists the server's models and moves them in and out of memory. Only the clients that may call
+    Control may call LoadModel and UnloadModel.
     """
 
     def __init__(self, channel):
@@ -60,38 +59,37 @@ class ModelsStub:
 
 
 class ModelsServicer:
-    """Lists the server's models and moves them in and out of memory. The calls that change something
-    (LoadModel, UnloadModel) are allowed from loopback, from a Unix socket, or with the server's key;
-    from elsewhere they end with PERMISSION_DENIED.
+    """Lists the server's models and moves them in and out of memory. Only the clients that may call
+    Control may call LoadModel and UnloadModel.
     """
 
     def ListModels(self, request, context):
-        """Lists every model that the server knows, loaded or not, in the order it was configured.
+        """Lists every model that the server knows, loaded or not, in the order of configuration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Describes one model. NOT_FOUND (MODEL_NOT_FOUND) when there is none of that name.
+        """Describes one model. Ends with NOT_FOUND (MODEL_NOT_FOUND) if no model has that name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadModel(self, request, context):
-        """Loads a model, or adds replicas to it, and reports progress until it is READY. A load belongs
-        to the server: it goes on when this call is cancelled, and callers that come meanwhile share
-        it. A load that fails ends the call with FAILED_PRECONDITION (SPAWN_FAILED), or with
-        RESOURCE_EXHAUSTED (MEMORY_EXHAUSTED) when no replica fits in memory.
+        """Loads a model, or adds replicas to it, and reports progress until the model is READY. A load
+        belongs to the server: it goes on if this call is cancelled, and callers that come meanwhile
+        share it. A load that fails ends the call with FAILED_PRECONDITION (SPAWN_FAILED), or with
+        RESOURCE_EXHAUSTED (MEMORY_EXHAUSTED) if no replica fits in memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadModel(self, request, context):
-        """Stops routing requests to a model, lets those that run end, and frees its memory. Answers when
-        the memory is free. The model stays known and can be loaded again.
+        """Stops sending requests to a model, lets running requests finish, and frees the model's memory.
+        Answers when the memory is free. The server still knows the model and can load it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,9 +127,8 @@ def add_ModelsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Models:
-    """Lists the server's models and moves them in and out of memory. The calls that change something
-    (LoadModel, UnloadModel) are allowed from loopback, from a Unix socket, or with the server's key;
-    from elsewhere they end with PERMISSION_DENIED.
+    """Lists the server's models and moves them in and out of memory. Only the clients that may call
+    Control may call LoadModel and UnloadModel.
     """
 
     @staticmethod

@@ -1,0 +1,449 @@
+"""The engine as a Trio program sees it.
+
+    async with open_engine(config) as engine:
+        async with engine.generate(GenerateRequest(text="Once upon a time")) as stream:
+            async for event in stream:
+                ...
+
+Rule 1: leaving the block of a stream ends its request; leaving the block of `open_engine` drains.
+Rule 2: an error that a client may receive is a `TrioletError`; any other exception is a bug.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import trio
+
+from engine.api.snapshots import Snapshots
+from engine.config import EngineConfig
+from engine.core.common.events import Pause, PauseMode, ResetPrefixCache, Resume
+from engine.errors import RequestCancelled, ShuttingDown
+from engine.kinds.encode import EncodeKind
+from engine.kinds.text import TextKind
+from engine.pool.pool import Pool
+from engine.replica.loop import Unbatched
+from engine.replica.replica import ReplicaKind
+from engine.replica.threads import Threads, WorkerThreads
+from engine.replica.watchdog import Watchdog
+from engine.requests.kind import RequestKind
+from engine.requests.supervisor import Supervisor
+from engine.requests.text_values import validate_tokenize
+from engine.status import Capability, ModelState
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from engine.config import ModelConfig
+    from engine.core.common.types import Explanation
+    from engine.pool.load_watch import LoadWatch
+    from engine.pool.loader import RunnerFactory
+    from engine.pool.registry import FindCapability
+    from engine.replica.loop import OnEvent, WriteBatch
+    from engine.replica.replica import AnyRunner
+    from engine.replica.telemetry import EngineTelemetry
+    from engine.requests.encode_values import (
+        EmbedEvent,
+        EmbedRequest,
+        RerankEvent,
+        RerankRequest,
+    )
+    from engine.requests.kind import ClientRequest
+    from engine.requests.stream import RequestStream
+    from engine.requests.text_values import Chat, GenerateRequest, StreamEvent
+    from engine.status import AbortOutcome, EngineStatistics, ModelStatus
+    from engine.worker.interface import TokenSpan
+
+
+EventT = TypeVar("EventT")
+
+
+class Kind(ReplicaKind, RequestKind, Protocol):
+    """A kind of work (`engine.kinds`)."""
+
+
+KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind())
+
+
+class Stream(Generic[EventT]):
+    """The events of one request: Started; Tokens, or an Embedding or Score for each input; and one
+    Finished for each choice.
+
+    The request begins when the block of ``async with`` is entered, and ends at the latest when the
+    block is left. Iterating ends after the last event of a request that succeeded, and raises its
+    `TrioletError` after the last event of one that did not.
+    """
+
+    def __init__(self, engine: Engine, request: ClientRequest) -> None:
+        self._engine = engine
+        self._request = request
+        self._entered: RequestStream[Any] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._entered is not None:
+            raise RuntimeError("a stream is of one request: its block can be entered once")
+        self._entered = self._engine.submit(
+            self._request, buffer=self._engine.config.in_process_buffer
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stream.close_reader()
+
+    @property
+    def _stream(self) -> RequestStream[Any]:
+        if self._entered is None:
+            raise RuntimeError("a stream is read inside its block: `async with … as stream`")
+        return self._entered
+
+    @property
+    def request_id(self) -> str:
+        """The request's id: the client's, or one that was made for it."""
+        return self._stream.request_id
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> EventT:
+        """Return the next event.
+
+        Cancellation: no event is lost.
+        """
+        stream = self._stream
+        try:
+            event: EventT = await stream.receive()
+            return event
+        except trio.EndOfChannel:
+            if stream.error is not None:
+                raise stream.error from None
+            raise StopAsyncIteration from None
+        except trio.ClosedResourceError:
+            raise RequestCancelled("the block of the stream was left") from None
+
+
+class Engine:
+    """A running engine; made by `open_engine`. All methods belong to its Trio thread.
+
+    ``submit`` is `Supervisor.submit`, for callers that hand over a reader of their own.
+    ``registry`` has the configured models, to be looked at only.
+    """
+
+    def __init__(self, config: EngineConfig, pool: Pool, supervisor: Supervisor) -> None:
+        self.config = config
+        self.registry = pool.registry
+        self.submit = supervisor.submit
+        self._pool = pool
+        self._supervisor = supervisor
+        self._snapshots = Snapshots(pool, supervisor)
+
+    # ---- generating and encoding
+
+    def generate(self, request: GenerateRequest) -> Stream[StreamEvent]:
+        """Return the stream of a request; a refusal is raised at the first event.
+
+        Cancellation, or leaving the block early: the request ends; its blocks are free after at
+        most one step.
+        """
+        return Stream(self, request)
+
+    def embed(self, request: EmbedRequest) -> Stream[EmbedEvent]:
+        """Return a stream of one vector per input, each sent as it is ready; a refusal is raised at
+        the first event, before any vector.
+
+        Cancellation, or leaving the block early: the request ends, and the encoder is done with it
+        after at most one step.
+        """
+        return Stream(self, request)
+
+    def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
+        """Return a stream of one score per document; as `embed`. With ``top_n`` the scores come
+        sorted, at the end."""
+        return Stream(self, request)
+
+    # ---- text and tokens
+
+    async def tokenize(
+        self,
+        model: str,
+        *,
+        text: str | None = None,
+        chat: Chat | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> tuple[tuple[TokenSpan, ...], int]:
+        """Return the tokens of a text, or of a chat as the model's template renders it, each with
+        the characters that it came from; and the model's max_model_len.
+
+        ``add_special_tokens`` None stands for True with a text, and for False with a chat.
+
+        Raises:
+            InvalidRequest: not exactly one input is given, or the chat is invalid.
+            RequestTooLarge: there are more tokens than an answer holds. Others as `Leases.acquire`.
+        Cancellation: at once.
+        """
+        validate_tokenize(text, chat)
+        async with self._pool.leases.acquire(model, _text_if_unnamed(model)) as replica:
+            spans = await self._supervisor.tokenizing.spans(replica, text, chat, add_special_tokens)
+            return spans, replica.info.max_model_len
+
+    async def detokenize(
+        self, model: str, ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> str:
+        """Return the text of token ids.
+
+        Raises:
+            InvalidRequest: an id is outside the vocabulary. Others as `Leases.acquire`.
+        Cancellation: at once.
+        """
+        async with self._pool.leases.acquire(model, _text_if_unnamed(model)) as replica:
+            return await self._supervisor.tokenizing.decode(
+                replica, ids, skip_special_tokens=skip_special_tokens
+            )
+
+    # ---- views
+
+    def list_models(self) -> tuple[ModelStatus, ...]:
+        """Return the status of every configured model, in the order of the configuration."""
+        return tuple([entry.status() for entry in self.registry.entries.values()])
+
+    def get_model(self, name: str) -> ModelStatus:
+        """Return the status of one model, by name or alias.
+
+        Raises:
+            ModelNotFound: no such model.
+        """
+        return self.registry.find(name).status()
+
+    async def wait_ready(self, name: str = "") -> None:
+        """Wait until a model is ready; an empty name stands for the first one.
+
+        Raises:
+            SpawnFailed, SpawnTimeout, ModelNotFound: as `Leases.acquire`.
+        Cancellation: the load goes on.
+        """
+        async with self._pool.leases.acquire(name):
+            pass
+
+    def statistics(self) -> EngineStatistics:
+        """Return the counters as they stand; never waits for a step."""
+        return self._snapshots.statistics()
+
+    def telemetry(self) -> EngineTelemetry:
+        """Return the statistics, and how long things took; never waits for a step."""
+        return self._snapshots.telemetry()
+
+    # ---- operating
+
+    def watch_load(self, name: str, replicas: int | None = None) -> LoadWatch:
+        """Begin to load a model, or more replicas of it, and return a watch over the load
+        (`Pool.watch_load`). Never waits.
+
+        Raises:
+            ModelNotFound: no such model. ShuttingDown, NoWorkers: it cannot be loaded now.
+        """
+        return self._pool.watch_load(name, replicas)
+
+    async def load_model(self, name: str, replicas: int | None = None) -> ModelStatus:
+        """Load a model, or more replicas of it, as far as there is room, and wait for that.
+
+        Raises:
+            SpawnFailed, MemoryExhausted: the load failed. Others as `watch_load`.
+        Cancellation: the load goes on.
+        """
+        watch = self.watch_load(name, replicas)
+        while await watch.next() is not None:
+            pass
+        return self.get_model(name)
+
+    async def unload_model(self, name: str, drain_s: float | None = None) -> None:
+        """Take a model out of memory (`Pool.unload`). ``drain_s`` None stands for the configured
+        drain timeout.
+
+        Raises:
+            ModelNotFound: no such model. ShuttingDown: everything is being unloaded.
+        Cancellation: the unload goes on.
+        """
+        await self._pool.unload(name, self._drain_limit(drain_s))
+
+    def pause(self, mode: PauseMode, model: str = "") -> None:
+        """Pause a model's scheduler or, without a name, all schedulers (D19). Pausing again changes
+        the mode.
+
+        Raises:
+            ModelNotFound: no such model.
+        """
+        self._pool.post(Pause(mode), model)
+
+    def resume(self, model: str = "") -> None:
+        """Undo `pause`. No effect if nothing is paused.
+
+        Raises:
+            ModelNotFound: no such model. ShuttingDown: the engine was drained.
+        """
+        if self.is_draining:
+            raise ShuttingDown("the server was drained, which resume does not undo; start it again")
+        self._pool.post(Resume(), model)
+
+    def reset_prefix_cache(self, model: str = "") -> None:
+        """Forget every cached prefix of a model or, without a name, of all. Raises as `pause`."""
+        self._pool.post(ResetPrefixCache(), model)
+
+    def abort(self, request_id: str) -> AbortOutcome:
+        """End a request for the operator (`Supervisor.abort`)."""
+        return self._supervisor.abort(request_id)
+
+    def explain(self, request_id: str) -> Explanation:
+        """Return what a live request does and waits for (`Supervisor.explain`).
+
+        Raises:
+            RequestNotFound: no such request is live.
+        """
+        return self._supervisor.explain(request_id)
+
+    # ---- the end
+
+    async def drain(self, timeout_s: float | None = None) -> int:
+        """Refuse new requests, let running ones finish for up to ``timeout_s`` seconds (None: the
+        configured drain timeout), and cut the rest. Return the number of requests cut, by this
+        drain and earlier ones.
+
+        Cancellation: cuts the rest at once.
+        """
+        return await self._supervisor.drain(self._drain_limit(timeout_s))
+
+    async def drain_in_background(self, timeout_s: float | None = None) -> None:
+        """Drain as `drain` does, in a task that goes on if the caller leaves; wait for its end.
+
+        Cancellation: only the waiting ends.
+        """
+        await self._supervisor.drain_in_background(self._drain_limit(timeout_s))
+
+    def _drain_limit(self, timeout_s: float | None) -> float:
+        return self.config.drain_timeout_s if timeout_s is None else timeout_s
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is live and no scheduler has a step in flight.
+
+        Cancellation: only the waiting ends.
+        """
+        await self._supervisor.wait_idle()
+        for entry in self.registry.entries.values():
+            for replica in list(entry.replicas):
+                await replica.loop.wait_idle()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused, as a drain has begun."""
+        return self._supervisor.is_draining
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return self._supervisor.num_live
+
+
+def _text_if_unnamed(model: str) -> Capability | None:
+    """Return the capability to look for: without a name, the first model that generates text."""
+    return None if model else Capability.TEXT_TO_TEXT
+
+
+def make_torch_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:
+    """Return the runner of a text model from transformers, or of an encoder from
+    sentence-transformers. This may import torch, which takes seconds."""
+    from engine.worker.factory import make_runner
+
+    return make_runner(model, config)
+
+
+def capability_by_files(model: ModelConfig) -> Capability | None:
+    """Return the capability that a model's files show; None if they are not on this machine."""
+    from engine.worker.load.capability import find
+
+    return find(model.model, model.revision)
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig | None = None,
+    *,
+    make_runner: RunnerFactory = make_torch_runner,
+    threads: Threads | None = None,
+    on_change: Callable[[], None] = lambda: None,
+    on_event: OnEvent | None = None,
+    watchdog: Watchdog | None = None,
+    find_capability: FindCapability | None = None,
+    kinds: Sequence[Kind] = KINDS,
+    batch: WriteBatch | None = None,
+) -> AsyncIterator[Engine]:
+    """Start an engine; its models load in the background (`Engine.wait_ready`).
+
+    ``make_runner`` and ``threads`` can be replaced by fakes and virtual time. ``on_change`` is
+    called on the Trio thread whenever a model's state changes, ``on_event`` with everything that
+    goes into and out of a scheduler (`journal_line` returns it as text). A ``watchdog`` is passed
+    by a program that also calls its `Watchdog.leave`. ``find_capability`` returns what a model can
+    do before it is loaded, if its configuration does not say so; by default the model's files
+    decide, unless ``make_runner`` is given. ``kinds`` are the kinds of work that the engine does;
+    ``batch`` holds back what readers write while a step is delivered.
+
+    Cancellation, or an exception from the block: running requests are cut at once; otherwise
+    leaving the block drains for the configured time.
+    """
+    config = config or EngineConfig()
+    if watchdog is None and threads is None:  # virtual time has no hung steps
+        watchdog = Watchdog(config.step_timeout_s)
+    own_threads = WorkerThreads()
+    if find_capability is None and make_runner is make_torch_runner:
+        find_capability = capability_by_files
+    threads = threads or own_threads
+    by_capability = {one: kind for kind in kinds for one in kind.capabilities}
+    pool = Pool(
+        config,
+        make_runner,
+        threads,
+        on_change,
+        on_event,
+        watchdog,
+        find_capability,
+        kinds=by_capability,
+        batch=batch or Unbatched(),
+    )
+    supervisor = Supervisor(config, pool, threads, kinds)
+    engine = Engine(config, pool, supervisor)
+    with closing(own_threads), _running(watchdog):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(supervisor.run)
+            try:
+                yield engine
+            except BaseException:
+                nursery.cancel_scope.cancel(reason="the engine's block raised")
+                raise
+            await engine.drain()
+
+
+@contextmanager
+def _running(watchdog: Watchdog | None) -> Iterator[None]:
+    """Run the watchdog while the block lasts; it reports hung steps to this Trio run."""
+    if watchdog is None:
+        yield
+        return
+    token = trio.lowlevel.current_trio_token()
+
+    def tell(callback: Callable[[], None]) -> None:
+        with suppress(trio.RunFinishedError):
+            token.run_sync_soon(callback)
+
+    watchdog.start(tell)
+    try:
+        yield
+    finally:
+        watchdog.stop()
+
+
+__all__ = ["Engine", "ModelState", "Stream", "make_torch_runner", "open_engine"]

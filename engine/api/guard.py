@@ -1,0 +1,143 @@
+"""Keeps track of the calls of one handle, and of whether it is closed (`engine.api.handles`).
+
+Rule 1: a handle has no flag and no event of its own for that; its `Guard` has them (R1, R4).
+Rule 2: `Guard.stop` and `Guard.close` only signal, whatever the state; they never wait (R18, R19).
+Rule 3: a call that fails concerns its caller alone; the handle goes on (R22).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import trio
+
+from engine.core.common.types import EndReason
+from engine.errors import RequestCancelled, ShuttingDown, StepFailed, TrioletError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Running(Protocol):
+    """What a guard can end: a `RequestStream`, or a `_Call`."""
+
+    def cancel(self, reason: EndReason) -> None:
+        """End it. Never waits."""
+        ...
+
+    async def wait_closed(self) -> None:
+        """Wait until it has ended. Cancellation: only the waiting ends."""
+        ...
+
+
+class _Call:
+    """One awaited call: the scope it runs in, and its end. ``ended`` is None until it begins."""
+
+    def __init__(self) -> None:
+        self.scope = trio.CancelScope()
+        self.ended: trio.Event | None = None
+
+    def cancel(self, reason: EndReason) -> None:
+        """End the call; one that has not begun will not begin."""
+        self.scope.cancel(reason=reason.value)
+
+    async def wait_closed(self) -> None:
+        """Wait until the call has ended, if it has begun. Cancellation: only the waiting ends."""
+        if self.ended is not None:
+            await self.ended.wait()
+
+
+class Guard:
+    """Keeps track of the calls of one handle, and of whether the handle is closed.
+
+    The guard keeps nothing alive: the supervisor holds a stream, and its caller's frame holds a
+    call; both leave the guard when they are gone (R1, R23). All methods belong to the Trio thread.
+    ``name`` is what errors call the handle.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_closed = False
+        # The order is kept, so that a simulated run cancels in the same order every time.
+        self._running: weakref.WeakKeyDictionary[Running, None] = weakref.WeakKeyDictionary()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether new calls are refused."""
+        return self._is_closed
+
+    def require_open(self) -> None:
+        """Check that the handle is open.
+
+        Raises:
+            ShuttingDown: the handle is closed.
+        """
+        if self._is_closed:
+            raise ShuttingDown(f"the {self._name} is closed")
+
+    def add(self, running: Running) -> None:
+        """Note that something runs, from now until it is gone.
+
+        Raises:
+            ShuttingDown: the handle is closed; nothing was added.
+        """
+        self.require_open()
+        self._running[running] = None
+
+    def call(self, job: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
+        """Return a coroutine that awaits ``job()`` as one call of the handle. The call counts as
+        asked for now, and not when the coroutine is awaited.
+
+        Raises:
+            ShuttingDown: the handle is closed; raised now. The coroutine raises the others.
+            RequestCancelled: `stop` or `close` came first; ``job`` may not have been called.
+            StepFailed: the job raised something that is no TrioletError, which was logged and is
+                the cause. The handle stays open, as after a TrioletError of the job.
+        Cancellation: as the job's.
+        """
+        call = _Call()
+        self.add(call)
+        return self._run(call, job)
+
+    async def _run(self, call: _Call, job: Callable[[], Awaitable[T]]) -> T:
+        if not call.scope.cancel_called:
+            call.ended = trio.Event()
+            try:
+                with call.scope:
+                    return await job()
+            except TrioletError:
+                raise
+            except Exception as error:
+                log.exception("a call of the %s failed", self._name)
+                raise StepFailed(
+                    f"the model failed on this call of the {self._name}", log_detail=repr(error)
+                ) from error
+            finally:
+                call.ended.set()
+                self._running.pop(call, None)  # an error's traceback may hold it for long
+        raise RequestCancelled(f"the call was stopped by its {self._name}")
+
+    def stop(self) -> None:
+        """End everything that was asked for before now. Idempotent; never waits."""
+        for running in list(self._running):
+            running.cancel(EndReason.CANCELLED)
+
+    def close(self) -> None:
+        """Refuse new calls, and `stop`. Idempotent; never waits."""
+        self._is_closed = True
+        self.stop()
+
+    async def wait_ended(self) -> None:
+        """Wait until everything that runs has ended. After `close` this takes as long as a call
+        needs to notice its cancellation, and does not depend on any reader.
+
+        Cancellation: only the waiting ends.
+        """
+        for running in list(self._running):
+            await running.wait_closed()

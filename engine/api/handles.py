@@ -1,0 +1,445 @@
+"""Handles: what a Trio program holds for longer than one request.
+
+    async with Chat(engine, system="You are brief.") as chat:
+        async for event in chat.ask("Why is the sky blue?"):
+            ...
+
+Rule: `stop` and `close` only signal, `aclose` also waits for the end, and neither ever depends on a
+reader (R10, R18, R19). The rest is the `Guard`'s.
+
+Life of a handle: it is made → each call is known to the guard from the moment it is asked for until
+it has ended → the handle is closed: what runs ends, and every later call raises ShuttingDown.
+
+`stop` ends what was asked for before it, even if that has not begun, and nothing that is asked for
+after it. With nothing asked for it has no effect, and it is not remembered (R3). A call is asked
+for when the method is called: ``nursery.start_soon(encoder.embed, texts)`` asks at once.
+
+A handle may be made on any thread; all its methods belong to the Trio thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+import trio
+
+from engine.api.guard import Guard
+from engine.core.common.events import Finished, Tokens
+from engine.core.common.types import EndReason
+from engine.errors import InvalidRequest, RequestCancelled
+from engine.requests.context_truncation import without_messages
+from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
+from engine.requests.text_stream import TextStream
+from engine.requests.text_values import AnswerTokens, GenerateRequest, SamplingParams
+from engine.requests.text_values import Chat as ChatMessages
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Mapping, Sequence
+    from types import TracebackType
+    from typing import Self
+
+    from engine.api.engine import Engine
+    from engine.errors import TrioletError
+    from engine.requests.stream import Reader
+    from engine.requests.text_values import StreamEvent
+
+
+class EmbedFunction(Protocol):
+    """Returns one vector per text, in the order of the texts. Raises a TrioletError for a bad
+    text."""
+
+    async def __call__(self, model: str, texts: Sequence[str]) -> Sequence[Sequence[float]]:
+        """Return the vectors. Cancellation: must end the call."""
+        ...
+
+
+class RankFunction(Protocol):
+    """Returns one score per document, in their order; higher is closer to the query."""
+
+    async def __call__(self, model: str, query: str, documents: Sequence[str]) -> Sequence[float]:
+        """Return the scores. Cancellation: must end the call."""
+        ...
+
+
+class Handle:
+    """What all handles share. At the end of its ``async with`` a handle is closed, and whatever
+    still ran has ended."""
+
+    def __init__(self, name: str) -> None:
+        self._guard = Guard(name)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether new calls are refused."""
+        return self._guard.is_closed
+
+    def stop(self) -> None:
+        """End what was asked for before now (`Guard.stop`); the handle stays open."""
+        self._guard.stop()
+
+    def close(self) -> None:
+        """End everything that runs, and refuse new calls (`Guard.close`)."""
+        self._guard.close()
+
+    async def aclose(self) -> None:
+        """Close as `close` does, and wait until everything has ended.
+
+        Cancellation: only the waiting ends; the handle is closed.
+        """
+        self.close()
+        await self._guard.wait_ended()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+# ---- chat
+
+
+class Chat(Handle):
+    """A conversation with a text model: its system prompt, its messages so far, and at most one
+    answer at a time.
+
+    When the conversation leaves too little room for an answer, turns are left out for good: never
+    the system prompt, and the first turn last (`engine.requests.context_truncation`).
+    `Answer.dropped` and `Started` say which. Whatever was computed for the turn before is reused as
+    far as the new prompt begins alike; ``usage.cached_tokens`` says how many tokens that saved.
+
+    The messages grow by question and answer when the answer has been read to its end. If the answer
+    is stopped after some of it was read, they grow by the part that was read. An answer that
+    failed, was stopped before any of its text was read, or was dropped, leaves no trace: its
+    question can be asked again.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: str = "",
+        *,
+        system: str = "",
+        sampling: SamplingParams | None = None,
+    ) -> None:
+        super().__init__("chat")
+        self._engine = engine
+        self._model = model
+        self._sampling = sampling or SamplingParams()
+        self._asked: weakref.ref[Answer] | None = None
+        self._messages: list[Mapping[str, Any]] = []
+        self.reset(system=system)
+
+    @property
+    def messages(self) -> tuple[dict[str, str], ...]:
+        """The conversation so far, the system prompt first; each message has role and content."""
+        return tuple(dict(message) for message in self._messages)
+
+    def ask(
+        self,
+        text: str,
+        *,
+        timeout_s: float | None = None,
+        reader: Reader[StreamEvent] | None = None,
+    ) -> Answer:
+        """Ask for an answer, which begins at once, read or not. Never waits.
+
+        With a ``reader``, the events go there and count as read; the answer is not iterated.
+
+        Raises:
+            ShuttingDown: the chat is closed.
+            InvalidRequest: the answer before has not been read to its end, nor stopped; it goes on.
+        """
+        self._guard.require_open()
+        before = self._current
+        if before is not None and before.error is None:
+            raise InvalidRequest.of(
+                "text", "the answer before still runs: read it to its end, or stop it"
+            )
+        question = {"role": "user", "content": text}
+        request = GenerateRequest(
+            model=self._model,
+            chat=ChatMessages((*self.messages, question), truncates=True),
+            sampling=self._sampling,
+            timeout_s=timeout_s,
+        )
+        relay = None if reader is None else _Relay(reader)
+        stream = self._engine.submit(
+            request, buffer=self._engine.config.in_process_buffer, reader=relay
+        )
+        assert isinstance(stream, TextStream)
+        self._guard.add(stream)
+        answer = Answer(self, text, stream)
+        if relay is not None:
+            relay.answer = answer
+        self._asked = weakref.ref(answer)
+        return answer
+
+    def stop(self) -> None:
+        """End the answer that runs, with what was read of it. Its iteration ends. Never waits."""
+        super().stop()
+        self._settle(self._current)
+
+    def close(self) -> None:
+        """End the answer that runs, with what was read of it, and refuse new questions."""
+        super().close()
+        self._settle(self._current)
+
+    def reset(self, *, system: str | None = None) -> None:
+        """Forget the conversation, and stop an answer that runs; the next one starts from the
+        system prompt, or from a new one. Never waits."""
+        self.stop()
+        if system is None:
+            kept = [message for message in self._messages if message["role"] == "system"]
+        else:
+            kept = [{"role": "system", "content": system}] if system else []
+        self._messages = kept
+
+    @property
+    def _current(self) -> Answer | None:
+        """The answer that is not over, if its reader still has it."""
+        return None if self._asked is None else self._asked()
+
+    def _settle(self, answer: Answer | None, *, is_whole: bool = False) -> None:
+        """Note that an answer is over; the first time, make it part of the conversation. A whole
+        answer becomes part of it even if it is empty, as that is what the model said."""
+        if answer is None or self._current is not answer:
+            return
+        self._asked = None
+        if answer.error is None and (answer.text or is_whole):
+            self._messages = [
+                *without_messages(self._messages, answer._stream.dropped),
+                {"role": "user", "content": answer.question},
+                {"role": "assistant", "content": answer.text},
+            ]
+
+
+class Answer:
+    """The events of one answer, as those of an `engine.api.engine.Stream`, except that an answer
+    that was stopped ends without an error. ``async with`` is optional; leaving its block stops the
+    answer.
+
+    ``text`` is the part of the answer that was read. ``reasoning`` is what the model marked as its
+    reasoning; it does not become part of the conversation. An answer that is dropped ends,
+    whichever thread collects it.
+    """
+
+    def __init__(self, chat: Chat, question: str, stream: TextStream) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._stream = stream
+        self._chat = chat
+        self.question = question
+        self.text = ""
+        self.reasoning = ""
+
+    @property
+    def dropped(self) -> tuple[Mapping[str, Any], ...]:
+        """The messages that were left out of the conversation to make room, oldest first; known
+        from the first event on."""
+        stream = self._stream
+        assert stream.request.chat is not None
+        return tuple([stream.request.chat.messages[index] for index in stream.dropped])
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request that makes the answer."""
+        return self._stream.request_id
+
+    @property
+    def error(self) -> TrioletError | None:
+        """Why the answer failed; None also for an answer that runs, or was stopped."""
+        error = self._stream.error
+        return None if isinstance(error, RequestCancelled) else error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has been read to its end, or was stopped."""
+        return self._chat._current is not self
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        """Return the next event.
+
+        Cancellation: no event is lost.
+        """
+        try:
+            event = await self._stream.receive()
+        except trio.EndOfChannel:
+            self._chat._settle(self)
+            if self.error is not None:
+                raise self.error from None
+            raise StopAsyncIteration from None
+        if self.is_over:
+            raise StopAsyncIteration
+        self._note(event)
+        return event
+
+    async def read(self) -> str:
+        """Read to the end, and return the whole text.
+
+        Raises:
+            TrioletError: the answer failed; ``text`` has the part that came before.
+        Cancellation: the answer goes on and can be read on.
+        """
+        async for _event in self:
+            pass
+        return self.text
+
+    def cancel(self, reason: EndReason = EndReason.CANCELLED) -> None:
+        """End the answer if it has not ended, with what was read of it. Idempotent; never waits."""
+        self._stream.cancel(reason)
+        self._chat._settle(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        # The garbage collector may call this on any thread, at any time, so it only signals.
+        stream = self._stream
+        if not stream.is_closed:
+            with suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(stream.cancel, EndReason.CANCELLED)
+
+    # ---- for a façade, whose reader gets the events (`engine.api.portal.Source`)
+
+    @property
+    def credited(self) -> tuple[type, ...]:
+        """The classes of events that hold a slot of the stream's credit."""
+        return self._stream.credited
+
+    def release(self, num_messages: int) -> None:
+        """Give back the credit of ``num_messages`` events."""
+        self._stream.release(num_messages)
+
+    def _note(self, event: StreamEvent) -> None:
+        """Note an event that was read."""
+        if isinstance(event, Tokens):
+            self.text += event.text
+            if isinstance(event, AnswerTokens):
+                self.reasoning += event.reasoning
+        elif isinstance(event, Finished):  # of the only choice: nothing comes after it
+            self._chat._settle(self, is_whole=True)
+
+
+class _Relay:
+    """Passes the events of an answer on to a façade's reader, and has the answer note them.
+
+    ``answer`` is None only while the request is being submitted, which may end it at once.
+    """
+
+    def __init__(self, reader: Reader[StreamEvent]) -> None:
+        self._reader = reader
+        self.answer: Answer | None = None
+
+    def push(self, event: StreamEvent) -> None:
+        """Pass an event on, unless the answer was stopped. It counts as read."""
+        answer = self.answer
+        if answer is not None and not answer.is_over:
+            answer._note(event)
+            self._reader.push(event)
+
+    def end(self, error: TrioletError | None) -> None:
+        """Pass the end on. If the answer was stopped, its end is not an error."""
+        if self.answer is not None:
+            self.answer._chat._settle(self.answer)
+        self._reader.end(None if isinstance(error, RequestCancelled) else error)
+
+
+# ---- encoders
+
+
+class _Embedder:
+    """The engine's own `EmbedFunction`: one request, whose events are gathered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, model: str, texts: Sequence[str]) -> Sequence[Sequence[float]]:
+        made: dict[int, Sequence[float]] = {}
+        async with self._engine.embed(EmbedRequest(model=model, inputs=tuple(texts))) as stream:
+            async for event in stream:
+                if isinstance(event, Embedding):
+                    made[event.index] = event.values
+        return [made[index] for index in range(len(texts))]
+
+
+class _Ranker:
+    """The engine's own `RankFunction`: one request, whose events are gathered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def __call__(self, model: str, query: str, documents: Sequence[str]) -> Sequence[float]:
+        made: dict[int, float] = {}
+        request = RerankRequest(model=model, query=query, documents=tuple(documents))
+        async with self._engine.rerank(request) as stream:
+            async for event in stream:
+                if isinstance(event, Score):
+                    made[event.index] = event.score
+        return [made[index] for index in range(len(documents))]
+
+
+class Encoder(Handle):
+    """Turns texts into vectors; any number of calls at a time."""
+
+    def __init__(
+        self, engine: Engine, model: str = "", *, function: EmbedFunction | None = None
+    ) -> None:
+        super().__init__("encoder")
+        self._model = model
+        self._function = function or _Embedder(engine)
+
+    def embed(self, texts: Sequence[str]) -> Coroutine[Any, Any, tuple[tuple[float, ...], ...]]:
+        """Return a coroutine for one vector per text, in their order.
+
+        Raises:
+            TrioletError: as `Engine.embed` and `Guard.call`.
+        Cancellation: ends the call.
+        """
+
+        async def job() -> tuple[tuple[float, ...], ...]:
+            return tuple([tuple(one) for one in await self._function(self._model, texts)])
+
+        return self._guard.call(job)
+
+
+class CrossEncoder(Handle):
+    """Scores documents against a query; any number of calls at a time."""
+
+    def __init__(
+        self, engine: Engine, model: str = "", *, function: RankFunction | None = None
+    ) -> None:
+        super().__init__("cross-encoder")
+        self._model = model
+        self._function = function or _Ranker(engine)
+
+    def rank(self, query: str, documents: Sequence[str]) -> Coroutine[Any, Any, tuple[float, ...]]:
+        """Return a coroutine for one score per document, in their order; higher is closer to the
+        query.
+
+        Raises:
+            TrioletError: as `Engine.rerank` and `Guard.call`.
+        Cancellation: ends the call.
+        """
+
+        async def job() -> tuple[float, ...]:
+            return tuple(await self._function(self._model, query, documents))
+
+        return self._guard.call(job)

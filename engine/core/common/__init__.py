@@ -1,0 +1,1 @@
+"""What every kind of work shares: requests, events, credit, queue order and rates."""

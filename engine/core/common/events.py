@@ -1,0 +1,292 @@
+"""The input and output events of a scheduler: the same for every kind of work.
+
+Rule 1: a scheduler's `apply` takes the inputs in order; apart from `plan`, nothing else changes a
+scheduler. Rule 2: an accepted request causes exactly one `Finished` for each choice; a refused
+request causes exactly one `Refused` and nothing else. Rule 3: a journal line shows no prompt text,
+no object addresses, and nothing that differs between two equal runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from engine.core.common.credit import Credit
+    from engine.core.common.steps import StepFailure
+    from engine.core.common.types import (
+        EndReason,
+        PlanId,
+        RequestId,
+        SequenceId,
+        Timings,
+        TokenLogprob,
+        Usage,
+    )
+    from engine.errors import FieldViolation, TrioletError
+
+
+class Journaled(Protocol):
+    """A value that goes into a scheduler or comes out of one."""
+
+    def journal_line(self) -> str:
+        """Return the value in one stable line, which simulations compare and a dump shows."""
+        ...
+
+
+class CoreRequest(Journaled, Protocol):
+    """What the loop and the supervisor must know of a request of any kind.
+
+    Times are seconds of the engine's one clock (D18).
+    """
+
+    @property
+    def request_id(self) -> RequestId:
+        """The core's name for the request, which is never used twice."""
+        ...
+
+    @property
+    def arrival(self) -> float:
+        """When the request reached the engine."""
+        ...
+
+    @property
+    def deadline(self) -> float | None:
+        """When the request must have ended; None without a deadline."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """The rank among waiting requests; the lowest starts first."""
+        ...
+
+    @property
+    def num_choices(self) -> int:
+        """How many `Finished` events the request gets."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that wait in the queue until the request starts."""
+        ...
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """The most tokens that have to be computed, those of the output included."""
+        ...
+
+
+class CoreResult(Protocol):
+    """The result of one plan."""
+
+    @property
+    def plan_id(self) -> PlanId:
+        """The number of that plan."""
+        ...
+
+
+RequestT = TypeVar("RequestT", bound=CoreRequest)
+ResultT = TypeVar("ResultT", bound=CoreResult)
+
+
+class _Event:
+    """An event without anything to add to its name."""
+
+    __slots__ = ()
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return type(self).__name__.lower()
+
+
+class PauseMode(Enum):
+    """What a pause does to requests (D19; control.proto, PauseMode)."""
+
+    ABORT = "abort"
+    WAIT = "wait"
+    KEEP = "keep"
+
+
+# ---- inputs ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit(Generic[RequestT]):
+    """Submit a request, with the credit of the stream that gets its messages."""
+
+    request: RequestT
+    credit: Credit
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"submit {self.request.journal_line()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a request early; ``detail`` is for the log. An unknown id is ignored, because the request
+    has ended by itself in the meantime."""
+
+    request_id: RequestId
+    reason: EndReason
+    detail: str = ""
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"cancel {self.request_id} {self.reason.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderDrained:
+    """A stream whose credit was starved (`Credit.mark_starved`) has free slots again."""
+
+    request_id: RequestId
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"drained {self.request_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone(Generic[ResultT]):
+    """The plan in flight was executed, with this result."""
+
+    result: ResultT
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"done {self.result.plan_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """The execution of the plan in flight raised an error."""
+
+    failure: StepFailure
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"failed {self.failure.plan_id} {self.failure.kind.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Start no more steps, or no more requests, as ``mode`` says."""
+
+    mode: PauseMode
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"pause {self.mode.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(_Event):
+    """End a pause."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResetPrefixCache(_Event):
+    """Forget every cached prefix; live sequences keep their blocks, which no longer match."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(_Event):
+    """Act on what is due now (`Core.next_wakeup`)."""
+
+
+# The inputs that are the same for every kind of work.
+ControlEvent: TypeAlias = Cancel | ReaderDrained | Pause | Resume | ResetPrefixCache | Tick
+InputEvent: TypeAlias = Submit[RequestT] | StepDone[ResultT] | StepFailed | ControlEvent
+
+
+# ---- outputs ---------------------------------------------------------------------------------
+
+
+class OutputEvent(Journaled, Protocol):
+    """What a scheduler reports about one request."""
+
+    @property
+    def request_id(self) -> RequestId:
+        """The core's name for the request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request is in the queue."""
+
+    request_id: RequestId
+    prompt_tokens: int
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"  admitted {self.request_id} {self.prompt_tokens}"
+
+
+class Tokens(NamedTuple):
+    """The tokens that one step generated for one choice. ``text`` may be empty while a character is
+    incomplete or a stop string may still form."""
+
+    request_id: RequestId
+    choice: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        ids = ",".join(map(str, self.token_ids))
+        return f"  tokens {self.request_id}/{self.choice} {ids}"
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A sequence lost its blocks and will be recomputed; what it has sent stays as it is."""
+
+    request_id: RequestId
+    sequence: SequenceId
+    choice: int
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"  preempted {self.request_id}/{self.choice} {self.sequence}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The one terminal event of a choice.
+
+    ``matched`` is the stop string or stop token id that ended it. ``phase`` is the phase in which
+    it ended. ``detail`` describes a failure, for the log only; ``violation`` names the field of the
+    request that caused the failure.
+    """
+
+    request_id: RequestId
+    choice: int
+    reason: EndReason
+    usage: Usage
+    timings: Timings
+    matched: str | int | None = None
+    phase: str = ""
+    detail: str = ""
+    violation: FieldViolation | None = None
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        name = f"{self.request_id}/{self.choice}"
+        return f"  finished {name} {self.reason.value} {self.phase}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request was not accepted, because of ``error``."""
+
+    request_id: RequestId
+    error: TrioletError
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"  refused {self.request_id} {self.error.reason}"

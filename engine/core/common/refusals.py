@@ -1,0 +1,76 @@
+"""Refusals that every kind of work shares: a duplicate id, a pause, a full queue.
+
+Rule: pure functions of their arguments; each returns the error of the refusal, or None.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from engine.core.common.events import PauseMode
+from engine.errors import DuplicateRequest, Overloaded, Paused
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from engine.core.common.types import RequestId
+    from engine.errors import TrioletError
+
+RETRY_AFTER_S = (1.0, 30.0)  # the estimate of the queue's time is clamped to this range
+
+
+class QueueLimits(Protocol):
+    """How much a queue may hold."""
+
+    @property
+    def max_queued_requests(self) -> int:
+        """How many requests may wait."""
+        ...
+
+    @property
+    def max_queued_tokens(self) -> int:
+        """How many tokens the waiting requests may have together."""
+        ...
+
+
+def duplicate_or_paused(
+    request_id: RequestId, live: Container[RequestId], pause: PauseMode | None
+) -> TrioletError | None:
+    """Refuse an id that is in use, and every request while a pause admits no new ones."""
+    if request_id in live:
+        return DuplicateRequest(f"request_id {request_id!r} is in use")
+    if pause in (PauseMode.ABORT, PauseMode.WAIT):
+        return Paused("the engine is paused and takes no new requests", retry_after_s=5.0)
+    return None
+
+
+def queue_full(
+    limits: QueueLimits,
+    num_requests: int,
+    num_tokens: int,
+    *,
+    queued_tokens: int,
+    tokens_per_s: float,
+) -> Overloaded | None:
+    """Refuse a request of ``num_tokens`` tokens if the queue, which holds ``num_requests`` requests
+    and ``queued_tokens`` tokens, has no room for it. A request of any size fits in a queue without
+    tokens."""
+    is_full = num_requests >= limits.max_queued_requests
+    if not is_full and queued_tokens + num_tokens <= max(limits.max_queued_tokens, num_tokens):
+        return None
+    plural = "s" * (limits.max_queued_requests != 1)
+    bound = (
+        f"{limits.max_queued_requests} request{plural}"
+        if is_full
+        else f"{limits.max_queued_tokens} tokens"
+    )
+    wait = retry_after(queued_tokens, tokens_per_s)
+    return Overloaded(f"the queue holds its {bound}", retry_after_s=wait)
+
+
+def retry_after(queued_tokens: int, tokens_per_s: float) -> float:
+    """Return in how many seconds the queue will likely have room, within `RETRY_AFTER_S`."""
+    low, high = RETRY_AFTER_S
+    if tokens_per_s <= 0:
+        return low
+    return min(high, max(low, queued_tokens / tokens_per_s))

@@ -1,0 +1,55 @@
+"""How a step can fail, and how long its parts took: the same for every kind of work.
+
+Rule: every class here is a value that pickles without torch (D8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.core.common.types import PlanId, SequenceId
+    from engine.errors import FieldViolation
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """The failure of a single row: its sequence got nothing from the step.
+
+    ``phase`` is prefill, decode, sample or text (R52). ``detail`` is for the log only.
+    ``violation`` names the field of the request that is the cause, if one is.
+    """
+
+    sequence: SequenceId
+    phase: str
+    detail: str
+    violation: FieldViolation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """The seconds that a step spent inside the worker, by part."""
+
+    prepare_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    text_s: float = 0.0
+
+
+class FailureKind(Enum):
+    """Why a whole step failed."""
+
+    OUT_OF_MEMORY = "out_of_memory"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailure:
+    """The failure of a whole step, whose execution raised an error. Nothing of its plan took effect
+    except ``released`` and ``admitted``, which the next plan does not repeat."""
+
+    plan_id: PlanId
+    kind: FailureKind
+    detail: str

@@ -1,0 +1,82 @@
+"""Which inputs the next step of an encoder computes.
+
+Rule 1: requests go on in the queue's order, and the first that can go on is in the next step
+whatever the length of its input, so that no request starves. Rule 2: an input in a step has a
+message slot of its request's credit. A request without free slots is left out, and no other request
+waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.config import EncoderConfig
+    from engine.core.encode.live_request import LiveEncode
+    from engine.core.encode.waiting_queue import WaitingQueue
+
+
+class BatchBuilder:
+    """Chooses the inputs of one step, of at most ``budget`` tokens with the padding.
+
+    ``only_begun``: only requests that have been in a step before go on. ``chosen`` are the inputs
+    (by index), each with its request. ``starved`` are the requests that were left out because their
+    reader has not taken the results that wait for it.
+    """
+
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        config: EncoderConfig,
+        now: float,
+        budget: int,
+        *,
+        only_begun: bool,
+    ) -> None:
+        self.chosen: list[tuple[LiveEncode, int]] = []
+        self.starved: list[LiveEncode] = []
+        self._queue = queue
+        self._max_num_seqs = config.max_num_seqs
+        self._now = now
+        self._budget = budget
+        self._only_begun = only_begun
+        self._longest = 0
+
+    def build(self) -> None:
+        """Choose the inputs and reserve a message slot for each. Remove requests that have no
+        inputs left from the queue."""
+        for live in self._queue.in_order(self._now):
+            if self._may_go_on(live) and not self._take_inputs(live):
+                break
+        for live in dict.fromkeys(live for live, _ in self.chosen):
+            if not live.left:
+                self._queue.remove(live)
+
+    def _may_go_on(self, live: LiveEncode) -> bool:
+        """Return whether the request may be in a step, and its deadline has not passed."""
+        return (live.started_at is not None or not self._only_begun) and not live.is_late(self._now)
+
+    def _take_inputs(self, live: LiveEncode) -> bool:
+        """Choose inputs of a request while they fit and it has message slots. Return False if the
+        step is full."""
+        while live.left:
+            index = live.left[0]
+            if not self._fits(live.length(index)):
+                return False
+            if not live.credit.try_reserve():
+                if live.credit.filled:  # otherwise this step holds all its slots
+                    self.starved.append(live)
+                return True
+            self._longest = max(self._longest, live.length(index))
+            self._queue.take(live, index, self._now)
+            self.chosen.append((live, index))
+        return True
+
+    def _fits(self, length: int) -> bool:
+        """Return whether one more row fits beside those chosen, all padded to the longest. The
+        first row always fits."""
+        if not self.chosen:
+            return True
+        count = len(self.chosen) + 1
+        padded = count * max(self._longest, length)
+        return count <= self._max_num_seqs and padded <= self._budget

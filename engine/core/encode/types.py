@@ -1,0 +1,139 @@
+"""The values of encoders: their requests, the plan that goes to a worker, and the result.
+
+Rule 1: every class here is a value that pickles without torch (D8). Rule 2: an input is one
+sequence of tokens, encoded once; a request has several, and each has one result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.core.common.steps import RowFailure, StepTimings
+
+if TYPE_CHECKING:
+    from array import array
+
+    from engine.core.common.types import PlanId, RequestId, SequenceId
+
+
+class EncodeInput(NamedTuple):
+    """One input as the model reads it, special tokens included.
+
+    ``type_ids`` has one number for each token; empty stands for all 0. The first ``prompt_tokens``
+    tokens are the model's own prompt, which some models leave out of their pooling.
+    """
+
+    token_ids: tuple[int, ...]
+    type_ids: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+
+
+class TokenizedInput(NamedTuple):
+    """An input after the cut to what the model takes; ``full_tokens`` is its length before that."""
+
+    input: EncodeInput
+    full_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeOptions:
+    """How a result is finished. If ``dimensions`` or ``normalize`` is None, the model's own
+    configuration decides. ``raw_scores`` leaves out a cross-encoder's activation function."""
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+    raw_scores: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeRequest:
+    """What an encoder's core schedules: at least one input, each of at least one token.
+
+    ``arrival`` and ``deadline`` are seconds of the engine's one clock. The request with the lowest
+    ``priority`` goes first.
+    """
+
+    request_id: RequestId
+    inputs: tuple[EncodeInput, ...]
+    arrival: float
+    options: EncodeOptions = field(default_factory=EncodeOptions)
+    priority: int = 0
+    deadline: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all inputs together."""
+        return sum(len(one.token_ids) for one in self.inputs)
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Tokens of all inputs together: an encoder's output has none."""
+        return self.num_tokens
+
+    @property
+    def num_choices(self) -> int:
+        """One: all inputs end together."""
+        return 1
+
+    def journal_line(self) -> str:
+        """Return the request in one stable line, without its inputs."""
+        return (
+            f"{self.request_id} inputs={len(self.inputs)} "
+            f"tokens={self.num_tokens} priority={self.priority}"
+        )
+
+
+class EncodeRow(NamedTuple):
+    """One input in a step, which computes all of it."""
+
+    sequence: SequenceId
+    input: EncodeInput
+    options: EncodeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class EncodePlan:
+    """One step of an encoder over ``rows``, sorted by length, shortest first."""
+
+    plan_id: PlanId
+    rows: tuple[EncodeRow, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes, with every row padded to the longest."""
+        return len(self.rows) * len(self.rows[-1].input.token_ids)
+
+    def journal_line(self) -> str:
+        """Return the plan in one stable line: the lengths of its rows."""
+        lengths = ",".join(str(len(row.input.token_ids)) for row in self.rows)
+        return f"plan {self.plan_id}: {lengths}"
+
+
+class EncodeRowResult(NamedTuple):
+    """The result of one input: a vector of float32 or, for a cross-encoder, one score."""
+
+    sequence: SequenceId
+    values: array[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeResult:
+    """The result of a step: one entry for each row, in the plan's order."""
+
+    plan_id: PlanId
+    rows: tuple[EncodeRowResult | RowFailure, ...]
+    timings: StepTimings = field(default_factory=StepTimings)
+
+
+class Encoded(NamedTuple):
+    """An output event: the result of input ``index``, which has ``tokens`` tokens."""
+
+    request_id: RequestId
+    index: int  # type: ignore[assignment]  # the proto's word, over tuple.index
+    values: array[float]
+    tokens: int
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"  encoded {self.request_id}/{self.index} {self.tokens}"

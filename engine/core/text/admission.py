@@ -1,0 +1,252 @@
+"""Who may start, who gives way, and how many blocks are missing: decisions without effects (D5,
+D6).
+
+Rule: every function reads the ledger and returns an answer; the step builder acts on it. (A
+sequence's prefix-cache keys are computed here when they are first needed, and kept by it.)
+
+``matched`` is what `match` returned for the sequence: the cached blocks of its prefix.
+``prompt_limit`` is how many prompt tokens the step may compute beside its decodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from engine.core.text.blocks import blocks_for
+from engine.core.text.lifecycle import State
+from engine.core.text.plan import SCORED_TOKENS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from engine.core.common.types import BlockId
+    from engine.core.text.ledger import Ledger
+    from engine.core.text.sequence import Rank, Sequence
+
+# ---- the cached prefix of a sequence
+
+
+def match(ledger: Ledger, seq: Sequence) -> tuple[BlockId, ...]:
+    """Return the cached blocks of the sequence's prefix; at least one token is left to compute."""
+    if not ledger.keys.uses_cache(seq.live.request) or not len(ledger.cache) or seq.is_scoring:
+        return ()
+    usable = seq.num_tokens - 1
+    return ledger.cache.match(ledger.keys.extend(seq, usable)[: usable // ledger.config.block_size])
+
+
+def next_key(ledger: Ledger, seq: Sequence, matched: tuple[BlockId, ...]) -> bytes | None:
+    """Return the key of the first block that the sequence lacks; None if that is its last block and
+    not full, or if it may not be shared."""
+    if not ledger.keys.uses_cache(seq.live.request) or seq.is_scoring:
+        return None
+    usable = seq.num_tokens - 1
+    keys = ledger.keys.extend(seq, usable)[: usable // ledger.config.block_size]
+    return keys[len(matched)] if len(matched) < len(keys) else None
+
+
+def _will_be_pending(
+    ledger: Ledger, seq: Sequence, matched: tuple[BlockId, ...], prompt_limit: int
+) -> bool:
+    """Return whether a running prompt is about to compute the first block that ``seq`` lacks."""
+    size = ledger.config.block_size
+    key, end = next_key(ledger, seq, matched), (len(matched) + 1) * size
+    if key is None:
+        return False
+    for other in ledger.running:
+        # a token that a step in flight samples is not known yet, so its block has no key
+        known = min(other.num_known, other.num_computed + prompt_limit)
+        if (
+            other.num_computed < end <= known
+            and other.num_computed + 1 < known
+            and ledger.keys.uses_cache(other.live.request)
+            and ledger.keys.extend(other, end)[end // size - 1] == key
+        ):
+            return True
+    return False
+
+
+# ---- how many blocks are missing
+
+
+def lacks(ledger: Ledger, seq: Sequence) -> int:
+    """Return how many blocks a waiting sequence lacks to start."""
+    return max(0, shortfall(ledger, seq, match(ledger, seq)))
+
+
+def shortfall(ledger: Ledger, seq: Sequence, matched: tuple[BlockId, ...]) -> int:
+    """Return how many blocks are lacking for the whole of ``seq`` to be computed beside the running
+    sequences; 0 or less if none are.
+
+    Its whole prompt counts, and so do the blocks that running prompts still need: otherwise prompts
+    would start only to preempt each other half-way.
+    """
+    promised = _promised(ledger, seq)
+    needed = still_needs(ledger, seq) - len(matched)
+    free_matched = sum(1 for block in matched if ledger.pool.references(block) == 0)
+    return needed - (ledger.pool.num_free - free_matched - promised)
+
+
+def still_needs(ledger: Ledger, seq: Sequence, *, with_next: bool = False) -> int:
+    """Return how many blocks a sequence lacks for its known tokens and for the choices that fork
+    from it (n > 1), which copy its last block if that is not full. ``with_next``: for the token
+    after those too, of each choice."""
+    size = ledger.config.block_size
+    length = seq.num_tokens + (not seq.num_pending) if with_next else seq.num_known
+    has_own_last = with_next or length % size != 0
+    copies = len(seq.live.attached) if has_own_last and seq.choice == 0 else 0
+    return max(0, blocks_for(length, size) + copies - len(seq.blocks))
+
+
+def _promised(ledger: Ledger, first: Sequence) -> int:
+    """Return how many blocks the running sequences still need beside ``first``. Where no step is in
+    flight, the number is the same before their rows are planned and after. A sequence that comes
+    before ``first`` would preempt it for its next token; one that comes after it can wait."""
+    size, needed = ledger.config.block_size, 0
+    # This runs for each sequence that may start, so sequences with all their blocks are skipped.
+    for seq in ledger.running:
+        may_fork = not seq.output and len(seq.live.sequences) > 1
+        if may_fork or len(seq.blocks) * size <= seq.num_tokens:
+            needed += still_needs(ledger, seq, with_next=seq.rank < first.rank)
+    return needed
+
+
+# ---- who may start
+
+
+def has_slots(ledger: Ledger, seq: Sequence, prompt_limit: int) -> bool:
+    """Return whether the sequence's stream has room for the messages of its start, beside those of
+    its request's running choices: without room for these, all of them would be parked."""
+    free = seq.credit.free
+    free -= sum(other.state is State.RUNNING for other in seq.live.sequences)
+    if free >= 1 + (len(seq.live.attached) if seq.choice == 0 else 0):
+        return True
+    # a prompt that takes several rows begins without a message
+    missing = seq.num_tokens - len(match(ledger, seq)) * ledger.config.block_size
+    return free >= 0 and missing > prompt_limit
+
+
+# ---- who gives way
+
+
+def order_victims(
+    parked: Iterable[Sequence], running: Iterable[Sequence], rank: Rank
+) -> list[Sequence]:
+    """Return who may lose its blocks so that a sequence of ``rank`` gets them, the first to lose
+    them first.
+
+    Parked sequences come first, the newest first: a client that does not read must cost the others
+    nothing, so a parked sequence gives way even to a newer one (D6 lets a sequence preempt only
+    those after it; a parked one counts as after every running one). Then come the running ones
+    after ``rank`` by (priority, arrival), the last first: the oldest always goes on. ``running`` is
+    sorted by rank.
+    """
+    later = [seq for seq in running if seq.rank > rank]
+    return sorted(parked, key=lambda seq: seq.rank, reverse=True) + later[::-1]
+
+
+def victims_for_running(ledger: Ledger, seq: Sequence, count: int) -> list[Sequence]:
+    """Return which sequences to preempt so that ``count`` blocks are free for a running sequence.
+    The list is empty if all that may give way hold too few blocks: they would start again at once.
+    """
+    running = [other for other in ledger.running if not other.in_step]
+    lacking = count - ledger.pool.num_free
+    victims: list[Sequence] = []
+    released: Counter[BlockId] = Counter()
+    for victim in order_victims(_parked_residents(ledger), running, seq.rank):
+        victims.append(victim)
+        lacking -= _frees(ledger, victim, released)
+        if lacking <= 0:
+            return victims
+    return []
+
+
+def victims_for_first(
+    ledger: Ledger, first: Sequence, now: float, prompt_limit: int
+) -> list[Sequence]:
+    """Return which sequences to preempt so that ``first``, the first of the waiting queue, can
+    start.
+
+    The list is empty if ``first`` can start already; if all sequences after it hold too few blocks;
+    or if it would not start even then, because of its reader, its deadline, the step's budget, or a
+    prefix that another sequence is computing.
+
+    A running sequence gives way only if it comes after ``first`` in the admission order, too:
+    otherwise, because of its age, it would stand before ``first`` in the queue and start again at
+    once. The key of ``first`` is the one it has in the queue, up to a second old, because this key
+    decides which of the two would stand before the other.
+    """
+    if first.is_late(now) or not has_slots(ledger, first, prompt_limit):
+        return []
+    matched = match(ledger, first)
+    lacking, seats_over = shortfall(ledger, first, matched), ledger.seats_over(first)
+    if (lacking <= 0 and seats_over <= 0) or _will_be_pending(ledger, first, matched, prompt_limit):
+        return []
+    key = first.waiting_key
+    later = [
+        seq
+        for seq in ledger.running
+        if seq.rank > first.rank and ledger.waiting.key_of(seq, now) > key
+    ]
+    parked = _parked_residents(ledger) if lacking > 0 else []
+    victims: list[Sequence] = []
+    released: Counter[BlockId] = Counter()
+    shared = frozenset(matched)
+    for victim in order_victims(parked, later, first.rank):
+        if lacking <= 0 and seats_over <= 0:
+            break
+        if lacking <= 0 and victim.state is not State.RUNNING:
+            continue  # a parked sequence has no seat to give back
+        victims.append(victim)
+        lacking -= _frees(ledger, victim, released, but=shared)
+        if victim.state is State.RUNNING:
+            lacking -= still_needs(ledger, victim)
+            seats_over -= ledger.seats_of(victim)
+    if lacking > 0 or seats_over > 0 or not _has_tokens_left(ledger, victims, prompt_limit):
+        return []
+    return victims
+
+
+def _has_tokens_left(ledger: Ledger, victims: list[Sequence], prompt_limit: int) -> bool:
+    """Return whether the running prompts leave some of the step's tokens once the victims are gone.
+    If they do not, it is too early to preempt anybody."""
+    room, wanted, score_left = ledger.config.max_num_batched_tokens, 0, SCORED_TOKENS_MAX
+    for seq in ledger.running:
+        if seq in victims:
+            continue
+        count = seq.num_tokens - seq.num_computed
+        if seq.is_scoring:  # as `StepBuilder._chunk_of` counts
+            count = min(count, max(1, score_left))
+            score_left -= count
+        if count == 1:
+            room -= 1
+        else:
+            wanted += count
+    return wanted < min(prompt_limit, room)
+
+
+def _frees(
+    ledger: Ledger,
+    victim: Sequence,
+    released: Counter[BlockId],
+    *,
+    but: Collection[BlockId] = (),
+) -> int:
+    """Return how many blocks become free when the victim gives its own back, and add those to
+    ``released``: blocks that other victims have given back, since several may share one. ``but``:
+    blocks that do not count, because the sequence that needs room will share them."""
+    released.update(victim.blocks)
+    references = ledger.pool.references
+    return sum(
+        1 for block in victim.blocks if references(block) == released[block] and block not in but
+    )
+
+
+def _parked_residents(ledger: Ledger) -> list[Sequence]:
+    """Return the parked sequences that hold blocks and are in no step."""
+    return [
+        seq
+        for live in ledger.parked.values()
+        for seq in live.sequences
+        if seq.blocks and not seq.in_step
+    ]

@@ -1,0 +1,128 @@
+"""What a step's results mean for its sequences: progress, tokens and ends.
+
+Rule: each row of the step has its result in the same place; a row's message slot becomes one
+message (`Tokens`), or goes back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.core.common.events import Tokens
+from engine.core.common.steps import RowFailure
+from engine.core.common.types import EndReason
+from engine.core.text.lifecycle import State
+from engine.core.text.plan import RowResult
+from engine.errors import EngineBug
+
+if TYPE_CHECKING:
+    from engine.core.common.events import OutputEvent
+    from engine.core.text.endings import Endings
+    from engine.core.text.ledger import Ledger
+    from engine.core.text.plan import Row, StepResult
+    from engine.core.text.planned_step import PlannedStep
+    from engine.core.text.sequence import Sequence
+
+
+class Committer:
+    """Commits steps and appends their events to ``events``. ``completion_tokens`` and
+    ``late_results`` count since the start."""
+
+    def __init__(self, ledger: Ledger, endings: Endings, events: list[OutputEvent]) -> None:
+        self._ledger = ledger
+        self._endings = endings
+        self._events = events
+        self.completion_tokens = 0
+        self.late_results = 0
+
+    def commit(self, step: PlannedStep, result: StepResult, now: float) -> None:
+        """Take the results of a step that succeeded.
+
+        A decode that goes on is the common case, and its time is most of the scheduler's cost
+        (`python -m tools.bench schedule`). So it is committed here, with `Credit.fill` inlined, to
+        the same effect as `_commit_row`, which takes all other rows.
+        """
+        step.keep()
+        results = iter(result.rows)
+        size, is_running, make = self._ledger.config.block_size, State.RUNNING, tuple.__new__
+        emit, num_sampled = self._events.append, 0
+        for seq, row in zip(step.sequences, step.rows, strict=True):
+            got = next(results)
+            if got.__class__ is RowResult and seq.output and seq.state is is_running:
+                name, tokens, text, logprobs, prompt_logprobs, finish, _ = got
+                _, start, computed, _, _, _ = row
+                if tokens and finish is None and computed == 1 and name == seq.sequence_id:
+                    end = start + 1
+                    if end % size == 0:
+                        self._ledger.publish_computed(seq, end - 1, end)
+                    count = len(tokens)
+                    seq.output += tokens
+                    seq.num_pending -= 1
+                    if count > 1:
+                        seq.num_tokens += count - 1
+                    num_sampled += count
+                    seq.credit.reserved -= 1
+                    event = (seq.request_id, seq.choice, tokens, text, logprobs, prompt_logprobs)
+                    emit(make(Tokens, event))
+                    continue
+            self._commit_row(seq, row, got, now)
+            for child in step.forks.get(seq.sequence_id, ()):
+                self._take_result(child, next(results), now, has_slot=True)
+        self.completion_tokens += num_sampled
+
+    def _commit_row(
+        self, seq: Sequence, row: Row, result: RowResult | RowFailure, now: float
+    ) -> None:
+        if result.sequence != seq.sequence_id:
+            raise EngineBug(f"a result for {result.sequence} came in the row of {seq}")
+        if not row.logits.samples:
+            seq.num_chunks -= 1
+        if seq.state is State.RUNNING and isinstance(result, RowResult):
+            self._ledger.publish_computed(seq, row.start, row.start + row.count)
+        self._take_result(seq, result, now, has_slot=row.logits.samples)
+
+    def _take_result(
+        self, seq: Sequence, result: RowResult | RowFailure, now: float, *, has_slot: bool
+    ) -> None:
+        """Turn a row's result into progress and events, and its message slot into a message."""
+        if has_slot:
+            seq.num_pending -= 1
+            seq.num_tokens -= 1
+        if seq.state is not State.RUNNING:  # it ended while the step ran (R156)
+            if has_slot:
+                seq.credit.cancel()
+            self.late_results += 1
+            if not seq.in_step:
+                self._ledger.finish(seq)
+            return
+        if isinstance(result, RowFailure):
+            if has_slot:
+                seq.credit.cancel()
+            detail = f"{result.phase}: {result.detail}"
+            self._endings.end_request(seq.live, EndReason.FAILED, now, detail, result.violation)
+            return
+        if not has_slot:
+            return
+        if not result.tokens:
+            raise EngineBug(f"{seq} was to get a token and got none")
+        self._take_tokens(seq, result, now)
+
+    def _take_tokens(self, seq: Sequence, result: RowResult, now: float) -> None:
+        if not seq.output:
+            seq.enter("decode", now)
+        seq.output.extend(result.tokens)
+        seq.num_tokens += len(result.tokens)
+        self.completion_tokens += len(result.tokens)
+        seq.credit.fill()
+        self._events.append(
+            Tokens(
+                seq.request_id,
+                seq.choice,
+                result.tokens,
+                result.text,
+                result.logprobs,
+                result.prompt_logprobs,
+            )
+        )
+        if result.finish is not None:
+            self._endings.end(seq, result.finish, now, matched=result.matched)

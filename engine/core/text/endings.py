@@ -1,0 +1,88 @@
+"""How sequences end: exactly one `Finished` event each.
+
+Rule: nothing else emits `Finished`. A sequence that a step in flight uses gives its blocks back at
+that step's commit (`Ledger.end`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.core.common.events import Finished
+from engine.core.common.stalls import stalled
+from engine.core.common.types import EndReason
+from engine.core.text.lifecycle import State
+
+if TYPE_CHECKING:
+    from engine.core.common.events import OutputEvent
+    from engine.core.text.ledger import Ledger
+    from engine.core.text.sequence import LiveRequest, Sequence
+    from engine.errors import FieldViolation
+
+RUN_SMOOTHING = 0.05  # guess: the last twenty ends have two thirds of the weight
+
+
+class Endings:
+    """Ends sequences and requests; appends their events to ``events``.
+
+    ``run_s`` is the running average of how long sequences ran until they ended, in seconds; 0 while
+    none has ended.
+    """
+
+    def __init__(self, ledger: Ledger, events: list[OutputEvent]) -> None:
+        self._ledger = ledger
+        self._events = events
+        self.run_s = 0.0
+
+    def end(
+        self,
+        seq: Sequence,
+        reason: EndReason,
+        now: float,
+        *,
+        matched: str | int | None = None,
+        detail: str = "",
+        violation: FieldViolation | None = None,
+    ) -> None:
+        """End one choice, which has not ended yet."""
+        phase, run_s = seq.phase, seq.run_s(now)
+        self._ledger.end(seq, now)
+        if run_s > 0:
+            self.run_s += RUN_SMOOTHING * (run_s - self.run_s) if self.run_s else run_s
+        self._events.append(
+            Finished(
+                seq.request_id,
+                seq.choice,
+                reason,
+                seq.usage(),
+                seq.timings(),
+                matched,
+                phase,
+                detail,
+                violation,
+            )
+        )
+
+    def end_request(
+        self,
+        live: LiveRequest,
+        reason: EndReason,
+        now: float,
+        detail: str = "",
+        violation: FieldViolation | None = None,
+    ) -> None:
+        """End every choice that has not ended."""
+        for seq in list(live.sequences):
+            if seq.state not in (State.FINISHED, State.ENDING):
+                self.end(seq, reason, now, detail=detail, violation=violation)
+
+    def end_all(self, reason: EndReason, now: float, detail: str) -> None:
+        """End every live request."""
+        for live in list(self._ledger.requests.values()):
+            self.end_request(live, reason, now, detail)
+
+    def end_stalled(self, now: float) -> None:
+        """End the requests whose readers have taken nothing for the stall timeout."""
+        timeout_s = self._ledger.config.stall_timeout_s
+        for live in stalled(self._ledger.parked.values(), timeout_s, now):
+            self.end_request(live, EndReason.STALLED, now)

@@ -1,0 +1,83 @@
+"""Which requests are accepted.
+
+Rule: the decision has no effects, except that `BestRate` notes a refused deadline. It takes
+constant time, except where a deadline makes it look up the prompt's cached prefix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.core.common import refusals
+from engine.core.text.blocks import blocks_for
+from engine.errors import DeadlineInfeasible, FieldViolation, RequestTooLarge
+
+if TYPE_CHECKING:
+    from engine.core.common.events import PauseMode
+    from engine.core.common.rate import RecentRate
+    from engine.core.common.types import Request
+    from engine.core.text.best_rate import BestRate
+    from engine.core.text.ledger import Ledger
+    from engine.errors import TrioletError
+
+
+class Intake:
+    """Accepts or refuses the requests of one scheduler."""
+
+    def __init__(self, ledger: Ledger, recent_rate: RecentRate, best_rate: BestRate) -> None:
+        self._ledger = ledger
+        self._recent_rate = recent_rate
+        self._best_rate = best_rate
+
+    def refusal(
+        self, request: Request, buffer: int, pause: PauseMode | None, now: float
+    ) -> TrioletError | None:
+        """Return why the request is refused, or None if it is accepted. ``buffer`` is how many
+        messages its stream holds."""
+        ledger = self._ledger
+        refused = refusals.duplicate_or_paused(request.request_id, ledger.requests, pause)
+        if refused is not None:
+            return refused
+        if (violation := self._misfit(request, buffer)) is not None:
+            return RequestTooLarge([violation])
+        return refusals.queue_full(
+            ledger.config,
+            len(ledger.waiting),
+            request.num_tokens,
+            queued_tokens=ledger.waiting.num_tokens,
+            tokens_per_s=self._recent_rate.tokens_per_s,
+        ) or self._infeasible(request, now)
+
+    def _misfit(self, request: Request, buffer: int) -> FieldViolation | None:
+        """Return the field of the request that can never fit this model, or None."""
+        config, length = self._ledger.config, len(request.prompt)
+        if length >= config.max_model_len:
+            takes = f"the model takes at most {config.max_model_len - 1} and one to answer"
+            return FieldViolation("input", f"has {length} tokens, but {takes}")
+        can_run = min(config.max_num_seqs, buffer)
+        if request.n > can_run:
+            return FieldViolation("n", f"is {request.n}, but {can_run} can run")
+        copies = request.n - 1 if length % config.block_size else 0
+        if blocks_for(length, config.block_size) + copies > config.num_blocks:
+            return FieldViolation(
+                "n", f"is {request.n}, and as many copies of the prompt do not fit"
+            )
+        return None
+
+    def _infeasible(self, request: Request, now: float) -> TrioletError | None:
+        """Refuse a prompt that cannot be computed by its deadline, whatever else runs (D18). Only
+        the cached prefix need not be computed; it is looked up only if it can make a difference."""
+        if request.deadline is None or request.deadline <= now:
+            return None  # the deadline has passed, and the request's scope is about to end it
+        left, length = request.deadline - now, len(request.prompt)
+        if self._best_rate.seconds_for(length) <= left:
+            return None
+        missing = length - self._ledger.cached_tokens(self._ledger.keys.of_prompt(request))
+        seconds = self._best_rate.seconds_for(missing)
+        if seconds <= left:
+            return None
+        self._best_rate.note_refusal(missing)
+        return DeadlineInfeasible(
+            f"the prompt takes at least {seconds:.3g} s, of which {left:.3g} s are left",
+            phase="queued",
+        )

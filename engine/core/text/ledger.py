@@ -1,0 +1,246 @@
+"""Where each sequence is and what it holds: its state, its place and its blocks.
+
+Rule 1: a sequence changes its place (waiting, running, parked, gone) only here, together with its
+state and its blocks, so that every invariant of `check` holds between any two calls. Rule 2:
+nothing is decided here; `admission`, `step_builder` and `scheduler` decide.
+
+Places: WAITING sequences that may start are in ``waiting``; attached choices of n > 1 are in no
+place until they fork. RUNNING ones are in ``running``, sorted by rank. Parked requests are in
+``parked``. Seats: each running sequence takes one of max_num_seqs. A parent that has not forked
+takes a seat for each of its choices, since they all run from the fork on; parked ones take none.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import TYPE_CHECKING
+
+from engine.core.common.types import Request, RequestId, SequenceId
+from engine.core.text.blocks import BlockPool, blocks_for
+from engine.core.text.lifecycle import Event, State
+from engine.core.text.prefix import PrefixCache
+from engine.core.text.sequence import LiveRequest, Sequence
+from engine.core.text.sequence_keys import SequenceKeys
+from engine.core.text.waiting_queue import WaitingQueue
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.config import SchedulerConfig
+    from engine.core.common.credit import Credit
+    from engine.core.common.types import BlockId
+    from engine.core.text.blocks import Reservation
+
+
+class Ledger:
+    """The state of one scheduler. Not thread-safe."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.cache = PrefixCache(self.pool)
+        self.requests: dict[RequestId, LiveRequest] = {}
+        self.keys = SequenceKeys(config)
+        self.waiting = WaitingQueue(config.aging_s)
+        self.running: list[Sequence] = []
+        self.parked: dict[RequestId, LiveRequest] = {}
+        self.released: list[SequenceId] = []  # ended sequences that the next plan releases
+        self.num_seats = 0
+        self._next_id = 1
+
+    # ---- places
+
+    def admit(self, request: Request, credit: Credit, now: float) -> LiveRequest:
+        """Make a new request live, all its choices WAITING."""
+        live = LiveRequest(request, credit, root=self.keys.root_of(request))
+        since = min(now, request.arrival)  # it has been waiting since it arrived
+        for choice in range(request.n):
+            live.sequences.append(Sequence(SequenceId(self._next_id), live, choice, since))
+            self._next_id += 1
+        self.requests[request.request_id] = live
+        self.waiting.add(live.parent, now)
+        return live
+
+    def start(self, seq: Sequence, now: float) -> None:
+        """Move a sequence from WAITING to RUNNING; the plan gives it its blocks. An attached choice
+        starts at its parent's fork and takes one of the parent's seats."""
+        if seq.is_attached:
+            seq.is_attached = False
+        else:
+            self.waiting.remove(seq)
+            self.num_seats += self.seats_of(seq)
+        seq.advance(Event.START)
+        insort(self.running, seq, key=_rank)
+        seq.enter("decode" if seq.output else "prefill", now)
+
+    def preempt(self, seq: Sequence, now: float) -> None:
+        """Take a sequence's blocks: a RUNNING one waits again, a PARKED one stays parked. Its
+        computed KV values are lost; its output is not."""
+        self._give_back_blocks(seq)
+        was_running = seq.state is State.RUNNING
+        seq.advance(Event.PREEMPT)
+        if was_running:
+            self._leave_running(seq)
+            self.waiting.add(seq, now)
+
+    def unfork(self, child: Sequence, now: float) -> None:
+        """Undo a fork whose step failed: the choice is attached to its parent again."""
+        assert not child.blocks, child  # the step's reservation gave them back
+        child.advance(Event.PREEMPT)
+        self.running.remove(child)
+        child.is_attached = True
+        child.enter("queued", now)
+
+    def park(self, live: LiveRequest, now: float) -> None:
+        """Park every choice of a request whose stream is full: no step computes them."""
+        live.parked_since = now
+        self.parked[live.request.request_id] = live
+        for seq in live.sequences:
+            if seq.state is State.RUNNING:
+                self._leave_running(seq)
+            elif seq.state is State.WAITING and not seq.is_attached:
+                self.waiting.remove(seq)
+            elif seq.state is not State.WAITING:
+                continue
+            seq.advance(Event.PARK)
+            seq.enter("parked", now)
+
+    def unpark(self, live: LiveRequest, now: float) -> None:
+        """End a request's parking, since its reader has drained its stream. Choices that still hold
+        blocks run on if there are seats for them; the others wait, with the arrival they had."""
+        live.parked_since = None
+        del self.parked[live.request.request_id]
+        for seq in live.sequences:
+            if seq.state is not State.PARKED:
+                continue
+            if seq.blocks and self.seats_over(seq) > 0:
+                self.preempt(seq, now)
+            if seq.blocks:
+                seq.advance(Event.UNPARK_RESIDENT)
+                self.num_seats += self.seats_of(seq)
+                insort(self.running, seq, key=_rank)
+                seq.enter("decode" if seq.output else "prefill", now)
+            else:
+                seq.advance(Event.UNPARK_EVICTED)
+                if not seq.is_attached:
+                    self.waiting.add(seq, now)
+                seq.enter(self._phase_of_waiting(seq), now)
+
+    def end(self, seq: Sequence, now: float) -> None:
+        """Move a sequence from any live state to ENDING if a step in flight uses it, otherwise to
+        FINISHED. An ENDING one gives its blocks back by `finish`, at that step's commit."""
+        was = seq.state
+        seq.enter(seq.phase, now)
+        if was is State.RUNNING:
+            self._leave_running(seq)
+        elif was is State.WAITING and not seq.is_attached:
+            self.waiting.remove(seq)
+        if seq.in_step:
+            seq.advance(Event.END_IN_STEP)
+        else:
+            self.finish(seq)
+        if seq.live.is_over:
+            self.parked.pop(seq.live.request.request_id, None)
+
+    def finish(self, seq: Sequence) -> None:
+        """Move a sequence to FINISHED: give its blocks back, have the worker release it, and forget
+        the request with its last choice."""
+        seq.advance(Event.FINISH)
+        self._give_back_blocks(seq)
+        if seq.is_known_to_worker:
+            self.released.append(seq.sequence_id)
+        live = seq.live
+        if all(other.state is State.FINISHED for other in live.sequences):
+            del self.requests[live.request.request_id]
+            live.sequences.clear()  # a reference cycle would keep them all in memory
+
+    # ---- blocks
+
+    def take(self, reservation: Reservation, count: int) -> tuple[BlockId, ...] | None:
+        """Return fresh blocks, after the cache has forgotten their contents; None if too few are
+        free."""
+        taken = self.pool.take(reservation, count)
+        self.cache.forget(self.pool.drain_reused())
+        return taken
+
+    def cached_tokens(self, keys: list[bytes]) -> int:
+        """Return how many tokens of the prefix with these keys need not be computed."""
+        return self.config.block_size * len(self.cache.match(keys))
+
+    def publish_computed(self, seq: Sequence, start: int, end: int) -> None:
+        """Publish the blocks that computing positions ``start … end - 1`` completed."""
+        size = self.config.block_size
+        first, last = start // size, end // size
+        if first == last or not self.keys.uses_cache(seq.live.request):
+            return
+        keys = self.keys.extend(seq, end)
+        for index in range(first, last):
+            self.cache.publish(keys[index], seq.blocks[index])
+
+    # ---- seats
+
+    def seats_of(self, seq: Sequence) -> int:
+        """Return how many of max_num_seqs the sequence takes while it runs."""
+        return 1 + len(seq.live.attached) if seq.choice == 0 else 1
+
+    def seats_over(self, seq: Sequence) -> int:
+        """Return how many seats are lacking for the sequence to run, too; 0 or less if none are."""
+        return self.num_seats + self.seats_of(seq) - self.config.max_num_seqs
+
+    def _leave_running(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.num_seats -= self.seats_of(seq)
+
+    def _give_back_blocks(self, seq: Sequence) -> None:
+        self.pool.release(seq.blocks)
+        seq.blocks = []
+        seq.num_computed = 0
+
+    def _phase_of_waiting(self, seq: Sequence) -> str:
+        if seq.output:
+            return "decode"
+        return "prefill" if seq.is_known_to_worker else "queued"
+
+    # ---- invariants
+
+    def live_sequences(self) -> Iterator[Sequence]:
+        """Yield every sequence that is not FINISHED."""
+        for live in self.requests.values():
+            yield from (seq for seq in live.sequences if seq.state is not State.FINISHED)
+
+    def check(self) -> None:
+        """Check every invariant of places, blocks and counts (I1, I2, I5 of engine/README.md).
+
+        Raises:
+            AssertionError: It names the sequence or the block that violates one.
+        """
+        self.pool.check([seq.blocks for seq in self.live_sequences()])
+        self.cache.check()
+        assert self.running == sorted(self.running, key=_rank)
+        self.waiting.check()
+        assert self.num_seats == sum(self.seats_of(seq) for seq in self.running)
+        assert self.num_seats <= self.config.max_num_seqs
+        for seq in self.live_sequences():
+            self._check_sequence(seq)
+
+    def _check_sequence(self, seq: Sequence) -> None:
+        parked = seq.live.request.request_id in self.parked
+        assert (seq in self.running) == (seq.state is State.RUNNING), seq
+        assert (seq in self.waiting.sequences) == (
+            seq.state is State.WAITING and not seq.is_attached
+        ), seq
+        assert (seq.state is State.PARKED) <= parked, seq
+        if seq.state is State.WAITING or seq.is_attached:
+            assert not seq.blocks, seq
+        needed = blocks_for(seq.num_computed, self.config.block_size)
+        assert len(seq.blocks) >= needed, seq
+        assert seq.num_computed <= seq.num_tokens, seq
+        assert seq.num_tokens == seq.num_prompt + len(seq.output) + seq.num_pending, seq
+        assert min(seq.num_pending, seq.num_chunks) >= 0, seq
+        assert seq.in_step <= 2, seq
+        known_blocks = seq.num_known // self.config.block_size
+        assert len(seq.keys) <= known_blocks, f"{seq}: keys of unknown tokens"
+
+
+def _rank(seq: Sequence) -> tuple[int, float, int]:
+    return seq.rank

@@ -1,0 +1,176 @@
+"""The plan that goes to a text model's worker, and the result that comes back (D8).
+
+Rule 1: every class here is a value that pickles without torch, so that a runner can live in a
+process of its own. Rule 2: each plan is executed once or fails once.
+
+`Row`, `RowResult` and the events that are made once per row and step are named tuples, the rest
+frozen dataclasses: a dataclass of seven fields takes three times as long to make as a named tuple
+(`python -m tools.bench primitives`), and the whole budget of plan and commit is 1.5 µs a row.
+
+Index spaces: a *token position* counts a sequence's tokens from 0, prompt and output together; a
+*block* is the place of ``block_size`` consecutive positions in the KV pool; a *slot* is
+``block_id * block_size + position % block_size``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.core.common.steps import RowFailure, StepTimings
+
+if TYPE_CHECKING:
+    from engine.core.common.types import (
+        BlockId,
+        Constraint,
+        EndReason,
+        PlanId,
+        Sampling,
+        SequenceId,
+        Stops,
+        TokenLogprob,
+    )
+
+
+# How many prompt positions one step scores for their log-probabilities, all rows together, but at
+# least one of each row. This bounds the memory of their logits. A guess: 64 rows of 151,936 logits
+# are 39 MB, and a prompt of 2,048 tokens takes 32 steps.
+SCORED_TOKENS_MAX = 64
+
+
+class Logits(Enum):
+    """Which positions of a row need logits.
+
+    NONE: no position, in an unfinished prompt. LAST: the last one, where a token is sampled. ALL:
+    every position; a token is sampled at the last, and each of the others scores the prompt token
+    after it. PROMPT: every position of an unfinished prompt that is scored.
+    """
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
+    PROMPT = "prompt"
+
+    @property
+    def samples(self) -> bool:
+        """Whether a token is sampled, at the row's last position."""
+        return self is Logits.LAST or self is Logits.ALL
+
+    @property
+    def scores(self) -> bool:
+        """Whether log-probabilities of the prompt are computed."""
+        return self is Logits.ALL or self is Logits.PROMPT
+
+
+class BlockDelta(NamedTuple):
+    """How the worker's block table of a sequence changes before the step: keep the first ``keep``
+    blocks, drop the rest, and append ``append``. A preempted sequence comes back with ``keep`` 0.
+    """
+
+    keep: int
+    append: tuple[BlockId, ...] = ()
+
+
+class Row(NamedTuple):
+    """One sequence's part of a step: positions ``start … start + count - 1`` are computed.
+
+    The worker knows the token ids: the prompt's from `AdmittedSequence`, and those that it sampled
+    itself. With logits LAST or ALL the row ends at the sequence's last token, and one token is
+    sampled. If the prompt's log-probabilities are asked for, every position of the prompt except
+    its last is in a row with logits PROMPT or ALL, until the first token is sampled.
+    ``children`` (for n > 1, on the row that completes the prompt) are the sequences that fork here:
+    each samples its own first token from the same logits, and `StepPlan.copies` fills the blocks
+    that it does not share. ``blocks`` None: the block table is as the last step left it.
+    """
+
+    sequence: SequenceId
+    start: int
+    count: int  # type: ignore[assignment]  # the domain word, over tuple.count
+    blocks: BlockDelta | None
+    logits: Logits
+    children: tuple[ChildFork, ...] = ()
+
+
+_COUNT = itemgetter(Row._fields.index("count"))
+
+
+class ChildFork(NamedTuple):
+    """A choice that starts as a copy of its parent's prompt. ``blocks`` is its whole block table
+    after the step: the full blocks, which it shares, then its own copy of the last one."""
+
+    sequence: SequenceId
+    choice: int
+    blocks: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedSequence:
+    """A sequence that the worker sees for the first time. The worker keeps its state (tokens,
+    sampler, detokeniser, constraint) until the id comes in ``released``."""
+
+    sequence: SequenceId
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    stops: Stops
+    constraint: Constraint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass.
+
+    The worker applies ``released``, then ``admitted``, then the block tables, then the forward pass
+    over ``rows``, then ``copies``, then it samples. A copy goes from the first block to the second:
+    a child's last block is copied after the parent has written it.
+    """
+
+    plan_id: PlanId
+    rows: tuple[Row, ...]
+    copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    admitted: tuple[AdmittedSequence, ...] = ()
+    released: tuple[SequenceId, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the forward pass computes: the sum over the rows."""
+        return sum(map(_COUNT, self.rows))
+
+    def journal_line(self) -> str:
+        """Return the plan in one stable line: each row's positions, and whether it samples."""
+        return f"plan {self.plan_id}: {' '.join(map(_row_line, self.rows))}"
+
+
+def _row_line(row: Row) -> str:
+    samples = "!" if row.logits is not Logits.NONE else ""
+    return f"{row.sequence}[{row.start}+{row.count}{samples}]"
+
+
+class RowResult(NamedTuple):
+    """What one sequence got from a step.
+
+    ``tokens`` is empty for an unfinished prompt. ``text`` is what may be shown now: it never ends
+    within a character, and holds nothing that could still become a stop string. ``finish`` is STOP
+    or LENGTH on the last token; ``matched`` is the stop string or stop token id that ended the
+    sequence, None for LENGTH. ``prompt_logprobs`` come all together, with the first token of
+    choice 0.
+    """
+
+    sequence: SequenceId
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish: EndReason | None = None
+    matched: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The result of a step: one entry for each row of the plan and each child, in the plan's order.
+    A row's children follow it."""
+
+    plan_id: PlanId
+    rows: tuple[RowResult | RowFailure, ...]
+    timings: StepTimings = field(default_factory=StepTimings)

@@ -1,0 +1,164 @@
+"""A step that is planned, and how it ends: handed out, kept, undone, or reconciled with what
+happened since.
+
+Rule: a step is undone as exactly as it can be kept: blocks, message slots, places and counters are
+then as they were before it was planned. Each step ends once, by `keep` or `undo`, or by a
+`reconcile` that returns False.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.core.common.types import PlanId
+from engine.core.text.lifecycle import State
+from engine.core.text.plan import AdmittedSequence, StepPlan
+
+if TYPE_CHECKING:
+    from engine.core.common.types import BlockId, SequenceId
+    from engine.core.text.ledger import Ledger
+    from engine.core.text.plan import Row
+    from engine.core.text.sequence import Sequence
+
+EMPTY_PLAN = StepPlan(PlanId(0), ())
+
+
+class PlannedStep:
+    """A step's rows and what the ledger must know to keep or undo them.
+
+    ``sequences`` runs parallel to ``rows``; ``forks`` maps a parent's id to the choices that fork
+    in its row; ``started`` are the sequences that this step took from the waiting queue;
+    ``pending_keys`` are the prefix-cache keys of the blocks that it computes. ``plan`` and
+    ``started_at`` are set by `seal`.
+    """
+
+    __slots__ = (
+        "_ledger",
+        "copies",
+        "forks",
+        "pending_keys",
+        "plan",
+        "reservation",
+        "rows",
+        "sequences",
+        "started",
+        "started_at",
+    )
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.reservation = ledger.pool.open()
+        self.started_at = 0.0
+        self.rows: list[Row] = []
+        self.sequences: list[Sequence] = []
+        self.forks: dict[SequenceId, list[Sequence]] = {}
+        self.started: list[Sequence] = []
+        self.pending_keys: set[bytes] = set()
+        self.copies: list[tuple[BlockId, BlockId]] = []
+        self.plan = EMPTY_PLAN
+
+    def seal(self, plan_id: PlanId, now: float) -> StepPlan:
+        """Return the plan as it goes to the worker now, with the sequences that the worker sees for
+        the first time and those that it can release."""
+        admitted = []
+        for seq in self.started:
+            if not seq.is_known_to_worker:
+                seq.is_known_to_worker = True
+                admitted.append(_admission(seq))
+        released, self._ledger.released = self._ledger.released, []
+        self.started_at = now
+        self.plan = StepPlan(
+            plan_id, tuple(self.rows), tuple(self.copies), tuple(admitted), tuple(released)
+        )
+        return self.plan
+
+    def keep(self) -> None:
+        """End a step that succeeded: its blocks belong to their sequences, and the worker knows the
+        choices that forked."""
+        self._ledger.pool.commit(self.reservation)
+        for forks in self.forks.values():
+            for child in forks:
+                child.is_known_to_worker = True
+
+    def undo(self, now: float) -> None:
+        """End a step that failed or is discarded: blocks and slots go back, and the sequences that
+        it started wait again. Sequences that have ended meanwhile are finished."""
+        for seq, row in zip(self.sequences, self.rows, strict=True):
+            forks = self.forks.get(seq.sequence_id, [])
+            samples = row.logits.samples
+            if samples:
+                seq.credit.cancel(1 + len(forks))
+            _take_back_blocks(seq, row)
+            seq.count_back(row.start, samples=samples)
+            for child in forks:
+                child.blocks = []
+                child.count_back(0, samples=True)
+        self._ledger.pool.rollback(self.reservation)
+        for seq in self.sequences:
+            for child in self.forks.get(seq.sequence_id, []):
+                self._settle(child, now, is_fork=True)
+            self._settle(seq, now, is_started=seq in self.started)
+
+    def _settle(
+        self, seq: Sequence, now: float, *, is_fork: bool = False, is_started: bool = False
+    ) -> None:
+        """Put a sequence of an undone step in the place where it belongs now."""
+        if seq.state is State.ENDING:
+            if not seq.in_step:
+                self._ledger.finish(seq)
+        elif is_fork:
+            self._ledger.unfork(seq, now)
+        elif is_started:
+            self._ledger.preempt(seq, now)
+            if not seq.is_known_to_worker:
+                seq.enter("queued", now)
+
+    def reconcile(self) -> bool:
+        """Drop the rows of sequences that ended since the step was prepared, once the step before
+        it is over. Return False if no row is left; the step is then undone."""
+        is_ending = State.ENDING
+        ended = [seq for seq in self.sequences if seq.state is is_ending]
+        for seq in ended:
+            index = self.sequences.index(seq)
+            self._drop(index)
+            del self.sequences[index], self.rows[index]
+        if not self.rows:
+            self._ledger.pool.rollback(self.reservation)
+        return bool(self.rows)
+
+    def _drop(self, index: int) -> None:
+        """Give back what one row reserved. The choices that were to fork in the row have ended,
+        too: before its fork a request ends as a whole."""
+        seq, row = self.sequences[index], self.rows[index]
+        forks = self.forks.pop(seq.sequence_id, [])
+        taken = _take_back_blocks(seq, row)
+        for child in forks:
+            taken, child.blocks = [*taken, *child.blocks], []
+        own = {target for child in row.children for target in child.blocks}
+        self.copies = [copy for copy in self.copies if copy[1] not in own]
+        seq.credit.cancel((1 + len(forks)) if row.logits.samples else 0)
+        self._ledger.pool.give_back(self.reservation, taken)
+        for child in forks:
+            child.count_back(0, samples=True)
+            self._ledger.finish(child)
+        if seq in self.started:
+            self.started.remove(seq)
+        seq.count_back(row.start, samples=row.logits.samples)
+        if not seq.in_step:
+            self._ledger.finish(seq)
+
+
+def _take_back_blocks(seq: Sequence, row: Row) -> list[BlockId]:
+    """Take the row's new blocks out of the sequence's block table, and return them."""
+    if row.blocks is None:
+        return []
+    taken = seq.blocks[row.blocks.keep :]
+    del seq.blocks[row.blocks.keep :]
+    return taken
+
+
+def _admission(seq: Sequence) -> AdmittedSequence:
+    request = seq.live.request
+    return AdmittedSequence(
+        seq.sequence_id, request.prompt, request.sampling, request.stops, request.constraint
+    )

@@ -1,0 +1,208 @@
+"""A live request and its sequences: the mutable state that the core keeps of each.
+
+Rule 1: `Sequence.advance` is the only writer of ``state``. Rule 2: the other fields are written by
+the ledger, the step being planned and the commit of its results; `admission` and `explain` only
+read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.core.common.types import BlockId, Request, SequenceId, Timings, Usage
+from engine.core.text.lifecycle import Event, State, advance
+
+if TYPE_CHECKING:
+    from engine.core.common.credit import Credit
+
+Rank = tuple[int, float, int]
+
+
+class Sequence:
+    """One choice of a request: its tokens, its blocks and its progress.
+
+    Progress (D4): ``num_computed`` of ``num_tokens`` tokens are in the KV pool; a step computes
+    some of the rest. Both run ahead of the steps in flight, so that the next plan can be prepared
+    meanwhile (D9): a plan counts its rows as computed and the tokens that they will sample as known
+    (`count_ahead`); undoing it takes both back (`count_back`). ``num_pending`` rows in flight
+    sample a token; ``num_chunks`` compute a chunk of a prompt and sample none.
+
+    ``blocks`` is the block table, empty unless the sequence holds blocks. ``keys`` are the
+    prefix-cache keys of its full blocks, computed as needed. ``is_attached``: this is a further
+    choice of n > 1, and its parent still computes their prompt. ``wants_scores``: the prompt's
+    log-probabilities are asked for, and this choice computes them.
+    """
+
+    __slots__ = (
+        "blocks",
+        "cached_tokens",
+        "choice",
+        "credit",
+        "is_attached",
+        "is_known_to_worker",
+        "keys",
+        "live",
+        "max_tokens",
+        "num_chunks",
+        "num_computed",
+        "num_pending",
+        "num_prompt",
+        "num_tokens",
+        "output",
+        "phase",
+        "phase_seconds",
+        "phase_since",
+        "rank",
+        "request_id",
+        "sequence_id",
+        "state",
+        "waiting_key",
+        "wants_scores",
+    )
+
+    def __init__(self, sequence_id: SequenceId, live: LiveRequest, choice: int, now: float) -> None:
+        self.sequence_id = sequence_id
+        self.live = live
+        self.choice = choice
+        self.request_id = live.request.request_id
+        self.credit = live.credit
+        self.rank: Rank = (live.request.priority, live.request.arrival, sequence_id)
+        self.state = State.WAITING
+        self.is_attached = choice > 0
+        self.is_known_to_worker = False
+        self.blocks: list[BlockId] = []
+        self.keys: list[bytes] = []
+        self.output: list[int] = []
+        self.num_prompt = len(live.request.prompt)
+        self.max_tokens = live.request.stops.max_tokens
+        self.num_tokens = self.num_prompt
+        self.num_computed = 0
+        self.num_pending = 0
+        self.num_chunks = 0
+        self.cached_tokens = 0
+        asked = live.request.sampling.prompt_logprobs
+        self.wants_scores = choice == 0 and asked is not None
+        self.waiting_key: tuple[float, ...] = ()
+        self.phase = "queued"
+        self.phase_since = now
+        self.phase_seconds = dict.fromkeys(("queued", "prefill", "decode", "parked"), 0.0)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sequence {self.sequence_id} {self.state.value} "
+            f"{self.num_computed}/{self.num_tokens} in {len(self.blocks)} blocks>"
+        )
+
+    @property
+    def in_step(self) -> int:
+        """How many plans, executing or prepared, have a row or a fork for the sequence."""
+        return self.num_pending + self.num_chunks
+
+    @property
+    def num_known(self) -> int:
+        """Number of tokens whose ids are known: all but those that a step in flight samples."""
+        return self.num_tokens - self.num_pending
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether the prompt's log-probabilities are still to be computed; then the prompt is, too,
+        whatever part of it is cached."""
+        return self.wants_scores and not self.output and self.num_computed < self.num_prompt - 1
+
+    def is_late(self, now: float) -> bool:
+        """Return whether the request's deadline has passed."""
+        deadline = self.live.request.deadline
+        return deadline is not None and deadline <= now
+
+    def advance(self, event: Event) -> None:
+        """Change the state by the table of `engine.core.text.lifecycle`.
+
+        Raises:
+            IllegalTransition: The table has no such edge; the state is unchanged.
+        """
+        self.state = advance(self.state, event)
+
+    def count_ahead(self, end: int, *, samples: bool) -> None:
+        """Count a planned row as computed up to ``end``, and the token that it samples as known."""
+        self.num_computed = end
+        if samples:
+            self.num_tokens += 1
+            self.num_pending += 1
+        else:
+            self.num_chunks += 1
+
+    def count_back(self, start: int, *, samples: bool) -> None:
+        """Undo `count_ahead` of a row that began at ``start``."""
+        self.num_computed = start
+        if samples:
+            self.num_tokens -= 1
+            self.num_pending -= 1
+        else:
+            self.num_chunks -= 1
+
+    def enter(self, phase: str, now: float) -> None:
+        """Stop the clock of the phase that it is in, and start that of ``phase``."""
+        self.phase_seconds[self.phase] += max(0.0, now - self.phase_since)
+        self.phase = phase
+        self.phase_since = now
+
+    def seconds_in(self, phase: str, now: float) -> float:
+        """Return the seconds spent in a phase so far."""
+        running = max(0.0, now - self.phase_since) if self.phase == phase else 0.0
+        return self.phase_seconds[phase] + running
+
+    def run_s(self, now: float) -> float:
+        """Return the seconds that it has run so far, prefill and decode together."""
+        return self.seconds_in("prefill", now) + self.seconds_in("decode", now)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Return the token ids at positions ``start … end - 1``, prompt and output together."""
+        past = self.num_prompt
+        if start >= past:
+            return self.output[start - past : end - past]
+        return [*self.live.request.prompt[start:end], *self.output[: max(0, end - past)]]
+
+    def usage(self) -> Usage:
+        """Return the tokens so far; cached ones count for the choice that computed the prompt."""
+        return Usage(self.num_prompt, self.cached_tokens, len(self.output))
+
+    def timings(self) -> Timings:
+        """Return the seconds by phase up to the last `enter`."""
+        seconds = self.phase_seconds
+        return Timings(
+            queue_s=seconds["queued"],
+            prefill_s=seconds["prefill"],
+            decode_s=seconds["decode"],
+            parked_s=seconds["parked"],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request between its admission and its last choice's end.
+
+    ``parked_since`` is set while the request is parked. ``root`` is the parent key of its first
+    block in the prefix cache.
+    """
+
+    request: Request
+    credit: Credit
+    sequences: list[Sequence] = field(default_factory=list)
+    parked_since: float | None = None
+    root: bytes = b""
+
+    @property
+    def parent(self) -> Sequence:
+        """The choice that computes the prompt for all choices."""
+        return self.sequences[0]
+
+    @property
+    def attached(self) -> list[Sequence]:
+        """Choices that still wait for the parent to compute their prompt."""
+        return [seq for seq in self.sequences if seq.is_attached]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the end of every choice has been reported."""
+        return all(seq.state in (State.FINISHED, State.ENDING) for seq in self.sequences)

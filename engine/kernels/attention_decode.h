@@ -1,0 +1,227 @@
+// Attention of a row of one token (a decode), which walks its keys and values in parts of PART
+// positions. Different threads compute the parts of a long context, and the parts are joined in
+// order. Queries and weights are rounded to the cache's type; sums are float32.
+#pragma once
+
+#include "paged_cache.h"
+
+namespace triolet {
+
+constexpr long TILE = LANES;      // positions that a decode computes together
+constexpr long AHEAD = 2 * TILE;  // how many positions ahead keys and values are prefetched
+
+// The highest score of some keys for one head, and the total of their weights e^(score - best).
+struct Partial {
+    float best, total;
+};
+
+// The addresses that a decode reads in a part, in order: the keys of each position, then the values
+// of each position, for several key heads side by side. The last tile is padded with the last
+// position of the part.
+template <class T>
+struct Stream {
+    const T *at[2 * PART];
+    long count, length;  // the number of positions, without and with the padding
+
+    Stream(const Attention &call, const Rows &rows, long row, long key_head, long begin, long end)
+        : count(end - begin), length((end - begin + TILE - 1) / TILE * TILE) {
+        const long stride = call.kv_heads * call.width, size = rows.block_size;
+        const long offset = key_head * call.width;
+        for (long position = begin, j = 0; position < end;) {
+            const long own = smaller(size - position % size, end - position);
+            const T *key = at_position<T>(call.keys, call, rows, row, position) + offset;
+            const T *value = at_position<T>(call.values, call, rows, row, position) + offset;
+            for (long i = 0; i < own; i++, j++) {
+                at[j] = key + i * stride;
+                at[length + j] = value + i * stride;
+            }
+            position += own;
+        }
+        for (long j = count; j < length; j++) {
+            at[j] = at[count - 1];
+            at[length + j] = at[length + count - 1];
+        }
+    }
+
+    const T *const *keys() const { return at; }
+    const T *const *values() const { return at + length; }
+
+    // Prefetches the numbers offset … offset + width - 1 of a tile, because each block lies
+    // elsewhere. They go to the second-level cache, one head at a time: a core can have some two
+    // dozen lines on their way to its first-level cache, and stalls at the next.
+    void fetch(long tile, long offset, long width) const {
+        for (long j = tile; j < smaller(tile + TILE, 2 * length); j++) {
+            const char *line = (const char *)(at[j] + offset);
+            for (const char *end = line + width * sizeof(T); line < end; line += 64)
+                __builtin_prefetch(line, 0, 2);
+        }
+    }
+};
+
+// Adds the products of a query's numbers with those of a key: 16 in float32, 32 in bfloat16.
+static inline v16 add_products(v16 acc, const float *query, const float *key) {
+    return acc + load(query) * load(key);
+}
+
+static inline v16 add_products(v16 acc, const bf16 *query, const bf16 *key) {
+    return add_pairs(acc, load_as<u16v>(query), load_as<u16v>(key));
+}
+
+// Does the same for a key's last 16 numbers, padded with 0 as those of the query are: the numbers
+// behind them in the cache belong to another head or to no sequence.
+static inline v16 add_rest(v16 acc, const bf16 *query, const bf16 *key) {
+    u16v own = {};
+    memcpy(&own, key, LANES * sizeof *key);
+    return add_pairs(acc, load_as<u16v>(query), own);
+}
+
+// Computes the scores of a tile's keys for ``heads`` queries, which are ``depth`` numbers apart.
+template <class T>
+static void score_keys(const Attention &call, const T *const *keys, long offset, const T *query,
+                       long heads, long depth, float *scores) {
+    constexpr long STEP = 64 / sizeof(T);
+    const long whole = call.width / STEP * STEP;
+    for (long head = 0; head < heads; head++, query += depth, scores += PART) {
+        v16 acc[TILE];
+#pragma GCC unroll 16
+        for (int j = 0; j < TILE; j++) acc[j] = splat(0.0f);
+        for (long d = 0; d < whole; d += STEP)
+#pragma GCC unroll 16
+            for (int j = 0; j < TILE; j++)
+                acc[j] = add_products(acc[j], query + d, keys[j] + offset + d);
+        if constexpr (sizeof(T) == 2) {
+            if (whole < call.width)
+#pragma GCC unroll 16
+                for (int j = 0; j < TILE; j++)
+                    acc[j] = add_rest(acc[j], query + whole, keys[j] + offset + whole);
+        }
+        store(scores, shape_scores(call, sums(acc)));
+    }
+}
+
+// Turns scores [count] into ``weights``. The weights that pad the last tile become 0.
+template <class T>
+static Partial weigh(float *scores, long count, T *weights) {
+    const i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    v16 best = splat(-INFINITY);
+    for (long j = 0; j < count; j += LANES) {
+        i16v is_own = lane < (int32_t)(count - j);
+        v16 own = pick(is_own, load(scores + j), splat(-INFINITY));
+        store(scores + j, own);
+        best = max16(own, best);
+    }
+    float top = highest(best), base = top == -INFINITY ? 0.0f : top;
+    v16 total = splat(0.0f);
+    for (long j = 0; j < count; j += LANES) {
+        v16 weight = exp16(load(scores + j) - base);
+        store(weights + j, weight);
+        total += weight;
+    }
+    return {top, sum(total)};
+}
+
+// Adds a tile's values, multiplied by ``weights``, to the outputs of HEADS heads, which are
+// ``width`` numbers apart. Of each value it takes VECTORS vectors from ``offset`` on.
+template <int HEADS, int VECTORS>
+static void add_values(const float *const *values, long offset, const float *weights, float *out,
+                       long width) {
+    Sums<HEADS, VECTORS> sums;
+    sums.begin(out, width, true);
+    for (long j = 0; j < TILE; j++) {
+        v16 own[VECTORS];
+#pragma GCC unroll 4
+        for (int c = 0; c < VECTORS; c++) own[c] = load(values[j] + offset + c * LANES);
+#pragma GCC unroll 4
+        for (int h = 0; h < HEADS; h++)
+#pragma GCC unroll 4
+            for (int c = 0; c < VECTORS; c++) sums.of[h][c] += own[c] * weights[h * PART + j];
+    }
+    sums.end(out, width);
+}
+
+template <int HEADS, int VECTORS>
+static void add_values(const bf16 *const *values, long offset, const bf16 *weights, float *out,
+                       long width) {
+    Sums<HEADS, VECTORS> sums;
+    sums.begin(out, width, true);
+    for (long j = 0; j < TILE; j += 2) {
+        u16v pairs[VECTORS];
+        pair_up<VECTORS>(values[j] + offset, values[j + 1] + offset, pairs);
+#pragma GCC unroll 4
+        for (int h = 0; h < HEADS; h++) {
+            const uint32_t pair = load_as<uint32_t>(weights + h * PART + j);
+#pragma GCC unroll 4
+            for (int c = 0; c < VECTORS; c++)
+                sums.of[h][c] = add_pairs(sums.of[h][c], pairs[c], pair);
+        }
+    }
+    sums.end(out, width);
+}
+
+template <int VECTORS, class T>
+static void add_values_of(const T *const *values, long offset, const T *weights, float *out,
+                          long width, long heads) {
+    for (; heads >= 4; heads -= 4, weights += 4 * PART, out += 4 * width)
+        add_values<4, VECTORS>(values, offset, weights, out, width);
+    if (heads == 3) add_values<3, VECTORS>(values, offset, weights, out, width);
+    if (heads == 2) add_values<2, VECTORS>(values, offset, weights, out, width);
+    if (heads == 1) add_values<1, VECTORS>(values, offset, weights, out, width);
+}
+
+// Computes one position's queries, ``group`` for each of ``key_heads``, over a part's keys and
+// values. Writes ``partials`` [key_heads x group], and the weighted values, not yet divided by the
+// totals, to ``has.out`` [key_heads x group][width].
+template <class T>
+static void attend_part(const Attention &call, const Stream<T> &stream, long key_heads, long group,
+                        const float *query, Gathered<T> &has, Partial *partials) {
+    const long width = call.width, depth = padded_depth<T>(width), heads = key_heads * group;
+    for (long tile = 0; tile < AHEAD; tile += TILE) stream.fetch(tile, 0, key_heads * width);
+    if (depth > width) memset(has.query, 0, heads * depth * sizeof(T));
+    for (long i = 0; i < heads; i++)
+        for (long d = 0; d < width; d += LANES)
+            store(has.query + i * depth + d, load(query + i * width + d));
+    for (long j = 0; j < stream.length; j += TILE)
+        for (long g = 0; g < key_heads; g++) {
+            stream.fetch(j + AHEAD, g * width, width);
+            score_keys(call, stream.keys() + j, g * width, has.query + g * group * depth, group,
+                       depth, has.scores + g * group * PART + j);
+        }
+    for (long h = 0; h < heads; h++)
+        partials[h] = weigh(has.scores + h * PART, stream.count, has.weights + h * PART);
+    memset(has.out, 0, heads * width * sizeof *has.out);
+    for (long j = 0; j < stream.length; j += TILE)
+        for (long g = 0; g < key_heads; g++) {
+            stream.fetch(stream.length + j + AHEAD, g * width, width);
+            const T *weights = has.weights + g * group * PART + j;
+            float *out = has.out + g * group * width;
+            long d = 0;
+            for (; width - d >= 4 * LANES; d += 4 * LANES)
+                add_values_of<4>(stream.values() + j, g * width + d, weights, out + d, width,
+                                 group);
+            for (; d < width; d += LANES)
+                add_values_of<1>(stream.values() + j, g * width + d, weights, out + d, width,
+                                 group);
+        }
+}
+
+// Joins the parts of one head in order, and divides by the total: ``out`` [width].
+template <class T>
+static void join_parts(const Partial *partials, const float *sums_, long parts, long heads,
+                       long width, T *out) {
+    float best = -INFINITY, total = 0.0f;
+    for (long p = 0; p < parts; p++) best = fmaxf(best, partials[p * heads].best);
+    float factors[parts];
+    for (long p = 0; p < parts; p++) {
+        const Partial &one = partials[p * heads];
+        factors[p] = one.best == -INFINITY ? 0.0f : expf(one.best - best);
+        total += factors[p] * one.total;
+    }
+    for (long d = 0; d < width; d += LANES) {
+        v16 value = splat(0.0f);
+        for (long p = 0; p < parts; p++)
+            if (factors[p] != 0.0f) value += factors[p] * load(sums_ + p * heads * width + d);
+        store(out + d, value / total);
+    }
+}
+
+}  // namespace triolet

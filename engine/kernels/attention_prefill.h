@@ -1,0 +1,150 @@
+// Attention of a row of several tokens (a chunk of a prompt), which packs its keys and values into
+// panels as matmul.h has them and multiplies with these. Queries and weights are rounded to the
+// cache's type; sums are float32.
+#pragma once
+
+#include "paged_cache.h"
+
+namespace triolet {
+
+// The packed keys and values of a row and key head, from position ``origin`` (a multiple of PART).
+template <class T>
+struct Packed {
+    T *keys;    // panels of 16 positions
+    T *values;  // panels of 16 numbers of a value; inputs are positions
+    long origin, end, length;  // length: end - origin, rounded up to DEPTH_PAD
+
+    static long depth(long width) { return padded_depth<T>(width); }
+    static long numbers(long length, long width) {
+        return length * (depth(width) + (width + LANES - 1) / LANES * LANES);
+    }
+};
+
+// Writes one position's key as a column of its panel, 4 bytes at a time: one number, or a pair.
+template <class T>
+static inline void pack_key(const T *key, long width, T *panel, long lane) {
+    const long words = width * sizeof(T) / 4;
+    for (long word = 0; word < words; word++)
+        memcpy((char *)panel + (word * PANEL + lane) * 4, (const char *)key + word * 4, 4);
+}
+
+// Writes the values of two positions as rows of their panels, which are ``stride`` numbers apart.
+static inline void pack_values(const float *first, const float *second, long width, float *to,
+                               long stride) {
+    for (long d = 0; d < width; d += PANEL, to += stride) {
+        store(to, load(first + d));
+        store(to + PANEL, load(second + d));
+    }
+}
+
+static inline void pack_values(const bf16 *first, const bf16 *second, long width, bf16 *to,
+                               long stride) {
+    for (long d = 0; d < width; d += PANEL, to += stride) {
+        const u16v pairs = pair_up(first + d, second + d);
+        memcpy(to, &pairs, sizeof pairs);
+    }
+}
+
+// Packs the keys and values of 16 positions. Positions behind the row's end become 0.
+template <class T>
+static void pack_positions(const Attention &call, const Rows &rows, long row, long kv_head,
+                           Packed<T> &to, long tile) {
+    static const T nothing[WIDTH_MOST] = {};
+    const long width = call.width, depth = Packed<T>::depth(width), at = tile * PANEL;
+    T *panel = to.keys + at * depth;
+    if (depth > width) memset(panel, 0, PANEL * depth * sizeof(T));
+    const T *values[PANEL];
+    for (long lane = 0; lane < PANEL; lane++) {
+        const long position = to.origin + at + lane;
+        const bool is_own = position < to.end;
+        const long from = kv_head * width;
+        const T *key = nothing;
+        values[lane] = nothing;
+        if (is_own) {
+            key = at_position<T>(call.keys, call, rows, row, position) + from;
+            values[lane] = at_position<T>(call.values, call, rows, row, position) + from;
+        }
+        pack_key(key, width, panel, lane);
+    }
+    for (long lane = 0; lane < PANEL; lane += 2)
+        pack_values(values[lane], values[lane + 1], width,
+                    to.values + panel_index<T>(at + lane, 0), to.length * PANEL);
+}
+
+// Shapes scores [columns] in place, hides the columns before ``low`` and from ``high`` on, and
+// returns the highest scores by lane.
+static v16 shape_and_mask(const Attention &call, float *scores, long columns, long low, long high) {
+    const i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const v16 nothing = splat(-INFINITY);
+    v16 best = nothing;
+    for (long j = 0; j < columns; j += LANES) {
+        v16 own = shape_scores(call, load(scores + j));
+        if (j < low || j + LANES > high) {
+            i16v at = lane + (int32_t)j;
+            own = pick((at >= (int32_t)low) & (at < (int32_t)high), own, nothing);
+        }
+        store(scores + j, own);
+        best = max16(own, best);
+    }
+    return best;
+}
+
+// Turns one query's scores of a part into weights, and rescales the query's sums so far.
+template <class T>
+static void weigh_query(const Attention &call, Gathered<T> &has, long query, long position,
+                        long part, long columns) {
+    float *scores = has.scores + query * PART;
+    const long low = larger(first_visible(position, call.window) - part, 0);
+    const long high = smaller(position - part + 1, columns);
+    v16 best = shape_and_mask(call, scores, columns, smaller(low, columns), high);
+    const float top = fmaxf(has.best[query], highest(best));
+    const float base = top == -INFINITY ? 0.0f : top;
+    v16 total = splat(0.0f);
+    for (long j = 0; j < columns; j += LANES) {
+        v16 weight = exp16(load(scores + j) - base);
+        store(has.weights + query * PART + j, weight);
+        total += weight;
+    }
+    const float keep = has.best[query] == -INFINITY ? 0.0f : expf(has.best[query] - base);
+    has.best[query] = top;
+    has.total[query] = has.total[query] * keep + sum(total);
+    const long width = (call.width + LANES - 1) / LANES * LANES;
+    float *out = has.out + query * width;
+    if (keep != 1.0f)
+        for (long d = 0; d < width; d += LANES) store(out + d, load(out + d) * keep);
+}
+
+// Computes ``count`` queries of one head, from position ``first`` on. They are float32 and ``ldq``
+// numbers apart in ``query``; their results are ``ldo`` numbers apart in ``out``.
+template <class T>
+static void attend_queries(const Attention &call, const Packed<T> &packed, long first, long count,
+                           const float *query, long ldq, T *out, long ldo, Gathered<T> &has) {
+    const long width = call.width, depth = Packed<T>::depth(width);
+    const long vectors = (width + LANES - 1) / LANES;
+    memset(has.query, 0, QUERIES * depth * sizeof(T));
+    memset(has.out, 0, QUERIES * vectors * LANES * sizeof(float));
+    for (long i = 0; i < count; i++) {
+        for (long d = 0; d < width; d += LANES)
+            store(has.query + i * depth + d, load(query + i * ldq + d));
+        has.best[i] = -INFINITY;
+        has.total[i] = 0.0f;
+    }
+    const long last = first + count - 1;
+    long part = packed.origin + (first_visible(first, call.window) - packed.origin) / PART * PART;
+    for (; part <= last; part += PART) {
+        const long seen = smaller(PART, last - part + 1);
+        const long columns = (seen + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
+        const long at = part - packed.origin;
+        multiply(has.query, depth, count, packed.keys + at * depth, PANEL * depth,
+                 columns / PANEL, 0, depth, has.scores, PART, false);
+        for (long i = 0; i < count; i++)
+            weigh_query<T>(call, has, i, first + i, part, columns);
+        multiply(has.weights, PART, count, packed.values + at * PANEL, packed.length * PANEL,
+                 vectors, 0, columns, has.out, vectors * LANES, true);
+    }
+    for (long i = 0; i < count; i++)
+        for (long d = 0; d < width; d += LANES)
+            store(out + i * ldo + d, load(has.out + i * vectors * LANES + d) / has.total[i]);
+}
+
+}  // namespace triolet

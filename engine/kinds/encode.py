@@ -1,0 +1,64 @@
+"""The kind of work that encodes texts, for requests of `Inference.Embed` and `Inference.Rerank`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.config import EncoderConfig
+from engine.core.encode.scheduler import EncodeScheduler
+from engine.requests.encode_stream import EncodeStream
+from engine.requests.encode_values import EmbedRequest, RerankRequest
+from engine.requests.prepare_inputs import EncodeTools, InputPreparer
+from engine.status import Capability
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.replica.threads import Threads
+    from engine.requests.encode_values import EncodeEvent, EncodeRequests
+    from engine.requests.stream import StreamOptions
+    from engine.requests.tasks import RequestTasks
+    from engine.requests.tokenizing import Tokenizing
+    from engine.worker.interface import EncoderInfo, EncodeRunner
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeKind:
+    """Implements `ReplicaKind` and `RequestKind` for embedding and reranking."""
+
+    capabilities = (Capability.TEXT_EMBEDDING, Capability.RERANK)
+    request_types = (EmbedRequest, RerankRequest)
+    default_threads = 1
+
+    def make_core(self, info: EncoderInfo, config: EngineConfig, name: str) -> EncodeScheduler:
+        """Return the scheduler of one replica. ``name`` is not used."""
+        return EncodeScheduler(
+            EncoderConfig(
+                max_model_len=info.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_queued_requests=config.max_queued_requests,
+                max_queued_tokens=config.max_queued_tokens,
+                stall_timeout_s=config.stall_timeout_s,
+            )
+        )
+
+    def make_tools(self, runner: EncodeRunner, threads: Threads) -> EncodeTools:
+        """Return what the preparer uses of a loaded runner: its tokenizer for inputs."""
+        return EncodeTools(runner.encoder_tokenizer)
+
+    def capability_for(self, request: EncodeRequests) -> Capability:
+        """Return the capability that a model needs for a request."""
+        if isinstance(request, EmbedRequest):
+            return Capability.TEXT_EMBEDDING
+        return Capability.RERANK
+
+    def make_stream(
+        self, request: EncodeRequests, options: StreamOptions[EncodeEvent]
+    ) -> EncodeStream:
+        """Return the stream of a new request."""
+        return EncodeStream(request, options)
+
+    def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> InputPreparer:
+        """Return the preparer of one engine, which tokenises apart from other kinds."""
+        return InputPreparer(tokenizing.with_own_limiter())

@@ -1,0 +1,69 @@
+"""The kind of work that generates text, for requests of `Inference.Generate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.config import SchedulerConfig
+from engine.core.text.scheduler import Scheduler
+from engine.replica.compiled_constraints import CompiledConstraints
+from engine.requests.prepare_text import TextPreparer, TextTools
+from engine.requests.text_stream import TextStream
+from engine.requests.text_values import GenerateRequest
+from engine.status import Capability
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig
+    from engine.replica.threads import Threads
+    from engine.requests.stream import StreamOptions
+    from engine.requests.tasks import RequestTasks
+    from engine.requests.text_values import StreamEvent
+    from engine.requests.tokenizing import Tokenizing
+    from engine.worker.interface import ModelInfo, TextRunner
+
+
+@dataclass(frozen=True, slots=True)
+class TextKind:
+    """Implements `ReplicaKind` and `RequestKind` for generating text."""
+
+    capabilities = (Capability.TEXT_TO_TEXT,)
+    request_types = (GenerateRequest,)
+    default_threads = 0
+
+    def make_core(self, info: ModelInfo, config: EngineConfig, name: str) -> Scheduler:
+        """Return the scheduler of one replica. Replicas of one ``name`` share prefix-cache keys."""
+        return Scheduler(
+            SchedulerConfig(
+                num_blocks=info.num_blocks,
+                block_size=info.block_size,
+                max_model_len=info.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_queued_requests=config.max_queued_requests,
+                max_queued_tokens=config.max_queued_tokens,
+                step_time_target_s=config.step_time_target_s,
+                stall_timeout_s=config.stall_timeout_s,
+                prefix_cache=config.prefix_cache,
+                prepared_plans=config.prepared_plans,
+                cache_namespace=name,
+            )
+        )
+
+    def make_tools(self, runner: TextRunner, threads: Threads) -> TextTools:
+        """Return what the preparer uses of a loaded runner: its compiled constraints."""
+        return TextTools(CompiledConstraints(runner, threads))
+
+    def capability_for(self, request: GenerateRequest) -> Capability:
+        """Return the capability that a model needs for a request."""
+        return Capability.TEXT_TO_TEXT
+
+    def make_stream(
+        self, request: GenerateRequest, options: StreamOptions[StreamEvent]
+    ) -> TextStream:
+        """Return the stream of a new request."""
+        return TextStream(request, options)
+
+    def make_preparer(self, tokenizing: Tokenizing, tasks: RequestTasks) -> TextPreparer:
+        """Return the preparer of one engine."""
+        return TextPreparer(tokenizing, tasks)

@@ -1,0 +1,1 @@
+"""Which models are loaded, where, and in how much memory."""

@@ -1,0 +1,42 @@
+"""What the pool knows about each capability: how to describe its models, and how they load.
+
+Nothing else in the pool depends on what a model computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.status import Capability
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """How the pool treats the models of one capability.
+
+    ``description`` completes the sentence "a model that …". ``loads_alone``: no two such models
+    load at the same time. ``loads_last``: when the server starts, such a model loads after all
+    others have loaded. ``has_kv_cache``: the model's memory includes a KV pool, whose size the
+    operator can set and which may hold a request's prefix.
+    """
+
+    description: str
+    loads_alone: bool = False
+    loads_last: bool = False
+    has_kv_cache: bool = False
+
+
+def _sentence_transformers(description: str) -> ModelTraits:
+    """Return the traits of models that sentence-transformers loads: its loading changes torch's
+    default dtype for every thread, and its import takes seconds (D14)."""
+    return ModelTraits(description, loads_alone=True, loads_last=True)
+
+
+TRAITS = {
+    Capability.TEXT_TO_TEXT: ModelTraits("generates text", has_kv_cache=True),
+    Capability.TEXT_EMBEDDING: _sentence_transformers("makes embeddings"),
+    Capability.RERANK: _sentence_transformers("reranks"),
+    Capability.IMAGE_EMBEDDING: ModelTraits("embeds images"),
+    Capability.VISION: ModelTraits("reads images", has_kv_cache=True),
+    Capability.TEXT_TO_IMAGE: ModelTraits("makes images"),
+}

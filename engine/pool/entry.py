@@ -1,0 +1,197 @@
+"""A configured model: its replicas, the load under way, and what went wrong last.
+
+Rule 1: a model's state is computed from these and stored nowhere, so that it cannot contradict
+them. Rule 2: at most one load of a model is under way (R102); any number of requests wait for it.
+
+    UNLOADED ── ensure ──▶ LOADING ── first replica ──▶ READY ── unload, eviction ──▶ DRAINING
+       ▲                      │                            │                             │
+       │                      └── none loads ─▶ FAILED ◀── the last one dies             │
+       └─────────────────────────────────────────────────────────────────────────────────┘
+
+A replica that dies is loaded again after a backoff. While no other replica serves, the model is
+LOADING.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from engine.pool.backoff import CircuitBreaker
+from engine.pool.capabilities import TRAITS
+from engine.pool.load_errors import error_for_request
+from engine.pool.routing import by_prefix, least_busy
+from engine.status import Capability, ModelState, ModelStatus
+
+if TYPE_CHECKING:
+    from engine.config import ModelConfig
+    from engine.core.common.events import Pause
+    from engine.pool.backoff import RestartBackoff
+    from engine.pool.capabilities import ModelTraits
+    from engine.replica.replica import AnyReplica
+    from engine.worker.interface import LoadProgress
+
+
+@dataclass(eq=False)
+class Load:
+    """One load of ``wanted`` replicas of a model.
+
+    ``settled`` is set when one of them serves or none will; ``cause`` then says why waiting
+    requests must end, or is None if a restart follows by itself. ``done`` is set when the load is
+    over; ``failure`` then says why a replica did not load. ``granted`` is how many replicas found
+    memory. ``may_evict``: the load may take memory from other models. ``is_preload``: the server's
+    start asked for it. ``is_restart``: it brings back a replica that died, after the deadline of
+    ``backoff``, which is a time on Trio's clock, or as soon as ``start_now`` is set. ``room`` is
+    the scope of the wait for memory.
+    """
+
+    wanted: int
+    is_preload: bool = False
+    may_evict: bool = True
+    is_restart: bool = False
+    backoff: trio.CancelScope = field(default_factory=lambda: trio.CancelScope(deadline=-math.inf))
+    start_now: trio.Event = field(default_factory=trio.Event)
+    room: trio.CancelScope = field(default_factory=trio.CancelScope)
+    settled: trio.Event = field(default_factory=trio.Event)
+    done: trio.Event = field(default_factory=trio.Event)
+    cause: BaseException | None = None
+    failure: Exception | None = None
+    granted: int = 0
+
+    def give_up(self) -> None:
+        """End the wait for the backoff and the wait for memory, because the model must not be
+        loaded any more."""
+        self.start_now.set()
+        self.room.cancel(reason="nothing is to be loaded")
+
+
+@dataclass(eq=False)
+class Entry:
+    """A configured model. ``capability`` is None while it is unknown, because the model's files are
+    not on this machine yet. ``settled`` is set when the first load has ended."""
+
+    config: ModelConfig
+    capability: Capability | None = None
+    settled: trio.Event = field(default_factory=trio.Event)
+    replicas: list[AnyReplica] = field(default_factory=list)
+    load: Load | None = None
+    cause: BaseException | None = None  # of the last failure, until a replica has loaded
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    deaths: dict[int, RestartBackoff] = field(default_factory=dict)  # by replica id
+    missing: list[float] = field(default_factory=list)  # when dead replicas restart, Trio's clock
+    restarts_of: Counter[int] = field(default_factory=Counter)  # by replica id, until an unload
+    num_waiting: int = 0  # requests that wait for its load
+    num_unloads: int = 0  # unloads by the operator that are under way
+    num_deaths: int = 0  # of its replicas, since the start
+    was_loaded: bool = False
+    last_used: float = 0.0  # seconds since the epoch
+    progress: LoadProgress | None = None
+    pause: Pause | None = None
+    _turn: int = 0
+
+    @property
+    def traits(self) -> ModelTraits:
+        """How the model is loaded and described. A model of unknown capability counts as text."""
+        return TRAITS[self.likely_capability]
+
+    @property
+    def likely_capability(self) -> Capability:
+        """The model's capability; text while it is unknown."""
+        return self.capability or Capability.TEXT_TO_TEXT
+
+    @property
+    def ready(self) -> list[AnyReplica]:
+        """The replicas that take requests."""
+        return [replica for replica in self.replicas if not replica.is_retired]
+
+    @property
+    def state(self) -> ModelState:
+        """Where the model stands (rule 1)."""
+        if self.num_unloads and self.replicas:
+            return ModelState.DRAINING
+        if self.ready:
+            return ModelState.READY
+        if self.load is not None:
+            return ModelState.LOADING
+        if self.replicas:
+            return ModelState.DRAINING
+        return ModelState.UNLOADED if self.cause is None else ModelState.FAILED
+
+    @property
+    def degraded_ids(self) -> list[int]:
+        """The ids of the replicas that died and will be restarted."""
+        count = len(self.missing) + (self.load is not None and self.load.is_restart)
+        return self._free_ids(count)
+
+    @property
+    def num_degraded(self) -> int:
+        """How many replicas died and will be restarted, or have a step that hangs."""
+        return len(self.degraded_ids) + sum(one.loop.is_hung for one in self.replicas)
+
+    def note_progress(self, progress: LoadProgress) -> None:
+        """Store a stage of the load. The loading thread calls this. A stage whose totals are
+        unknown keeps those of the stage before."""
+        before = self.progress
+        if before is not None and before.bytes_total and not progress.bytes_total:
+            progress = replace(before, phase=progress.phase)
+        self.progress = progress
+
+    def pick(self, routing: str) -> AnyReplica | None:
+        """Return the ready replica for a request whose prompt is not known yet; None if no replica
+        is ready."""
+        ready = self.ready
+        if len(ready) <= 1:
+            return ready[0] if ready else None
+        self._turn += 1
+        if routing == "round-robin":
+            return ready[self._turn % len(ready)]
+        return ready[least_busy([replica.work for replica in ready], self._turn)]
+
+    def pick_by_prefix(self, request: Any) -> AnyReplica | None:
+        """Return the ready replica for a request whose tokens are known, by how many of them each
+        replica has cached; None if no replica is ready. ``request`` is the core's request."""
+        ready = self.ready
+        if len(ready) <= 1:
+            return ready[0] if ready else None
+        keys = ready[0].prefix_keys(request)  # equal for all replicas: one name, one block size
+        cached = [one.cached_tokens(keys) for one in ready]
+        return ready[by_prefix([replica.work for replica in ready], cached, self._turn)]
+
+    def free_id(self) -> int:
+        """Return the lowest replica id that is not in use."""
+        return self._free_ids(1)[0]
+
+    def _free_ids(self, count: int) -> list[int]:
+        taken = {replica.replica_id for replica in self.replicas}
+        numbers = (number for number in itertools.count() if number not in taken)
+        return list(itertools.islice(numbers, count))
+
+    def status(self) -> ModelStatus:
+        """Return the snapshot that ListModels shows."""
+        info = self.replicas[0].info if self.replicas else None
+        state = self.state
+        has_failed = state is ModelState.FAILED
+        return ModelStatus(
+            name=self.config.name,
+            state=state,
+            capability=self.likely_capability,
+            aliases=self.config.aliases,
+            error=str(error_for_request(self.config.name, self.cause)) if has_failed else "",
+            memory_bytes=sum(replica.reservation.num_bytes for replica in self.replicas),
+            replicas=tuple(replica.status() for replica in self.replicas),
+            leases=sum(replica.num_leases for replica in self.replicas),
+            last_used=self.last_used,
+            dtype=info.dtype if info else "",
+            device=", ".join(dict.fromkeys(one.info.device for one in self.replicas)),
+            architecture=info.architecture if info else "",
+            max_model_len=info.max_model_len if info else 0,
+            is_demo=info.is_demo if info else False,
+            is_lazy=self.config.lazy or self.was_loaded,
+            is_restarting=bool(self.degraded_ids) and not self.ready,
+            is_hung=any(replica.loop.is_hung for replica in self.replicas),
+        )

@@ -1,0 +1,113 @@
+"""Which request holds which replica: the wait for a load, the choice of a replica, the lease."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from engine.errors import SpawnTimeout
+from engine.pool.load_errors import error_for_request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from engine.config import EngineConfig
+    from engine.pool.entry import Entry, Load
+    from engine.pool.loads import Loads
+    from engine.pool.registry import Registry
+    from engine.replica.replica import AnyReplica
+    from engine.status import Capability
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_RETRY_S = 5.0  # guess: when a load that outlasted a request may have ended
+
+
+class Leases:
+    """Leases replicas to requests. Belongs to the Trio thread."""
+
+    def __init__(self, config: EngineConfig, registry: Registry, loads: Loads) -> None:
+        self._routing = config.routing
+        self._spawn_timeout_s = config.spawn_timeout_s
+        self._registry = registry
+        self._loads = loads
+
+    @asynccontextmanager
+    async def acquire(
+        self,
+        name: str,
+        capability: Capability | None = None,
+        cut: Callable[[], None] = lambda: None,
+    ) -> AsyncIterator[AnyReplica]:
+        """Hold a replica of a model while the block runs. A cold model is loaded first, once for
+        all who wait. ``cut`` is called when the holder must leave, because the model is being
+        unloaded.
+
+        Raises:
+            ModelNotFound, InvalidRequest, ShuttingDown, NoWorkers: as `Loads.ensure`.
+            SpawnFailed, MemoryExhausted: the load failed, or found no memory. Each waiter gets an
+                error of its own, chained to the cause.
+            SpawnTimeout: the load takes longer than requests wait. The load goes on.
+        Cancellation: ends the wait, and the load goes on; inside the block, ends the lease.
+        """
+        replica = await self._wait_for_replica(name, capability)
+        with replica.leased(cut):
+            yield replica
+
+    @contextmanager
+    def reroute(
+        self, leased: AnyReplica, request: Any, cut: Callable[[], None]
+    ) -> Iterator[AnyReplica]:
+        """Hold the replica on which a request will run, now that its tokens are known: the one that
+        it has leased, or another one that has more of its prefix cached. ``request`` is the core's
+        request."""
+        entry, better = self._registry.entries[leased.model], None
+        if self._routing == "prefix" and entry.traits.has_kv_cache:
+            better = entry.pick_by_prefix(request)
+        if better is None or better is leased:
+            yield leased
+            return
+        with better.leased(cut):
+            yield better
+
+    async def _wait_for_replica(self, name: str, capability: Capability | None) -> AnyReplica:
+        """Return a ready replica, without a checkpoint if there is one (R134). The caller must
+        lease it before it awaits anything."""
+        deadline = trio.current_time() + self._spawn_timeout_s
+        while True:
+            entry = self._loads.ensure(name, capability)
+            replica = entry.pick(self._routing)
+            if replica is not None:
+                # the capability may have been unknown until the model was loaded
+                self._registry.require_capability(entry, capability)
+                entry.last_used = time.time()
+                return replica
+            assert entry.load is not None
+            await self._wait_settled(entry, entry.load, deadline)
+
+    async def _wait_settled(self, entry: Entry, load: Load, deadline: float) -> None:
+        """Wait until a replica of a load serves.
+
+        Raises:
+            TrioletError: none will serve, or the deadline, on Trio's clock, has passed.
+        Cancellation: ends the wait; the load goes on.
+        """
+        log.debug("Spawn lock busy for %s", entry.config.name)
+        entry.num_waiting += 1
+        try:
+            with trio.move_on_at(deadline) as scope:
+                await load.settled.wait()
+        finally:
+            entry.num_waiting -= 1
+        if scope.cancelled_caught:
+            raise SpawnTimeout(
+                f"{entry.config.name} is still loading after {self._spawn_timeout_s:g} s; "
+                "its load goes on",
+                retry_after_s=TIMEOUT_RETRY_S,
+            )
+        if load.cause is not None:
+            raise error_for_request(entry.config.name, load.cause)

@@ -1,0 +1,48 @@
+"""How a load that failed is reported: to each request that waited for it, and in the log."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.errors import (
+    EngineBug,
+    MemoryExhausted,
+    NoWorkers,
+    ShuttingDown,
+    SpawnFailed,
+    TrioletError,
+)
+
+log = logging.getLogger(__name__)
+
+# Causes that a request receives as they are. Every other cause becomes SpawnFailed.
+_KEPT_CAUSES = (MemoryExhausted, ShuttingDown, NoWorkers)
+
+
+def error_for_request(model: str, cause: BaseException | None, hint: str = "") -> TrioletError:
+    """Return an error of a request's own, chained to the cause of a failed load (R110).
+
+    ``hint`` is appended to the message of a SpawnFailed. What is not a `TrioletError` stays in the
+    log.
+    """
+    if isinstance(cause, EngineBug):
+        return EngineBug(cause.log_detail)
+    kind: type[TrioletError] = type(cause) if isinstance(cause, _KEPT_CAUSES) else SpawnFailed
+    text, retry_after_s = "its loading failed; the reason was logged", None
+    if isinstance(cause, TrioletError):
+        text, retry_after_s = str(cause).removeprefix(kind.prefix), cause.retry_after_s
+    if kind is SpawnFailed:
+        text = f"{model}: {text}" + (f"; {hint}" if hint else "")
+    error = kind(text, retry_after_s=retry_after_s)
+    error.__cause__ = cause
+    return error
+
+
+def log_failed_load(model: str, error: Exception) -> None:
+    """Log why a replica did not load, with the detail that only the operator may see. A load that
+    was given up, because its model or the server is going, has not failed and is not logged."""
+    if isinstance(error, ShuttingDown | NoWorkers):
+        return
+    detail = error.log_detail if isinstance(error, TrioletError) else ""
+    shown = f" [{' '.join(detail.split())}]" if detail else ""
+    log.warning("a worker of %s did not load: %s%s", model, error, shown)

@@ -1,0 +1,192 @@
+"""How the replicas of one load come to serve: runners are made, memory is reserved, weights load.
+
+Rule: the memory that a load will need is reserved before the load begins, and released once: by
+this module if the load fails, otherwise when the replica has ended (R119).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import trio
+
+from engine.pool.load_errors import log_failed_load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.config import EngineConfig, ModelConfig
+    from engine.pool.entry import Entry, Load
+    from engine.pool.governor import Governor
+    from engine.pool.memory import Reservation
+    from engine.pool.registry import Registry
+    from engine.pool.runner_jobs import RunnerJobs
+    from engine.pool.serving import Serving
+    from engine.replica.replica import AnyReplica, AnyRunner
+    from engine.worker.interface import MemoryEstimate, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+
+class RunnerFactory(Protocol):
+    """Makes the runner of one replica of a model; the runner is not loaded yet."""
+
+    def __call__(self, model: ModelConfig, config: EngineConfig) -> AnyRunner:
+        """Return the runner. ``model`` is the configuration of that replica."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A runner that is not loaded yet, and the memory that it will need."""
+
+    config: ModelConfig
+    runner: AnyRunner
+    estimate: MemoryEstimate
+
+
+class ReplicaLoader:
+    """Loads replicas and hands each to `Serving`. ``on_change`` is called whenever a model's state
+    may have changed."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_runner: RunnerFactory,
+        registry: Registry,
+        governor: Governor,
+        serving: Serving,
+        jobs: RunnerJobs,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._make_runner = make_runner
+        self._registry = registry
+        self._governor = governor
+        self._serving = serving
+        self._jobs = jobs
+        self._on_change = on_change
+
+    async def load_replicas(self, entry: Entry, load: Load) -> None:
+        """Load as many of the wanted replicas as find memory. Each serves as soon as it has loaded,
+        and sets ``load.settled``. ``load.failure`` is set if one did not load.
+
+        Raises:
+            MemoryExhausted: no replica found memory, and none serves the model.
+            ShuttingDown, NoWorkers: the model is not to be loaded any more.
+            Exception: no replica loaded, and none serves the model; the first one's error.
+        Cancellation: runners that are not serving yet are closed and their memory is released.
+        """
+        if load.is_preload and entry.traits.loads_last:
+            await self._wait_for_other_preloads()
+        candidates = await self._make_candidates(entry, load.wanted)
+        granted: list[Reservation | None] = [None] * len(candidates)
+        try:
+            with load.room:
+                needs = [candidate.estimate for candidate in candidates]
+                granted = await self._governor.reserve(entry, load, needs)
+        finally:
+            pairs = zip(candidates, granted, strict=True)
+            await self._jobs.close_all([one.runner for one, held in pairs if held is None])
+        if load.room.cancelled_caught:
+            self._registry.require_open(entry)
+        load.granted = len(granted) - granted.count(None)
+        failures: list[Exception] = []
+        async with trio.open_nursery() as nursery:
+            for candidate, held in zip(candidates, granted, strict=True):
+                if held is not None:
+                    nursery.start_soon(self._load_replica, entry, load, candidate, held, failures)
+        if failures:
+            load.failure = failures[0]
+            if not entry.ready:
+                raise failures[0]
+
+    async def _wait_for_other_preloads(self) -> None:
+        for other in self._registry.entries.values():
+            is_first = not other.traits.loads_last and not other.config.lazy
+            if is_first and other.load is not None:
+                await other.settled.wait()
+
+    async def _make_candidates(self, entry: Entry, count: int) -> list[_Candidate]:
+        candidates: list[_Candidate] = []
+        try:
+            for index in range(count):
+                config = entry.config.replica(len(entry.replicas) + index)
+                candidates.append(await self._make_candidate(entry, config))
+        except BaseException:
+            await self._jobs.close_all(candidate.runner for candidate in candidates)
+            raise
+        return candidates
+
+    async def _make_candidate(self, entry: Entry, config: ModelConfig) -> _Candidate:
+        """Make a runner in a thread, because that may import torch, for seconds, or fetch files."""
+        self._registry.require_open(entry)
+
+        def make() -> _Candidate:
+            runner = self._make_runner(config, self._config)
+            try:
+                return _Candidate(config, runner, runner.estimate())
+            except BaseException:
+                runner.close()
+                raise
+
+        return await self._jobs.run_for_load(entry, make)
+
+    async def _load_replica(
+        self,
+        entry: Entry,
+        load: Load,
+        candidate: _Candidate,
+        reservation: Reservation,
+        failures: list[Exception],
+    ) -> None:
+        """Load one replica. Afterwards it serves, or its runner is closed, its memory released and
+        its error appended to ``failures``."""
+        runner = candidate.runner
+
+        def load_it() -> WorkerInfo:
+            self._registry.require_open(entry)  # this job may have waited for its thread
+            info: WorkerInfo = runner.load(entry.note_progress)
+            return info
+
+        replica: AnyReplica | None = None
+        try:
+            info = await self._jobs.run_for_load(entry, load_it)
+            replica = self._register(entry, load, candidate, info, reservation)
+        except Exception as error:
+            log_failed_load(entry.config.name, error)
+            failures.append(error)
+        finally:
+            if replica is None:
+                await self._jobs.close(runner)
+                reservation.release()
+                self._governor.notify_freed()
+        if replica is not None:
+            load.settled.set()
+            entry.settled.set()
+            self._governor.notify_idle(replica)  # it is idle from now on, and may never be used
+            log.debug("Workers ready for %s", entry.config.name)
+            self._on_change()
+
+    def _register(
+        self,
+        entry: Entry,
+        load: Load,
+        candidate: _Candidate,
+        info: WorkerInfo,
+        reservation: Reservation,
+    ) -> AnyReplica:
+        """Have a replica that has loaded serve, and count the success."""
+        reservation.measured(info.memory_bytes)
+        if entry.capability is None:
+            entry.capability = info.capability
+        replica = self._serving.start(entry, candidate.config, candidate.runner, info, reservation)
+        entry.restarts_of[replica.replica_id] += load.is_restart
+        replica.restarts = entry.restarts_of[replica.replica_id]
+        entry.cause = None
+        entry.was_loaded = True
+        if not load.settled.is_set():  # the first replica of this load
+            entry.breaker.succeeded()
+        return replica

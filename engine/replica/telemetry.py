@@ -1,0 +1,259 @@
+"""Histograms of how long things took, filled while they happen.
+
+Rule 1: everything here runs on the Trio thread and takes no lock; a reader takes a frozen copy
+there. Rule 2: the loop calls once per step and per delivery, not per token, which costs a fraction
+of a microsecond per token (`python -m tools.bench metrics`). Rule 3: no label comes from a client:
+the labels are models, replicas, phases and ends.
+
+`grpc_service.app.metrics` exports the histograms.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.core.common.events import Finished, Refused, Tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from engine.core.common.events import OutputEvent, Submit
+    from engine.core.common.types import RequestId
+    from engine.status import EngineStatistics
+
+# Seconds. Tokens come every millisecond to every second, requests take milliseconds to minutes.
+TOKEN_BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 10.0),
+)
+FIRST_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BOUNDS = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0),
+)
+SHORT_BOUNDS = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 10.0),
+)
+COUNT_BOUNDS = tuple(float(2**power) for power in range(18))
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A frozen copy of a histogram. ``counts`` has one entry per bound, which counts the values up
+    to that bound and above the one before, and a last entry for the values above all bounds.
+    ``total`` is the sum of the values."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        """The number of values."""
+        return sum(self.counts)
+
+
+class Histogram:
+    """Counts values by size. ``bounds`` are the upper ends of its buckets, ascending."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count ``times`` values of this size."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+
+    def snapshot(self) -> Distribution:
+        """Return a frozen copy."""
+        return Distribution(self._bounds, tuple(self._counts), self._total)
+
+
+class _Live:
+    """A request that a loop has: when it arrived, and when each of its choices last got a token."""
+
+    __slots__ = ("arrived_at", "last", "num_open", "others")
+
+    def __init__(self, arrived_at: float, num_choices: int) -> None:
+        self.arrived_at = arrived_at
+        self.num_open = num_choices
+        self.last: float | None = None  # of choice 0
+        self.others: dict[int, float] = {}  # of every other choice
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetrySnapshot:
+    """One replica's distributions by name, the time from cancel to free by phase, and the number of
+    its requests by end."""
+
+    distributions: dict[str, Distribution]
+    cancel_to_free: dict[str, Distribution]
+    ends: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSnapshot:
+    """One replica's figures. ``telemetry`` is None if it is switched off, ``process_bytes`` if the
+    worker has no process of its own."""
+
+    model: str
+    replica: int
+    plans_discarded: int
+    telemetry: TelemetrySnapshot | None
+    process_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTelemetry:
+    """The whole engine's figures. ``models`` says of each model, by name, whether it serves.
+    ``deadlines_missed`` are counted by phase. ``num_draining`` is how many requests a drain still
+    waits for; 0 while the engine does not drain."""
+
+    statistics: EngineStatistics
+    replicas: tuple[ReplicaSnapshot, ...]
+    models: dict[str, bool]
+    deaths: dict[str, int]  # of workers, by model
+    degraded: dict[str, int]  # replicas that died and are to come back, or hang, by model
+    deadlines_missed: dict[str, int]
+    num_draining: int
+
+
+class ReplicaTelemetry:
+    """The histograms of one replica, filled by its loop. All times are of Trio's clock."""
+
+    def __init__(self) -> None:
+        self._live: dict[RequestId, _Live] = {}
+        self._step_ended_at: float | None = None
+        self._cancelled: dict[RequestId, tuple[float, str]] = {}
+        self._cancel_to_free: dict[str, Histogram] = {}
+        self._ends: dict[str, int] = {}
+        self.first_token = Histogram(FIRST_BOUNDS)
+        self.inter_token = Histogram(TOKEN_BOUNDS)
+        self.request = Histogram(REQUEST_BOUNDS)
+        self.queue = Histogram(REQUEST_BOUNDS)
+        self.prefill = Histogram(REQUEST_BOUNDS)
+        self.decode = Histogram(REQUEST_BOUNDS)
+        self.parked = Histogram(REQUEST_BOUNDS)
+        self.prompt_tokens = Histogram(COUNT_BOUNDS)
+        self.generation_tokens = Histogram(COUNT_BOUNDS)
+        self.step = Histogram(TOKEN_BOUNDS)
+        self.step_gap = Histogram(SHORT_BOUNDS)
+        self.step_rows = Histogram(COUNT_BOUNDS)
+
+    # ---- steps
+
+    def step_begins(self, num_rows: int, now: float) -> None:
+        """Note that a step starts. If there was work since the step before, the time from that
+        step's end is counted as a gap."""
+        if self._step_ended_at is not None:
+            self.step_gap.observe(now - self._step_ended_at)
+        self.step_rows.observe(num_rows)
+
+    def step_ended(self, started_at: float, now: float) -> None:
+        """Note that a step has ended."""
+        self._step_ended_at = now
+        self.step.observe(now - started_at)
+
+    def idles(self) -> None:
+        """Note that there is no work, so that the time until the next step is no gap."""
+        self._step_ended_at = None
+
+    # ---- requests
+
+    def submitted(self, event: Submit[Any]) -> None:
+        """Note that a request has come."""
+        request = event.request
+        self._live[request.request_id] = _Live(request.arrival, request.num_choices)
+
+    def delivered(self, events: Iterable[OutputEvent], now: float) -> None:
+        """Note that events have gone out to their requests. Most tokens of a delivery follow a
+        token of the same earlier step, so equal intervals are counted together."""
+        live, last_step, num_alike = self._live, None, 0
+        observe = self.inter_token.observe
+        for event in events:
+            if event.__class__ is Tokens:
+                one = live.get(event.request_id)
+                if one is None:
+                    continue
+                if event.choice:
+                    before, one.others[event.choice] = one.others.get(event.choice), now
+                else:
+                    before, one.last = one.last, now
+                if before == last_step and before is not None:
+                    num_alike += 1
+                elif before is None:
+                    self.first_token.observe(now - one.arrived_at)
+                else:
+                    if num_alike and last_step is not None:
+                        observe(now - last_step, num_alike)
+                    last_step, num_alike = before, 1
+            elif event.__class__ is Finished:
+                self._finished(event, now)
+            elif event.__class__ is Refused:
+                live.pop(event.request_id, None)
+        if num_alike and last_step is not None:
+            observe(now - last_step, num_alike)
+
+    def _finished(self, event: Finished, now: float) -> None:
+        one = self._live.get(event.request_id)
+        if one is None:
+            return
+        timings, usage = event.timings, event.usage
+        self.generation_tokens.observe(usage.completion_tokens)
+        if timings.parked_s:
+            self.parked.observe(timings.parked_s)
+        one.num_open -= 1
+        if one.num_open:
+            return
+        del self._live[event.request_id]
+        self.prompt_tokens.observe(usage.prompt_tokens)
+        self.queue.observe(timings.queue_s)
+        self.prefill.observe(timings.prefill_s)
+        self.decode.observe(timings.decode_s)
+        self.request.observe(now - one.arrived_at)
+        reason = event.reason.value
+        self._ends[reason] = self._ends.get(reason, 0) + 1
+
+    # ---- cancels
+
+    def cancelled(self, request_id: RequestId, phase: str, now: float) -> None:
+        """Note that a request ends early. Its client has been notified; its blocks and its place in
+        a step are still to be freed."""
+        self._cancelled[request_id] = (now, phase)
+
+    def look_at_cancelled(self, holds: Callable[[RequestId], bool], now: float) -> None:
+        """Count the cancelled requests that hold nothing any more. Called between two steps;
+        ``holds`` says whether a request still holds something."""
+        if not self._cancelled:
+            return
+        for request_id in [one for one in self._cancelled if not holds(one)]:
+            since, phase = self._cancelled.pop(request_id)
+            histogram = self._cancel_to_free.get(phase)
+            if histogram is None:
+                histogram = self._cancel_to_free[phase] = Histogram(SHORT_BOUNDS)
+            histogram.observe(now - since)
+
+    # ---- reading
+
+    NAMES: Sequence[str] = (
+        *("first_token", "inter_token", "request", "queue", "prefill", "decode", "parked"),
+        *("prompt_tokens", "generation_tokens", "step", "step_gap", "step_rows"),
+    )
+
+    def snapshot(self) -> TelemetrySnapshot:
+        """Return a frozen copy of everything."""
+        return TelemetrySnapshot(
+            {name: getattr(self, name).snapshot() for name in self.NAMES},
+            {phase: one.snapshot() for phase, one in self._cancel_to_free.items()},
+            dict(self._ends),
+        )

@@ -1,0 +1,50 @@
+"""Parses the answer of one choice, event by event.
+
+Rule: each event from the core becomes exactly one event, so that the stream's credit stays right.
+Text that the parser holds back comes with a later event, or at the end.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from engine.core.common.events import Tokens
+from engine.requests.answer_parser import AnswerParser
+from engine.requests.text_values import AnswerTokens, ToolCallDelta
+
+if TYPE_CHECKING:
+    from engine.core.common.types import RequestId
+    from engine.requests.answer_format import AnswerFormat
+    from engine.requests.answer_parser import ToolCall
+
+
+class ChoiceParser:
+    """Parses one choice's answer. The ids of its calls are made from ``name``, which no other
+    choice has."""
+
+    def __init__(self, form: AnswerFormat, name: str) -> None:
+        self._parser = AnswerParser(form)
+        self._name = name
+        self._num_calls = 0
+
+    def take(self, event: Tokens) -> AnswerTokens:
+        """Return the event to send in place of ``event``."""
+        parts = self._parser.feed(event.text)
+        calls = tuple([self._delta(call) for call in parts.calls])
+        return AnswerTokens.of(event._replace(text=parts.text), parts.reasoning, calls)
+
+    def end(self, request_id: RequestId, choice: int) -> AnswerTokens | None:
+        """Return an event with the text that was held back, or None if none was."""
+        parts = self._parser.close()
+        if not any(parts):
+            return None
+        calls = tuple([self._delta(call) for call in parts.calls])
+        return AnswerTokens.of(Tokens(request_id, choice, (), parts.text), parts.reasoning, calls)
+
+    def _delta(self, call: ToolCall) -> ToolCallDelta:
+        """Return the call with an id: the model's own, or else nine letters and digits, which
+        Mistral's templates require and all others accept."""
+        position, self._num_calls = self._num_calls, self._num_calls + 1
+        digest = blake2b(f"{self._name}/{position}".encode()).hexdigest()[:9]
+        return ToolCallDelta(position, call.call_id or digest, call.name, call.arguments_json)

@@ -1,0 +1,178 @@
+"""Makes the core's request from an Embed or Rerank request: checked and cut inputs.
+
+Rule 1: everything that can be wrong in a request is found here, before its first result, and every
+violation names its proto path. Rule 2: texts are tokenised with a limiter of their own, so that a
+large Embed does not delay a Generate's prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.core.encode.types import EncodeInput, EncodeOptions, EncodeRequest, TokenizedInput
+from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
+from engine.requests.encode_values import EmbedRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from engine.replica.replica import Replica
+    from engine.requests.encode_stream import EncodeStream
+    from engine.requests.encode_values import RerankRequest
+    from engine.requests.tokenizing import Tokenizing
+    from engine.worker.interface import EncoderInfo, EncoderTokenizer
+
+    EncodeReplica = Replica[EncoderInfo, "EncodeTools"]
+
+INPUT_CHARS = 64  # guess: the cost of tokenising an input beside its text, in characters
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeTools:
+    """The parts of an encoder's runner that requests use, beside its tokenizer for plain text."""
+
+    tokenizer: EncoderTokenizer
+
+
+class InputPreparer:
+    """Makes the core's requests from Embed and Rerank requests. Belongs to the Trio thread."""
+
+    def __init__(self, tokenizing: Tokenizing) -> None:
+        self._tokenizing = tokenizing
+
+    def holding(self, request: EncodeRequest, replica: EncodeReplica) -> None:
+        """Return None: an encoder has no constraint to hold for a request."""
+
+    async def prepare(self, stream: EncodeStream, replica: EncodeReplica) -> EncodeRequest:
+        """Return the core's request: every input tokenised, checked and cut.
+
+        Raises:
+            InvalidRequest: Fields are wrong for this model; it lists every one of them.
+            RequestTooLarge: Inputs are too long and may not be cut.
+
+        Cancellation: at once. A thread that tokenises goes on to its end, and its result is
+            dropped.
+        """
+        asked, info, tokenizer = stream.request, replica.info, replica.tools.tokenizer
+        if isinstance(asked, EmbedRequest):
+            _check_embed(asked, info)
+            tokenized = await self._tokenize_inputs(asked, info, tokenizer)
+            paths = [
+                f"inputs[{index}].{'text' if isinstance(one, str) else 'token_ids'}"
+                for index, one in enumerate(asked.inputs)
+            ]
+            options = EncodeOptions(asked.dimensions, asked.normalize)
+        else:
+            tokenized = await self._tokenize_pairs(asked, tokenizer)
+            paths = [f"documents[{index}]" for index in range(len(tokenized))]
+            options = EncodeOptions(raw_scores=bool(asked.raw_scores))
+        _check_lengths(tokenized, paths, info.max_model_len, may_cut=asked.truncate is not False)
+        deadline = stream.scope.deadline
+        return EncodeRequest(
+            request_id=stream.core_id,
+            inputs=tuple(one.input for one in tokenized),
+            arrival=stream.started_at,
+            options=options,
+            priority=asked.priority or 0,
+            deadline=None if math.isinf(deadline) else deadline,
+        )
+
+    async def _tokenize_inputs(
+        self, asked: EmbedRequest, info: EncoderInfo, tokenizer: EncoderTokenizer
+    ) -> list[TokenizedInput]:
+        """Return the inputs as tokens, in order. Inputs that are ids are only cut."""
+        places = [place for place, one in enumerate(asked.inputs) if isinstance(one, str)]
+        texts = [one for one in asked.inputs if isinstance(one, str)]
+
+        def encode() -> list[TokenizedInput]:
+            with _paths_of([f"inputs[{place}].text" for place in places]):
+                return tokenizer.encode_texts(texts, asked.prompt_name)
+
+        made = iter(await self._tokenizing.run(_size_of(texts), encode)) if texts else iter(())
+        return [
+            next(made)
+            if isinstance(one, str)
+            else TokenizedInput(EncodeInput(one[: info.max_model_len]), len(one))
+            for one in asked.inputs
+        ]
+
+    async def _tokenize_pairs(
+        self, asked: RerankRequest, tokenizer: EncoderTokenizer
+    ) -> list[TokenizedInput]:
+        """Return each document with the query as tokens, in order."""
+        documents = asked.documents
+        size = _size_of(documents) + len(asked.query) * len(documents)
+
+        def encode() -> list[TokenizedInput]:
+            with _paths_of([f"documents[{index}]" for index in range(len(documents))]):
+                return tokenizer.encode_pairs(asked.query, documents)
+
+        return await self._tokenizing.run(size, encode)
+
+
+@contextmanager
+def _paths_of(paths: Sequence[str]) -> Iterator[None]:
+    """Replace the indices in a tokenizer's violations by the client's proto paths."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(
+            FieldViolation(
+                paths[int(one.field)] if one.field.isdigit() else one.field, one.description
+            )
+            for one in error.violations
+        ) from error
+
+
+def _size_of(texts: Sequence[str]) -> int:
+    """Return the cost of tokenising texts, in characters."""
+    return sum(map(len, texts)) + INPUT_CHARS * len(texts)
+
+
+def _check_embed(asked: EmbedRequest, info: EncoderInfo) -> None:
+    """Raise InvalidRequest with every field that the loaded model does not support."""
+    found = []
+    if asked.dimensions is not None and asked.dimensions > info.dimensions:
+        found.append(
+            FieldViolation("dimensions", f"is {asked.dimensions}, outside [1, {info.dimensions}]")
+        )
+    if asked.prompt_name and asked.prompt_name not in info.prompt_names:
+        known = ", ".join(info.prompt_names) or "none"
+        found.append(FieldViolation("prompt_name", f"is not one of the model's prompts: {known}"))
+    for index, one in enumerate(asked.inputs):
+        if not isinstance(one, str):
+            found += _unknown_ids(f"inputs[{index}].token_ids.ids", one, info.vocab_size)
+    if found:
+        raise InvalidRequest(found)
+
+
+def _unknown_ids(path: str, ids: Sequence[int], vocab_size: int) -> Iterator[FieldViolation]:
+    """Yield a violation for the first id of an input that is outside the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        place = next(i for i, one in enumerate(ids) if not 0 <= one < vocab_size)
+        what = f"is {ids[place]}, outside the vocabulary of {vocab_size}"
+        yield FieldViolation(f"{path}[{place}]", what)
+
+
+def _check_lengths(
+    tokenized: Sequence[TokenizedInput], paths: Sequence[str], most: int, *, may_cut: bool
+) -> None:
+    """Check the number of tokens of every input.
+
+    Raises:
+        InvalidRequest: Inputs have no tokens.
+        RequestTooLarge: Inputs have more than ``most`` tokens, and inputs may not be cut.
+    """
+    found, has_empty = [], False
+    for path, one in zip(paths, tokenized, strict=True):
+        if not one.input.token_ids:
+            has_empty = True
+            found.append(FieldViolation(path, "has no tokens"))
+        elif one.full_tokens > most and not may_cut:
+            what = f"has {one.full_tokens} tokens, of at most {most}"
+            found.append(FieldViolation(path, what))
+    if found:
+        raise (InvalidRequest if has_empty else RequestTooLarge)(found)

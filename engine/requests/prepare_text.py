@@ -1,0 +1,236 @@
+"""Makes the core's request from a Generate request: prompt, sampling, stops.
+
+Rule: everything that depends on the loaded model is checked here and nowhere later. What needs no
+model is checked in `engine.requests.text_values`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from engine.core.common.types import Request
+from engine.errors import InvalidRequest, RequestTooLarge
+from engine.requests.answer_format import PLAIN, AnswerFormat, detect_format
+from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
+from engine.requests.text_values import MAX_PROMPT_LOGPROBS, resolve_sampling, resolve_stops
+from engine.requests.tokenizing import check_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractAsyncContextManager
+
+    from engine.core.common.types import Sampling, Stops
+    from engine.replica.compiled_constraints import CompiledConstraints
+    from engine.replica.replica import Replica
+    from engine.requests.tasks import RequestTasks
+    from engine.requests.text_stream import TextStream
+    from engine.requests.text_values import GenerateRequest, PromptOptions, SamplingParams
+    from engine.requests.tokenizing import Tokenizing
+    from engine.worker.interface import ModelInfo, Tokenizer
+
+    TextReplica = Replica[ModelInfo, "TextTools"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextTools:
+    """The parts of a text model's runner that requests use, beside its tokenizer."""
+
+    constraints: CompiledConstraints
+
+
+class TextPreparer:
+    """Makes the core's requests from Generate requests. Belongs to the Trio thread."""
+
+    def __init__(self, tokenizing: Tokenizing, tasks: RequestTasks) -> None:
+        self._tokenizing = tokenizing
+        self._tasks = tasks
+
+    async def prepare(self, stream: TextStream, replica: TextReplica) -> Request:
+        """Return the core's request: prompt tokenised and cut, sampling and stops resolved.
+
+        Raises:
+            InvalidRequest: A field is wrong for this model.
+            RequestTooLarge: The prompt leaves no room for an answer.
+
+        Cancellation: at once. A thread that tokenises goes on to its end, and its result is
+            dropped.
+        """
+        asked, info = stream.request, replica.info
+        ids, form = await self._prompt_ids(stream, replica)
+        prompt = _truncate(asked.prompt, ids)
+        self._check_prompt(asked, prompt, info)
+        bad_words = await self._check_sampling(asked.sampling, replica)
+        stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
+        stops = replace(stops, shown=replica.tokenizer.special_ids_of(form.markers))
+        if stops.min_tokens > 0 and len(stops.token_ids) >= info.vocab_size:
+            raise InvalidRequest.of(
+                "sampling.min_tokens", "cannot be reached: every token of the model is a stop token"
+            )
+        sampling = resolve_sampling(asked.sampling, asked.output, info.defaults, bad_words)
+        _check_choice_left(sampling, stops, info.vocab_size)
+        if asked.output.echo:
+            skips = asked.output.skip_special_tokens is not False
+            stream.echo(await self._tokenizing.decode(replica, prompt, skip_special_tokens=skips))
+        if not form.is_plain:
+            stream.parse_answers(form)
+        deadline = stream.scope.deadline
+        return Request(
+            request_id=stream.core_id,
+            prompt=prompt,
+            sampling=sampling,
+            stops=stops,
+            arrival=stream.started_at,
+            n=asked.n or 1,
+            priority=asked.priority or 0,
+            deadline=None if math.isinf(deadline) else deadline,
+            constraint=asked.constraint,
+            cache_salt=asked.prompt.cache_salt,
+            bypass_prefix_cache=bool(asked.prompt.bypass_prefix_cache),
+        )
+
+    def holding(
+        self, request: Request, replica: TextReplica
+    ) -> AbstractAsyncContextManager[None] | None:
+        """Return the hold of the request's compiled constraint; None for one without."""
+        if request.constraint is None:
+            return None
+        return replica.tools.constraints.held(request.constraint, self._tasks)
+
+    async def _prompt_ids(
+        self, stream: TextStream, replica: TextReplica
+    ) -> tuple[tuple[int, ...], AnswerFormat]:
+        """Return the prompt before it is cut, and the format of the answer."""
+        asked = stream.request
+        add_special = asked.prompt.add_special_tokens
+        if asked.token_ids is not None:
+            return asked.token_ids, PLAIN
+        if asked.chat is None:
+            text, adds = asked.text or "", add_special is not False
+            return await self._tokenizing.tokenize(replica, text, add_special_tokens=adds), PLAIN
+        chat = asked.chat
+        if chat.truncates:
+            stream.dropped = await self._messages_to_drop(replica, asked)
+            chat = replace(chat, messages=without_messages(chat.messages, stream.dropped))
+        text = await self._tokenizing.render_chat(replica, chat)
+        form = detect_format(
+            replica.tokenizer.chat_template(has_tools=bool(chat.tools)),
+            has_tools=bool(chat.tools),
+            prompt=text,
+            constraint=None if asked.constraint is None else asked.constraint.source,
+        )
+        return await self._tokenizing.chat_ids(replica, text, bool(add_special)), form
+
+    async def _messages_to_drop(
+        self, replica: TextReplica, asked: GenerateRequest
+    ) -> tuple[int, ...]:
+        """Return the indices of the messages to leave out so that the chat fits the context."""
+        chat = asked.chat
+        assert chat is not None
+        counts = choose_dropped(
+            chat.messages,
+            *truncation_limits(replica.info.max_model_len, asked.sampling.max_tokens),
+        )
+        messages = next(counts)
+        adds = bool(asked.prompt.add_special_tokens)
+        while True:
+            text = await self._tokenizing.render_chat(replica, replace(chat, messages=messages))
+            ids = await self._tokenizing.chat_ids(replica, text, adds)
+            try:
+                messages = counts.send(len(ids))
+            except StopIteration as done:
+                dropped: tuple[int, ...] = done.value
+                return dropped
+
+    def _check_prompt(
+        self, asked: GenerateRequest, prompt: tuple[int, ...], info: ModelInfo
+    ) -> None:
+        """Check the cut prompt against the model's limits."""
+        if not prompt:
+            raise InvalidRequest.of("input", "has no tokens")
+        if len(prompt) >= info.max_model_len:
+            most = info.max_model_len - 1
+            raise RequestTooLarge.of(
+                "input", f"has {len(prompt)} tokens, but at most {most} leave room for an answer"
+            )
+        if asked.output.prompt_logprobs is not None:
+            numbers = len(prompt) * (1 + asked.output.prompt_logprobs)
+            if numbers > MAX_PROMPT_LOGPROBS:
+                raise RequestTooLarge.of(
+                    "output.prompt_logprobs",
+                    f"asks for {numbers} numbers for {len(prompt)} tokens, of at most "
+                    f"{MAX_PROMPT_LOGPROBS}",
+                )
+        if asked.token_ids is not None:
+            cut_off = len(asked.token_ids) - len(prompt)
+            first = 0 if asked.prompt.truncate_left is False else cut_off
+            check_ids("token_ids.ids", prompt, info.vocab_size, first=first)
+
+    async def _check_sampling(
+        self, sampling: SamplingParams, replica: TextReplica
+    ) -> tuple[tuple[int, ...], ...]:
+        """Check every id against the vocabulary, and return the bad words as tokens."""
+        vocab = replica.info.vocab_size
+        check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab)
+        for name in ("allowed_token_ids", "banned_token_ids"):
+            ids = getattr(sampling, name)
+            if len(ids) > vocab:
+                raise InvalidRequest.of(
+                    f"sampling.{name}", f"has {len(ids)} ids, of a vocabulary of {vocab}"
+                )
+            check_ids(f"sampling.{name}", ids, vocab)
+        for token_id, _ in sampling.logit_bias:
+            if not 0 <= token_id < vocab:
+                raise InvalidRequest.of(
+                    f"sampling.logit_bias[{token_id}]", f"is outside the vocabulary of {vocab}"
+                )
+        if not sampling.bad_words:
+            return ()
+        words = await self._tokenizing.run(
+            sum(map(len, sampling.bad_words)),
+            lambda: _tokens_of_words(replica.tokenizer, sampling.bad_words),
+        )
+        return tuple(word for word in words if max(word) < vocab)
+
+
+def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return each word as the tokenizer splits it at the beginning of a text and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for index, word in enumerate(words):
+        for text in (word, f" {word}"):
+            try:
+                ids = tokenizer.encode(text, add_special_tokens=False)
+            except InvalidRequest as error:
+                [violation] = error.violations
+                field = f"sampling.bad_words[{index}]"
+                raise InvalidRequest.of(field, violation.description) from error
+            if ids:
+                found[tuple(ids)] = None
+    return tuple(found)
+
+
+def _check_choice_left(sampling: Sampling, stops: Stops, vocab_size: int) -> None:
+    """Raise InvalidRequest unless some token can be sampled after every possible output."""
+    if not (sampling.allowed_token_ids or sampling.banned_token_ids or sampling.bad_words):
+        return
+    never = {*sampling.banned_token_ids, *(word[-1] for word in sampling.bad_words)}
+    if stops.min_tokens > 0:
+        never |= stops.token_ids
+    if sampling.allowed_token_ids:
+        if never.issuperset(sampling.allowed_token_ids):
+            raise InvalidRequest.of(
+                "sampling.allowed_token_ids",
+                "leaves no token: banned tokens, ends of bad words and, before min_tokens, stop "
+                "tokens are all that it has",
+            )
+    elif len(never) >= vocab_size:
+        raise InvalidRequest.of("sampling.banned_token_ids", "leaves no token to sample")
+
+
+def _truncate(options: PromptOptions, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the prompt, cut as the request says."""
+    limit = options.truncate_to
+    if limit is None or len(prompt) <= limit:
+        return prompt
+    return prompt[:limit] if options.truncate_left is False else prompt[-limit:]

@@ -1,0 +1,106 @@
+"""Limits what the holder of one API key has at once: running requests and waiting prompt tokens.
+
+Rule 1: `Quota.enter` and `Quota.leave` are called on one thread, the server's; `Quota.queue` and
+`Quota.unqueue` on one thread, the engine's. Neither thread reads the other's count. The limits may
+be set from any thread. Rule 2: every count that is raised is lowered exactly once, however the
+request ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import Overloaded
+
+RETRY_AFTER_S = 1.0  # guess: one of the holder's own requests ends within about this time
+
+
+class Quota:
+    """Counts and limits of one key's holder (a limit of None: unlimited). Logs show ``name``."""
+
+    __slots__ = ("max_queued_tokens", "max_requests", "name", "num_requests", "queued_tokens")
+
+    def __init__(
+        self, name: str, *, max_requests: int | None = None, max_queued_tokens: int | None = None
+    ) -> None:
+        self.name = name
+        self.max_requests = max_requests
+        self.max_queued_tokens = max_queued_tokens
+        self.num_requests = 0
+        self.queued_tokens = 0
+
+    def enter(self) -> None:
+        """Count a request that starts.
+
+        Raises:
+            Overloaded: The holder runs as many requests as it may. Nothing was counted.
+        """
+        if self.max_requests is not None and self.num_requests >= self.max_requests:
+            raise Overloaded(
+                f"this key already runs its limit of {self.max_requests} concurrent requests",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.num_requests += 1
+
+    def leave(self) -> None:
+        """Count the end of a request that `enter` counted."""
+        self.num_requests -= 1
+
+    def queue(self, num_tokens: int) -> None:
+        """Count a prompt of ``num_tokens`` that waits for its first token. A single prompt may
+        exceed the limit if no other prompt of the holder waits; the engine's queue has the same
+        exception.
+
+        Raises:
+            Overloaded: The holder's waiting prompts and this one exceed the limit. Nothing was
+                counted.
+        """
+        limit = self.max_queued_tokens
+        if limit is not None and self.queued_tokens and self.queued_tokens + num_tokens > limit:
+            raise Overloaded(
+                f"this key has {self.queued_tokens} prompt tokens waiting, of at most {limit}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.queued_tokens += num_tokens
+
+    def unqueue(self, num_tokens: int) -> None:
+        """End the wait of a prompt that `queue` counted."""
+        self.queued_tokens -= num_tokens
+
+
+class QueuedTokens:
+    """The prompt tokens that one request has waiting, counted against its quota, if it has one."""
+
+    __slots__ = ("_num_tokens", "_quota")
+
+    def __init__(self, quota: Quota | None) -> None:
+        self._quota = quota
+        self._num_tokens = 0
+
+    def add(self, num_tokens: int) -> None:
+        """Count the request's prompt of ``num_tokens`` tokens as waiting.
+
+        Raises:
+            Overloaded: the quota allows no more (`Quota.queue`); nothing was counted.
+        """
+        if self._quota is not None:
+            self._quota.queue(num_tokens)
+            self._num_tokens = num_tokens
+
+    def remove(self) -> None:
+        """Count the prompt as waiting no more. Idempotent."""
+        if self._num_tokens and self._quota is not None:
+            self._quota.unqueue(self._num_tokens)
+            self._num_tokens = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request comes from. ``fallback_id`` is a unique id for a request that has none of its
+    own ("": the engine makes one). The request is counted against ``quota``."""
+
+    fallback_id: str = ""
+    quota: Quota | None = None
+
+
+NOWHERE = Origin()

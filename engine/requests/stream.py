@@ -1,0 +1,380 @@
+"""What requests of all kinds share on the Trio thread: a cancel scope, a stream of events, one end.
+
+Rule 1: every early end is one `RequestStream.cancel(reason)`; the first reason wins (R204).
+Rule 2: `RequestStream.close` is the end, whatever led to it: no event comes after it.
+Rule 3: nothing here waits, except a reader.
+
+Life: `Supervisor.submit` makes the stream → the replica's loop pushes the core's events into it →
+all choices have ended, or an error, or a cancel → the stream is closed and ``error`` says how.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import trio
+
+from engine import logs
+from engine.core.common.credit import Credit
+from engine.core.common.events import Admitted, Finished, ReaderDrained, Refused
+from engine.core.common.types import EndReason
+from engine.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ReaderStalled,
+    RequestAborted,
+    RequestCancelled,
+    ShuttingDown,
+    StepFailed,
+    TrioletError,
+)
+from engine.requests.quota import QueuedTokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.core.common.events import OutputEvent
+    from engine.core.common.types import RequestId, Timings
+    from engine.replica.replica import Replica
+    from engine.requests.quota import Quota
+
+EventT = TypeVar("EventT")
+EventT_contra = TypeVar("EventT_contra", contravariant=True)
+
+log = logging.getLogger(__name__)
+IS_DEBUGGED = partial(log.isEnabledFor, logging.DEBUG)  # asked for each event; it takes 40 ns
+
+DEADLINE_MARGIN_S = 0.020  # D18: with 0.010, some clients saw a bare reset; with this, none did
+DEADLINE_MARGIN_SHARE = 0.10
+
+
+def server_deadline(now: float, timeout_s: float | None) -> float:
+    """Return when the server ends a request that has ``timeout_s`` seconds left.
+
+    This is a little before the client's own timer, so that the status with the request's phase
+    still reaches the client (D18).
+    """
+    if timeout_s is None:
+        return math.inf
+    return now + timeout_s - min(DEADLINE_MARGIN_S, DEADLINE_MARGIN_SHARE * max(0.0, timeout_s))
+
+
+class Reader(Protocol[EventT_contra]):
+    """Takes the events of one stream, on the engine's thread, in the step's delivery.
+
+    Both methods are synchronous, wait for nothing and raise nothing.
+    """
+
+    def push(self, event: EventT_contra) -> None:
+        """Take the next event. A credited event keeps its slot until the reader gives it back."""
+        ...
+
+    def end(self, error: TrioletError | None) -> None:
+        """Take note that no event follows. ``error`` is None for a request that succeeded."""
+        ...
+
+
+class ChannelReader(Generic[EventT]):
+    """Keeps a stream's events in a memory channel, for a task of the engine's own Trio loop."""
+
+    def __init__(self, capacity: int) -> None:
+        self._send, self._receive = trio.open_memory_channel[EventT](capacity)
+
+    def push(self, event: EventT) -> None:
+        """Keep an event. The channel has room for every event that a stream may have."""
+        self._send.send_nowait(event)
+
+    def end(self, error: TrioletError | None) -> None:
+        """Let `receive` raise `trio.EndOfChannel` after the events that are kept."""
+        self._send.close()
+
+    async def receive(self) -> EventT:
+        """Return the next event.
+
+        Raises:
+            trio.EndOfChannel: the stream has ended. trio.ClosedResourceError: `close` was called.
+        Cancellation: no event is lost.
+        """
+        return await self._receive.receive()
+
+    def close(self) -> None:
+        """Drop what has not been received."""
+        self._receive.close()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions(Generic[EventT]):
+    """The options with which a stream of any kind is made.
+
+    ``core_id`` is the core's name for the request, ``buffer`` the number of messages that may wait
+    for the reader. Events go to ``reader``; None opens a memory channel, which
+    `RequestStream.receive` reads. ``on_end`` is called once, before the reader hears of the end.
+    """
+
+    request_id: str
+    core_id: RequestId
+    buffer: int
+    reader: Reader[EventT] | None = None
+    quota: Quota | None = None
+    on_end: Callable[[RequestStream[Any]], None] = lambda stream: None
+
+
+class RequestStream(Generic[EventT]):
+    """One request's life on the Trio thread, whatever its kind.
+
+    ``credit`` bounds the events that wait for the reader. ``credited`` are the classes of events
+    that hold a slot of it; at most ``num_beside`` other events come.
+
+    ``error`` is None for a request that succeeded; it is meaningful once ``is_closed`` is set.
+    ``queued`` counts the waiting prompt against the quota, where there is one.
+    """
+
+    def __init__(
+        self, options: StreamOptions[EventT], *, num_beside: int, credited: tuple[type, ...]
+    ) -> None:
+        self.request_id = options.request_id
+        self.core_id = options.core_id
+        self.scope = trio.CancelScope()
+        self.error: TrioletError | None = None
+        self.is_closed = False
+        self.phase = "tokenize"
+        self.tokens_done = 0
+        self.started_at = trio.current_time()
+        self.load_s = 0.0
+        self.replica: Replica[Any, Any] | None = None
+        self.reason: EndReason | None = None
+        self.client_deadline = math.inf  # when the client's own timer ends the call
+        self.model = ""
+        self.credited = credited
+        self.credit = Credit(options.buffer)
+        self.queued = QueuedTokens(options.quota)
+        self._channel: ChannelReader[EventT] | None = None
+        self._reader = options.reader  # None once it has left, or knows of the end
+        if options.reader is None:
+            self._reader = self._channel = ChannelReader(options.buffer + num_beside)
+        self._on_end = options.on_end
+        self._prompt_tokens = 0
+        self._first_result_at: float | None = None
+        self._closed_at: float | None = None
+        self._cancelled_at = math.inf
+        self._timings: Timings | None = None
+        self._done = trio.Event()
+        self._turn = trio.Event()  # set when the stream is closed, or has to change its replica
+        self._is_begun = False  # the reader has been given Started
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"<{kind} {self.request_id} {self.phase} closed={self.is_closed}>"
+
+    # ---- the reader's side
+
+    async def receive(self) -> EventT:
+        """Return the next event and give its credit back. For streams without a reader.
+
+        Raises:
+            trio.EndOfChannel: there are no more events; ``error`` says how the request ended.
+        Cancellation: no event is lost.
+        """
+        assert self._channel is not None, "the events of this stream go to its reader"
+        event = await self._channel.receive()
+        if isinstance(event, self.credited):
+            self.release(1)
+        return event
+
+    def release(self, num_messages: int) -> None:
+        """Give back the credit of ``num_messages`` events that the reader is done with."""
+        if self.credit.release(num_messages):
+            self.report_drained()
+
+    def report_drained(self) -> None:
+        """Let the core know that a stream which was starved has free slots again."""
+        if self.replica is not None:
+            self.replica.loop.post(ReaderDrained(self.core_id))
+
+    def close_reader(self, left_at: float | None = None) -> None:
+        """End the request, if it has not ended, because its reader leaves; drop what waits for it.
+
+        ``left_at`` is when the client ended the call, on Trio's clock. Close to the client's own
+        deadline its timer did that, and the request ends by its deadline (D18).
+        """
+        is_timer = left_at is not None and left_at >= self.client_deadline - DEADLINE_MARGIN_S
+        self.cancel(EndReason.DEADLINE if is_timer else EndReason.CANCELLED)
+        self._reader = None
+        if self._channel is not None:
+            self._channel.close()
+
+    # ---- ending
+
+    def cancel(self, reason: EndReason) -> None:
+        """End the request now, for this reason, unless it has one already. Idempotent; allowed
+        before the start, while the request runs, and after its end (R3)."""
+        if self.reason is None and not self.is_closed:
+            self.reason = reason
+            self._cancelled_at = trio.current_time()
+            self.scope.cancel(reason=reason.value)
+
+    @property
+    def cancelled_at(self) -> float:
+        """When the request was ended early, by `cancel` or its deadline, on Trio's clock."""
+        return min(self.scope.deadline, trio.current_time(), self._cancelled_at)
+
+    def close(self, error: TrioletError | None) -> None:
+        """End the stream: no event follows. Idempotent; the first call decides ``error``."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        # The frames of a traceback hold this stream: a cycle that only the collector would free.
+        self.error = error if error is None else error.with_traceback(None)
+        self._closed_at = trio.current_time()
+        self.queued.remove()
+        self._on_end(self)
+        self._done.set()
+        self._turn.set()
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.end(self.error)
+
+    async def wait_closed(self) -> None:
+        """Wait for `close`. Cancellation: ends only the waiting."""
+        await self._done.wait()
+
+    async def wait_turn(self) -> None:
+        """Wait for `close`, or until the replica has died and the request has to run at another.
+
+        Cancellation: ends only the waiting.
+        """
+        await self._turn.wait()
+
+    # ---- accounting
+
+    def account(self, elapsed_s: float) -> dict[str, str | int | float]:
+        """Return the fields for the log and the tracing: phase, tokens, seconds by phase.
+
+        The seconds are those of the choice that finished last or, for a request that ended early,
+        how long it waited for its first result and how long it went on. ``elapsed_s`` is the time
+        since the request arrived. Any thread may call this once the stream's `Reader` has been
+        notified of the end or has left.
+        """
+        fields: dict[str, str | int | float] = {"model": self.model, "phase": self.phase}
+        fields |= {"prompt_tokens": self._prompt_tokens, "tokens_done": self.tokens_done}
+        if self.error is not None:
+            fields["reason"] = self.error.reason
+        elif not self.is_closed:
+            fields["reason"] = RequestCancelled.reason
+        if self._timings is not None:
+            return fields | asdict(self._timings)
+        end = self._closed_at or self.started_at + elapsed_s
+        first = end if self._first_result_at is None else min(self._first_result_at, end)
+        return fields | {
+            "load_s": self.load_s,
+            "wait_s": max(0.0, first - self.started_at - self.load_s),
+            "decode_s": end - first,
+        }
+
+    def _debug(self, text: str, *values: object) -> None:
+        """Log a line with this request's id, whichever task logs it (R157)."""
+        log.debug(text, *values, extra={"request_id": logs.printable(self.request_id)})
+
+    # ---- the loop's side
+
+    def push(self, event: OutputEvent) -> None:
+        """Take an event of the core about this request. Each kind adds its own results."""
+        if isinstance(event, Finished):
+            self._debug("stop reason of choice %d: %s", event.choice, event.reason.value)
+            if event.reason.is_success:
+                self._finish(replace(event, timings=self._with_load(event.timings)))
+            else:
+                self._end_early(event)
+        elif isinstance(event, Admitted):
+            self.phase = "queued"
+            self._prompt_tokens = event.prompt_tokens
+            self._admit(event)
+        elif isinstance(event, Refused):
+            self.close(event.error)
+
+    def _admit(self, event: Admitted) -> None:
+        """Act on the admission to the queue, which comes again after a change of replica."""
+        raise NotImplementedError
+
+    def _finish(self, event: Finished) -> None:
+        """Act on a choice that ended by itself."""
+        raise NotImplementedError
+
+    def _emit(self, event: EventT) -> None:
+        """Hand an event to the reader, unless the stream has ended or the reader has left."""
+        if self._reader is None:
+            return
+        if IS_DEBUGGED():
+            self._debug("pushed: %s", type(event).__name__.lower())
+        self._reader.push(event)
+
+    def _note_first_result(self) -> None:
+        self._first_result_at = trio.current_time()
+        self.queued.remove()
+
+    def _with_load(self, timings: Timings) -> Timings:
+        """Return a choice's timings with the wait for the model taken out of the queue's."""
+        queue_s = max(0.0, timings.queue_s - self.load_s)
+        self._timings = replace(timings, queue_s=queue_s, load_s=self.load_s)
+        return self._timings
+
+    def lose_replica(self, error: TrioletError, *, has_begun: bool) -> None:
+        """Act on the death of the replica: join the queue of another one, or end with ``error``.
+
+        Only a request that has waited in the queue moves; its place is that of its arrival. What
+        its reader has seen so far is true of another replica as well.
+        """
+        self.credit.cancel(self.credit.reserved)  # the rows planned for it were not computed
+        if has_begun or self.tokens_done or self._first_result_at is not None or self.is_closed:
+            self.close(error)
+            return
+        self.queued.remove()
+        self.replica = None
+        self._turn.set()
+
+    def take_moving(self) -> bool:
+        """Return whether the request has to run again at another replica; True only once."""
+        is_moving = self._turn.is_set() and not self.is_closed
+        if is_moving:
+            self._turn = trio.Event()
+        return is_moving
+
+    def _end_early(self, event: Finished) -> None:
+        """End the stream because the core ended the request without success."""
+        self.phase = event.phase or self.phase
+        self.reason = self.reason or event.reason
+        if event.violation is not None:  # a field of the request is to blame
+            self.close(InvalidRequest([event.violation]))
+        else:
+            self.close(self.early_end(event.reason, event.detail))
+
+    def _progress(self) -> str:
+        """Return how far the request came, for the sentence of its error."""
+        return f"after {self.tokens_done} tokens"
+
+    def early_end(self, reason: EndReason | None = None, detail: str = "") -> TrioletError:
+        """Return the error for an end that is neither STOP nor LENGTH.
+
+        Without a ``reason``, the one given to `cancel` counts or, without that, the deadline.
+        """
+        done = self._progress()
+        match reason or self.reason or EndReason.DEADLINE:
+            case EndReason.DEADLINE:
+                return DeadlineExceeded(
+                    f"the deadline passed in phase {self.phase}, {done}",
+                    phase=self.phase,
+                    tokens_done=self.tokens_done,
+                )
+            case EndReason.ABORTED:
+                return RequestAborted(f"the request was aborted by the operator {done}")
+            case EndReason.STALLED:
+                return ReaderStalled(f"the client stopped reading; the request ended {done}")
+            case EndReason.SHUTDOWN:
+                return ShuttingDown(f"the request was cut {done}", retry_after_s=5.0)
+            case EndReason.FAILED:
+                return StepFailed(f"the model failed on this request {done}", log_detail=detail)
+        return RequestCancelled(f"the client cancelled the request {done}")

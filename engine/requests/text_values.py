@@ -1,0 +1,394 @@
+"""The public values of text models: what a client asks for and what it receives.
+
+Rule 1: None means unset. `resolve_sampling` fills unset fields from the model's generation_config,
+then from the usual defaults. Rule 2: ranges that need no model are checked in one place,
+`GenerateRequest.validate`, which `engine.requests.supervisor` calls for every request. It takes
+constant time per field and lists every broken field by its proto path.
+Source of ranges and defaults: the comments in inference.proto.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.core.common.events import Finished, Tokens
+from engine.core.common.types import Constraint, Sampling, Stops
+from engine.errors import FieldViolation, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from engine.core.common.types import TokenLogprob
+    from engine.worker.interface import ModelInfo, SamplingDefaults
+
+# The proto documents these limits. All are guesses, except MAX_LOGPROBS, which is vLLM's default.
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 65_536  # entries and alternatives together, encoded in 0.1 s; guess
+MAX_BIAS = 100.0  # OpenAI's
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_CONSTRAINT_CHARS = 65_536  # guess: a schema of a thousand properties has half as many
+CONSTRAINT_KINDS = frozenset({"json_schema", "json_object", "regex", "lark", "choice"})
+MAX_REQUEST_ID_CHARS = 128  # guess: room for two UUIDs and a prefix
+INT32 = (-(2**31), 2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The sampling options of a request. Every scalar is optional."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+
+    def violations(self) -> Iterator[FieldViolation]:
+        """Yield every broken field, by proto path."""
+        for name, low, high, low_open in (
+            ("temperature", 0.0, 100.0, False),
+            ("top_p", 0.0, 1.0, True),
+            ("min_p", 0.0, 1.0, False),
+            ("typical_p", 0.0, 1.0, False),
+            ("repetition_penalty", 0.0, math.inf, True),
+            ("presence_penalty", -2.0, 2.0, False),
+            ("frequency_penalty", -2.0, 2.0, False),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                yield from _outside(f"sampling.{name}", value, low, high, low_open=low_open)
+        if self.max_tokens is not None and self.max_tokens < 1:
+            yield FieldViolation("sampling.max_tokens", "must be at least 1")
+        if (
+            self.min_tokens is not None
+            and self.max_tokens is not None
+            and self.min_tokens > self.max_tokens
+        ):
+            yield FieldViolation("sampling.min_tokens", "must not exceed max_tokens")
+        yield from _texts_outside("sampling.stop", self.stop, MAX_STOPS)
+        yield from _texts_outside("sampling.bad_words", self.bad_words, MAX_BAD_WORDS)
+        if (count := len(self.logit_bias)) > MAX_BIASES:
+            yield FieldViolation("sampling.logit_bias", f"has {count} of at most {MAX_BIASES}")
+        for token_id, bias in self.logit_bias[:MAX_BIASES]:
+            path = f"sampling.logit_bias[{token_id}]"
+            yield from _outside(path, bias, -MAX_BIAS, MAX_BIAS, low_open=False)
+
+
+def _texts_outside(path: str, texts: Sequence[str], most: int) -> Iterator[FieldViolation]:
+    """Yield a violation for too many texts, and for each text that is empty or too long."""
+    if len(texts) > most:
+        yield FieldViolation(path, f"has {len(texts)} of at most {most}")
+    for index, text in enumerate(texts[:most]):
+        if not 0 < len(text) <= MAX_STOP_CHARS:
+            what = f"must have 1 to {MAX_STOP_CHARS} characters"
+            yield FieldViolation(f"{path}[{index}]", what)
+
+
+def _outside(
+    path: str, value: float, low: float, high: float, *, low_open: bool
+) -> Iterator[FieldViolation]:
+    """Yield a violation unless ``value`` is finite and in the range."""
+    inside = (low < value if low_open else low <= value) and value <= high
+    if inside and math.isfinite(value):
+        return
+    bracket = "(" if low_open else "["
+    top = "∞)" if math.isinf(high) else f"{high:g}]"
+    yield FieldViolation(path, f"is {value:g}, outside {bracket}{low:g}, {top}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation for the model's own chat template.
+
+    A message is a dict with role and content in transformers' (OpenAI's) form; an assistant's
+    message may have tool_calls, and a tool's message has tool_call_id. ``tools`` have the same
+    form: ``{"type": "function", "function": {…}}``.
+
+    ``truncates``: if the chat leaves too little room for an answer, turns are left out
+    (`engine.requests.context_truncation`), and `Started.dropped` lists their messages.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    truncates: bool = False
+
+    def violations(self) -> Iterator[FieldViolation]:
+        """Yield every broken field, by proto path."""
+        if not self.messages:
+            yield FieldViolation("chat.messages", "is empty")
+        for index, message in enumerate(self.messages):
+            path = f"chat.messages[{index}]"
+            if not message.get("role"):
+                yield FieldViolation(f"{path}.role", "is empty")
+            for number, call in enumerate(message.get("tool_calls") or ()):
+                function, call_path = _function_of(call), f"{path}.tool_calls[{number}]"
+                if not function.get("name"):
+                    yield FieldViolation(f"{call_path}.name", "is empty")
+                if function.get("arguments", {}) is None:
+                    yield FieldViolation(f"{call_path}.arguments_json", "is not a JSON object")
+        for number, tool in enumerate(self.tools):
+            if not _function_of(tool).get("name"):
+                yield FieldViolation(f"chat.tools[{number}].name", "is empty")
+
+
+def _function_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the function of a tool or a tool call; transformers also takes it bare."""
+    function = entry.get("function", entry)
+    return function if isinstance(function, Mapping) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """Options for preparing and caching the prompt."""
+
+    truncate_to: int | None = None
+    truncate_left: bool | None = None
+    cache_salt: str = ""
+    bypass_prefix_cache: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """Options for what a stream carries besides text."""
+
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool | None = None
+    echo: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One Generate call. Exactly one of ``text``, ``token_ids`` and ``chat`` must be set.
+
+    ``timeout_s`` is the time left until the client's deadline, None without a deadline. The
+    engine makes an id for a request whose ``request_id`` is empty.
+    """
+
+    model: str = ""
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    chat: Chat | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int | None = None
+    priority: int | None = None
+    request_id: str = ""
+    constraint: Constraint | None = None
+    prompt: PromptOptions = field(default_factory=PromptOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+    timeout_s: float | None = None
+
+    def validate(self) -> None:
+        """Check every range that needs no model.
+
+        Raises:
+            InvalidRequest: It lists one violation per broken field.
+        """
+        found = list(self.violations())
+        if found:
+            raise InvalidRequest(found)
+
+    def violations(self) -> Iterator[FieldViolation]:
+        """Yield every broken field, by proto path."""
+        given = [x for x in (self.text, self.token_ids, self.chat) if x is not None]
+        if len(given) != 1:
+            yield FieldViolation("input", "set exactly one of text, token_ids and chat")
+        if self.chat is not None:
+            yield from self.chat.violations()
+        if self.token_ids is not None:
+            if not self.token_ids:
+                yield FieldViolation("token_ids.ids", "is empty")
+            if self.prompt.add_special_tokens is not None:
+                yield FieldViolation("prompt.add_special_tokens", "cannot be set beside token_ids")
+        if self.n is not None and not 1 <= self.n <= MAX_CHOICES:
+            yield FieldViolation("n", f"is {self.n}, outside [1, {MAX_CHOICES}]")
+        yield from common_violations(self.priority, self.request_id, self.timeout_s)
+        if self.constraint is not None:
+            yield from _constraint_violations(self.constraint)
+        if self.prompt.truncate_to is not None and self.prompt.truncate_to < 1:
+            yield FieldViolation("prompt.truncate_to", "must be at least 1")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self.output, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                yield FieldViolation(f"output.{name}", f"is {value}, outside [0, {MAX_LOGPROBS}]")
+        yield from self.sampling.violations()
+
+
+def common_violations(
+    priority: int | None, request_id: str, timeout_s: float | None
+) -> Iterator[FieldViolation]:
+    """Yield the broken fields among those that requests of all kinds share."""
+    if priority is not None and not INT32[0] <= priority <= INT32[1]:
+        yield FieldViolation("priority", "is not an int32")
+    if len(request_id) > MAX_REQUEST_ID_CHARS or not request_id.isprintable():
+        what = f"must be at most {MAX_REQUEST_ID_CHARS} printable characters"
+        yield FieldViolation("request_id", what)
+    if timeout_s is not None and math.isnan(timeout_s):
+        yield FieldViolation("timeout_s", "is not a number")
+
+
+def validate_tokenize(text: str | None, chat: Chat | None) -> None:
+    """Check the input of one Tokenize call.
+
+    Raises:
+        InvalidRequest: Not exactly one of ``text`` and ``chat`` is given, or the chat is broken.
+    """
+    found = [] if chat is None else list(chat.violations())
+    if (text is None) == (chat is None):
+        found.append(FieldViolation("input", "set exactly one of text and chat"))
+    if found:
+        raise InvalidRequest(found)
+
+
+def _constraint_violations(constraint: Constraint) -> Iterator[FieldViolation]:
+    size = len(constraint.source)
+    if constraint.kind not in CONSTRAINT_KINDS:
+        yield FieldViolation("constraint", f"is of no known kind: {constraint.kind!r}")
+    elif size > MAX_CONSTRAINT_CHARS:
+        what = f"has {size} characters, of at most {MAX_CONSTRAINT_CHARS}"
+        yield FieldViolation(constraint.field, what)
+    elif not size and constraint.kind not in ("json_object", "choice"):
+        yield FieldViolation(constraint.field, "is empty")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first event of a stream: the request is admitted.
+
+    If the request asks for ``prompt_logprobs``, this event has them and comes with the first token.
+    ``dropped`` are the messages left out of a truncated chat, oldest first.
+    """
+
+    request_id: str
+    model: str
+    prompt_tokens: int
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    dropped: tuple[Mapping[str, Any], ...] = ()
+
+
+class ToolCallDelta(NamedTuple):
+    """A tool call, or the next part of one. ``position`` numbers the choice's calls; id and name
+    are empty after the first part; ``arguments_json`` is appended to the call's JSON object."""
+
+    position: int
+    call_id: str
+    name: str
+    arguments_json: str
+
+
+class AnswerTokens(Tokens):
+    """The parsed output of one step for one choice of a chat.
+
+    ``text`` is the answer's text alone, without the ``reasoning`` and the ``tool_calls`` that the
+    model wrote (`engine.requests.answer_parser`).
+    """
+
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    @classmethod
+    def of(
+        cls, tokens: Tokens, reasoning: str = "", tool_calls: tuple[ToolCallDelta, ...] = ()
+    ) -> AnswerTokens:
+        """Return ``tokens`` with reasoning and tool calls."""
+        event = cls(*tokens)
+        event.reasoning, event.tool_calls = reasoning, tool_calls
+        return event
+
+    def __repr__(self) -> str:
+        own = f"reasoning={self.reasoning!r}, tool_calls={self.tool_calls!r}"
+        return f"{super().__repr__()[:-1]}, {own})"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, AnswerTokens)
+            and tuple(self) == tuple(other)
+            and (self.reasoning, self.tool_calls) == (other.reasoning, other.tool_calls)
+        )
+
+    def __hash__(self) -> int:
+        return hash((tuple(self), self.reasoning, self.tool_calls))
+
+
+StreamEvent = Started | Tokens | Finished
+
+
+def resolve_sampling(
+    params: SamplingParams,
+    output: OutputOptions,
+    defaults: SamplingDefaults,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> Sampling:
+    """Return the sampling of a request: unset fields come from the model's generation_config,
+    then from the usual defaults. ``bad_words`` are the request's, as the tokenizer splits them.
+    """
+
+    def pick(name: str, usual: float) -> Any:
+        asked = getattr(params, name)
+        if asked is not None:
+            return asked
+        configured = getattr(defaults, name, None)
+        return usual if configured is None else configured
+
+    return Sampling(
+        temperature=pick("temperature", 1.0),
+        top_k=pick("top_k", 0),
+        top_p=pick("top_p", 1.0),
+        min_p=pick("min_p", 0.0),
+        typical_p=pick("typical_p", 1.0),
+        repetition_penalty=pick("repetition_penalty", 1.0),
+        presence_penalty=pick("presence_penalty", 0.0),
+        frequency_penalty=pick("frequency_penalty", 0.0),
+        seed=params.seed,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        banned_token_ids=params.banned_token_ids,
+        bad_words=bad_words,
+        logprobs=output.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+    )
+
+
+def resolve_stops(
+    params: SamplingParams, output: OutputOptions, info: ModelInfo, num_prompt: int
+) -> Stops:
+    """Return the stop conditions of a request whose prompt has ``num_prompt`` tokens.
+
+    ``max_tokens`` is the rest of the context if it is unset or larger than that.
+    """
+    room = info.max_model_len - num_prompt
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    asked = params.min_tokens
+    eos = frozenset() if params.ignore_eos else info.eos_token_ids
+    return Stops(
+        max_tokens=max_tokens,
+        min_tokens=min(asked if asked is not None else info.defaults.min_tokens or 0, max_tokens),
+        strings=params.stop,
+        token_ids=eos | frozenset(params.stop_token_ids),
+        include=bool(params.include_stop),
+        skip_special=output.skip_special_tokens is not False,
+    )

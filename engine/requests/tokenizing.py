@@ -1,0 +1,238 @@
+"""Converts text to token ids and back, off the event loop, for requests of every kind.
+
+Rule 1: work that grows with the text runs in a thread with a limiter of its own, so that a long
+prompt delays neither the event loop nor a step. Rule 2: such a job is a task of `RequestTasks`, so
+it is joined, and a task that waits for it can leave at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import trio
+
+from engine.errors import EngineBug, InvalidRequest, RequestTooLarge, ShuttingDown
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.replica.replica import Replica
+    from engine.replica.threads import Threads
+    from engine.requests.tasks import RequestTasks
+    from engine.requests.text_values import Chat
+    from engine.worker.interface import TokenSpan
+
+    AnyReplica = Replica[Any, Any]
+
+log = logging.getLogger(__name__)
+
+TOKENIZE_TOKENS_MAX = 100_000  # guess: about 3 MiB of answer, half a second to build
+INLINE_TOKENIZE_CHARS = 4096  # guess: below this a thread hop costs more than the work
+
+T = TypeVar("T")
+
+
+class Tokenizing:
+    """Runs tokenizers and chat templates, one text job at a time. Belongs to the Trio thread.
+
+    Every async method raises ShuttingDown once the engine is closed.
+
+    Cancellation of every async method: ends the wait at once; a job that runs in a thread goes on
+    to its end, and its result is dropped.
+    """
+
+    def __init__(self, threads: Threads, tasks: RequestTasks) -> None:
+        self._threads = threads
+        self._tasks = tasks
+        self._limiter = trio.CapacityLimiter(1)
+        self._template_limiters: dict[str, trio.CapacityLimiter] = {}  # one for each model
+
+    def with_own_limiter(self) -> Tokenizing:
+        """Return another instance, whose jobs do not wait for this one's."""
+        return Tokenizing(self._threads, self._tasks)
+
+    async def chat_ids(
+        self, replica: AnyReplica, text: str, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        """Return the ids of the text that a template made of a chat. Cancellation: as the class.
+
+        Raises:
+            InvalidRequest: the text cannot be tokenised.
+        """
+        try:
+            return await self.tokenize(replica, text, add_special_tokens=add_special_tokens)
+        except InvalidRequest as error:  # the violation names ``text``, which a chat does not have
+            [violation] = error.violations
+            raise InvalidRequest.of("chat", violation.description) from error
+
+    async def tokenize(
+        self, replica: AnyReplica, text: str, *, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        """Return the ids of a text: at once if it is short, otherwise made in a thread.
+
+        Raises:
+            InvalidRequest: the text cannot be tokenised.
+        Cancellation: as the class.
+        """
+        encode = replica.tokenizer.encode
+        return await self.run(
+            len(text), lambda: encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def encode_spans(
+        self, replica: AnyReplica, text: str, *, add_special_tokens: bool
+    ) -> tuple[TokenSpan, ...]:
+        """Return the tokens of a text, each with the characters that it came from.
+
+        Raises:
+            InvalidRequest: the text cannot be tokenised.
+        Cancellation: as the class.
+        """
+        encode = replica.tokenizer.encode_spans
+        return await self.run(
+            len(text), lambda: encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def spans(
+        self,
+        replica: AnyReplica,
+        text: str | None,
+        chat: Chat | None,
+        add_special_tokens: bool | None,
+    ) -> tuple[TokenSpan, ...]:
+        """Return the tokens of a text, or of a chat as the template renders it, each with the
+        characters that it came from. ``add_special_tokens`` None stands for True with a text, and
+        for False with a chat.
+
+        Raises:
+            InvalidRequest: the input cannot be tokenised.
+            RequestTooLarge: there are more tokens than one answer holds.
+        Cancellation: as the class.
+        """
+        if chat is not None:
+            text, adds = await self.render_chat(replica, chat), bool(add_special_tokens)
+            # The ids come first: they are cheap, and their number decides about the rest.
+            count = len(await self.chat_ids(replica, text, adds))
+        else:
+            text, adds = text or "", add_special_tokens is not False
+            count = len(await self.tokenize(replica, text, add_special_tokens=adds))
+        if count > TOKENIZE_TOKENS_MAX:
+            raise RequestTooLarge.of(
+                "text" if chat is None else "chat",
+                f"has {count} tokens, of at most {TOKENIZE_TOKENS_MAX} in one answer",
+            )
+        return await self.encode_spans(replica, text, add_special_tokens=adds)
+
+    async def decode(
+        self, replica: AnyReplica, ids: Sequence[int], *, skip_special_tokens: bool
+    ) -> str:
+        """Return the text of ids.
+
+        Raises:
+            InvalidRequest: an id is outside the vocabulary.
+        Cancellation: as the class.
+        """
+
+        def job() -> str:
+            check_ids("ids", ids, replica.info.vocab_size)
+            return replica.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+        return await self.run(len(ids), job)
+
+    async def render_chat(self, replica: AnyReplica, chat: Chat) -> str:
+        """Return the text that a model's template makes of messages. Cancellation: as the class.
+
+        This always runs in a thread, with a limiter for each model: a template is code of the
+        model's author, whose running time is unknown, and other models must not wait for it.
+        """
+        limiter = self._template_limiters.setdefault(replica.model, trio.CapacityLimiter(1))
+        return await self._in_thread(
+            lambda: replica.tokenizer.render_chat(
+                chat.messages,
+                tools=chat.tools,
+                template_args=chat.template_args,
+                add_generation_prompt=chat.add_generation_prompt,
+            ),
+            limiter,
+        )
+
+    async def run(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Return ``work()``, called at once or, for `INLINE_TOKENIZE_CHARS` characters or more, in
+        a thread. Cancellation: as the class.
+        """
+        if num_chars < INLINE_TOKENIZE_CHARS:
+            return _guarded(work)()
+        return await self._in_thread(work, self._limiter)
+
+    async def _in_thread(self, work: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
+        in_thread = _Job(_guarded(work))
+        self._tasks.start(in_thread.run, self._threads, limiter)
+        return await in_thread.result()
+
+
+def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, first: int = 0) -> None:
+    """Check that every id is in the vocabulary. ``first`` is the index in the field of ``ids[0]``.
+
+    Raises:
+        InvalidRequest: an id is outside; the violation names the first such id.
+    """
+    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+        return
+    for index, token_id in enumerate(ids, start=first):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest.of(
+                f"{field}[{index}]", f"is {token_id}, outside the vocabulary of {vocab_size}"
+            )
+
+
+def _guarded(work: Callable[[], T]) -> Callable[[], T]:
+    """Return ``work`` with a change: a panic of a Rust library, which is no `Exception`, becomes an
+    `EngineBug`."""
+
+    def job() -> T:
+        try:
+            return work()
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            log.exception("a tokenizer failed")
+            raise EngineBug(repr(error)) from error
+
+    return job
+
+
+class _Job(Generic[T]):
+    """A job in a thread, and the task that waits for its result."""
+
+    def __init__(self, job: Callable[[], T]) -> None:
+        self._job = job
+        self._scope = trio.CancelScope()
+        self._done = trio.Event()
+        self._values: list[T] = []
+        self._error: Exception | None = None
+
+    async def run(self, threads: Threads, limiter: trio.CapacityLimiter) -> None:
+        """Run the job in its turn, unless its waiter has left by then."""
+        try:
+            with self._scope:
+                self._values.append(await threads.run(self._job, limiter))
+        except Exception as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    async def result(self) -> T:
+        """Return what the job returned, or raise what it raised.
+
+        Cancellation: a job that has not begun does not begin.
+        """
+        try:
+            await self._done.wait()
+        finally:
+            self._scope.cancel(reason="its waiter has left")
+        if self._error is not None:
+            raise self._error
+        if not self._values:
+            raise ShuttingDown("the engine is closed")
+        return self._values[0]

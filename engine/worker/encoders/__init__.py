@@ -1,0 +1,1 @@
+"""The worker of embedding models and cross-encoders."""

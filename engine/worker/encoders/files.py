@@ -1,0 +1,130 @@
+"""Checks an encoder's files before sentence-transformers reads them.
+
+Rule 1: sentence-transformers imports any class that a model's files name, and reads pickled weights
+if there are no safetensors. So only the modules in `MODULES`, activations of torch.nn and
+safetensors are accepted. Rule 2: no weight is ever initialised at random or replaced silently.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from engine.status import Capability
+from engine.worker.load.capability import MODULES_NAME, OWN_CONFIG_NAME
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import read_json, weight_files
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+MODULES = {
+    Capability.TEXT_EMBEDDING: {"Transformer", "Pooling", "Dense", "LayerNorm", "Normalize"},
+    Capability.RERANK: {"Transformer"},
+}
+WITH_WEIGHTS = {"Transformer", "Dense", "LayerNorm"}
+MODULE_TYPE = re.compile(r"sentence_transformers(\.\w+)*\.(?P<name>\w+)")
+ACTIVATION = re.compile(r"torch\.nn\.(modules\.\w+\.)?\w+")
+# The endings of a layer norm's weights in old checkpoints, and the names that transformers reads
+# them as.
+OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))
+
+
+def check(directory: Path, capability: Capability) -> Path:
+    """Check the files and return the directory of the transformer module.
+
+    Raises:
+        Refusal: A file is missing or broken, or something in it is not accepted.
+    """
+    modules = _modules(directory)
+    names = [_name_of(module, MODULES[capability]) for module in modules]
+    if names and (names[0] != "Transformer" or names.count("Transformer") > 1):
+        raise Refusal(f"its {MODULES_NAME} does not begin with its one Transformer")
+    if capability is Capability.TEXT_EMBEDDING and "Pooling" not in names:
+        raise Refusal(f"its {MODULES_NAME} has no Pooling")
+    folders = [_folder_of(directory, module) for module in modules] or [directory]
+    for name, folder in zip(names or ["Transformer"], folders, strict=True):
+        if name in WITH_WEIGHTS:
+            weight_files(folder)
+        if name == "Dense":
+            _check_activation(read_json(folder, "config.json").get("activation_function"))
+    if (folders[0] / "adapter_config.json").is_file():
+        raise Refusal("it is an adapter, and adapters are not supported")
+    config = read_json(folders[0], "config.json")
+    own = read_json(directory, OWN_CONFIG_NAME) if (directory / OWN_CONFIG_NAME).is_file() else {}
+    _check_activation(own.get("activation_fn"))
+    _check_activation(config.get("sbert_ce_default_activation_function"))
+    inner = config.get("sentence_transformers")
+    _check_activation(inner.get("activation_fn") if isinstance(inner, dict) else None)
+    return folders[0]
+
+
+def _modules(directory: Path) -> list[dict[str, Any]]:
+    path = directory / MODULES_NAME
+    if not path.is_file():
+        return []
+    try:
+        modules = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refusal(f"its {MODULES_NAME} is not valid JSON", detail=str(error)) from error
+    is_list = isinstance(modules, list) and all(isinstance(one, dict) for one in modules)
+    if not is_list or not modules:
+        raise Refusal(f"its {MODULES_NAME} is not a list of modules")
+    return modules
+
+
+def _name_of(module: dict[str, Any], allowed: set[str]) -> str:
+    kind = str(module.get("type"))
+    match = MODULE_TYPE.fullmatch(kind)
+    if match is None or match["name"] not in allowed:
+        raise Refusal(
+            f"its {MODULES_NAME} names a module of type {kind[:200]!r}, which is not one of "
+            f"{', '.join(sorted(allowed))}"
+        )
+    return match["name"]
+
+
+def _folder_of(directory: Path, module: dict[str, Any]) -> Path:
+    path = PurePosixPath(str(module.get("path", "")))
+    if path.is_absolute() or ".." in path.parts:
+        raise Refusal(f"its {MODULES_NAME} points outside the model's directory")
+    return directory / path
+
+
+def _check_activation(name: object) -> None:
+    if name is not None and not (isinstance(name, str) and ACTIVATION.fullmatch(name)):
+        raise Refusal(f"its activation {str(name)[:200]!r} is not one of torch.nn")
+
+
+def check_all_loaded(parameters: Iterable[str], stored: Iterable[str], unused: str) -> None:
+    """Check that the checkpoint has every parameter; transformers would fill others at random.
+
+    Names may differ by a base model's prefix. Parameters whose name contains ``unused`` may be
+    missing.
+
+    Raises:
+        Refusal: The checkpoint lacks a parameter.
+    """
+    known: set[str] = set()
+    for name in stored:
+        for old, new in OLD_NAMES:
+            name = name.replace(old, new)
+        parts = name.split(".")
+        known.update(".".join(parts[start:]) for start in range(min(3, len(parts))))
+    missing = [
+        name
+        for name in parameters
+        if not (unused and unused in name)
+        and not any(end in known for end in (name, *_ends_of(name)))
+    ]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise Refusal(f"its checkpoint lacks the tensor {missing[0]}{more}")
+
+
+def _ends_of(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[1:])] if len(parts) > 2 else []

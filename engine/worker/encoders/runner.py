@@ -1,0 +1,361 @@
+"""Runs an encoder: one model of sentence-transformers (D3, D14).
+
+Rule 1: sentence-transformers interprets the model's files, and its modules compute. This file only
+groups and pads inputs and finishes results. Rule 2: the library is imported when an encoder is
+loaded, not before.
+Rule 3: thread-local state is set inside every call. Rule 4: except for rounding, an input's values
+do not depend on its batch: padding is always on the right and masked.
+
+The library loads the model in float32, whatever dtype the model computes in. While it loads in
+another dtype, that dtype is torch's default in every thread, also in those that run text models.
+"""
+
+from __future__ import annotations
+
+from array import array
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.core.common.steps import RowFailure, StepTimings
+from engine.core.common.types import PlanId, SequenceId
+from engine.core.encode.types import (
+    EncodeInput,
+    EncodeOptions,
+    EncodePlan,
+    EncodeResult,
+    EncodeRow,
+    EncodeRowResult,
+)
+from engine.errors import EngineBug
+from engine.gc_tuning import collect_after_close
+from engine.status import Capability
+from engine.worker.encoders.files import check, check_all_loaded
+from engine.worker.encoders.tokenizer import InputTokenizer
+from engine.worker.failures import load_failures, step_failures
+from engine.worker.forward.thread_state import thread_state
+from engine.worker.interface import EncoderInfo, EncoderKind, LoadProgress
+from engine.worker.load.checkpoint import Checkpoint
+from engine.worker.load.loader import estimate_on, pick_device, pick_dtype
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import read_json, resolve, short_name
+from engine.worker.text.tokenizer import HfTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from engine.worker.interface import MemoryEstimate, RunnerSpec
+
+# The most padding in a group, in tokens; with more, another forward is cheaper. A guess at the cost
+# of a forward without its tokens.
+GROUP_COST_TOKENS = 48
+# The activations of a step, in numbers per token and unit of width: the widest layer's input and
+# output, four of the attention, and the residual. An estimate.
+ACTIVATIONS_PER_WIDTH = 16
+
+
+class EncoderRunner:
+    """An `engine.worker.interface.EncodeRunner` for models of sentence-transformers.
+
+    Life: 1. the constructor takes a spec and loads nothing; 2. `load`; 3. `execute`, any number of
+    times; 4. `close`, after which only `close` may be called.
+    """
+
+    def __init__(self, spec: RunnerSpec, capability: Capability) -> None:
+        self._spec = spec
+        self._capability = capability
+        self._device = torch.device("cpu")
+        self._model: Any = None  # SentenceTransformer or CrossEncoder
+        self._modules: list[Any] = []  # the model's, without a last Normalize
+        self._normalizes = False  # the model's last module was Normalize
+        self._splits_prompts = False  # the pooling leaves the prompt out
+        self._has_types = False
+        self._pad_id = 0
+        self._tokenizer: HfTokenizer | None = None
+        self._input_tokenizer: InputTokenizer | None = None
+
+    @property
+    def tokenizer(self) -> HfTokenizer:
+        """The model's tokenizer, for plain text."""
+        if self._tokenizer is None:
+            raise EngineBug("the tokenizer was asked for before the encoder was loaded")
+        return self._tokenizer
+
+    @property
+    def encoder_tokenizer(self) -> InputTokenizer:
+        """The tokenizer of the model's inputs."""
+        if self._input_tokenizer is None:
+            raise EngineBug("the tokenizer was asked for before the encoder was loaded")
+        return self._input_tokenizer
+
+    def estimate(self) -> MemoryEstimate:
+        """Estimate the memory of weights and activations from the files' headers.
+
+        Raises:
+            SpawnFailed: The model cannot be served.
+        """
+        with self._load_failures():
+            spec = self._spec
+            device = pick_device(spec.device)
+            directory = resolve(spec.model, spec.revision).directory
+            folder = check(directory, self._capability)
+            with Checkpoint(folder) as checkpoint:
+                dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+                num_bytes = checkpoint.num_values * dtype.itemsize
+            config = read_json(folder, "config.json")
+            length = int(config.get("max_position_embeddings") or 0)
+            return estimate_on(device, num_bytes + _workspace(spec, config, length, dtype))
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
+        """Load the model and compute a first input.
+
+        Raises:
+            SpawnFailed: The model cannot be served.
+        """
+        with self._load_failures(), thread_state(self._spec.threads, self._device):
+            return self._load(progress)
+
+    def _load_failures(self) -> AbstractContextManager[None]:
+        return load_failures(short_name(self._spec.model), self.close, needs="weights")
+
+    def execute(self, plan: EncodePlan) -> EncodeResult:
+        """Compute the inputs of a plan.
+
+        Raises:
+            MemoryError: There is no memory for the step.
+        """
+        with step_failures(), thread_state(self._spec.threads, self._device):
+            return self._execute(plan)
+
+    def close(self) -> None:
+        """Free the model's memory. Idempotent."""
+        for module in [] if self._model is None else self._model.modules():
+            for tensor in (*module.parameters(False), *module.buffers(False)):
+                tensor.data = tensor.new_empty(0)  # at once: the modules are in reference cycles
+        self._model = self._tokenizer = self._input_tokenizer = None
+        self._modules = []
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        collect_after_close()
+
+    # ---- loading
+
+    def _load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
+        progress(LoadProgress("config"))
+        spec = self._spec
+        self._device = device = pick_device(spec.device)
+        source = resolve(spec.model, spec.revision)
+        folder = check(source.directory, self._capability)
+        with Checkpoint(folder) as checkpoint:
+            stored, main_dtype = list(checkpoint.tensors), checkpoint.main_dtype
+        dtype = pick_dtype(spec.dtype, main_dtype, device)
+        progress(LoadProgress("weights"))
+        is_rerank = self._capability is Capability.RERANK
+        self._model = model = _load_model(source.directory, is_rerank=is_rerank)
+        transformer = model[0]
+        names = [name for name, _ in transformer.model.named_parameters()]
+        check_all_loaded(names, stored, unused="" if is_rerank else "pooler.")
+        model.to(device=device, dtype=dtype).eval()
+        model.requires_grad_(False)
+        max_tokens = _max_tokens(model, spec)
+        self._take_tokenizer(model, max_tokens)
+        self._take_modules(model, is_rerank=is_rerank)
+        config = transformer.model.config
+        num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        workspace = _workspace(spec, config.to_dict(), max_tokens, dtype)
+        info = EncoderInfo(
+            kind=EncoderKind.RERANK if is_rerank else EncoderKind.EMBEDDING,
+            architecture=type(transformer.model).__name__,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            vocab_size=int(config.vocab_size),
+            max_model_len=max_tokens,
+            memory_bytes=num_bytes + workspace,
+            dimensions=0 if is_rerank else int(model.get_embedding_dimension()),
+            prompt_names=() if is_rerank else tuple(model.prompts),
+            is_demo=source.is_demo,
+            threads=spec.threads,
+        )
+        progress(LoadProgress("warm-up"))
+        self._warm_up()
+        return info
+
+    def _take_tokenizer(self, model: Any, max_tokens: int) -> None:
+        tokenizer = model.tokenizer
+        if not getattr(tokenizer, "is_fast", False):
+            raise Refusal("its tokenizer is not one of the tokenizers library")
+        backend = tokenizer.backend_tokenizer
+        special_ids = frozenset(tokenizer.all_special_ids)
+        prompts = {name: text or "" for name, text in model.prompts.items()}
+        if model.default_prompt_name is not None:
+            if self._capability is Capability.RERANK:
+                raise Refusal("it has a default prompt, which is not supported for pairs")
+            prompts[""] = prompts.get(model.default_prompt_name, "")
+        self._input_tokenizer = InputTokenizer(
+            backend, max_tokens=max_tokens, prompts=prompts, special_ids=special_ids
+        )
+        self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
+        self._has_types = "token_type_ids" in tokenizer.model_input_names
+        self._pad_id = tokenizer.pad_token_id or 0
+
+    def _take_modules(self, model: Any, *, is_rerank: bool) -> None:
+        self._modules = list(model)
+        if "message" in getattr(model[0], "modality_config", {}):
+            raise Refusal("it reads chat messages, and not plain text")
+        if is_rerank:
+            return
+        last = self._modules[-1]
+        if type(last).__name__ == "Normalize" and last.module_output_name == "sentence_embedding":
+            self._normalizes = True
+            self._modules.pop()
+        self._splits_prompts = any(
+            not getattr(module, "include_prompt", True) for module in self._modules
+        )
+
+    def _warm_up(self) -> None:
+        """Compute a short input, so that lazy initialisation happens before the first request."""
+        row = EncodeRow(SequenceId(0), EncodeInput((self._pad_id,) * 4), EncodeOptions())
+        result = self._execute(EncodePlan(PlanId(0), (row,)))
+        if isinstance(result.rows[0], RowFailure):
+            raise Refusal("its results are not finite numbers")
+
+    # ---- one step
+
+    def _execute(self, plan: EncodePlan) -> EncodeResult:
+        started = perf_counter()
+        by_prompt: dict[int, list[int]] = {}
+        for place, row in enumerate(plan.rows):
+            key = row.input.prompt_tokens if self._splits_prompts else 0
+            by_prompt.setdefault(key, []).append(place)
+        values: dict[int, EncodeRowResult | RowFailure] = {}
+        for prompt_tokens, places in by_prompt.items():
+            lengths = [len(plan.rows[place].input.token_ids) for place in places]
+            for part in groups(lengths):
+                chosen = places[part]
+                rows = [plan.rows[place] for place in chosen]
+                values.update(zip(chosen, self._encode(rows, prompt_tokens), strict=True))
+        results = tuple(values[place] for place in range(len(plan.rows)))
+        return EncodeResult(plan.plan_id, results, StepTimings(forward_s=perf_counter() - started))
+
+    def _encode(
+        self, rows: Sequence[EncodeRow], prompt_tokens: int
+    ) -> Iterator[EncodeRowResult | RowFailure]:
+        """Compute rows of similar length in one forward and yield their results in order."""
+        features = self._features(rows)
+        if prompt_tokens and self._splits_prompts:
+            features["prompt_length"] = prompt_tokens
+        for module in self._modules:
+            features = module(features)
+        for row, numbers in zip(rows, self._finish(features, rows), strict=True):
+            if not np.isfinite(numbers).all():
+                yield RowFailure(row.sequence, "encode", "its values are not finite")
+                continue
+            made = array("f")
+            made.frombytes(numbers.tobytes())
+            yield EncodeRowResult(row.sequence, made)
+
+    def _features(self, rows: Sequence[EncodeRow]) -> dict[str, Any]:
+        """Return the forward's arguments, padded on the right: [rows, longest] int64 each."""
+        shape = (len(rows), max(len(row.input.token_ids) for row in rows))
+        ids = np.full(shape, self._pad_id, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
+        types = np.zeros(shape, dtype=np.int64)
+        for place, row in enumerate(rows):
+            length = len(row.input.token_ids)
+            ids[place, :length] = row.input.token_ids
+            mask[place, :length] = 1
+            if row.input.type_ids:
+                types[place, :length] = row.input.type_ids
+        arrays = {"input_ids": ids, "attention_mask": mask}
+        if self._has_types:
+            arrays["token_type_ids"] = types
+        return {name: torch.from_numpy(one).to(self._device) for name, one in arrays.items()}
+
+    def _finish(
+        self, features: dict[str, Any], rows: Sequence[EncodeRow]
+    ) -> np.ndarray[Any, Any] | list[np.ndarray[Any, Any]]:
+        """Return each row's numbers in float32. Nearly always all rows have the same options."""
+        is_rerank = self._capability is Capability.RERANK
+        raw = features["scores" if is_rerank else "sentence_embedding"].float().cpu()
+        finish = self._finish_scores if is_rerank else self._finish_vectors
+        by_options: dict[EncodeOptions, list[int]] = {}
+        for place, row in enumerate(rows):
+            by_options.setdefault(row.options, []).append(place)
+        if len(by_options) == 1:
+            return finish(raw, rows[0].options).numpy()
+        made: dict[int, np.ndarray[Any, Any]] = {}
+        for options, places in by_options.items():
+            made.update(zip(places, finish(raw[places], options).numpy(), strict=True))
+        return [made[place] for place in range(len(rows))]
+
+    def _finish_vectors(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
+        """Normalise, cut and normalise again, each if requested, in the order of
+        ``SentenceTransformer.encode``. Return [rows, dimensions] float32."""
+        normalize = torch.nn.functional.normalize
+        if self._normalizes and options.normalize is not False:
+            raw = normalize(raw, p=2, dim=-1)
+        raw = raw[:, : options.dimensions]
+        return normalize(raw, p=2, dim=-1) if options.normalize else raw
+
+    def _finish_scores(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
+        """Apply the model's activation unless raw scores are requested. Return [rows, 1]
+        float32."""
+        return raw if options.raw_scores else self._model.activation_fn(raw)
+
+
+def _workspace(
+    spec: RunnerSpec, config: dict[str, Any], max_tokens: int, dtype: torch.dtype
+) -> int:
+    """Return the bytes of the activations of the largest step."""
+    width = int(config.get("hidden_size") or 0)
+    tokens = max(spec.max_num_batched_tokens, max_tokens)
+    return tokens * width * ACTIVATIONS_PER_WIDTH * dtype.itemsize
+
+
+def groups(lengths: Sequence[int]) -> Iterator[slice]:
+    """Split rows, whose lengths ascend, into groups that pad less than another forward costs."""
+    end = len(lengths)
+    while end:
+        start, padding = end - 1, 0
+        while start and padding + lengths[end - 1] - lengths[start - 1] <= GROUP_COST_TOKENS:
+            padding += lengths[end - 1] - lengths[start - 1]
+            start -= 1
+        yield slice(start, end)
+        end = start
+
+
+def _load_model(directory: Path, *, is_rerank: bool) -> Any:
+    """Load a model by the library, on the CPU in float32, without the network, foreign code or
+    pickled files."""
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of transformers, for the whole process; the server has its own
+    make = CrossEncoder if is_rerank else SentenceTransformer
+    return make(
+        str(directory),
+        device="cpu",
+        trust_remote_code=False,
+        local_files_only=True,
+        model_kwargs={"dtype": torch.float32, "use_safetensors": True},
+    )
+
+
+def _max_tokens(model: Any, spec: RunnerSpec) -> int:
+    """Return the most tokens of an input: the least of the tokenizer's limit, the model's
+    positions and the operator's limit.
+
+    Raises:
+        Refusal: No limit is known.
+    """
+    config = model[0].model.config
+    limits = [model.max_seq_length, getattr(config, "max_position_embeddings", None)]
+    limits.append(spec.max_model_len)
+    known = [int(limit) for limit in limits if limit]
+    if not known or min(known) > 10**6:
+        raise Refusal("neither its tokenizer nor its config limits the length of an input")
+    return min(known)

@@ -1,0 +1,83 @@
+"""Turns a worker's exceptions into errors with one sentence for clients and one for the log."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.errors import SpawnFailed
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def load_failures(name: str, close: Callable[[], None], *, needs: str) -> Iterator[None]:
+    """Wrap the load of a model: on any exception call ``close`` and raise one sentence.
+
+    ``name`` is the model's name for clients. ``needs`` says what its memory is for.
+
+    Raises:
+        SpawnFailed: the load failed. A BaseException that is not an Exception passes unchanged.
+    """
+    try:
+        yield
+    except BaseException as error:
+        close()
+        if isinstance(error, SpawnFailed) or not isinstance(error, Exception):
+            raise
+        raise spawn_failed(name, error, needs=needs) from error
+
+
+@contextmanager
+def step_failures() -> Iterator[None]:
+    """Wrap a step: any error of a full memory becomes a MemoryError.
+
+    Raises:
+        MemoryError: the device, or the CPU's allocator, had no memory left.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) and not isinstance(error, MemoryError):
+            raise MemoryError(str(error)) from error
+        raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the error says that the device, or the CPU's allocator, had no memory left."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # torch raises plain RuntimeErrors here. These are the messages of its CPU and MPS allocators.
+    said = ("can't allocate memory", "MPS backend out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
+
+
+def spawn_failed(name: str, error: Exception, *, needs: str) -> SpawnFailed:
+    """Return the error of a failed load: one sentence for the client, and for the operator alone
+    the details in ``log_detail``."""
+    if isinstance(error, Refusal):
+        return SpawnFailed(f"the model {name!r} cannot be loaded: {error}", log_detail=error.detail)
+    if is_out_of_memory(error):
+        return SpawnFailed(
+            f"the model {name!r} cannot be loaded: the device has too little free memory for its "
+            f"{needs}",
+            log_detail=describe(error),
+        )
+    log.error("the load of %s failed in an unexpected way", name, exc_info=error)
+    return SpawnFailed(
+        f"the model {name!r} cannot be loaded: it failed in an unexpected way "
+        f"({type(error).__name__}); the log has the details",
+        log_detail=describe(error),
+    )
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the message of an error, for the log only."""
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,429 @@
+"""A text runner without a model: its tokens are deterministic, its costs and faults scripted.
+
+It is part of the product: tests, the simulator and users' own tests run the whole engine with it.
+Rule 1: this file imports no torch. Rule 2: a token depends on its sequence's own tokens, seed and
+choice alone, *as read back from the fake KV pool*. So a wrong block table, or a block that is
+shared too early or freed too soon, gives other tokens or raises `KvMismatch`.
+
+Each slot of the fake KV pool holds a digest of all tokens up to its position.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from engine.core.common.steps import RowFailure, StepTimings
+from engine.core.common.types import Alternative, BlockId, EndReason, SequenceId, TokenLogprob
+from engine.core.text.plan import RowResult, StepResult
+from engine.errors import InvalidRequest
+from engine.worker.interface import (
+    LoadProgress,
+    MemoryEstimate,
+    ModelInfo,
+    SamplingDefaults,
+    TokenSpan,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from engine.core.common.types import Constraint
+    from engine.core.encode.types import EncodePlan
+    from engine.core.text.plan import AdmittedSequence, Row, StepPlan
+
+_WRITTEN = re.compile(r"<(\d+)>")
+BYTE_OFFSET = 1  # ids 1 to 256 are the bytes of text that is not written as <id>
+VOCAB_SIZE = 1000
+EOS = 0
+
+
+class KvMismatch(AssertionError):
+    """A row read keys and values of another prefix than its own, which is a bug of the core."""
+
+
+LONG_TEXT_CHARS = 4096  # from this length on, encoding a text takes the script's ``encode_s``
+
+
+class FakeTokenizer:
+    """Implements `engine.worker.interface.Tokenizer` without a vocabulary.
+
+    The text ``<12><7>`` is the ids 12 and 7; other text is its UTF-8 bytes, offset by 1.
+    """
+
+    def __init__(self, script: FakeScript | None = None) -> None:
+        self._script = script
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the ids of a text.
+
+        Raises:
+            InvalidRequest: the text is not Unicode.
+        """
+        return tuple(span.token_id for span in self.encode_spans(text))
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
+        """Return the tokens of a text with the characters each came from.
+
+        Raises:
+            InvalidRequest: the text is not Unicode.
+        """
+        if self._script is not None and len(text) >= LONG_TEXT_CHARS:
+            self._script.sleep(self._script.encode_s)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest.of("text", "is not valid Unicode") from None
+        spans = []
+        position = 0
+        while position < len(text):
+            written = _WRITTEN.match(text, position)
+            end = written.end() if written else position + 1
+            piece = text[position:end]
+            ids = [int(written[1])] if written else [b + BYTE_OFFSET for b in piece.encode()]
+            spans += [TokenSpan(token_id, piece, position, end) for token_id in ids]
+            position = end
+        return tuple(spans)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return each id as ``<id>``."""
+        shown = (i for i in token_ids if not (skip_special_tokens and i == EOS))
+        return "".join(f"<{token_id}>" for token_id in shown)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        template_args: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return one line for each message, then the script's ``answer_opening``."""
+        written = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
+        return written + ("" if self._script is None else self._script.answer_opening)
+
+    def chat_template(self, *, has_tools: bool) -> str:
+        """Return the script's ``chat_template``."""
+        return "" if self._script is None else self._script.chat_template
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """Return the empty set."""
+        return frozenset()
+
+
+@dataclass(slots=True)
+class FakeScript:
+    """What a fake does beside computing.
+
+    Costs, in seconds, passed to ``sleep``: a step costs ``step_s``, ``token_s`` for each token, and
+    ``step_costs[k]`` more for the k-th step, from 0. ``load_s`` is the cost of a load, ``encode_s``
+    that of encoding a text of `LONG_TEXT_CHARS` or more.
+
+    Faults: ``load_error`` is raised by a load, ``step_faults[k]`` by the k-th step before the step
+    has any effect. ``row_faults`` maps a sequence to how many tokens it samples before its row
+    fails, and to the phase of that failure. ``plan_fault`` may return an exception for a plan,
+    ``encode_fault`` for the plan of an encoder, and ``sample_fault`` the phase of a row's failure.
+
+    Text: ``eos_at`` maps a digest to whether the sequence ends there; by default none ends.
+    ``words`` are the text of every sequence, one for each token, then its end; without them a
+    token's text is its id in angle brackets. ``chat_template`` is the source of the tokenizer's
+    template; ``answer_opening`` is what a rendered chat ends with. ``compile`` is called with each
+    constraint and may sleep or raise; a fake does not follow constraints.
+    """
+
+    step_s: float = 0.0
+    token_s: float = 0.0
+    load_s: float = 0.0
+    encode_s: float = 0.0
+    load_error: BaseException | None = None
+    step_costs: dict[int, float] = field(default_factory=dict)
+    step_faults: dict[int, BaseException] = field(default_factory=dict)
+    row_faults: dict[SequenceId, tuple[int, str]] = field(default_factory=dict)
+    plan_fault: Callable[[StepPlan], BaseException | None] | None = None
+    encode_fault: Callable[[EncodePlan], BaseException | None] | None = None
+    sample_fault: Callable[[], str | None] | None = None
+    eos_at: Callable[[int], bool] | None = None
+    compile: Callable[[Constraint], None] | None = None
+    words: Sequence[str] = ()
+    chat_template: str = ""
+    answer_opening: str = ""
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(slots=True)
+class _FakeSequence:
+    """The state of one sequence. The first ``sent`` characters of ``text`` were returned."""
+
+    admitted: AdmittedSequence
+    tokens: list[int]
+    blocks: list[BlockId]
+    text: str = ""
+    sent: int = 0
+    scored: int = 1  # tokens whose log-probability is known; the first has none
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.admitted.prompt)
+
+
+def next_token(digest: int, seed: int | None, choice: int) -> int:
+    """Return the token after a prefix of this digest: any id of the vocabulary but `EOS`."""
+    mixed = crc32(f"{digest}/{seed}/{choice}".encode())
+    return 1 + mixed % (VOCAB_SIZE - 1)
+
+
+def fake_logprob(token_id: int, alternatives: int) -> TokenLogprob:
+    """Return a token's log-probability, which depends on its id alone. The likeliest tokens are
+    always the ids 1, 2, …"""
+    likely = [Alternative(i + 1, f"<{i + 1}>", -(i + 1) / 8, i) for i in range(alternatives)]
+    return TokenLogprob(token_id, f"<{token_id}>", -(1 + token_id % 8) / 4, tuple(likely))
+
+
+def digest_after(digest: int, token_id: int) -> int:
+    """Return the digest of a prefix extended by one token."""
+    return crc32(token_id.to_bytes(4, "little"), digest)
+
+
+class FakeRunner:
+    """Implements `engine.worker.interface.TextRunner` without a model.
+
+    ``steps`` counts the executed steps. ``is_executing`` is set during one. ``compiled`` are the
+    constraints that were compiled; the fake does not follow them.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 512,
+        block_size: int = 16,
+        max_model_len: int = 2048,
+        script: FakeScript | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        self.script = script or FakeScript()
+        self.steps = 0
+        self.is_executing = False
+        self.compiled: set[Constraint] = set()
+        self._info = ModelInfo(
+            architecture="fake",
+            dtype="none",
+            device="cpu",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            eos_token_ids=frozenset({EOS}),
+            memory_bytes=num_blocks * block_size if memory_bytes is None else memory_bytes,
+            defaults=SamplingDefaults(),
+        )
+        self._kv: list[int] = []
+        self._sequences: dict[SequenceId, _FakeSequence] = {}
+
+    @property
+    def tokenizer(self) -> FakeTokenizer:
+        """A tokenizer that follows the script."""
+        return FakeTokenizer(self.script)
+
+    def estimate(self) -> MemoryEstimate:
+        """Return the ``memory_bytes`` that the fake was made with."""
+        return MemoryEstimate(self._info.memory_bytes)
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        """Sleep as long as the script says, then return the info.
+
+        Raises:
+            BaseException: the script's ``load_error``.
+        """
+        progress(LoadProgress("weights"))
+        self.script.sleep(self.script.load_s)
+        if self.script.load_error is not None:
+            raise self.script.load_error
+        self._kv = [-1] * (self._info.num_blocks * self._info.block_size)
+        return self._info
+
+    def compile(self, constraint: Constraint) -> int:
+        """Note that the constraint is compiled, after the script's ``compile``."""
+        if self.script.compile is not None:
+            self.script.compile(constraint)
+        self.compiled.add(constraint)
+        return len(constraint.source)
+
+    def forget(self, constraint: Constraint) -> None:
+        """Note that the constraint is not compiled any more."""
+        self.compiled.discard(constraint)
+
+    def close(self) -> None:
+        """Drop the KV pool and all sequences."""
+        self._kv = []
+        self._sequences.clear()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute a plan, after the costs and faults of the script.
+
+        Raises:
+            KvMismatch: a row reads another prefix. RuntimeError: another step is running.
+                AssertionError: a constraint is not compiled. BaseException: a fault of the script.
+        """
+        if self.is_executing:
+            raise RuntimeError("two steps at once on one worker")
+        self.is_executing = True
+        try:
+            return self._execute(plan)
+        finally:
+            self.is_executing = False
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        script, step = self.script, self.steps
+        self.steps += 1
+        cost = script.step_s + script.token_s * plan.num_tokens + script.step_costs.get(step, 0.0)
+        if cost:
+            script.sleep(cost)
+        for released in plan.released:
+            del self._sequences[released]
+        for admitted in plan.admitted:
+            if admitted.constraint is not None and admitted.constraint not in self.compiled:
+                raise AssertionError(f"{admitted.sequence} needs a constraint that is not compiled")
+            self._sequences[admitted.sequence] = _FakeSequence(admitted, list(admitted.prompt), [])
+        fault = script.step_faults.get(step)
+        if fault is None and script.plan_fault is not None:
+            fault = script.plan_fault(plan)
+        if fault is not None:
+            raise fault
+        for row in plan.rows:
+            self._forward(row)
+        for source, target in plan.copies:
+            size = self._info.block_size
+            self._kv[target * size : (target + 1) * size] = self._kv[
+                source * size : (source + 1) * size
+            ]
+        results = [result for row in plan.rows for result in self._sample_row(row)]
+        return StepResult(plan.plan_id, tuple(results), StepTimings(forward_s=cost))
+
+    # ---- one row
+
+    def _slot(self, seq: _FakeSequence, position: int) -> int:
+        size = self._info.block_size
+        return seq.blocks[position // size] * size + position % size
+
+    def _forward(self, row: Row) -> None:
+        """Read the digest before the row's positions and write those of the positions.
+
+        Raises:
+            KvMismatch: the row reads another prefix, or has more tokens than its sequence.
+        """
+        seq = self._sequences[row.sequence]
+        if row.blocks is not None:
+            del seq.blocks[row.blocks.keep :]
+            seq.blocks.extend(row.blocks.append)
+        if row.start + row.count > len(seq.tokens):
+            raise KvMismatch(f"{row} is beyond its {len(seq.tokens)} tokens")
+        self._verify_prefix(seq, row.start)
+        digest = self._kv[self._slot(seq, row.start - 1)] if row.start else 0
+        for position in range(row.start, row.start + row.count):
+            digest = digest_after(digest, seq.tokens[position])
+            self._kv[self._slot(seq, position)] = digest
+        if row.logits.scores and row.start < seq.scored:
+            seq.scored = max(seq.scored, row.start + row.count + 1)
+
+    def _verify_prefix(self, seq: _FakeSequence, start: int) -> None:
+        """Check that every block below position ``start`` holds this sequence's own prefix.
+
+        Raises:
+            KvMismatch: a block holds something else.
+        """
+        digest, size = 0, self._info.block_size
+        for position in range(start):
+            digest = digest_after(digest, seq.tokens[position])
+            is_boundary = position % size == size - 1 or position == start - 1
+            if is_boundary and self._kv[self._slot(seq, position)] != digest:
+                raise KvMismatch(
+                    f"sequence {seq.admitted.sequence} reads foreign KV at position {position}"
+                )
+
+    def _sample_row(self, row: Row) -> list[RowResult | RowFailure]:
+        if not row.logits.samples:
+            return [RowResult(row.sequence)]
+        parent = self._sequences[row.sequence]
+        for fork in row.children:
+            sampling = replace(parent.admitted.sampling, choice=fork.choice)
+            admitted = replace(parent.admitted, sequence=fork.sequence, sampling=sampling)
+            self._sequences[fork.sequence] = _FakeSequence(
+                admitted, parent.tokens.copy(), list(fork.blocks)
+            )
+        ids = [row.sequence, *(fork.sequence for fork in row.children)]
+        return [self._sample(self._sequences[i]) for i in ids]
+
+    def _sample(self, seq: _FakeSequence) -> RowResult | RowFailure:
+        fault = self.script.row_faults.get(seq.admitted.sequence)
+        if fault is not None and seq.num_output >= fault[0]:
+            return RowFailure(seq.admitted.sequence, fault[1], "scripted")
+        phase = self.script.sample_fault() if self.script.sample_fault is not None else None
+        if phase is not None:
+            return RowFailure(seq.admitted.sequence, phase, "drawn")
+        digest = self._kv[self._slot(seq, len(seq.tokens) - 1)]
+        sampling = seq.admitted.sampling
+        token_id = next_token(digest, sampling.seed, sampling.choice)
+        can_end = seq.num_output + 1 >= seq.admitted.stops.min_tokens
+        if can_end and self.script.eos_at is not None and self.script.eos_at(digest):
+            token_id = EOS
+        if can_end and self.script.words and seq.num_output >= len(self.script.words):
+            token_id = EOS
+        prompt_logprobs = self._score_prompt(seq)
+        seq.tokens.append(token_id)
+        said = self._say(seq, token_id)
+        if sampling.logprobs is not None:
+            said = said._replace(logprobs=(fake_logprob(token_id, sampling.logprobs),))
+        return said._replace(prompt_logprobs=prompt_logprobs)
+
+    def _score_prompt(self, seq: _FakeSequence) -> tuple[TokenLogprob, ...]:
+        """Return the prompt's log-probabilities with the first token of choice 0, if the request
+        asks for them.
+
+        Raises:
+            KvMismatch: the plans did not score every position of the prompt.
+        """
+        sampling, prompt = seq.admitted.sampling, seq.admitted.prompt
+        if sampling.prompt_logprobs is None or sampling.choice or seq.num_output:
+            return ()
+        if seq.scored < len(prompt):
+            raise KvMismatch(f"of {len(prompt)} prompt tokens only {seq.scored} were scored")
+        first = TokenLogprob(prompt[0], f"<{prompt[0]}>", None)
+        return (first, *(fake_logprob(i, sampling.prompt_logprobs) for i in prompt[1:]))
+
+    def _say(self, seq: _FakeSequence, token_id: int) -> RowResult:
+        """Return the text of a token and whether it ends the sequence, by the simplest rules that
+        agree with those of `engine.worker.text.detokenizer`."""
+        stops = seq.admitted.stops
+        if not (token_id == EOS and stops.skip_special):
+            words, at = self.script.words, seq.num_output - 1
+            seq.text += words[at] if at < len(words) else f"<{token_id}>"
+        finish: EndReason | None = None
+        matched: str | int | None = None
+        end = len(seq.text)
+        found = [(seq.text.find(s, max(0, seq.sent)), s) for s in stops.strings]
+        hits = [(at + len(s), s) for at, s in found if at >= 0]
+        if seq.num_output >= stops.min_tokens and hits:
+            stop_end, matched = min(hits)
+            end = stop_end if stops.include else stop_end - len(matched)
+            finish = EndReason.STOP
+        elif token_id in stops.token_ids and seq.num_output >= stops.min_tokens:
+            finish, matched = EndReason.STOP, token_id
+        elif seq.num_output >= stops.max_tokens:
+            finish = EndReason.LENGTH
+        else:
+            end -= self._held_back(seq.text[seq.sent :], stops.strings)
+        text, seq.sent = seq.text[seq.sent : end], end
+        return RowResult(seq.admitted.sequence, (token_id,), text, finish=finish, matched=matched)
+
+    @staticmethod
+    def _held_back(text: str, strings: tuple[str, ...]) -> int:
+        """Return how many characters at the end of ``text`` may still become a stop string."""
+        longest = 0
+        for stop in strings:
+            for size in range(1, min(len(stop), len(text) + 1)):
+                if text.endswith(stop[:size]):
+                    longest = max(longest, size)
+        return longest

@@ -1,0 +1,1 @@
+"""The forward pass: attention, paged KV cache, compiled kernels."""

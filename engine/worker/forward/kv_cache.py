@@ -1,0 +1,139 @@
+"""The paged keys and values of one model, and the number of blocks that fit into memory.
+
+Rule 1: no other file allocates or indexes KV tensors, except the compiled kernels. Rule 2: the
+block ids 0 … num_blocks - 1 are all usable; there is no padding block. Masked positions are read
+from the sequence's own first slot, so that a stale NaN of a block's earlier owner never reaches a
+sum.
+
+Index spaces: a *slot* is ``block_id * block_size + position % block_size``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.worker.forward.transfer import send
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.core.common.types import BlockId
+    from engine.worker.interface import RunnerSpec
+    from engine.worker.load.architectures import LayerShape
+
+# Upper limit of the pool's default size, which the help of --kv-cache-memory states; a guess.
+DEFAULT_KV_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The pool's number and size of blocks, and the longest sequence that is served."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    bytes_per_block: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the whole pool."""
+        return self.num_blocks * self.bytes_per_block
+
+
+def size_pool(
+    spec: RunnerSpec, shapes: Sequence[LayerShape], element_size: int, context_limit: int
+) -> PoolSize:
+    """Return how many blocks fit into the memory of ``spec``, ``element_size`` bytes per number.
+
+    A sequence of max_model_len tokens must fit if ``spec`` sets that length. Otherwise the length
+    is ``context_limit``, or as much of it as the pool holds.
+
+    Raises:
+        Refusal: The pool cannot hold one sequence. The message contains the numbers.
+    """
+    block_size = spec.block_size
+    per_token = element_size * sum(shape.numbers_per_token for shape in shapes)
+    per_block = per_token * block_size
+    wanted = spec.max_num_seqs * _ceil_div(context_limit, block_size) * per_block
+    budget = spec.kv_bytes if spec.kv_bytes is not None else _default_budget(spec, wanted)
+    num_blocks = min(budget, wanted) // per_block
+    length = context_limit
+    if spec.max_model_len is None:
+        length = min(length, num_blocks * block_size)
+    needed = _ceil_div(max(length, 1), block_size)
+    if num_blocks < needed:
+        raise Refusal(
+            f"the KV pool of {budget:,} bytes holds {num_blocks} blocks of {block_size} tokens "
+            f"({per_block:,} bytes each), and one sequence of {max(length, 1)} tokens needs "
+            f"{needed} blocks, {needed * per_block:,} bytes; raise --kv-cache-memory"
+            + (" or lower --max-model-len" if spec.max_model_len is not None else "")
+        )
+    return PoolSize(num_blocks, block_size, length, per_block)
+
+
+def _default_budget(spec: RunnerSpec, wanted: int) -> int:
+    """Return the least of 4 GiB, a quarter of the memory limit if there is one, and ``wanted``."""
+    quarter = spec.memory_limit // 4 if spec.memory_limit else DEFAULT_KV_BYTES
+    return min(DEFAULT_KV_BYTES, quarter, wanted)
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+class KvCache:
+    """Keys and values of every layer, each [num_blocks, block_size, num_kv_heads, head_dim].
+
+    One runner owns the cache. Its memory is not initialised: no slot is read before it was written
+    (Rule 2), and on a CPU a block takes no memory until then.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.shapes = tuple(shapes)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        for shape in self.shapes:
+            size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+            self.keys.append(torch.empty(size, dtype=dtype, device=device))
+            self.values.append(torch.empty(size, dtype=dtype, device=device))
+
+    def write(
+        self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Write each token's key and value, [num_tokens, num_kv_heads, head_dim], into its slot.
+        ``slots`` are [num_tokens] int64."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slots, key)
+        self.values[layer].flatten(0, 1).index_copy_(0, slots, value)
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and the values at ``slots``, which may have any shape. Both are
+        [*slots.shape, num_kv_heads, head_dim]."""
+        size = (*slots.shape, *self.keys[layer].shape[2:])
+        flat = slots.flatten()
+        keys = self.keys[layer].flatten(0, 1).index_select(0, flat)
+        values = self.values[layer].flatten(0, 1).index_select(0, flat)
+        return keys.view(size), values.view(size)
+
+    def copy_blocks(self, pairs: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Copy whole blocks from source to target. All sources are read before any target is
+        written."""
+        if not pairs:
+            return
+        sources, targets = send(tuple(np.array(pairs, np.int64).T), self.keys[0].device)
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))

@@ -1,0 +1,287 @@
+"""Builds, loads and declares the compiled kernels of `engine/kernels/` (D12).
+
+Rule 1: a library is built once for each source, compiler, set of flags and processor. It lies in
+the user's cache directory and is put there by a rename, so that two servers that start at once both
+work. Rule 2: the server starts without the kernels, too; `Unavailable` says in one sentence why
+they are missing.
+
+Every struct here mirrors one in C++. `load` compares their sizes, so that a library of another
+layout is never called. ctypes releases the GIL during a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+import torch  # before the library is loaded, so that both use torch's OpenMP
+
+SOURCES = Path(__file__).resolve().parents[2] / "kernels"
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-w")
+SWITCH = "ENGINE_KERNELS"  # environment variable; "off" or "0": run without the kernels
+COMPILE_TIMEOUT_S = 120  # guess: compiling takes 4 to 10 s
+
+
+class Unavailable(Exception):
+    """The compiled kernels cannot be used; the message says why."""
+
+
+class Linear(Structure):
+    """A packed linear layer: its panels, scales (of int8 weights), bias and size."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("bias", c_void_p),
+        ("outputs", c_int64),
+        ("inputs", c_int64),
+    )
+
+
+class Rows(Structure):
+    """`engine.worker.forward.packing.PackedRows` with contiguous int64 arrays."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("starts", "ends", "offsets", "tables", "slots")),
+        *((name, c_int64) for name in ("num_rows", "table_width", "block_size", "num_tokens")),
+    )
+
+
+class Attention(Structure):
+    """One layer's cache and attention parameters. A window or softcap of 0 means none."""
+
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        *((name, c_int64) for name in ("heads", "kv_heads", "width", "window")),
+        ("scaling", c_float),
+        ("softcap", c_float),
+    )
+
+
+class Layer(Structure):
+    """One decoder layer. A norm that the layer does not have is null."""
+
+    _fields_ = (
+        *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "before_attention",
+                "after_attention",
+                "before_mlp",
+                "after_mlp",
+                "query_norm",
+                "key_norm",
+            )
+        ),
+        ("is_norm_of_heads", c_int64),
+        ("rotary", c_int64),
+        ("attention", Attention),
+    )
+
+
+class Model(Structure):
+    """A whole decoder."""
+
+    _fields_ = (
+        ("layers", POINTER(Layer)),
+        *((name, c_int64) for name in ("num_layers", "hidden", "mlp", "vocab", "activation")),
+        *(
+            (name, c_float)
+            for name in (
+                "eps",
+                "embedding_scale",
+                "residual_scale",
+                "logits_scale",
+                "logits_softcap",
+            )
+        ),
+        ("is_tied", c_int32),
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("head", Linear),
+    )
+
+
+class Step(Structure):
+    """The input of one forward, and the address of its logits."""
+
+    _fields_ = (
+        ("rows", Rows),
+        ("ids", c_void_p),
+        ("keep", c_void_p),
+        ("cosines", POINTER(c_void_p)),
+        ("sines", POINTER(c_void_p)),
+        *((name, c_int64) for name in ("rotary_width", "num_kept", "num_threads")),
+        ("logits", c_void_p),
+    )
+
+
+MIRRORED = (Linear, Rows, Attention, Layer, Model, Step)
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_RETURNS_NOTHING = None
+SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "triolet_kind": (c_char_p, ()),
+    "triolet_sizes": (_RETURNS_NOTHING, (POINTER(c_int64),)),
+    "triolet_packed_numbers": (c_int64, (c_int64, c_int64, c_int64)),
+    "triolet_pack": (
+        _RETURNS_NOTHING,
+        (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    ),
+    "triolet_arena_new": (c_void_p, ()),
+    "triolet_arena_free": (_RETURNS_NOTHING, (c_void_p,)),
+    "triolet_step_bytes": (c_int64, (c_int64, POINTER(Model), POINTER(Step))),
+    "triolet_step": (c_int32, (c_int64, POINTER(Model), POINTER(Step), c_void_p)),
+    "triolet_attend": (
+        c_int32,
+        (c_int64, POINTER(Attention), POINTER(Rows), *(c_void_p,) * 4, c_int64, c_void_p),
+    ),
+    "triolet_linear": (
+        c_int32,
+        (c_int64, POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
+    ),
+}
+
+
+@lru_cache(maxsize=1)
+def _load_once() -> tuple[ctypes.CDLL | None, str]:
+    try:
+        return _load(), ""
+    except Unavailable as error:
+        return None, str(error)
+
+
+def load() -> ctypes.CDLL:
+    """Return the process's library. The first call loads it, and compiles it if necessary.
+
+    Raises:
+        Unavailable: The library cannot be used. Later calls raise the same error.
+    """
+    if os.environ.get(SWITCH, "").lower() in ("off", "0"):
+        raise Unavailable(f"{SWITCH} is off")
+    library, reason = _load_once()
+    if library is None:
+        raise Unavailable(reason)
+    return library
+
+
+def kind(library: ctypes.CDLL) -> str:
+    """Return the instructions that the library multiplies with: AMX, AVX512-BF16, AVX-512 or
+    vectors."""
+    return str(library.triolet_kind().decode())
+
+
+def find_compiler() -> str:
+    """Return the path of a C++ compiler: $CXX, or the first of `COMPILERS` that is installed.
+
+    Raises:
+        Unavailable: There is no compiler.
+    """
+    for name in (os.environ.get("CXX", ""), *COMPILERS):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise Unavailable("there is no C++ compiler (c++, g++ or clang++)")
+
+
+def _load() -> ctypes.CDLL:
+    if platform.system() != "Linux":
+        raise Unavailable(f"they are built on Linux only, and this is {platform.system()}")
+    compiler = find_compiler()
+    name = f"kernels-{_key(compiler)}.so"
+    directory = cache_directory()
+    if directory is not None:
+        path = directory / name
+        if not path.exists():
+            _compile(compiler, path)
+        return _open(path)
+    with tempfile.TemporaryDirectory(prefix="triolet-kernels-") as private:
+        path = Path(private) / name
+        _compile(compiler, path)
+        return _open(path)  # a mapped library no longer needs its file
+
+
+def _key(compiler: str) -> str:
+    """Return a hash of what the library depends on: sources, flags, compiler and processor."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(SOURCES.iterdir()):
+        if path.suffix in (".h", ".cpp"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    real = Path(compiler).resolve()
+    state = real.stat()
+    digest.update(repr((FLAGS, str(real), state.st_size, state.st_mtime_ns)).encode())
+    digest.update(repr((platform.machine(), _processor())).encode())
+    return digest.hexdigest()
+
+
+def _processor() -> str:
+    """Return the processor's model and features, or "" if the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    fields: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
+    return repr([fields.get(name) for name in names])
+
+
+def cache_directory() -> Path | None:
+    """Return the directory of compiled libraries, which only this user may write, or None if
+    there can be none."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    directory = Path(root) / "triolet" / "kernels"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = directory.stat()
+    except OSError:
+        return None
+    is_ours = state.st_uid == os.getuid() and not state.st_mode & 0o022
+    return directory if is_ours and os.access(directory, os.W_OK) else None
+
+
+def _compile(compiler: str, path: Path) -> None:
+    handle, scratch = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        done = subprocess.run(
+            [compiler, *FLAGS, "-o", scratch, str(SOURCES / "triolet.cpp")],
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_TIMEOUT_S,
+        )
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+            raise Unavailable(f"{compiler} could not compile them: {reason}")
+        os.replace(scratch, path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{compiler} could not be run: {error}") from error
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise Unavailable(f"the library {path.name} cannot be used: {error}") from error
+    sizes = (c_int64 * len(MIRRORED))()
+    library.triolet_sizes(sizes)
+    if list(sizes) != [ctypes.sizeof(one) for one in MIRRORED]:
+        raise Unavailable(f"the library {path.name} has another layout than this program")
+    return library

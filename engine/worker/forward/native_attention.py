@@ -1,0 +1,94 @@
+"""The compiled attention for CPUs, which reads the cache's blocks in place (D12).
+
+Rule: a step's arrays are made once, in `NativeBackend.prepare`, and live as long as the step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.worker.forward import native
+
+if TYPE_CHECKING:
+    from engine.worker.forward.attention import AttentionCall
+    from engine.worker.forward.kv_cache import KvCache
+    from engine.worker.forward.packing import PackedRows
+
+
+class NativeBackend:
+    """An `engine.worker.forward.attention.AttentionBackend` that calls the compiled kernels."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self.arena = library.triolet_arena_new()
+        weakref.finalize(self, library.triolet_arena_free, self.arena)
+
+    def prepare(self, rows: PackedRows, cache: KvCache) -> NativeStep:
+        """Collect the addresses of the step's rows; nothing is computed."""
+        return NativeStep(self, rows, cache)
+
+
+class NativeStep:
+    """An `engine.worker.forward.attention.PreparedStep` whose rows are as the kernels take them."""
+
+    def __init__(self, backend: NativeBackend, rows: PackedRows, cache: KvCache) -> None:
+        self.backend = backend
+        self.cache = cache
+        arrays = (rows.starts, rows.ends, rows.offsets, rows.tables, rows.slots)
+        self._arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
+        self.rows = native.Rows(
+            *(array.ctypes.data for array in self._arrays),
+            len(rows.starts),
+            rows.tables.shape[1],
+            rows.block_size,
+            rows.num_tokens,
+        )
+
+    def attend(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute one layer's attention.
+
+        Raises:
+            MemoryError: There is no scratch memory. Keys and values may have been written.
+        """
+        library, dtype = self.backend.library, self.cache.keys[call.layer].dtype
+        query, key, value = (one.contiguous() for one in (query, key, value))
+        out = torch.empty_like(query)
+        asked = native_call(call, self.cache, query.shape[1], key.shape[1], query.shape[2])
+        status = library.triolet_attend(
+            native.KINDS[dtype],
+            ctypes.byref(asked),
+            ctypes.byref(self.rows),
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            out.data_ptr(),
+            torch.get_num_threads(),
+            self.backend.arena,
+        )
+        if status:
+            raise MemoryError("no memory for a step's attention")
+        return out
+
+
+def native_call(
+    call: AttentionCall, cache: KvCache, heads: int, kv_heads: int, head_dim: int
+) -> native.Attention:
+    """Return the attention parameters of one layer for the kernels. Their addresses are valid as
+    long as ``cache`` lives."""
+    return native.Attention(
+        cache.keys[call.layer].data_ptr(),
+        cache.values[call.layer].data_ptr(),
+        heads,
+        kv_heads,
+        head_dim,
+        call.sliding_window or 0,
+        call.scaling,
+        call.softcap or 0.0,
+    )

@@ -1,0 +1,233 @@
+"""Decides which transformers models the compiled decoder runs, and takes them apart for it.
+
+Rule 1: a class is listed only if a test compares its compiled form with the stock module
+(`tests/conformance/test_rewrites.py`). Other models run as they are. Rule 2: a loaded module that
+differs from the usual form of its class (another activation, a norm of another kind) also runs as
+it is; nothing is assumed silently.
+
+A layer's attention parameters (scaling, window, soft cap) are not read here. They are those that
+the stock module passed when `engine.worker.load.probe` ran it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.worker.forward.attention import AttentionCall
+
+ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1}
+WIDTH_MOST = 256  # of a head; WIDTH_MOST in engine/kernels/paged_cache.h
+WIDTH_STEP = 16  # LANES in engine/kernels/simd.h
+
+
+class NotRewritten(Exception):
+    """The module cannot be compiled and runs as it is; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Norms:
+    """The names of a layer's norms; None where the architecture has no norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How the decoders of an architecture differ from Llama's. A norm multiplies by its weight plus
+    ``norm_offset``."""
+
+    norms: _Norms = _Norms()
+    norm_offset: float = 0.0
+
+
+_LLAMA = _Family()
+_SANDWICH = _Norms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+LISTED: dict[str, _Family] = {
+    "LlamaForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _LLAMA,
+    "Qwen3ForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Phi3ForCausalLM": _LLAMA,
+    "GraniteForCausalLM": _LLAMA,
+    "GemmaForCausalLM": _Family(norm_offset=1.0),
+    "Gemma2ForCausalLM": _Family(_SANDWICH, 1.0),
+    "Gemma3ForCausalLM": _Family(_SANDWICH, 1.0),
+    "Olmo2ForCausalLM": _Family(
+        _Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """The linear modules and the norms of one layer."""
+
+    qkv: tuple[torch.nn.Linear, ...]  # queries, keys, values; or one module for all three
+    output: torch.nn.Linear
+    gate_up: tuple[torch.nn.Linear, ...]  # gates, ups; or one module for both
+    down: torch.nn.Linear
+    norms: tuple[torch.Tensor | None, ...]  # in the order of `_Norms`
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    is_norm_of_heads: bool
+    rotary: int  # index into `DecoderParts.rotaries`
+    call: AttentionCall
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParts:
+    """The parts of a stock model. Their tensors still belong to the module."""
+
+    layers: tuple[LayerParts, ...]
+    embedding: torch.nn.Embedding
+    head: torch.nn.Linear
+    final_norm: torch.Tensor
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    activation: int
+    eps: float
+    embedding_scale: float
+    residual_scale: float
+    logits_scale: float
+    logits_softcap: float
+    # For each kind of rotary embedding: a function from positions [1, num_tokens] to cosines and
+    # sines, [1, num_tokens, rotary_dim] float32.
+    rotaries: tuple[Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], ...]
+
+
+def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
+    """Return the parts of a listed model without changing it.
+
+    Raises:
+        NotRewritten: The model is not listed, or differs from the usual form of its class.
+    """
+    name = type(module).__name__
+    if name not in LISTED:
+        raise NotRewritten(f"{name} has no compiled form")
+    family, config, base = LISTED[name], module.config, module.model
+    kinds, rotaries = _rotaries(base, config)
+    layers = tuple(
+        _take_layer(layer, family, call, kinds[call.layer])
+        for layer, call in zip(base.layers, calls, strict=True)
+    )
+    attention, mlp = base.layers[0].self_attn, base.layers[0].mlp
+    head_dim = int(attention.head_dim)
+    if head_dim % WIDTH_STEP or head_dim > WIDTH_MOST:
+        raise NotRewritten(f"its heads are {head_dim} wide, and the kernels need a multiple of "
+                           f"{WIDTH_STEP} up to {WIDTH_MOST}")  # fmt: skip
+    heads = int(config.num_attention_heads)
+    return DecoderParts(
+        layers=layers,
+        embedding=base.embed_tokens,
+        head=module.lm_head,
+        final_norm=_norm(base.norm, family),
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=head_dim,
+        mlp=int(mlp.down_proj.in_features),
+        activation=_activation(mlp),
+        eps=_epsilon(base),
+        embedding_scale=_embedding_scale(base),
+        residual_scale=float(getattr(base.layers[0], "residual_multiplier", 1.0)),
+        logits_scale=1.0 / float(getattr(config, "logits_scaling", 1.0)),
+        logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        rotaries=rotaries,
+    )
+
+
+def _take_layer(layer: Any, family: _Family, call: AttentionCall, rotary: int) -> LayerParts:
+    """Return the parts of one layer."""
+    attention, mlp, names = layer.self_attn, layer.mlp, family.norms
+    norms = tuple(
+        None if name is None else _norm(getattr(layer, name), family)
+        for name in (
+            names.before_attention,
+            names.after_attention,
+            names.before_mlp,
+            names.after_mlp,
+        )
+    )
+    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    is_of_heads = query_norm is not None and query_norm.weight.numel() == attention.head_dim
+    qkv: tuple[Any, ...]
+    gate_up: tuple[Any, ...]
+    if hasattr(attention, "qkv_proj"):
+        qkv, gate_up = (attention.qkv_proj,), (mlp.gate_up_proj,)
+    else:
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        gate_up = (mlp.gate_proj, mlp.up_proj)
+    for linear in (*qkv, attention.o_proj, *gate_up, mlp.down_proj):
+        if type(linear) is not torch.nn.Linear:
+            raise NotRewritten(f"one of its linear layers is a {type(linear).__name__}")
+    return LayerParts(
+        qkv=qkv,
+        output=attention.o_proj,
+        gate_up=gate_up,
+        down=mlp.down_proj,
+        norms=norms,
+        query_norm=None if query_norm is None else _norm(query_norm, family),
+        key_norm=None if key_norm is None else _norm(key_norm, family),
+        is_norm_of_heads=is_of_heads,
+        rotary=rotary,
+        call=call,
+    )
+
+
+def _norm(module: Any, family: _Family) -> torch.Tensor:
+    """Return the numbers that a norm multiplies by, in float32."""
+    if not type(module).__name__.endswith("RMSNorm"):
+        raise NotRewritten(f"one of its norms is a {type(module).__name__}")
+    return module.weight.detach().to(torch.float32) + family.norm_offset
+
+
+def _activation(mlp: Any) -> int:
+    function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    name = type(function).__name__
+    if name not in ACTIVATIONS:
+        raise NotRewritten(f"its activation is {name}")
+    return ACTIVATIONS[name]
+
+
+def _epsilon(base: Any) -> float:
+    """Return the epsilon that all norms share."""
+    norms = [m for m in base.modules() if type(m).__name__.endswith("RMSNorm")]
+    found = {float(getattr(m, "variance_epsilon", getattr(m, "eps", 0.0))) for m in norms}
+    if len(found) != 1:
+        raise NotRewritten(f"its norms have different epsilons: {sorted(found)}")
+    return found.pop()
+
+
+def _embedding_scale(base: Any) -> float:
+    """Return the factor of the embeddings: Granite's multiplier, or Gemma's square root of the
+    width."""
+    scale = float(getattr(base, "embedding_multiplier", 1.0))
+    return scale * float(getattr(base.embed_tokens, "scalar_embed_scale", 1.0))
+
+
+def _rotaries(base: Any, config: Any) -> tuple[list[int], tuple[Any, ...]]:
+    """Return the index of each layer's rotary embedding, and the rotary embeddings."""
+    rotary, count = base.rotary_emb, len(base.layers)
+    example = torch.zeros(1)  # the result has its dtype and device
+    if type(rotary).__name__ != "Gemma3RotaryEmbedding":
+        return [0] * count, (lambda positions: rotary(example, position_ids=positions),)
+    kinds = sorted(set(config.layer_types))
+    functions = tuple(
+        (lambda positions, kind=kind: rotary(example, positions, kind)) for kind in kinds
+    )
+    return [kinds.index(kind) for kind in config.layer_types], functions

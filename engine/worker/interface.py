@@ -1,0 +1,369 @@
+"""The worker's interface: what the engine asks of whatever computes a model.
+
+A *runner* owns one model. `Runner` is what runners of every kind of work have in common: estimate,
+load, execute a plan, close. Each kind adds what it alone can do: a `TextRunner` compiles
+constraints, an `EncodeRunner` has a tokenizer for inputs. A new kind of work is a new plan, a new
+result, a new info and a protocol beside these two.
+
+Rule 1: every value here pickles without torch, so that a runner can live in a process of its own.
+Rule 2: this file imports no torch; the rest of `engine.worker` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+
+from engine.core.encode.types import EncodePlan, EncodeResult, TokenizedInput
+from engine.core.text.plan import StepPlan, StepResult
+from engine.status import Capability
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from engine.core.common.types import Constraint
+
+
+# ---- what a runner is made from, and what it reports while it loads
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSpec:
+    """Which model to load, and with what resources. A spec is all that a runner is made from.
+
+    ``model`` is a directory, a demo id or a Hugging Face id. ``kv_bytes`` bounds the KV pool;
+    the runner turns the bound into blocks once it knows the model. ``memory_limit`` is how many
+    bytes the process may use; error messages of a load name it. ``threads`` 0 means the library's
+    default. ``quantization`` is "none" or "int8", which stores each weight in one byte with one
+    scale per output.
+    """
+
+    model: str
+    revision: str = ""
+    device: str = "cpu"
+    dtype: str = "auto"
+    threads: int = 0
+    block_size: int = 16
+    kv_bytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    memory_limit: int = 0
+    seed: int = 0
+    quantization: str = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """How much memory a runner will need once it is loaded: weights, KV pool and workspace.
+
+    ``num_bytes`` are bytes of ``device``. ``limit`` is how many bytes of that device all models
+    together may use; None stands for the limit that the CPU's memory has.
+    """
+
+    num_bytes: int
+    device: str = "cpu"
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far a load is. ``phase`` is config, weights or warm-up; a total of 0 is not known yet."""
+
+    phase: str
+    bytes_done: int = 0
+    bytes_total: int = 0
+    tensors_done: int = 0
+    tensors_total: int = 0
+
+
+# ---- every runner
+
+PlanT = TypeVar("PlanT", contravariant=True)
+ResultT = TypeVar("ResultT", covariant=True)
+InfoT = TypeVar("InfoT", covariant=True)
+
+
+class WorkerInfo(Protocol):
+    """Describes a loaded model of any kind."""
+
+    @property
+    def capability(self) -> Capability:
+        """What the model can do."""
+        ...
+
+    @property
+    def architecture(self) -> str:
+        """The name of the model's class."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """The type of the weights, such as float32."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """The device that the model runs on, such as cpu or cuda:0."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids the model's embedding has."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that one sequence or input may have."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the device that the model takes."""
+        ...
+
+    @property
+    def is_demo(self) -> bool:
+        """Whether the model is one of the demos that come with the package."""
+        ...
+
+    @property
+    def threads(self) -> int:
+        """CPU threads that a step uses; 0 where the runner does not say."""
+        ...
+
+
+class Runner(Protocol[PlanT, ResultT, InfoT]):
+    """Owns one model and its tensors, which nothing else can reach (D3).
+
+    Life: 1. made, which holds nothing; 2. `estimate`, optional; 3. `load`; 4. `execute`, any number
+    of times; 5. `close`. These methods are called one at a time, each from any thread. So a runner
+    sets thread-local state (inference mode, thread count, device) inside every call.
+    """
+
+    def estimate(self) -> MemoryEstimate:
+        """Return what `load` will need, from the model's metadata. No weights are read and nothing
+        is kept.
+
+        Raises:
+            SpawnFailed: as `load` would, as far as the metadata show.
+        """
+        ...
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> InfoT:
+        """Load the weights, allocate memory and warm up. ``progress`` is called from this thread.
+
+        Raises:
+            SpawnFailed: the model cannot be served; one sentence says why. Nothing is kept.
+        """
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer for plain text and chats. Valid after `load`."""
+        ...
+
+    def execute(self, plan: PlanT) -> ResultT:
+        """Compute one step.
+
+        Raises:
+            MemoryError: the device ran out of memory; nothing of the plan took effect.
+            Exception: the whole step failed in another way; nothing of the plan took effect.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the weights and every other tensor. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpan:
+    """A token and the half-open range of characters of the input that it came from."""
+
+    token_id: int
+    text: str
+    start: int
+    end: int
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Turns text into token ids and back. Safe to call from any thread."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the ids of a text.
+
+        Raises:
+            InvalidRequest: the text cannot be encoded; the violation names the field ``text``.
+        """
+        ...
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
+        """Return the tokens of a text with the characters each came from.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        template_args: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the prompt that the model's chat template makes of messages.
+
+        Raises:
+            InvalidRequest: the template refuses them; the violation names the field ``chat``.
+        """
+        ...
+
+    def chat_template(self, *, has_tools: bool) -> str:
+        """Return the source of the template that `render_chat` uses; empty if there is none."""
+        ...
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """Return the ids of those texts that are special tokens."""
+        ...
+
+
+# ---- runners of text models
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The sampling values of the model's generation_config; None where it has no value."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    min_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Describes a text model once it is loaded."""
+
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int  # prompt and output together, as served
+    num_blocks: int
+    block_size: int
+    eos_token_ids: frozenset[int]
+    memory_bytes: int  # weights, KV pool and workspace
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    is_demo: bool = False
+    has_chat_template: bool = False
+    threads: int = 0  # CPU threads that a step uses
+
+    @property
+    def capability(self) -> Capability:
+        """What the model can do."""
+        return Capability.TEXT_TO_TEXT
+
+
+class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):
+    """A runner of a model that generates text. Its steps run the model, sample, turn tokens into
+    text and match stop strings. It owns the KV pool, too."""
+
+    def compile(self, constraint: Constraint) -> int:
+        """Make a constraint ready for sequences that will be admitted with it; return about how
+        many bytes the compiled form takes. Unlike the other methods, this one is called from
+        several threads at once, and during steps.
+
+        Raises:
+            InvalidRequest: the constraint cannot be followed; the violation names the field.
+            Unsupported: this model cannot follow any constraint.
+        """
+        ...
+
+    def forget(self, constraint: Constraint) -> None:
+        """Drop a compiled constraint. No sequence will be admitted with it unless it is compiled
+        again. A constraint that is not compiled is ignored."""
+        ...
+
+
+# ---- runners of encoders
+
+
+class EncoderKind(Enum):
+    """What an encoder computes: a vector for each text, or a score for each pair of texts."""
+
+    EMBEDDING = "embedding"
+    RERANK = "rerank"
+
+
+_CAPABILITIES = {
+    EncoderKind.EMBEDDING: Capability.TEXT_EMBEDDING,
+    EncoderKind.RERANK: Capability.RERANK,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderInfo:
+    """Describes an encoder once it is loaded."""
+
+    kind: EncoderKind
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int  # tokens of one input; for a cross-encoder, of query and document together
+    memory_bytes: int
+    dimensions: int = 0  # length of its vectors; 0 for a cross-encoder
+    prompt_names: tuple[str, ...] = ()
+    is_demo: bool = False
+    threads: int = 0  # CPU threads that a step uses
+
+    @property
+    def capability(self) -> Capability:
+        """What the encoder can do."""
+        return _CAPABILITIES[self.kind]
+
+
+class EncoderTokenizer(Protocol):
+    """Turns texts into inputs, and cuts those that are too long. Safe to call from any thread."""
+
+    def encode_texts(self, texts: Sequence[str], prompt_name: str) -> list[TokenizedInput]:
+        """Return one input for each text, with the named prompt before it. An empty name stands for
+        the model's default prompt.
+
+        Raises:
+            InvalidRequest: a text cannot be encoded; the violation's field is its index.
+        """
+        ...
+
+    def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
+        """Return one input for each document, the query first. Where both together are too long,
+        the longer one is cut.
+
+        Raises:
+            InvalidRequest: as `encode_texts`; the field of the query is ``query``.
+        """
+        ...
+
+
+class EncodeRunner(Runner[EncodePlan, EncodeResult, EncoderInfo], Protocol):
+    """A runner of an encoder. It keeps nothing between steps. Except for the noise of float
+    arithmetic, the result of a row does not depend on the other rows."""
+
+    @property
+    def encoder_tokenizer(self) -> EncoderTokenizer:
+        """The tokenizer that makes the inputs of plans. Valid after `load`."""
+        ...

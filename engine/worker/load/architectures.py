@@ -1,0 +1,189 @@
+"""Decides from a model's config alone whether its architecture is served.
+
+Rule 1: an architecture is in `SERVED` only if the parity suite tests it. Rule 2: a model is refused
+with a `Refusal` of one sentence that names the obstacle. Nothing that could change the output is
+ignored silently.
+
+What a config does not show (the keywords that a layer passes to its attention) is checked on the
+loaded model by `engine.worker.load.probe`. This file imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A served model class of transformers: its name, its module, a name for people, and its config
+    class."""
+
+    name: str
+    module: str
+    label: str
+    config: str
+
+
+SERVED: dict[str, Architecture] = {
+    entry.name: entry
+    for entry in (
+        Architecture("LlamaForCausalLM", "llama", "Llama", "LlamaConfig"),
+        Architecture("Qwen2ForCausalLM", "qwen2", "Qwen2", "Qwen2Config"),
+        Architecture("Qwen3ForCausalLM", "qwen3", "Qwen3", "Qwen3Config"),
+        Architecture("Qwen3MoeForCausalLM", "qwen3_moe", "Qwen3-MoE", "Qwen3MoeConfig"),
+        Architecture("MistralForCausalLM", "mistral", "Mistral", "MistralConfig"),
+        Architecture("Phi3ForCausalLM", "phi3", "Phi-3", "Phi3Config"),
+        Architecture("GemmaForCausalLM", "gemma", "Gemma", "GemmaConfig"),
+        Architecture("Gemma2ForCausalLM", "gemma2", "Gemma 2", "Gemma2Config"),
+        Architecture("Gemma3ForCausalLM", "gemma3", "Gemma 3 (text)", "Gemma3TextConfig"),
+        Architecture("Olmo2ForCausalLM", "olmo2", "OLMo 2", "Olmo2Config"),
+        Architecture("GPT2LMHeadModel", "gpt2", "GPT-2", "GPT2Config"),
+        Architecture("OPTForCausalLM", "opt", "OPT", "OPTConfig"),
+        Architecture("GraniteForCausalLM", "granite", "Granite", "GraniteConfig"),
+        Architecture("Starcoder2ForCausalLM", "starcoder2", "StarCoder2", "Starcoder2Config"),
+    )
+}
+
+# Model types with recurrent or state-space layers. Their state is not keys and values, so that the
+# paged cache cannot hold it.
+RECURRENT_TYPES = (
+    "mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "xlstm", "falcon_h1", "lfm2",
+    "qwen3_next", "granitemoehybrid", "nemotron_h", "plamo2", "minimax", "kimi_linear",
+)  # fmt: skip
+RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "hybrid")
+# Model types whose decoder layers do not pass the step's keywords to their attention (D11).
+KEYWORDLESS_TYPES = ("stablelm",)
+# Model types whose attention needs a keyword that ours does not support, and the keyword.
+KEYWORD_TYPES = {"gpt_oss": "s_aux"}
+MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "image_token_id")
+# Rotary embeddings whose frequencies depend on the config alone. The type "dynamic" computes them
+# from the longest position of the batch, so that one request would change another's output.
+STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+def served_names() -> str:
+    """Return the names of all served architectures, for the refusal of an unknown one."""
+    return ", ".join(entry.label for entry in SERVED.values())
+
+
+def find(config: Mapping[str, Any]) -> Architecture:
+    """Return the architecture of a parsed config.json.
+
+    Raises:
+        Refusal: The architecture is not served.
+    """
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    model_type = str(config.get("model_type", ""))
+    _refuse_kinds(config, name or model_type or "unnamed", model_type)
+    if not name:
+        raise Refusal("its config.json names no architecture (the field 'architectures')")
+    if name not in SERVED:
+        raise Refusal(
+            f"the architecture {name} is not served; these are, each tested token for token: "
+            f"{served_names()}"
+        )
+    _refuse_fields(config, name)
+    return SERVED[name]
+
+
+def _refuse_kinds(config: Mapping[str, Any], name: str, model_type: str) -> None:
+    """Refuse whole families of models, each with its own reason."""
+    if config.get("is_encoder_decoder"):
+        raise Refusal(f"{name} is an encoder-decoder model; only decoder-only ones are served")
+    if any(config.get(key) is not None for key in MULTIMODAL_KEYS):
+        raise Refusal(f"{name} is a multimodal model; only text models are served")
+    layer_types = config.get("layer_types") or config.get("layers_block_type") or ()
+    layers = [kind for kind in layer_types if any(w in str(kind) for w in RECURRENT_LAYERS)]
+    if layers or any(word in model_type for word in RECURRENT_TYPES):
+        what = f" ({layers[0]})" if layers else ""
+        raise Refusal(f"{name} has recurrent layers{what}, whose state the paged cache cannot hold")
+    if model_type in KEYWORDLESS_TYPES:
+        raise Refusal(f"{name} does not pass keywords on to its attention, which paging needs")
+    if model_type in KEYWORD_TYPES:
+        raise Refusal(
+            f"{name} needs the attention keyword {KEYWORD_TYPES[model_type]!r}, which is not "
+            "supported"
+        )
+
+
+def _refuse_fields(config: Mapping[str, Any], name: str) -> None:
+    """Refuse config fields that would change a served architecture's computation."""
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise Refusal(f"the checkpoint is quantised ({method or 'unknown method'}); it needs "
+                          "plain float weights")  # fmt: skip
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+        raise Refusal(f"this {name} attends in both directions; only causal ones are served")
+    if config.get("add_cross_attention"):
+        raise Refusal(f"this {name} has cross-attention; only decoder-only ones are served")
+
+
+def context_limit(config: Any, requested: int | None) -> int:
+    """Return the most tokens that a sequence may have, prompt and output together.
+
+    ``config`` is transformers' config object. The limit is ``requested``, or else the model's own:
+    for a longrope model its original length, because a longer sequence would change the
+    frequencies of all sequences in the batch.
+
+    Raises:
+        Refusal: The rotary embedding is not served, or ``requested`` exceeds the model's limit.
+    """
+    limit = int(config.max_position_embeddings)
+    why = "the model's max_position_embeddings"
+    for rope in _rope_parameters(config):
+        kind = str(rope.get("rope_type", "default"))
+        if kind == "longrope":
+            original = rope.get("original_max_position_embeddings") or limit
+            if int(original) < limit:
+                limit, why = int(original), "the original length of its longrope embedding"
+        elif kind not in STATIC_ROPE_TYPES:
+            raise Refusal(
+                f"its rotary embedding is of type {kind!r}, which is untested or whose frequencies "
+                "depend on the other sequences of the batch"
+            )
+    if requested is None:
+        return limit
+    if requested > limit:
+        raise Refusal(f"max_model_len {requested} is more than {why}, {limit}")
+    return requested
+
+
+def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary settings: none, one, or one for each layer type (Gemma 3)."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope or "rope_theta" in rope:
+        yield rope
+        return
+    for value in rope.values():
+        if isinstance(value, dict):
+            yield value
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The shape of one layer's cache entry for one token: ``num_kv_heads`` keys and as many values,
+    each of ``head_dim`` numbers."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Keys and values of one token together, counted in numbers."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
+    """Return the shape of each layer by the config. The probe compares them with the model."""
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return (LayerShape(kv_heads, head_dim),) * int(config.num_hidden_layers)

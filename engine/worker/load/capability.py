@@ -1,0 +1,66 @@
+"""Determines a model's capability from the files of its directory.
+
+Rule: this file imports neither torch nor transformers and does not use the network, because the
+pool needs the answer before it loads anything (R124).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.status import Capability
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import read_json, resolve_local
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MODULES_NAME = "modules.json"
+OWN_CONFIG_NAME = "config_sentence_transformers.json"
+
+
+def find(model: str, revision: str = "") -> Capability | None:
+    """Return the capability of a model by directory, demo id or cached Hugging Face id, or None if
+    its files are not on this machine."""
+    source = resolve_local(model, revision)
+    return None if source is None else capability_of(source.directory)
+
+
+def capability_of(directory: Path) -> Capability:
+    """Return the capability of the model in ``directory``: a classifier with one label reranks, a
+    sentence-transformers model embeds, and any other model generates text or is refused when it is
+    loaded."""
+    if _is_cross_encoder(directory):
+        return Capability.RERANK
+    if (directory / MODULES_NAME).is_file():
+        return Capability.TEXT_EMBEDDING
+    return Capability.TEXT_TO_TEXT
+
+
+def _is_cross_encoder(directory: Path) -> bool:
+    if _read(directory, OWN_CONFIG_NAME).get("model_type") == "CrossEncoder":
+        return True
+    config = _read(directory, "config.json")
+    names = config.get("architectures")
+    if not isinstance(names, list) or not names:
+        return False
+    is_classifier = str(names[0]).endswith("ForSequenceClassification")
+    return is_classifier and _num_labels(config) == 1
+
+
+def _num_labels(config: dict[str, object]) -> int:
+    """Count the labels as transformers does: by their names, else by their number, else two."""
+    labels = config.get("id2label")
+    if isinstance(labels, dict):
+        return len(labels)
+    number = config.get("num_labels", 2)
+    return number if isinstance(number, int) else 2
+
+
+def _read(directory: Path, name: str) -> dict[str, object]:
+    """Return a file's JSON object, or {} if the file is missing or broken; loading will report
+    that."""
+    try:
+        return read_json(directory, name)
+    except (Refusal, OSError):
+        return {}

@@ -1,0 +1,112 @@
+"""Opens a checkpoint's safetensors files and gives out its tensors by name.
+
+Rule 1: headers come first. Names, shapes and dtypes are known, and every refusal is raised, before
+any weights are read. Rule 2: pickled files are never read.
+
+Tensors are views of the mapped file, which is read when a view is first used.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import weight_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    import torch
+
+# Bytes of a number, by safetensors' name of its type. Checkpoints with other types (integers, 8-bit
+# floats) are quantised and are refused.
+FLOAT_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the checkpoint as the header of its file describes it. ``file`` is that file's
+    place among the checkpoint's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # safetensors' name: F32, BF16, …
+    file: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The tensor's size in its file."""
+        return prod(self.shape) * FLOAT_SIZES.get(self.dtype, 1)
+
+
+class Checkpoint:
+    """The open files of one checkpoint, as a context manager.
+
+    Raises:
+        Refusal: On entering: there are no files, or one is missing, cut short, or not a safetensors
+            file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = ExitStack()
+        self._files: list[Any] = []
+        self.tensors: dict[str, StoredTensor] = {}
+
+    def __enter__(self) -> Checkpoint:
+        try:
+            for name in weight_files(self._directory):
+                self._open(name)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor as it is stored: a view of the mapped file, valid even after closing."""
+        return self._files[self.tensors[name].file].get_tensor(name)
+
+    @property
+    def num_values(self) -> int:
+        """The total size of the tensors, counted in numbers."""
+        return sum(prod(tensor.shape) for tensor in self.tensors.values())
+
+    @property
+    def main_dtype(self) -> str:
+        """The dtype of most of the bytes."""
+        sizes: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.num_bytes
+        return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else "F32"
+
+    def _open(self, name: str) -> None:
+        path = self._directory / name
+        if not path.is_file():
+            raise Refusal(f"its weight file {name} is missing")
+        try:
+            file = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+            for key in file.keys():  # noqa: SIM118  (not a dict: it has no __iter__)
+                part = file.get_slice(key)
+                shape = tuple(part.get_shape())
+                self.tensors[key] = StoredTensor(key, shape, part.get_dtype(), len(self._files))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise Refusal(
+                f"its weight file {name} is cut short or is not a safetensors file",
+                detail=f"{type(error).__name__}: {error}",
+            ) from error
+        self._files.append(file)

@@ -1,0 +1,87 @@
+"""Reads end tokens and sampling defaults from a model's generation_config.json.
+
+Rule: a field that is missing becomes None and is decided elsewhere. A value outside its range
+(`RANGES`) makes the model be refused, since every request would inherit that value.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.worker.interface import SamplingDefaults
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+FILE_NAME = "generation_config.json"
+# The lowest and the highest value of each field, by transformers' names. The ranges are those of
+# SamplingParams in inference.proto.
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, float("inf")),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "top_k": (0, 2**31 - 1),
+    "min_new_tokens": (0, 2**31 - 1),
+}
+
+
+def read_generation(directory: Path, config: Any) -> tuple[SamplingDefaults, frozenset[int]]:
+    """Return the sampling defaults and the end-of-sequence ids. If the file has no such ids, they
+    come from the model's config.
+
+    Raises:
+        Refusal: The file is broken, or a value is outside its range.
+    """
+    raw: Mapping[str, Any] = {}
+    if (directory / FILE_NAME).is_file():
+        raw = read_json(directory, FILE_NAME)
+    ends = raw.get("eos_token_id")
+    if ends is None:
+        ends = getattr(config, "eos_token_id", None)
+    defaults = SamplingDefaults(
+        temperature=_number(raw, "temperature"),
+        top_k=_integer(raw, "top_k"),
+        top_p=_number(raw, "top_p") or None,
+        min_p=_number(raw, "min_p"),
+        typical_p=_number(raw, "typical_p"),
+        repetition_penalty=_number(raw, "repetition_penalty"),
+        presence_penalty=_number(raw, "presence_penalty"),
+        frequency_penalty=_number(raw, "frequency_penalty"),
+        min_tokens=_integer(raw, "min_new_tokens"),
+    )
+    return defaults, _end_ids(ends, int(config.vocab_size))
+
+
+def _number(raw: Mapping[str, Any], name: str) -> float | None:
+    value = raw.get(name)
+    if value is None:
+        return None
+    low, high = RANGES[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        raise Refusal(f"its {FILE_NAME} has {name} = {value!r}, which is out of range")
+    return float(value)
+
+
+def _integer(raw: Mapping[str, Any], name: str) -> int | None:
+    value = _number(raw, name)
+    return None if value is None else int(value)
+
+
+def _end_ids(value: object, vocab_size: int) -> frozenset[int]:
+    """Return the ids of a field that holds one id, a list of ids or nothing. Ids outside the
+    vocabulary are left out."""
+    if value is None:
+        return frozenset()
+    listed = value if isinstance(value, list) else [value]
+    ids = [item for item in listed if isinstance(item, int)]
+    if len(ids) != len(listed):
+        raise Refusal(f"its eos_token_id is {value!r}, and must be a token id or a list of them")
+    return frozenset(item for item in ids if 0 <= item < vocab_size)

@@ -1,0 +1,71 @@
+"""Checks what a loaded model's layers pass to their attention.
+
+Rule: the config is not trusted. One small forward records every attention call. The model is
+refused by name if a layer was not called exactly once, has another shape than the cache, or passes
+a keyword outside the closed list of `engine.worker.forward.attention`. So it fails when it is
+loaded, and not in a user's answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.worker.forward.attention import KEYWORD, AttentionCall, UnsupportedAttention
+from engine.worker.load.architectures import LayerShape
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.worker.load.loader import LoadedModel
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """A `PreparedStep` that computes nothing and records every call."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    shapes: list[tuple[LayerShape, LayerShape]] = field(default_factory=list)
+
+    def attend(
+        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Record the call and its shapes, and return zeros."""
+        self.calls.append(call)
+        self.shapes.append((LayerShape(*key.shape[1:]), LayerShape(*value.shape[1:])))
+        return query.new_zeros((*query.shape[:2], value.shape[2]))
+
+
+def probe(model: LoadedModel, shapes: Sequence[LayerShape]) -> tuple[AttentionCall, ...]:
+    """Run the model once over two packed tokens and return its layers' calls in layer order.
+
+    Raises:
+        Refusal: The paged cache does not support the model's attention.
+    """
+    recorder = _Recorder()
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+    try:
+        model.module(input_ids=tokens, position_ids=tokens, use_cache=False, **{KEYWORD: recorder})
+    except UnsupportedAttention as error:
+        raise Refusal(f"{model.architecture.name} is not served: {error}") from error
+    _check_layers(model.architecture.name, recorder, shapes)
+    return tuple(sorted(recorder.calls, key=lambda call: call.layer))
+
+
+def _check_layers(name: str, recorder: _Recorder, shapes: Sequence[LayerShape]) -> None:
+    layers = sorted(call.layer for call in recorder.calls)
+    if layers != list(range(len(shapes))):
+        raise Refusal(
+            f"{name} is not served: its {len(shapes)} layers called the attention "
+            f"{len(layers)} times, and each layer must call it once"
+        )
+    for call, (keys, values) in zip(recorder.calls, recorder.shapes, strict=True):
+        if keys != shapes[call.layer] or values != shapes[call.layer]:
+            raise Refusal(
+                f"{name} is not served: layer {call.layer} keeps {keys.num_kv_heads} keys of "
+                f"{keys.head_dim} and values of {values.head_dim} for a token, but its config "
+                f"implies {shapes[call.layer].num_kv_heads} of {shapes[call.layer].head_dim}"
+            )

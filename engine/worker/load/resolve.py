@@ -1,0 +1,233 @@
+"""Finds the directory of a model by the name that the user gave.
+
+A name is one of these, in this order: an existing directory, a demo id, a Hugging Face id.
+
+Rule 1: nothing here reads weights or knows architectures. Rule 2: the network is used only for a
+model that the local cache does not hold completely, so that a second start needs no network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.worker.load.refusal import Refusal
+
+# Demo models, as package data under engine/demo/.
+DEMOS = {"demo-stories": "stories", "demo-embed": "embed", "demo-rerank": "rerank"}
+DEMO_ROOT = Path(__file__).resolve().parents[2] / "demo"
+
+INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_NAME = "model.safetensors"
+# The files of a repository that a model needs, including an encoder's modules such as
+# 1_Pooling/config.json. Pickled and original weights are not downloaded.
+WANTED_FILES = (
+    "config.json", "generation_config.json", WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "vocab.txt", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
+    "[0-9]_*/*.json", "[0-9]_*/*.txt", "[0-9]_*/*.safetensors",
+)  # fmt: skip
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# A first check of Hub ids; the Hub's own rules are stricter (`_is_hub_id`).
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model's directory, and the name that a client may see."""
+
+    directory: Path
+    name: str
+    is_demo: bool = False
+
+
+def short_name(model: str) -> str:
+    """Return the model's name for messages: the last part of a directory, never its path."""
+    path = Path(os.path.expanduser(model))
+    is_path = os.path.isdir(path) or model.startswith((".", "/", "~")) or model.count("/") > 1
+    return path.resolve().name if is_path else model
+
+
+def resolve(model: str, revision: str = "") -> Source:
+    """Find the model's directory. A Hugging Face id that is not cached yet is downloaded.
+
+    Raises:
+        Refusal: There is no such model; the message says where it was searched.
+    """
+    path = _path_of(model)
+    if path.is_dir():
+        return Source(path, short_name(model))
+    if model in DEMOS:
+        directory = DEMO_ROOT / DEMOS[model]
+        if not (directory / "config.json").is_file():
+            raise Refusal("this demo model is not part of the installation", detail=str(directory))
+        return Source(directory, model, is_demo=True)
+    if path.exists():
+        raise Refusal("it is a file, and a model is a directory", detail=str(path))
+    if not _is_hub_id(model):
+        raise Refusal("there is no such directory", detail=str(path.absolute()))
+    return Source(_hub_directory(model, revision), model)
+
+
+def resolve_local(model: str, revision: str = "") -> Source | None:
+    """Find the model's directory without the network. Return None where `resolve` would download
+    or refuse."""
+    try:
+        if model not in DEMOS and not _path_of(model).exists() and _is_hub_id(model):
+            return _cached(model, revision)
+        return resolve(model, revision)
+    except Refusal:
+        return None
+
+
+def _path_of(model: str) -> Path:
+    """Return the path that the name would have as a directory.
+
+    Raises:
+        Refusal: The operating system cannot say whether the path exists.
+    """
+    path = Path(os.path.expanduser(model))  # Path.expanduser raises for an unknown user
+    try:
+        path.exists()
+    except OSError as error:
+        raise Refusal(f"its path cannot be accessed: {error.strerror}", detail=str(path)) from None
+    return path
+
+
+def _is_hub_id(model: str) -> bool:
+    if not HUB_ID.fullmatch(model):
+        return False
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # no __all__
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _cached(model: str, revision: str) -> Source | None:
+    import huggingface_hub
+
+    found = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision or None)
+    return Source(Path(found).parent, model) if isinstance(found, str) else None
+
+
+def _hub_directory(model: str, revision: str) -> Path:
+    """Return the snapshot of a Hugging Face id: the cached one if it is complete, else a new
+    download."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    snapshot = partial(
+        huggingface_hub.snapshot_download,
+        model,
+        revision=revision or None,
+        allow_patterns=list(WANTED_FILES),
+    )
+    try:
+        cached = Path(snapshot(local_files_only=True))
+        if _is_whole(cached):
+            return cached
+    except (OSError, ValueError):
+        pass  # this revision is not cached: ask the Hub
+    try:
+        directory = Path(snapshot())
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "no answer")
+        where = f"revision {revision!r} of it " if revision else "it "
+        raise Refusal(
+            "there is no directory of this name, and the Hugging Face Hub does not give "
+            f"{where}(status {status}){_hint(model)}",
+            detail=str(error),
+        ) from error
+    except Exception as error:  # the Hub's HTTP client raises many kinds without a network
+        raise Refusal(
+            "there is no directory of this name, it is not in the Hugging Face cache, and the "
+            f"Hub cannot be reached{_hint(model)}",
+            detail=f"{type(error).__name__}: {error}",
+        ) from error
+    if not _is_whole(directory):  # without a network, the Hub's client returns what is cached
+        raise Refusal(
+            "its repository has no safetensors weights, or its download is unfinished and the "
+            "Hub cannot be reached",
+            detail=str(directory),
+        )
+    return directory
+
+
+def _hint(model: str) -> str:
+    """Return a list of the demos for a name without an owner, which may be a demo's misspelled."""
+    return "" if "/" in model else f"; the demos are {', '.join(DEMOS)}"
+
+
+def _is_whole(directory: Path) -> bool:
+    """Return whether the directory has a config and all files of its weights."""
+    if not (directory / "config.json").is_file():
+        return False
+    try:
+        return all((directory / name).is_file() for name in weight_files(directory))
+    except Refusal:
+        return False
+
+
+def weight_files(directory: Path) -> tuple[str, ...]:
+    """Return the names of the checkpoint's safetensors files, by its index if it has one.
+
+    Raises:
+        Refusal: There are none, or only pickled ones.
+    """
+    if (directory / INDEX_NAME).is_file():
+        index = read_json(directory, INDEX_NAME).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise Refusal(f"its {INDEX_NAME} lists no weights")
+        names = sorted({str(name) for name in index.values()})
+        if any(Path(name).name != name for name in names):
+            raise Refusal(f"its {INDEX_NAME} points outside the model's directory")
+        return tuple(names)
+    if (directory / WEIGHTS_NAME).is_file():
+        return (WEIGHTS_NAME,)
+    pickled = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLED)
+    if pickled:
+        raise Refusal(
+            f"its weights are pickled ({pickled[0]}), which can run code when read; only "
+            "safetensors are loaded"
+        )
+    raise Refusal(f"it has no weights ({WEIGHTS_NAME})")
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Return whether the model has a chat template."""
+    if any((directory / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
+        return True
+    name = "tokenizer_config.json"
+    return (directory / name).is_file() and bool(read_json(directory, name).get("chat_template"))
+
+
+def read_json(directory: Path, name: str) -> dict[str, Any]:
+    """Read a JSON object from the model's directory.
+
+    Raises:
+        Refusal: The file is missing, unreadable, not JSON, or not an object.
+    """
+    path = directory / name
+    try:
+        parsed = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        empty = not any(directory.iterdir())
+        raise Refusal("its directory is empty" if empty else f"it has no {name}") from None
+    except OSError as error:
+        raise Refusal(f"its {name} cannot be read ({error.strerror})", detail=str(path)) from error
+    except ValueError as error:
+        where = f" at line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise Refusal(f"its {name} is not valid JSON{where}", detail=str(error)) from error
+    if not isinstance(parsed, dict):
+        raise Refusal(f"its {name} is not a JSON object")
+    return parsed

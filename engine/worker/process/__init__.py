@@ -1,0 +1,1 @@
+"""A worker in a process of its own."""

@@ -1,0 +1,239 @@
+"""The program of a worker process: `python -m engine.worker.process.main NAME MAIN CONTROL`.
+
+`WorkerProcess` starts it. MAIN and CONTROL are descriptors of sockets. On the main channel this
+thread gets a setup, then requests to estimate and load, then one step after another; when the
+channel ends, so does the process. Over the control socket come side channels, for compiling
+constraints beside the steps; each is served by a thread of its own.
+
+Rule 1: a plan that was received is answered, or the process ends: without an answer nobody could
+know what took effect. Rule 2: the process does not outlive its server, whatever either does.
+Standard input is a pipe that the server holds open; when it closes, the kernel sends a SIGKILL,
+which no step can delay. (The parent's death signal of prctl would come when the *thread* ends that
+started this process.) Rule 3: the process ignores Ctrl-C and SIGTERM, which are for the server: it
+drains first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from engine import logs
+from engine.gc_tuning import freeze_after_load
+from engine.worker.interface import EncoderInfo
+from engine.worker.process import messages
+from engine.worker.process.channel import BadMessage, Channel, ChannelClosed
+from engine.worker.process.messages import Estimated, Loaded, raised
+
+if TYPE_CHECKING:
+    from engine.core.common.types import Constraint
+    from engine.worker.process.messages import Compile, Setup
+
+EXIT_LOST = 70  # EX_SOFTWARE of sysexits.h
+SERVERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+log = logging.getLogger(__name__)
+
+
+def main() -> NoReturn:
+    """Serve until the main channel ends."""
+    name, main_fd, control_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    for number in SERVERS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_the_server(sys.stdin.fileno())
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # sent by `WorkerProcess.dump_stacks`
+    logs.request_id.set(f"worker {name}")
+    code = EXIT_LOST
+    try:
+        Worker(name, own_socket(main_fd), own_socket(control_fd)).serve()
+        code = 0
+    except ChannelClosed:  # the server closed the channel and does not want the answer any more
+        code = 0
+    except BaseException:
+        log.exception("the worker process of %s ends", name)
+    finally:
+        leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End at once, without the clean-up of torch and others at an interpreter's end, which takes
+    time and gains nothing."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def die_with_the_server(fd: int) -> None:
+    """Have the kernel kill this process when the pipe's other end is closed. Only Linux can do
+    that; elsewhere the end of the control socket ends the process, once its thread has Python's
+    lock."""
+    if not hasattr(fcntl, "F_SETSIG"):
+        return
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    look = select.poll()
+    look.register(fd, select.POLLIN)
+    if look.poll(0):  # the pipe was closed before the kernel watched it
+        leave(EXIT_LOST)
+
+
+def own_socket(fd: int) -> socket.socket:
+    """Return the socket of a descriptor. Processes started from here do not inherit it."""
+    os.set_inheritable(fd, False)
+    return socket.socket(fileno=fd)
+
+
+def make_runner(setup: Setup) -> Any:
+    """Return the factory's unloaded runner. Importing the factory may import torch."""
+    module, _, function = setup.factory.partition(":")
+    return getattr(importlib.import_module(module), function)(setup.spec, setup.capability)
+
+
+def own_bytes() -> int:
+    """Return the memory that only this process has, in bytes; 0 if the system does not say."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+class Worker:
+    """Serves one runner on the main channel and on side channels."""
+
+    def __init__(self, name: str, main: socket.socket, control: socket.socket) -> None:
+        self._name = name
+        self._channel = Channel(main)
+        self._control = control
+        self._setup: Any = None
+        self._runner: Any = None
+        self._compiled = _Compiled()
+
+    def serve(self) -> None:
+        """Answer the requests on the main channel until the server closes it."""
+        name, setup = self._channel.receive()
+        if name != "setup":
+            raise BadMessage(f"{name} before setup")
+        sys.path.extend(entry for entry in setup.path if entry not in sys.path)
+        logs.configure(setup.log_level, "json" if setup.is_json else "human")
+        threading.Thread(target=self._accept_channels, name="control", daemon=True).start()
+        self._setup = setup
+        while True:
+            try:
+                name, value = self._channel.receive()
+            except ChannelClosed:
+                if self._runner is not None:
+                    self._runner.close()
+                return
+            self._answer(name, value)
+
+    def _answer(self, name: str, value: Any) -> None:
+        if name == "step":
+            self._step(value)
+            return
+        if name not in ("estimate", "load"):
+            raise BadMessage(f"{name} is no request")
+        try:
+            if self._runner is None:
+                self._runner = make_runner(self._setup)
+            if name == "estimate":
+                self._channel.send("estimated", Estimated(self._runner.estimate(), own_bytes()))
+            else:
+                self._channel.send("loaded", self._load())
+        except ChannelClosed:
+            raise
+        except BaseException as error:
+            self._channel.send("raised", raised(error))
+
+    def _load(self) -> Loaded:
+        runner, before = self._runner, own_bytes()
+        info = runner.load(lambda progress: self._channel.send("progress", progress))
+        freeze_after_load()  # takes 0.4 s with torch, for which no step should wait
+        encoder_tokenizer = runner.encoder_tokenizer if isinstance(info, EncoderInfo) else None
+        return Loaded(info, before, runner.tokenizer, encoder_tokenizer)
+
+    def _step(self, plain: Any) -> None:
+        plan = messages.plan_of(plain)
+        try:
+            result = self._runner.execute(plan)
+        except BaseException as error:
+            self._channel.send("raised", raised(error))
+            return
+        self._channel.send("done", messages.plain_result(result))
+
+    # ---- beside the steps
+
+    def _accept_channels(self) -> None:
+        """Start a thread for every side channel that comes over the control socket. When that
+        socket ends, the server is gone, and the process ends."""
+        while True:
+            data, fds, _, _ = socket.recv_fds(self._control, 1, 1)
+            if not data:
+                leave(EXIT_LOST)
+            for fd in fds:
+                channel = Channel(own_socket(fd))
+                threading.Thread(target=self._serve_beside, args=(channel,), daemon=True).start()
+
+    def _serve_beside(self, channel: Channel) -> None:
+        logs.request_id.set(f"worker {self._name}")
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                _, request = channel.receive()
+                try:
+                    size = self._compile(request)
+                except BaseException as error:  # a panic in a library in Rust is no Exception
+                    channel.send("raised", raised(error))
+                else:
+                    channel.send("compiled", size)
+        channel.close()
+
+    def _compile(self, request: Compile) -> int:
+        for constraint, number in request.forgets:
+            if self._compiled.try_forget(constraint, number):
+                self._runner.forget(constraint)
+        self._compiled.begin(request.constraint, request.number)
+        try:
+            size: int = self._runner.compile(request.constraint)
+        except BaseException:
+            self._compiled.try_forget(request.constraint, request.number + 1)
+            raise
+        return size
+
+
+class _Compiled:
+    """Remembers the number of each constraint's latest compilation. A forget that the server made
+    before that compilation, but that arrives after it on another channel, must have no effect."""
+
+    def __init__(self) -> None:
+        self._latest: dict[Constraint, int] = {}
+        self._lock = threading.Lock()  # guards the numbers; never taken in a step
+
+    def begin(self, constraint: Constraint, number: int) -> None:
+        """Note that a compilation with this number begins."""
+        with self._lock:
+            self._latest[constraint] = max(number, self._latest.get(constraint, 0))
+
+    def try_forget(self, constraint: Constraint, number: int) -> bool:
+        """Return whether the constraint is to be dropped, and drop its number if so."""
+        with self._lock:
+            if self._latest.get(constraint, 0) >= number:
+                return False
+            self._latest.pop(constraint, None)
+            return True
+
+
+if __name__ == "__main__":
+    main()

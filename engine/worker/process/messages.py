@@ -1,0 +1,212 @@
+"""What a server and its worker process send each other, as values that pickle.
+
+Rows of plans and results come with every step, and a row may have dozens of log-probabilities. They
+are taken apart into plain tuples first: named tuples and frozen dataclasses pickle by calls of
+Python for each, and a step's messages cost half as much this way (`python -m tools.bench process`).
+Plans and results of other kinds of work travel as they are, so they must not be plain tuples.
+
+Rule: imports no torch.
+
+Source: D3, D8.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+from engine.core.common.types import Alternative, TokenLogprob
+from engine.core.text.plan import Row, RowResult, StepPlan, StepResult
+from engine.errors import TrioletError
+from engine.worker.process.channel import PROTOCOL
+
+if TYPE_CHECKING:
+    from engine.core.common.types import Constraint
+    from engine.status import Capability
+    from engine.worker.interface import (
+        EncoderInfo,
+        EncoderTokenizer,
+        MemoryEstimate,
+        ModelInfo,
+        RunnerSpec,
+        Tokenizer,
+    )
+
+TEXT_CHARS = 2000  # of an error's message; a guess
+
+
+class WorkerProcessError(RuntimeError):
+    """An exception of the worker process that is not one of ours. Its message holds the type and
+    the message of the original. The original's traceback is a note, which logs show and ``str``
+    does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to a worker process. ``factory`` is ``module:function`` of a function that
+    returns an unloaded runner for the spec and the capability. ``path`` is where modules are found.
+    ``log_level`` and ``is_json`` say how its log lines look."""
+
+    factory: str
+    spec: RunnerSpec
+    capability: Capability | None
+    path: tuple[str, ...]
+    log_level: int
+    is_json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """The answer to ``estimate``: what the model will need. ``process_bytes`` are what its process
+    takes beside it."""
+
+    estimate: MemoryEstimate
+    process_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The answer to ``load``. ``process_bytes`` are what the process took before the load.
+    ``encoder_tokenizer`` is None for a text model."""
+
+    info: ModelInfo | EncoderInfo
+    process_bytes: int
+    tokenizer: Tokenizer
+    encoder_tokenizer: EncoderTokenizer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """A request to drop the constraints of ``forgets`` and then compile one. ``number`` counts
+    compilations and forgets in the order in which the server made them, because on different
+    channels they may overtake each other."""
+
+    constraint: Constraint
+    number: int
+    forgets: tuple[tuple[Constraint, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception as it travels: as strings, and, where it is one of ours, pickled in ``own``."""
+
+    text: str
+    traceback: str
+    is_memory: bool
+    own: bytes = b""
+
+    def error(self) -> Exception:
+        """Return the exception to raise on the server's side."""
+        found: Exception = (
+            MemoryError(self.text) if self.is_memory else WorkerProcessError(self.text)
+        )
+        if self.own:
+            with suppress(Exception):  # only the worker process can import the class
+                found = pickle.loads(self.own)
+        found.add_note(f"In the worker process:\n{self.traceback}")
+        return found
+
+
+def raised(error: BaseException) -> Raised:
+    """Return an exception in the form that travels. Never fails, whatever the exception does."""
+    is_memory = isinstance(error, MemoryError)
+    try:
+        own = pickle.dumps(error, PROTOCOL) if isinstance(error, TrioletError) else b""
+        if own:
+            pickle.loads(own)
+    except Exception:
+        own = b""
+    name = type(error).__name__
+    try:
+        said = str(error)[:TEXT_CHARS]
+    except Exception:
+        said = "its message cannot be shown"
+    try:
+        trace = "".join(traceback.format_exception(error))
+    except Exception:
+        trace = "its traceback cannot be shown"
+    text = said if is_memory else f"{name}: {said}"
+    return Raised(text, trace, is_memory, own)
+
+
+# ---- plans and results, taken apart and put together
+
+
+def plain_plan(plan: object) -> object:
+    """Return a plan in the form that travels."""
+    if not isinstance(plan, StepPlan):
+        return plan
+    rows = tuple(map(tuple, plan.rows))
+    return (plan.plan_id, rows, plan.copies, plan.admitted, plan.released)
+
+
+def plan_of(plain: Any) -> Any:
+    """Return the plan that `plain_plan` took apart."""
+    if plain.__class__ is not tuple:
+        return plain
+    plan_id, rows, *rest = plain
+    return StepPlan(plan_id, tuple(map(tuple.__new__, repeat(Row), rows)), *rest)
+
+
+def plain_result(result: object) -> object:
+    """Return a result in the form that travels. Of its rows only a `RowResult` is taken apart."""
+    if not isinstance(result, StepResult):
+        return result
+    rows = [_plain_row(row) if row.__class__ is RowResult else row for row in result.rows]
+    return (result.plan_id, rows, result.timings)
+
+
+def result_of(plain: Any) -> Any:
+    """Return the result that `plain_result` took apart."""
+    if plain.__class__ is not tuple:
+        return plain
+    plan_id, rows, timings = plain
+    made = tuple([_row_of(row) if row.__class__ is tuple else row for row in rows])
+    return StepResult(plan_id, made, timings)
+
+
+def _plain_row(row: Any) -> tuple[Any, ...]:
+    if row.logprobs or row.prompt_logprobs:
+        row = row._replace(
+            logprobs=_plain_scores(row.logprobs), prompt_logprobs=_plain_scores(row.prompt_logprobs)
+        )
+    return tuple(row)
+
+
+def _row_of(plain: Any) -> RowResult:
+    row = tuple.__new__(RowResult, plain)
+    if row.logprobs or row.prompt_logprobs:
+        return row._replace(
+            logprobs=_scores_of(row.logprobs), prompt_logprobs=_scores_of(row.prompt_logprobs)
+        )
+    return row
+
+
+def _plain_scores(scores: tuple[TokenLogprob, ...]) -> tuple[Any, ...]:
+    return tuple(
+        [
+            (
+                one.token_id,
+                one.text,
+                one.logprob,
+                [
+                    (other.token_id, other.text, other.logprob, other.rank)
+                    for other in one.alternatives
+                ],
+            )
+            for one in scores
+        ]
+    )
+
+
+def _scores_of(plain: Any) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        [
+            TokenLogprob(token_id, text, logprob, tuple([Alternative(*other) for other in others]))
+            for token_id, text, logprob, others in plain
+        ]
+    )

@@ -1,0 +1,344 @@
+"""A runner that lives in a process of its own: a `TextRunner` or an `EncodeRunner` to the engine.
+
+A process has three advantages. If it dies, by a crash of a library or because the kernel needs its
+memory, only one replica is lost. A step that hangs can be killed. And the steps of several replicas
+do not share Python's lock.
+
+Rule 1: imports no torch; the process makes its own runner from a reference (`messages.Setup`).
+Rule 2: a step takes no lock of ours and starts no thread: the caller's thread writes the plan and
+waits for the answer, with Python's lock released (R35, R66). Rule 3: a worker is lost once: the
+first call that finds out ends and reaps the process, and every other call raises the same error.
+
+`estimate`, `load` and `execute` use the main channel, one thread at a time. Each `compile` uses a
+side channel of its own, so that compilations and steps do not wait for each other. `forget` must
+not wait, so it sends nothing: the next `compile` carries its constraint.
+
+The tokenizers are sent over once, pickled, and work here. If each text were sent to the process, it
+would take a hop of at least 0.05 ms (`python -m tools.bench process`) and wait for Python's lock
+beside a step, where encoding a line takes 0.03 ms; and a dead worker could encode nothing. If they
+were read here from the model's files, they could differ from those that the model runs with, above
+all an encoder's, which sentence-transformers makes. A tokenizer of 128,000 tokens is 6 MB and takes
+0.1 s to write and 0.4 s to read, as long as from its file (0.5 s). None of it imports torch;
+rendering a first chat imports only parts of transformers (0.9 s, 33 MB).
+
+Source: D3, D8, D13, D17, R37, R63, R141.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import sys
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from engine import logs
+from engine.errors import EngineBug, ShuttingDown, SpawnFailed, WorkerLost
+from engine.memory_limit import CPU
+from engine.worker.load.resolve import short_name
+from engine.worker.process import messages
+from engine.worker.process.channel import BadMessage, ChannelClosed
+from engine.worker.process.messages import Compile, Loaded, Raised, Setup
+from engine.worker.process.worker_process import DEATH_LIMIT_S, WorkerProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.core.common.types import Constraint
+    from engine.status import Capability
+    from engine.worker.interface import (
+        EncoderTokenizer,
+        LoadProgress,
+        MemoryEstimate,
+        RunnerSpec,
+        Tokenizer,
+    )
+    from engine.worker.process.channel import Channel
+
+RETRY_AFTER_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class ProcessRunner:
+    """`engine.worker.interface.Runner` of either kind, over another process.
+
+    Life: 1. made, which holds nothing; 2. `estimate`, or else `load`, starts the process;
+    3. `load`; 4. `execute`, any number of times; 5. `close`, after which nothing is held. Once the
+    process is dead, whenever that is, only `close` is of use; ``sentinel`` shows its death.
+
+    ``factory`` is ``module:function``. The process calls the function with the spec and the
+    capability, and it returns an unloaded runner. Which kind of runner that is may show only there,
+    so plans, results and infos have no narrower type here. `close`, `kill`, `is_alive` and
+    `rss_bytes` may be called from any thread at any time.
+    """
+
+    def __init__(
+        self, factory: str, spec: RunnerSpec, capability: Capability | None = None
+    ) -> None:
+        self._factory = factory
+        self._spec = spec
+        self._capability = capability
+        self._name = short_name(spec.model)
+        self._starting = threading.Lock()  # held while the process is started; never in a step
+        self._is_closed = False
+        self._process: WorkerProcess | None = None
+        self._channel: Channel | None = None  # the main channel of the process
+        self._loaded: Loaded | None = None
+        self._numbers = itertools.count(1)  # of compilations and forgets
+        self._to_forget: list[tuple[Constraint, int]] = []
+
+    # ---- what every runner does
+
+    def estimate(self) -> MemoryEstimate:
+        """Start the process and have it estimate; the process stays, for `load`. On the CPU, the
+        estimate includes what the process takes beside its model (0.3 GB for torch itself).
+
+        Raises:
+            SpawnFailed, ShuttingDown, Exception: as `load`.
+        """
+        answer = self._ask_first("estimate", "estimated", lambda progress: None)
+        found: MemoryEstimate = answer.estimate
+        if found.device != CPU:
+            return found
+        return replace(found, num_bytes=found.num_bytes + answer.process_bytes)
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> Any:
+        """Have the process load the model; start the process if there was no `estimate`. Returns
+        the runner's info, whose memory includes the process's own as in `estimate`.
+
+        Raises:
+            SpawnFailed: the model cannot be served, or the process died; one sentence says why.
+            ShuttingDown: `close` was called meanwhile. Exception: what else the load raised there.
+                Nothing is kept in any case.
+        """
+        if self._loaded is not None:
+            raise EngineBug("a worker process is loaded once")
+        answer = self._ask_first("load", "loaded", progress)
+        self._loaded = answer
+        if answer.info.device != CPU:
+            return answer.info
+        return replace(answer.info, memory_bytes=answer.info.memory_bytes + answer.process_bytes)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. It works in this process, and outlives the worker."""
+        return self._require_loaded().tokenizer
+
+    def execute(self, plan: Any) -> Any:
+        """Have the process compute a plan, and return its result. The thread waits without Python's
+        lock.
+
+        Raises:
+            WorkerLost: the process died during the plan or before; nothing more comes of it.
+            ShuttingDown: `close` was called. MemoryError, Exception: as the runner there raised
+                it; an exception that is not ours comes as `messages.WorkerProcessError`. The worker
+                can go on.
+        """
+        channel = self._channel
+        if channel is None:
+            raise EngineBug("a step before the load")
+        try:
+            channel.send("step", messages.plain_plan(plan))
+            name, value = channel.receive()
+            if name == "done":
+                return messages.result_of(value)
+            failure = _error_of(name, value)
+        except Exception as error:
+            # Whatever the error is, nobody knows what took effect in the process.
+            raise self._give_up(error) from error
+        raise failure
+
+    def close(self) -> None:
+        """End the process and give everything back. The process has `CLOSE_LIMIT_S` to end its step
+        and close its runner, then it is killed; an idle one takes up to 0.1 s. A thread that waits
+        in another call raises ShuttingDown at once. Idempotent."""
+        self._is_closed = True
+        with self._starting:
+            process = self._process
+        if process is not None:
+            process.close()
+
+    # ---- what a text model's runner does
+
+    def compile(self, constraint: Constraint) -> int:
+        """Have the process compile a constraint, beside steps and other compilations.
+
+        Raises:
+            InvalidRequest, Unsupported, Exception: as the runner there.
+            WorkerLost, ShuttingDown: as `execute`.
+        """
+        request = Compile(constraint, next(self._numbers), tuple(self._take_forgets()))
+        try:
+            with self._require_process().side_channels.lent() as channel:
+                channel.send("compile", request)
+                name, value = channel.receive()
+                failure = None if name == "compiled" else _error_of(name, value)
+        except (ChannelClosed, BadMessage) as error:
+            raise self._give_up(error) from error
+        if failure is not None:
+            raise failure
+        size: int = value
+        return size
+
+    def forget(self, constraint: Constraint) -> None:
+        """Have the process drop a constraint before the next `compile`. Never waits."""
+        self._to_forget.append((constraint, next(self._numbers)))
+
+    # ---- what an encoder's runner does
+
+    @property
+    def encoder_tokenizer(self) -> EncoderTokenizer:
+        """The encoder's tokenizer for inputs. It works as `tokenizer` does."""
+        found = self._require_loaded().encoder_tokenizer
+        if found is None:
+            raise EngineBug("a text model has no tokenizer for inputs")
+        return found
+
+    # ---- the worker's own life, as `engine.replica.replica.ProcessWorker`
+
+    @property
+    def process(self) -> WorkerProcess | None:
+        """The process, once `estimate` or `load` has started it."""
+        return self._process
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process was started, and neither died nor was given up."""
+        return self._process is not None and self._process.is_alive
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the process is dead, and not before. `close`
+        closes it: stop waiting for it before that."""
+        sentinel = -1 if self._process is None else self._process.sentinel
+        if sentinel < 0:
+            raise EngineBug("there is no process to wait for")
+        return sentinel
+
+    def lost(self) -> WorkerLost | ShuttingDown:
+        """Return why `execute` would fail. Ends the process if it is not dead yet, and reaps it,
+        which takes up to `DEATH_LIMIT_S`."""
+        if not self._is_closed:
+            how = self._require_process().end(DEATH_LIMIT_S)
+            if not self._is_closed:
+                return WorkerLost(f"the worker process {how}", retry_after_s=RETRY_AFTER_S)
+        return ShuttingDown("the model was closed")
+
+    def kill(self, why: str = "did not answer and was killed") -> None:
+        """Kill a process that hangs, without waiting: `execute` raises WorkerLost at once, even if
+        the kernel cannot end the process yet. ``why`` continues "the worker process"."""
+        if self._process is not None:
+            self._process.kill(why)
+
+    def rss_bytes(self) -> int:
+        """Return the process's resident memory in bytes; 0 if it is dead, or the system does not
+        say."""
+        return 0 if self._process is None else self._process.rss_bytes()
+
+    # ---- the conversation before steps
+
+    def _ask_first(
+        self, request: str, answer: str, progress: Callable[[LoadProgress], None]
+    ) -> Any:
+        """Send ``request`` on the main channel and return the value of ``answer``. Any failure
+        closes the runner."""
+        try:
+            channel = self._start()
+            channel.send(request, None)
+            name, value = channel.receive()
+            while name == "progress":
+                progress(value)
+                name, value = channel.receive()
+            if name != answer:
+                raise _error_of(name, value)
+            return value
+        except (ChannelClosed, BadMessage) as error:
+            failure = self._failed_load(error)
+            self.close()
+            raise failure from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> Channel:
+        """Return the main channel; start the process if there is none.
+
+        Raises:
+            SpawnFailed: the system has no process left. ShuttingDown: `close` was called.
+        """
+        with self._starting:
+            if self._is_closed:
+                raise ShuttingDown("the model was closed")
+            if self._channel is not None:
+                return self._channel
+            try:
+                self._process = WorkerProcess(self._name, self._spec.threads)
+            except OSError as error:
+                raise SpawnFailed(
+                    f"the model {self._name!r} cannot be loaded: no process can be started "
+                    f"({error.strerror})",
+                    log_detail=repr(error),
+                ) from error
+            channel = self._channel = self._process.channel
+        with contextlib.suppress(ChannelClosed):  # the request that follows raises it again
+            channel.send("setup", self._setup())
+        return channel
+
+    def _setup(self) -> Setup:
+        root = logging.getLogger()
+        is_json = any(isinstance(one.formatter, logs.JsonFormatter) for one in root.handlers)
+        path = tuple(os.path.abspath(entry) for entry in sys.path)
+        level = root.getEffectiveLevel()
+        return Setup(self._factory, self._spec, self._capability, path, level, is_json)
+
+    # ---- failures
+
+    def _require_loaded(self) -> Loaded:
+        if self._loaded is None:
+            raise EngineBug("the tokenizer was asked for before the model was loaded")
+        return self._loaded
+
+    def _require_process(self) -> WorkerProcess:
+        if self._process is None:
+            if self._is_closed:
+                raise ShuttingDown("the model was closed")
+            raise EngineBug("there is no worker process yet")
+        return self._process
+
+    def _give_up(self, error: Exception) -> WorkerLost | ShuttingDown:
+        """Give the worker up because of ``error``, and return why `execute` fails from now on."""
+        if not isinstance(error, ChannelClosed):
+            log.error("the worker process of %s is given up: %r", self._name, error)
+            what = "be understood" if isinstance(error, BadMessage) else "be sent its next step"
+            self.kill(f"could not {what} and was killed")
+        return self.lost()
+
+    def _failed_load(self, error: ChannelClosed | BadMessage) -> ShuttingDown | SpawnFailed:
+        """Return what a load raises when the conversation broke."""
+        lost = self._give_up(error)
+        if isinstance(lost, ShuttingDown):
+            return lost
+        how = self._require_process().end(DEATH_LIMIT_S)
+        return SpawnFailed(f"the model {self._name!r} cannot be loaded: its worker process {how}")
+
+    def _take_forgets(self) -> list[tuple[Constraint, int]]:
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._to_forget.pop())
+        return taken
+
+
+def _error_of(name: str, value: object) -> Exception:
+    """Return the exception that an answer carries.
+
+    Raises:
+        BadMessage: the answer carries none.
+    """
+    if name == "raised" and isinstance(value, Raised):
+        return value.error()
+    raise BadMessage(f"an answer {name!r}")

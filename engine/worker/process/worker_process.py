@@ -1,0 +1,188 @@
+"""A worker process as the operating system has it: started, watched, killed and reaped.
+
+The process runs `engine.worker.process.main`. It has three connections to this one: the main
+channel, on which requests are answered one after another; the control socket, which passes the
+descriptors of side channels and whose end shows that the process is dead; and its standard input,
+which is never written to. The kernel kills the process when its standard input is closed, and so
+whenever this process ends.
+
+What the process writes, to standard output too, goes to this process's standard error. So nothing
+is lost when it crashes, and nobody has to read a pipe.
+
+Rule 1: the process is killed and reaped once. Rule 2: no thread is made for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+from engine.worker.process.channel import Channel
+from engine.worker.process.side_channels import SideChannels
+
+PROGRAM = "engine.worker.process.main"
+ROOT = Path(__file__).resolve().parents[3]  # the folder that `engine` is imported from
+# An idle worker needs a tenth of this to end; for one that is in a step it is a guess.
+CLOSE_LIMIT_S = 1.0
+# A dying process closes its channels some milliseconds before its exit code is known.
+DEATH_LIMIT_S = 1.0
+# The kernel ends a killed process at once, unless a device's driver holds it.
+KILL_LIMIT_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class WorkerProcess:
+    """A process that was started, from then until it is reaped.
+
+    Life: 1. made, which starts it; 2. it dies by itself, or `kill` or `end` ends it; 3. `close`,
+    after which no descriptor is held. Every method may be called from any thread at any time.
+    ``channel`` is the main channel; ``side_channels`` are those beside it.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        """Start the process. ``threads`` is how many threads its libraries use; 0 leaves that to
+        them.
+
+        Raises:
+            OSError: the system has no process or no descriptor left. Nothing is held.
+        """
+        self.name = name
+        self._is_given_up = False  # `kill` or `close` was called
+        self._killed_why = ""
+        self._end = ""  # how the process ended, once it is reaped
+        self._reaping = threading.Lock()  # held while the process is ended; never taken in a step
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            main, their_main = socket.socketpair()
+            ours.enter_context(main), theirs.enter_context(their_main)
+            control, their_control = socket.socketpair()
+            ours.enter_context(control), theirs.enter_context(their_control)
+            self._process = _popen(name, their_main.fileno(), their_control.fileno(), threads)
+            ours.pop_all()
+        self._control = control
+        self.channel = Channel(main)
+        self.side_channels = SideChannels(control)
+
+    @property
+    def pid(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs and neither `kill` nor `close` was called. Costs 1 µs."""
+        return not self._is_given_up and self._process.poll() is None
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when the process is dead, and not before; -1 after
+        `close`, which closes it. Stop waiting for it before that."""
+        return self._control.fileno()
+
+    def kill(self, why: str) -> None:
+        """Kill the process without waiting, even if the kernel cannot end it yet. Whoever waits on
+        a channel is woken. ``why`` continues "the worker process"."""
+        self._killed_why = self._killed_why or why
+        self._is_given_up = True
+        with contextlib.suppress(OSError):
+            self._process.kill()
+        self._close_channels()
+
+    def end(self, patience_s: float) -> str:
+        """Close the channels, which asks the process to end; reap it, and return how it ended, in
+        words that continue "the worker process". After ``patience_s`` seconds it is killed. A
+        process that is dead, or was killed, is reaped without that wait."""
+        self._close_channels()
+        with self._reaping:
+            if not self._end:
+                if not self._has_ended(0.0 if self._killed_why else patience_s):
+                    self._process.kill()
+                    if not self._has_ended(KILL_LIMIT_S):
+                        log.error("the kernel does not end process %d of %s", self.pid, self.name)
+                self._end = self._killed_why or how_it_ended(self._process.returncode)
+            return self._end
+
+    def close(self) -> None:
+        """End the process within `CLOSE_LIMIT_S`, and close every descriptor. Idempotent."""
+        self._is_given_up = True
+        self.end(CLOSE_LIMIT_S)
+        with self._reaping:
+            self._control.close()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+
+    def dump_stacks(self) -> None:
+        """Have the process write the stacks of its threads to standard error, even if a thread
+        holds Python's lock. The process must have answered once: before that, the signal kills it.
+        """
+        if self.is_alive:
+            with contextlib.suppress(OSError):
+                self._process.send_signal(signal.SIGUSR1)
+
+    def rss_bytes(self) -> int:
+        """Return the process's resident memory in bytes; 0 if it is dead, or the system does not
+        say."""
+        if not self.is_alive:
+            return 0
+        try:
+            text = Path(f"/proc/{self.pid}/statm").read_text()
+        except OSError:
+            return 0
+        return int(text.split()[1]) * resource.getpagesize()
+
+    def _close_channels(self) -> None:
+        self.side_channels.close()
+        self.channel.close()
+
+    def _has_ended(self, limit_s: float) -> bool:
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def how_it_ended(code: int | None) -> str:
+    """Return an exit code in words that continue "the worker process"."""
+    if code is None:
+        return "does not end"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else "no name"
+    cause = "; out of memory?" if -code == signal.SIGKILL else ""
+    return f"was killed by signal {-code} ({name}{cause})"
+
+
+def _popen(name: str, main: int, control: int, threads: int) -> subprocess.Popen[bytes]:
+    # -P: a file in the working directory must not be imported in place of a module of ours
+    command = [sys.executable, "-P", "-m", PROGRAM, name, str(main), str(control)]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=2,
+        pass_fds=(main, control),
+        env=environment_of(threads),
+        start_new_session=True,  # Ctrl-C in a terminal goes to the server alone
+    )
+
+
+def environment_of(threads: int) -> dict[str, str]:
+    """Return this process's environment (with GOMP_SPINCOUNT, D13), plus the thread count that
+    OpenMP reads, unless the user has set it, and the folder of `engine`, if it is not installed."""
+    environment = dict(os.environ)
+    if threads:
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    if str(ROOT) not in installed:
+        others = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([others] if others else [])])
+    return environment

@@ -1,0 +1,276 @@
+"""Compiles constraints with llguidance, and follows one through a sequence (D15).
+
+Rule 1: what a client sends is compiled in the sandbox first
+(`engine.worker.sampling.constraint_sandbox`), because it may take too long, take too much memory or
+crash; only what succeeds there is compiled here. Rule 2: compilation runs in threads of the caller,
+beside steps. A step only copies a compiled constraint, and takes no lock of ours. Rule 3: a
+sequence's matcher changes in `Matching.push` alone. Filling a mask has no visible effect, so a step
+that raised can be repeated.
+
+One compiled constraint serves every sequence that has it. llguidance's copies share what the lexer
+has learned, under a lock of its own. That is why masks are filled one after another: its parallel
+fill takes as long for 32 rows of one constraint (99 ms and 91 ms for `[a-z ]{1,1000}` over 128,000
+tokens, two cores), and half as long only where each row has another constraint. Masks are filled
+after the forward has been launched: a device computes meanwhile. On a CPU the forward occupies the
+cores, and another thread gained nothing (8 rows of a model of 135 M on two cores: 164 ms a
+step, 159 without).
+
+An end-of-sequence token may follow exactly where the grammar may end. Where nothing else may
+follow, the output is complete and the sequence ends with the token before.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from engine.core.common.steps import RowFailure
+from engine.errors import EngineBug, FieldViolation, InvalidRequest, Unsupported
+from engine.worker.sampling.constraint_sandbox import ConstraintSandbox
+from engine.worker.sampling.masks import Mask
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+    from engine.core.common.types import Constraint, SequenceId
+    from engine.worker.text.tokenizer import HfTokenizer
+
+# llguidance's limits. The first is a tenth of its default, which lets `((a{100}){100}){100}` take
+# 200 MB and a second (here 6 MB, 0.1 s); schemas of a thousand properties with patterns stay below.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 100_000,
+    "max_lexer_states": 64_000,  # of 1-2 KB, all sequences of a constraint together
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,  # they quote what was generated
+}
+# JSON may be written with spaces between its parts, but not with endless ones: a model that begins
+# a run of them may never leave it. 32 is a line break and an indent of 15 levels.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# Kinds whose grammar this server writes itself; their cost is known (10,000 choices: 0.15 s).
+TRUSTED = frozenset({"json_object", "choice"})
+OWN_LIMITS = {"initial_lexer_fuel": 2_000_000, "max_grammar_size": 1_000_000}
+TRUSTED_BYTES_PER_CHAR = 200  # measured with choices; a constraint counts MIN_BYTES at least
+MIN_BYTES = 1 << 16
+# A mask takes 5 µs to 5 ms. A slower one is caused by the constraint. The sandbox refuses a request
+# beyond the first limit before it starts; a mask beyond the second ends the request.
+TOKEN_S_MAX = 0.025
+MASK_S_MAX = 0.25
+REASON_CHARS = 300
+PROBE = '{"key": [1, true], "é": "x\\n"}\n <b>'
+
+NOT_COMPILED = "is not compiled"
+TOO_COMPLEX = "became too complex to follow"
+LEAVES_NOTHING = (
+    "and the request's other settings (allowed and banned tokens, bad words) leave no token "
+    "together"
+)
+
+
+class Matching:
+    """The state of one sequence in its grammar. Each step fills a mask with `fill`, and reports the
+    sampled token with `push`."""
+
+    __slots__ = ("_matcher", "_num_words", "ends")
+
+    def __init__(self, matcher: LLMatcher | None, ends: tuple[int, ...], num_words: int) -> None:
+        self._matcher = matcher  # None if the constraint is not compiled, which fails the row
+        self._num_words = num_words
+        self.ends = ends
+
+    def new_mask(self) -> Mask:
+        """Return an empty mask for `fill`."""
+        return Mask(self._num_words, self.ends)
+
+    def fill(self, mask: Mask) -> None:
+        """Set the bits of the tokens that may follow, or set ``trouble`` if that fails."""
+        if self._matcher is None:
+            mask.trouble = NOT_COMPILED
+            return
+        start = time.thread_time()
+        try:
+            words = mask.words
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        except Exception:
+            mask.trouble = TOO_COMPLEX
+            return
+        if self._matcher.is_error() or time.thread_time() - start > MASK_S_MAX:
+            mask.trouble = TOO_COMPLEX
+
+    def push(self, token: int) -> bool:
+        """Append a token to the output. Returns True if only the end may follow.
+
+        Raises:
+            EngineBug: the grammar does not allow the token here.
+        """
+        if self._matcher is None or not self._matcher.consume_token(token):
+            raise EngineBug(f"token {token} does not follow the constraint")
+        return self._matcher.is_stopped()
+
+    def fork(self) -> Matching:
+        """Return an independent copy."""
+        twin = None if self._matcher is None else self._matcher.deep_copy()
+        return Matching(twin, self.ends, self._num_words)
+
+
+class ConstraintCompiler:
+    """Compiles constraints for one model and keeps what it compiled. `compile` may be called from
+    several threads at once, `start` only from the thread of a step."""
+
+    def __init__(self, tokenizer: HfTokenizer, vocab: int, ends: frozenset[int]) -> None:
+        self._source = tokenizer
+        self._vocab = vocab
+        self._asked_ends = sorted(ends)
+        self._compiled: dict[Constraint, LLMatcher] = {}
+        self._tokenizer: LLTokenizer | None = None
+        self._sandbox: ConstraintSandbox | None = None
+        self._refusal = ""
+        self._preparing = threading.Lock()  # never held by a step
+
+    def compile(self, constraint: Constraint) -> int:
+        """Make a constraint ready for `start`; return about how many bytes it takes. This costs at
+        most `constraint_sandbox.SECONDS_MAX` of processor time, twice.
+
+        Raises:
+            InvalidRequest: it cannot be followed; the violation names its field and says why.
+            Unsupported: llguidance cannot use this model's tokenizer.
+            Overloaded, ShuttingDown: as `ConstraintSandbox.try_grammar`.
+        """
+        tokenizer, sandbox = self._prepare()
+        grammar = grammar_of(constraint)
+        size = max(MIN_BYTES, TRUSTED_BYTES_PER_CHAR * len(constraint.source))
+        if constraint.kind not in TRUSTED:
+            found = sandbox.try_grammar(grammar)
+            if found.error:
+                raise InvalidRequest.of(constraint.field, _reason(found.error))
+            if found.token_s > TOKEN_S_MAX:
+                raise InvalidRequest.of(
+                    constraint.field, "takes too long to follow, token by token"
+                )
+            size = max(MIN_BYTES, found.num_bytes)
+        matcher = _build(tokenizer, grammar, constraint)
+        first = Mask(_num_words(tokenizer), ())
+        matcher.unsafe_compute_mask_ptr(first.words.ctypes.data, first.words.nbytes)
+        if matcher.is_error():
+            raise InvalidRequest.of(constraint.field, _reason(matcher.get_error()))
+        if not first.words.any():
+            raise InvalidRequest.of(constraint.field, "allows no text at all")
+        self._compiled[constraint] = matcher
+        return size
+
+    def start(self, constraint: Constraint) -> Matching:
+        """Return a constraint's state before the first token. If the constraint is not compiled,
+        the row that uses it fails, and its step does not."""
+        matcher, tokenizer = self._compiled.get(constraint), self._tokenizer
+        if matcher is None or tokenizer is None:
+            return Matching(None, (), 0)
+        return Matching(matcher.deep_copy(), tuple(tokenizer.eos_tokens), _num_words(tokenizer))
+
+    def forget(self, constraint: Constraint) -> None:
+        """Drop a constraint that will not be started any more."""
+        self._compiled.pop(constraint, None)
+
+    def close(self) -> None:
+        """Drop all constraints and end the sandbox; a `compile` under way raises. Idempotent."""
+        self._compiled.clear()
+        if self._sandbox is not None:
+            self._sandbox.close()
+
+    def _prepare(self) -> tuple[LLTokenizer, ConstraintSandbox]:
+        """Return llguidance's own tokenizer and the sandbox, which the first constraint makes. For
+        128,000 tokens that takes 0.6 s."""
+        with self._preparing:
+            if self._refusal:
+                raise Unsupported(self._refusal, field="constraint")
+            if self._tokenizer is None or self._sandbox is None:
+                self._build_tokenizer()
+            assert self._tokenizer is not None
+            assert self._sandbox is not None
+            return self._tokenizer, self._sandbox
+
+    def _build_tokenizer(self) -> None:
+        backend = self._source.backend
+        text = backend.to_str()
+        vocab = max(self._vocab, 1 + max(backend.get_vocab(with_added_tokens=True).values()))
+        ends = self._asked_ends or None
+        try:
+            built = LLTokenizer(text, n_vocab=vocab, eos_token=ends)
+            ids = list(self._source.encode(PROBE, add_special_tokens=False))
+            is_same = built.decode_bytes(ids).removeprefix(b" ") == PROBE.encode()
+            why = "" if is_same else "llguidance reads its tokens as another text"
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
+            why = _reason(str(error))
+        if why:
+            self._refusal = f"this model's tokenizer cannot be used with a constraint: {why}"
+            raise Unsupported(self._refusal, field="constraint")
+        self._tokenizer = built
+        self._sandbox = ConstraintSandbox(text, vocab, ends, LIMITS)
+
+
+def refusal(sequence: SequenceId, why: str) -> RowFailure:
+    """Return the failure of a row whose constraint cannot be followed further."""
+    return RowFailure(sequence, "sample", why, FieldViolation("constraint", why))
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """Return the constraint in llguidance's own notation.
+
+    Raises:
+        InvalidRequest: the schema is not JSON, or the text is not Unicode.
+    """
+    try:
+        return _grammar_of(constraint.kind, constraint.source)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest.of(constraint.field, _reason(str(error))) from None
+
+
+def _grammar_of(kind: str, source: str) -> str:
+    if kind == "json_object":
+        return _schema_grammar('{"type": "object"}')
+    if kind == "json_schema":
+        try:
+            schema = json.loads(source)  # the source is pasted into JSON below
+        except ValueError as error:
+            raise ValueError(f"is not JSON: {error}") from None
+        return _schema_grammar("{}" if schema is True else source)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(source)
+    if kind == "lark":
+        return LLMatcher.grammar_from_lark(source)
+    texts = [json.dumps(text, ensure_ascii=False) for text in source.split("\0")]
+    return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(texts))
+
+
+def _schema_grammar(schema: str) -> str:
+    options: JsonCompileOptions = {"whitespace_pattern": WHITESPACE}
+    return LLMatcher.grammar_from_json_schema(schema, defaults=options)
+
+
+def _build(tokenizer: LLTokenizer, grammar: str, constraint: Constraint) -> LLMatcher:
+    limits = LIMITS | (OWN_LIMITS if constraint.kind in TRUSTED else {})
+    try:
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
+    except Exception as error:
+        raise InvalidRequest.of(constraint.field, _reason(str(error))) from error
+    if matcher.is_error():
+        raise InvalidRequest.of(constraint.field, _reason(matcher.get_error()))
+    return matcher
+
+
+def _num_words(tokenizer: LLTokenizer) -> int:
+    return (tokenizer.vocab_size + 31) // 32
+
+
+def _reason(error: str) -> str:
+    """Return llguidance's message as a client reads it: its sentence without its state dump."""
+    if error.startswith("panic"):
+        return "llguidance cannot compile it"
+    lines = error.splitlines() or [""]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reason = " ".join((errors or lines)[0].split())
+    return reason if len(reason) <= REASON_CHARS else reason[: REASON_CHARS - 1] + "…"

@@ -1,0 +1,87 @@
+"""Computes log-probabilities: of given tokens, and of the likeliest tokens beside them.
+
+Rule 1: log-probabilities are the log-softmax of the model's logits before any edit, temperature or
+truncation, as by default in vLLM. So they do not depend on how a request samples.
+Rule 2: on a CPU, numpy computes one row at a time, for the reasons that
+`engine.worker.sampling.draw_rows` gives; on another device, torch computes all rows at once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from engine.core.common.types import Alternative, TokenLogprob
+from engine.worker.sampling.draw_rows import likeliest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
+
+class Wanted(NamedTuple):
+    """A token to score by a row of the logits, and how many alternatives to return with it."""
+
+    row: int
+    token: int
+    alternatives: int
+
+
+def score(
+    logits: torch.Tensor, wanted: Sequence[Wanted], text_of: Callable[[int], str]
+) -> list[TokenLogprob]:
+    """Return the log-probability of each token in ``wanted``, in order. ``logits`` [rows, vocab]
+    float32 are not changed. ``text_of`` returns a token's text."""
+    if not wanted:
+        return []
+    if logits.device.type == "cpu":
+        array = logits.detach().numpy()
+        scored = [_score_row(array[one.row], one) for one in wanted]
+    else:
+        scored = _score_batch(logits, wanted)
+    return [
+        TokenLogprob(
+            one.token,
+            text_of(one.token),
+            logprob,
+            tuple(Alternative(i, text_of(i), p, rank) for rank, (i, p) in enumerate(likely)),
+        )
+        for one, (logprob, likely) in zip(wanted, scored, strict=True)
+    ]
+
+
+# The log-probability of the token; the ids and log-probabilities of its alternatives.
+_Scored = tuple[float, list[tuple[int, float]]]
+
+
+def _score_row(row: Floats, one: Wanted) -> _Scored:
+    """Score one token by its row of logits, [vocab]."""
+    best = row.max()
+    total = float(best) + math.log(np.exp(row - best).sum(dtype=np.float64))
+    likely = []
+    if one.alternatives:
+        ids = likeliest(row, one.alternatives)[: one.alternatives]
+        likely = [(i, float(row[i]) - total) for i in ids.tolist()]
+    return float(row[one.token]) - total, likely
+
+
+def _score_batch(logits: torch.Tensor, wanted: Sequence[Wanted]) -> list[_Scored]:
+    """Score all tokens with torch."""
+    device = logits.device
+    rows = logits[torch.tensor([one.row for one in wanted], device=device)].log_softmax(1)
+    tokens = torch.tensor([[one.token] for one in wanted], device=device)
+    own = rows.gather(1, tokens)
+    width = min(max(one.alternatives for one in wanted), logits.shape[1])
+    values, ids = rows.topk(width, dim=1)
+    told = torch.cat((own, values, ids), 1).tolist()  # one copy; ids below 2**24 are exact floats
+    scored: list[_Scored] = []
+    for one, (logprob, *rest) in zip(wanted, told, strict=True):
+        likely = zip(map(int, rest[width:]), rest[:width], strict=True)
+        scored.append((logprob, list(likely)[: one.alternatives]))
+    return scored

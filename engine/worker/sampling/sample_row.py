@@ -1,0 +1,71 @@
+"""The input of sampling, what its two implementations share, and the error that it can raise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.worker.sampling import noise
+
+if TYPE_CHECKING:
+    from engine.core.common.types import Sampling
+    from engine.worker.sampling.edits import Edits
+    from engine.worker.sampling.masks import Mask
+
+# A best logit beyond the first counts as not finite, and a temperature below the second counts as
+# that one, so that their quotient is still a float32. Logits of real models stay below 1e3.
+LOGIT_MAX = 1e18
+TEMPERATURE_MIN = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """How one row of logits is to be sampled.
+
+    ``position`` counts output tokens from 0. ``banned`` are ids that cannot be sampled now, such as
+    stop ids before min_tokens; ids outside the vocabulary have no effect. ``edits`` are the
+    request's changes to its logits. ``mask`` holds the tokens that its constraint allows, and is
+    applied after both.
+    """
+
+    sampling: Sampling
+    position: int
+    banned: frozenset[int] = frozenset()
+    edits: Edits | None = None
+    mask: Mask | None = None
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether anything changes the row's logits before the temperature."""
+        return bool(self.banned) or self.edits is not None or self.mask is not None
+
+    @property
+    def key(self) -> int:
+        """The key of this draw's noise. Only a seeded row has one."""
+        assert self.sampling.seed is not None, "an unseeded row has no key"
+        return noise.draw_key(self.sampling.seed, self.sampling.choice, self.position)
+
+
+def needs_prefix(sampling: Sampling, vocab: int) -> bool:
+    """Return whether top_k or top_p limits the candidates to a sorted prefix of the tokens."""
+    return has_top_k(sampling, vocab) or sampling.top_p < 1.0
+
+
+def is_listed(sampling: Sampling, vocab: int) -> bool:
+    """Return whether the draw needs a list of all candidates."""
+    return needs_prefix(sampling, vocab) or sampling.typical_p < 1.0
+
+
+def has_top_k(sampling: Sampling, vocab: int) -> bool:
+    """Return whether top_k excludes any token."""
+    return 0 < sampling.top_k < vocab
+
+
+class NothingToSample(ValueError):
+    """Row ``row`` cannot be sampled: every token is excluded (``is_empty``), or its best logit is
+    not finite."""
+
+    def __init__(self, row: int, *, is_empty: bool = False) -> None:
+        super().__init__(f"row {row} has nothing to sample: its best logit is not finite")
+        self.row = row
+        self.is_empty = is_empty

@@ -1,0 +1,317 @@
+"""Turns text into token ids and back, by the files of a model's directory.
+
+Rule 1: tokenizer.json decides. The `tokenizers` library reads it; transformers is imported only
+when the first chat is rendered. Rule 2: nothing changes the tokenizer after `load_tokenizer`, so
+every method may be called from any thread.
+
+This file agrees with transformers' AutoTokenizer in these points. Special tokens that stand in a
+user's text are parsed as special tokens. ``add_special_tokens`` runs the post-processor of
+tokenizer.json, and ``add_bos_token`` in tokenizer_config.json is ignored. Special tokens that
+tokenizer.json lacks are added from tokenizer_config.json, or from special_tokens_map.json if the
+former has no added_tokens_decoder. Unlike AutoTokenizer, this file does not truncate, pad, or clean
+up spaces after decoding.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from engine.errors import InvalidRequest, SpawnFailed
+from engine.worker.interface import TokenSpan
+from engine.worker.text.templates import render
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# The names a chat template may read (transformers' SPECIAL_TOKENS_ATTRIBUTES).
+_SPECIAL_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+# Names that `render_chat` or Jinja sets itself. A client's template_args may not set them.
+_RESERVED_ARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversations",
+        "messages",
+        "return_assistant_tokens_mask",
+        "self",
+        "tools",
+    }
+)
+_ANCHOR_LETTERS = "aeionstrAEINOST0123456789.,"
+
+
+class HfTokenizer:
+    """Implements `engine.worker.interface.Tokenizer` with one `tokenizers.Tokenizer`.
+
+    ``special_ids`` are the ids that ``skip_special_tokens`` leaves out. ``special_tokens`` maps
+    names such as ``bos_token`` to their text. ``anchor`` is one token of plain text, or nothing. A
+    token that is decoded behind the anchor looks as it does inside a text, with its leading space.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.special_ids = frozenset(
+            id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.anchor = _find_anchor(backend)
+        self._chat_templates = dict(chat_templates or {})
+        self._texts: dict[int, str] = {}
+        self._known: set[int] = set()
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id of the beginning-of-sequence token; None if there is none."""
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the end-of-sequence token; None if there is none."""
+        return self._special_id("eos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has any chat template."""
+        return bool(self._chat_templates)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the ids of a text.
+
+        Raises:
+            InvalidRequest: the text cannot be encoded; the violation names the field ``text``.
+        """
+        return tuple(self._encoding(text, add_special_tokens).ids)
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
+        """Return the tokens of a text, each with its range of code points.
+
+        A token that the post-processor added has an empty range. Tokens that are single bytes of
+        one character all have the range of that character.
+
+        Raises:
+            InvalidRequest: as `encode`.
+        """
+        encoding = self._encoding(text, add_special_tokens)
+        return tuple(
+            TokenSpan(id_, self.token_text(id_), start, end)
+            for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+        )
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Ids outside the vocabulary, which a padded output layer
+        has, give no text."""
+        text: str = self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def is_known(self, token_id: int) -> bool:
+        """Return whether the vocabulary has the id. A vocabulary may have gaps."""
+        if token_id in self._known:
+            return True
+        if self.backend.id_to_token(token_id) is None:
+            return False
+        self._known.add(token_id)
+        return True
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text that one token has inside a text. Part of a character becomes U+FFFD."""
+        text = self._texts.get(token_id)
+        if text is None:
+            before = self.decode(self.anchor, skip_special_tokens=False)
+            whole = self.decode((*self.anchor, token_id), skip_special_tokens=False)
+            text = self._texts[token_id] = whole[len(before) :]
+        return text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        template_args: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the prompt that the model's own template makes of a chat, as text.
+
+        Encode the prompt with ``add_special_tokens=False``, because templates write their special
+        tokens themselves.
+
+        Raises:
+            InvalidRequest: there is no template, the chat is empty, ``template_args`` sets a
+                reserved name, or as `render`.
+            RequestTooLarge: as `render`.
+        """
+        template = self._template(has_tools=bool(tools))
+        args = dict(template_args or {})
+        if clash := sorted(_RESERVED_ARGS & args.keys()):
+            raise InvalidRequest.of("chat.template_args", f"cannot set {', '.join(clash)}")
+        if not messages:
+            raise InvalidRequest.of("chat", "a chat needs at least one message")
+        return render(
+            template,
+            # transformers drops None as well: many templates print it as "None".
+            [{k: v for k, v in message.items() if v is not None} for message in messages],
+            [dict(tool) for tool in tools] or None,
+            {**self.special_tokens, **args},
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    def chat_template(self, *, has_tools: bool) -> str:
+        """Return the source of the template that `render_chat` uses; empty if there is none."""
+        templates = self._chat_templates
+        use = "tool_use" if has_tools and "tool_use" in templates else "default"
+        return templates.get(use, "")
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """Return the ids of those texts that are special tokens."""
+        ids = (self.backend.token_to_id(text) for text in texts)
+        return self.special_ids.intersection(ids)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        try:
+            # `encode` would hold the GIL all the time: 2.8 s for 4 MiB.
+            [found] = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return found
+        except Exception as error:
+            # A lone surrogate raises TypeError; a model without an unknown token raises Exception.
+            if _has_surrogate(text):
+                what = "contains a lone surrogate, which no Unicode text can"
+            else:
+                what = "contains something this model's tokenizer cannot encode"
+            raise InvalidRequest.of("text", what) from error
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        id_: int | None = None if token is None else self.backend.token_to_id(token)
+        return id_
+
+    def _template(self, *, has_tools: bool) -> str:
+        """Return the template that transformers would choose: the one called tool_use if there are
+        tools and there is one, else the default.
+
+        Raises:
+            InvalidRequest: there is no such template.
+        """
+        if not self._chat_templates:
+            raise InvalidRequest.of("chat", "this model has no chat template; send text instead")
+        template = self.chat_template(has_tools=has_tools)
+        if not template:
+            raise InvalidRequest.of("chat", "this model has no default chat template")
+        return template
+
+
+def load_tokenizer(path: str | Path) -> HfTokenizer:
+    """Read the tokenizer of a model directory.
+
+    Raises:
+        SpawnFailed: tokenizer.json is missing or unreadable, or a file beside it is not JSON.
+    """
+    directory = Path(path)
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise SpawnFailed("the model has no tokenizer.json", log_detail=str(file))
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:
+        message = "the model's tokenizer.json cannot be read"
+        raise SpawnFailed(message, log_detail=f"{file}: {error}") from error
+    config = _read_json(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= _read_json(directory / "special_tokens_map.json")
+    _add_missing(backend, config)
+    return HfTokenizer(
+        backend,
+        special_tokens={n: _content(config[n]) for n in _SPECIAL_NAMES if config.get(n)},
+        chat_templates=_read_templates(directory, config),
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        message = f"the model's {file.name} is not JSON"
+        raise SpawnFailed(message, log_detail=f"{file}: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _content(token: object) -> str:
+    """Return the text of a special token, which a file gives as text or as AddedToken's fields."""
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _added(token: object, *, special: bool) -> AddedToken:
+    """Return the AddedToken that a file gives as text or as AddedToken's fields."""
+    if not isinstance(token, dict):
+        return AddedToken(str(token), special=special, normalized=False)
+    names = ("single_word", "lstrip", "rstrip", "normalized")
+    flags = {name: bool(token[name]) for name in names if name in token}
+    return AddedToken(_content(token), special=special or bool(token.get("special")), **flags)
+
+
+def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
+    """Add the tokens that the configuration names and tokenizer.json lacks."""
+    have = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        if _content(token) not in have:
+            backend.add_tokens([_added(token, special=False)])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = list(extra.values()) if isinstance(extra, dict) else list(extra)
+    for token in [*(config[n] for n in _SPECIAL_NAMES if config.get(n)), *extra]:
+        known = have.get(_content(token))
+        if known is None or not known.special:
+            backend.add_special_tokens([_added(token, special=True)])
+
+
+def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name. As in transformers, files take precedence over
+    tokenizer_config.json."""
+    templates = {}
+    if (file := directory / "chat_template.jinja").is_file():
+        templates["default"] = file.read_text(encoding="utf-8")
+    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    if templates:
+        return templates
+    written = config.get("chat_template")
+    if isinstance(written, str):
+        return {"default": written}
+    return {str(one["name"]): str(one["template"]) for one in written or ()}
+
+
+def _find_anchor(backend: Backend) -> tuple[int, ...]:
+    """Return a token whose text is one plain character wherever it stands; nothing if there is
+    none."""
+    for letter in _ANCHOR_LETTERS:
+        id_ = backend.token_to_id(letter)
+        if id_ is not None and backend.decode([id_, id_], skip_special_tokens=False) == 2 * letter:
+            return (id_,)
+    return ()
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)

@@ -1,0 +1,516 @@
+"""The runner of text models: one transformers model, its paged KV cache, its sequences (D3, D8).
+
+Rule 1: a step that raises leaves everything as it was before, except that the plan's ``admitted``
+sequences are known and its ``released`` ones are forgotten; the next plan may repeat both. So
+`TorchRunner._execute` computes first and changes state only in `TorchRunner._finish`, which cannot
+raise. Rule 2: each step runs one forward, over exactly the plan's tokens. Rule 3: every call sets
+the thread-local state that it needs, because each may come from another thread.
+
+This file is long because loading and every part of a step (pack, forward, sample, score, finish)
+work on the fields of one runner; whatever does not need these fields has a module of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.core.common.steps import RowFailure, StepTimings
+from engine.core.text.plan import Logits, RowResult, StepResult
+from engine.errors import EngineBug, ShuttingDown
+from engine.gc_tuning import collect_after_close
+from engine.worker.failures import describe, is_out_of_memory, load_failures, step_failures
+from engine.worker.forward import packing
+from engine.worker.forward.attention import KEYWORD
+from engine.worker.forward.backends import pick_backend, prepare
+from engine.worker.forward.kv_cache import KvCache, size_pool
+from engine.worker.forward.thread_state import thread_state
+from engine.worker.forward.transfer import send
+from engine.worker.interface import LoadProgress, ModelInfo
+from engine.worker.load.architectures import context_limit, layer_shapes
+from engine.worker.load.checkpoint import Checkpoint
+from engine.worker.load.generation_config import read_generation
+from engine.worker.load.loader import estimate_on, load_model, pick_device, pick_dtype, read_config
+from engine.worker.load.probe import probe
+from engine.worker.load.resolve import has_chat_template, resolve, short_name
+from engine.worker.sampling.constraint_compiler import LEAVES_NOTHING, ConstraintCompiler, refusal
+from engine.worker.sampling.logprobs import Wanted, score
+from engine.worker.sampling.sampler import NothingToSample, sample
+from engine.worker.sequences import SequenceState
+from engine.worker.text.tokenizer import load_tokenizer
+from engine.worker.warmup import warm_up, workspace_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from engine.core.common.types import Constraint, SequenceId, TokenLogprob
+    from engine.core.text.plan import AdmittedSequence, Row, StepPlan
+    from engine.worker.forward.attention import AttentionBackend
+    from engine.worker.forward.packing import Ints
+    from engine.worker.interface import MemoryEstimate, RunnerSpec
+    from engine.worker.load.loader import LoadedModel
+    from engine.worker.sampling.constraint_compiler import Matching
+    from engine.worker.sampling.masks import Mask
+    from engine.worker.sampling.sampler import SampleRow
+    from engine.worker.text.tokenizer import HfTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One token to be sampled, for a row's sequence or for a child that forks from it."""
+
+    sequence: SequenceId
+    row: SampleRow
+    logits: int  # index of its row in the kept logits
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredRow:
+    """A row that scores tokens of its prompt, namely those after positions ``start`` to
+    ``start + count - 1``. Its ``count`` kept logits begin at index ``logits``."""
+
+    sequence: SequenceId
+    start: int
+    count: int
+    logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """The log-probabilities of one step: of each sampled token, and of the prompt tokens that the
+    step scored."""
+
+    tokens: Mapping[SequenceId, TokenLogprob]
+    prompts: Mapping[SequenceId, Sequence[TokenLogprob]]
+
+
+NO_SCORES = _Scores({}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A plan in the form that the model takes."""
+
+    rows: packing.PackedRows
+    input_ids: Ints  # [num_tokens]
+    tables: tuple[Ints, ...]  # each row's block table after the step
+    keep: Ints  # [num_kept] indices of the tokens whose logits are computed, ascending
+    choices: tuple[_Choice, ...]
+    scored: tuple[_ScoredRow, ...]
+    masks: tuple[tuple[Matching, Mask], ...]  # each is filled before the choices are drawn
+
+
+class TorchRunner:
+    """Implements `engine.worker.interface.TextRunner` with transformers.
+
+    Life: 1. made from a spec, which holds nothing; 2. `load`; 3. `execute`, any number of times;
+    4. `close`, after which only `close` may be called. ``backend`` None chooses the attention
+    backend at the load.
+    """
+
+    def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
+        self._spec = spec
+        self._chosen = backend
+        self._backend: AttentionBackend | None = None
+        self._device = torch.device("cpu")
+        self._model: LoadedModel | None = None
+        self._cache: KvCache | None = None
+        self._tokenizer: HfTokenizer | None = None
+        self._generator: torch.Generator | None = None
+        self._grammars: ConstraintCompiler | None = None
+        self._sequences: dict[SequenceId, SequenceState] = {}
+
+    @property
+    def tokenizer(self) -> HfTokenizer:
+        """The model's tokenizer. Valid after `load`."""
+        if self._tokenizer is None:
+            raise EngineBug("the tokenizer was asked for before the model was loaded")
+        return self._tokenizer
+
+    def estimate(self) -> MemoryEstimate:
+        """Return what `load` will need, from the config and the headers of the weight files.
+
+        Raises:
+            SpawnFailed: the model cannot be served, as far as these files show.
+        """
+        with self._load_failures():
+            spec = self._spec
+            device = pick_device(spec.device)
+            source = resolve(spec.model, spec.revision)
+            _, config = read_config(source.directory)
+            limit = context_limit(config, spec.max_model_len)
+            with Checkpoint(source.directory) as checkpoint:
+                dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+                num_bytes = checkpoint.num_values * dtype.itemsize
+            num_bytes += size_pool(spec, layer_shapes(config), dtype.itemsize, limit).num_bytes
+            return estimate_on(device, num_bytes + workspace_bytes(spec, config, dtype))
+
+    def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        """Load the model, allocate the KV pool, choose the attention backend and warm up.
+
+        Raises:
+            SpawnFailed: the model cannot be served; one sentence says why. Nothing is kept.
+        """
+        with self._load_failures(), self._thread_state():
+            return self._load(progress)
+
+    def _load_failures(self) -> AbstractContextManager[None]:
+        name = short_name(self._spec.model)
+        return load_failures(name, self.close, needs="weights and KV pool")
+
+    def compile(self, constraint: Constraint) -> int:
+        """Compile a constraint, as `ConstraintCompiler.compile`.
+
+        Raises:
+            ShuttingDown: `close` was called. Exception: as `ConstraintCompiler.compile`.
+        """
+        if self._grammars is None:
+            raise ShuttingDown("the model was closed")
+        return self._grammars.compile(constraint)
+
+    def forget(self, constraint: Constraint) -> None:
+        """Drop a compiled constraint."""
+        if self._grammars is not None:
+            self._grammars.forget(constraint)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step (Rules 1 and 2).
+
+        Raises:
+            MemoryError: the device ran out of memory. EngineBug: the plan does not fit the state of
+                a sequence. Exception: the step failed in another way.
+        """
+        with step_failures(), self._thread_state():
+            return self._execute(plan)
+
+    def close(self) -> None:
+        """Free the model, the KV pool and all sequences, and end the sandbox of constraints.
+        Idempotent."""
+        self._model = self._cache = self._tokenizer = self._generator = self._backend = None
+        self._sequences.clear()
+        if self._grammars is not None:
+            self._grammars.close()
+            self._grammars = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        collect_after_close()
+
+    # --- loading ----------------------------------------------------------------------------
+
+    def _load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        spec = self._spec
+        progress(LoadProgress("config"))
+        self._device = device = pick_device(spec.device)
+        source = resolve(spec.model, spec.revision)
+        architecture, config = read_config(source.directory)
+        limit = context_limit(config, spec.max_model_len)
+        shapes = layer_shapes(config)
+        defaults, ends = read_generation(source.directory, config)
+        with Checkpoint(source.directory) as checkpoint:
+            dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+            pool = size_pool(spec, shapes, dtype.itemsize, limit)
+            self._tokenizer = load_tokenizer(source.directory)
+            model = load_model(
+                checkpoint, architecture, config, dtype=dtype, device=device, progress=progress
+            )
+        progress(LoadProgress("warm-up"))
+        calls = probe(model, shapes)
+        self._cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
+        backend, reason = self._chosen, "it was chosen"
+        if backend is None:
+            backend, reason = pick_backend(device, dtype, shapes, calls)
+        execution = prepare(
+            model, backend, reason, calls, self._cache, quantization=spec.quantization
+        )
+        self._model = model = execution.model
+        self._backend = execution.backend
+        self._generator = torch.Generator(device).manual_seed(spec.seed)
+        self._grammars = ConstraintCompiler(self._tokenizer, int(config.vocab_size), ends)
+        warm_up(self._execute, pool)
+        workspace = workspace_bytes(spec, config, dtype, execution.activation_bytes(spec, pool))
+        return ModelInfo(
+            architecture=architecture.name,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            vocab_size=int(config.vocab_size),
+            max_model_len=pool.max_model_len,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            eos_token_ids=ends,
+            memory_bytes=model.num_bytes + pool.num_bytes + workspace,
+            defaults=defaults,
+            is_demo=source.is_demo,
+            has_chat_template=has_chat_template(source.directory),
+            threads=spec.threads,
+        )
+
+    def _thread_state(self) -> AbstractContextManager[None]:
+        """Return a context that sets the calling thread's state (Rule 3)."""
+        return thread_state(self._spec.threads, self._device)
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        times = [perf_counter()]
+        self._forget(plan.released)
+        self._admit(plan.admitted)
+        batch = self._pack(plan.rows) if plan.rows else None
+        times.append(perf_counter())
+        logits = self._forward(batch) if batch else None
+        if self._cache is not None:
+            self._cache.copy_blocks(plan.copies)
+        for matching, mask in batch.masks if batch else ():  # a device still computes the forward
+            matching.fill(mask)
+        times.append(perf_counter())
+        drawn = self._sample(batch.choices, logits) if batch and logits is not None else {}
+        scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
+        times.append(perf_counter())
+        rows = self._finish(plan.rows, batch, drawn, scores) if batch else ()
+        times.append(perf_counter())
+        spent = [after - before for before, after in pairwise(times)]
+        return StepResult(plan.plan_id, rows, StepTimings(*spent))
+
+    def _forget(self, released: Sequence[SequenceId]) -> None:
+        for sequence in released:
+            self._sequences.pop(sequence, None)
+
+    def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
+        for new in admitted:  # a sequence that comes again after a failed step starts anew
+            matching = None
+            if new.constraint is not None and self._grammars is not None:
+                matching = self._grammars.start(new.constraint)
+            self._sequences[new.sequence] = SequenceState.admit(new, matching)
+
+    def _pack(self, rows: Sequence[Row]) -> _Batch:
+        """Lay the rows out for the model. This changes no state.
+
+        Raises:
+            EngineBug: a row does not fit its sequence.
+        """
+        ids: list[int] = []
+        keep: list[int] = []
+        tables: list[Ints] = []
+        choices: list[_Choice] = []
+        scored: list[_ScoredRow] = []
+        masks: list[tuple[Matching, Mask]] = []
+        for row in rows:
+            state = self._state_of(row)
+            ids.extend(state.tokens[row.start : row.start + row.count])
+            tables.append(self._table_after(row, state))
+            if row.logits is Logits.NONE:
+                continue
+            kept = row.count if row.logits.scores else 1
+            if row.logits.scores and state.is_scoring:
+                scored.append(_ScoredRow(row.sequence, row.start, row.count, len(keep)))
+            keep.extend(range(len(ids) - kept, len(ids)))
+            if not row.logits.samples:
+                continue
+            first = state.sample_row()
+            if state.matching is not None and first.mask is not None:
+                masks.append((state.matching, first.mask))
+            choices.append(_Choice(row.sequence, first, len(keep) - 1))
+            for child in row.children:  # they share the mask of their parent
+                own = replace(first, sampling=replace(first.sampling, choice=child.choice))
+                choices.append(_Choice(child.sequence, own, len(keep) - 1))
+        starts = [row.start for row in rows]
+        counts = [row.count for row in rows]
+        packed = packing.pack(starts, counts, tables, self._spec.block_size)
+        return _Batch(
+            packed,
+            np.array(ids, np.int64),
+            tuple(tables),
+            np.array(keep, np.int64),
+            tuple(choices),
+            tuple(scored),
+            tuple(masks),
+        )
+
+    def _state_of(self, row: Row) -> SequenceState:
+        """Return the state of the row's sequence, after checking that the row fits it.
+
+        Raises:
+            EngineBug: the row does not fit.
+        """
+        state = self._sequences.get(row.sequence)
+        if state is None:
+            raise EngineBug(f"sequence {row.sequence} is planned and not admitted")
+        end = row.start + row.count
+        if row.count < 1 or row.start < 0 or end > len(state.tokens):
+            raise EngineBug(
+                f"sequence {row.sequence} has {len(state.tokens)} tokens, and positions "
+                f"{row.start} … {end - 1} are planned"
+            )
+        if row.logits.samples and end != len(state.tokens):
+            raise EngineBug(f"sequence {row.sequence} is to be sampled before its last token")
+        if row.logits is Logits.LAST and state.num_unscored:
+            raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
+        return state
+
+    def _table_after(self, row: Row, state: SequenceState) -> Ints:
+        """Return the row's block table for this step.
+
+        Raises:
+            EngineBug: the table has too few blocks for the row's positions.
+        """
+        table = state.table_after(row.blocks)
+        end = row.start + row.count
+        if len(table) * self._spec.block_size < end:
+            raise EngineBug(f"sequence {row.sequence} has {len(table)} blocks for {end} tokens")
+        return table
+
+    def _forward(self, batch: _Batch) -> torch.Tensor:
+        """Run the step's forward and return logits [num_kept, vocab] float32."""
+        assert self._model is not None
+        assert self._cache is not None
+        assert self._backend is not None
+        ids, positions, keep = send(
+            (batch.input_ids, batch.rows.positions, batch.keep), self._device
+        )
+        output = self._model.module(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            **{KEYWORD: self._backend.prepare(batch.rows, self._cache)},
+        )
+        return output.logits[0].to(torch.float32)
+
+    def _sample(
+        self, choices: Sequence[_Choice], logits: torch.Tensor
+    ) -> dict[SequenceId, int | RowFailure]:
+        """Return a token for each choice, or why the choice has none: its logits are not finite, or
+        none of its tokens may be sampled. All choices are drawn in one call. If the call fails,
+        each is drawn alone, so that one choice's failure does not affect the others."""
+        drawn: dict[SequenceId, int | RowFailure] = {}
+        for choice in choices:
+            if choice.row.mask is not None and choice.row.mask.trouble:
+                drawn[choice.sequence] = refusal(choice.sequence, choice.row.mask.trouble)
+        left = [choice for choice in choices if choice.sequence not in drawn]
+        if not left:
+            return drawn
+        try:
+            return drawn | self._draw(left, logits)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if len(left) == 1:
+                only = left[0]
+                return drawn | {only.sequence: _failure(only, logits[only.logits], error)}
+        for choice in left:
+            drawn.update(self._sample([choice], logits))
+        return drawn
+
+    def _draw(
+        self, choices: Sequence[_Choice], logits: torch.Tensor
+    ) -> dict[SequenceId, int | RowFailure]:
+        assert self._generator is not None
+        where = [choice.logits for choice in choices]
+        if where != list(range(len(logits))):
+            logits = logits[torch.tensor(where, device=logits.device)]
+        tokens = sample(logits, [choice.row for choice in choices], self._generator)
+        return {choice.sequence: token for choice, token in zip(choices, tokens, strict=True)}
+
+    def _score(
+        self,
+        batch: _Batch,
+        logits: torch.Tensor,
+        drawn: Mapping[SequenceId, int | RowFailure],
+    ) -> _Scores:
+        """Return the log-probabilities that the step's requests ask for. This changes no state."""
+        chosen = [
+            (choice.sequence, Wanted(choice.logits, token, choice.row.sampling.logprobs))
+            for choice in batch.choices
+            if choice.row.sampling.logprobs is not None
+            and isinstance(token := drawn[choice.sequence], int)
+        ]
+        if not chosen and not batch.scored:
+            return NO_SCORES
+        text_of = self.tokenizer.token_text
+        entries = score(logits, [wanted for _, wanted in chosen], text_of)
+        tokens = dict(zip((sequence for sequence, _ in chosen), entries, strict=True))
+        prompts = {
+            row.sequence: score(logits, self._unscored(row), text_of) for row in batch.scored
+        }
+        return _Scores(tokens, prompts)
+
+    def _unscored(self, row: _ScoredRow) -> list[Wanted]:
+        """Return the prompt tokens that this row scores and no earlier row has scored. A preempted
+        sequence computes positions again whose scores are known already.
+
+        Raises:
+            EngineBug: the row skips tokens that are not scored yet.
+        """
+        state = self._sequences[row.sequence]
+        alternatives = state.sampling.prompt_logprobs or 0
+        known = len(state.prompt_logprobs) + 1
+        if row.start + 1 > known:
+            raise EngineBug(
+                f"sequence {row.sequence} skipped the scores of its tokens from {known}"
+            )
+        end = min(row.start + row.count + 1, state.prompt_tokens)
+        return [
+            Wanted(row.logits + place - row.start - 1, state.tokens[place], alternatives)
+            for place in range(known, end)
+        ]
+
+    # --- what took effect -------------------------------------------------------------------
+
+    def _finish(
+        self,
+        rows: Sequence[Row],
+        batch: _Batch,
+        drawn: Mapping[SequenceId, int | RowFailure],
+        scores: _Scores,
+    ) -> tuple[RowResult | RowFailure, ...]:
+        """Apply the step to the sequences: block tables, children, tokens, text. Never raises."""
+        results: list[RowResult | RowFailure] = []
+        for row, table in zip(rows, batch.tables, strict=True):
+            state = self._sequences[row.sequence]
+            state.place(table)
+            if row.sequence in scores.prompts:
+                state.note_scores(scores.prompts[row.sequence])
+            if not row.logits.samples:
+                results.append(RowResult(row.sequence))
+                continue
+            forks = [(child.sequence, state.fork(child)) for child in row.children]
+            for sequence, one in [(row.sequence, state), *forks]:
+                scored = scores.tokens.get(sequence)
+                results.append(self._take(sequence, one, drawn[sequence], scored))
+        return tuple(results)
+
+    def _take(
+        self,
+        sequence: SequenceId,
+        state: SequenceState,
+        token: int | RowFailure,
+        scored: TokenLogprob | None,
+    ) -> RowResult | RowFailure:
+        """Append the token to the sequence and return the row's result. A forked child becomes
+        known to the worker here."""
+        if isinstance(token, RowFailure):
+            return token
+        told: tuple[TokenLogprob, ...] = ()
+        try:
+            if state.is_scoring:
+                told = state.tell_scores(self.tokenizer.token_text)
+            step = state.advance(token, self.tokenizer)
+        except Exception as error:
+            return RowFailure(sequence, "text", describe(error))
+        self._sequences[sequence] = state
+        own = () if scored is None else (scored,)
+        return RowResult(sequence, (token,), step.text, own, told, step.finish, step.matched)
+
+
+def _failure(choice: _Choice, logits: torch.Tensor, error: Exception) -> RowFailure:
+    """Return the failure of a choice that got no token. The request is to blame if the model's
+    logits are finite and its constraint and its other settings together exclude every token."""
+    is_left_none = isinstance(error, NothingToSample) and error.is_empty
+    if is_left_none and choice.row.mask is not None and bool(logits.isfinite().any()):
+        return refusal(choice.sequence, LEAVES_NOTHING)
+    return RowFailure(choice.sequence, "sample", describe(error))

@@ -1,0 +1,66 @@
+"""Runs the first steps of a loaded model, and estimates a step's own memory.
+
+Rule: warming up runs the runner's own steps on blocks that nobody owns yet, and leaves no sequence
+behind. An error here fails the load, and not the first user's request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.core.common.types import BlockId, PlanId, Sampling, SequenceId, Stops
+from engine.core.text.plan import (
+    SCORED_TOKENS_MAX,
+    AdmittedSequence,
+    BlockDelta,
+    Logits,
+    Row,
+    StepPlan,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from engine.core.text.plan import StepResult
+    from engine.worker.forward.kv_cache import PoolSize
+    from engine.worker.interface import RunnerSpec
+
+# Ids that no scheduler uses: its ids begin at 0.
+WARM_UP_SEQUENCE = SequenceId(-1)
+WARM_UP_PLAN = PlanId(-1)
+# The activations of a layer that exist at once, in units of tokens × (hidden + MLP width):
+# residual, normed input, QKV, attention output, gate, up, and their product. A guess, rounded up.
+LIVE_ACTIVATIONS = 4
+# Copies of the logits: in the model's dtype, in float32, and another one during sampling.
+LOGITS_COPIES = 3
+
+
+def warm_up(execute: Callable[[StepPlan], StepResult], pool: PoolSize) -> None:
+    """Compute a prompt of two tokens and one greedy decode, which calls every kernel and reads
+    every weight for the first time."""
+    count = min(2, pool.max_model_len)
+    new = AdmittedSequence(
+        WARM_UP_SEQUENCE, (0,) * count, Sampling(temperature=0.0), Stops(max_tokens=2)
+    )
+    blocks = BlockDelta(0, tuple(BlockId(i) for i in range(min(2, pool.num_blocks))))
+    execute(StepPlan(WARM_UP_PLAN, (Row(new.sequence, 0, count, blocks, Logits.LAST),),
+                     admitted=(new,)))  # fmt: skip
+    if len(blocks.append) * pool.block_size > count:
+        kept = BlockDelta(len(blocks.append))
+        execute(StepPlan(WARM_UP_PLAN, (Row(new.sequence, count, 1, kept, Logits.LAST),)))
+    execute(StepPlan(WARM_UP_PLAN, (), released=(new.sequence,)))
+
+
+def workspace_bytes(
+    spec: RunnerSpec, config: Any, dtype: torch.dtype, activations: int | None = None
+) -> int:
+    """Return an upper estimate of a step's own memory: activations and logits of the largest plan.
+    ``activations`` are their bytes where these are known exactly, as for a compiled decoder."""
+    rows = spec.max_num_seqs + SCORED_TOKENS_MAX
+    if activations is None:
+        mlp = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+        width = LIVE_ACTIVATIONS * (int(config.hidden_size) + mlp)
+        activations = spec.max_num_batched_tokens * width * dtype.itemsize
+    return activations + rows * int(config.vocab_size) * 4 * LOGITS_COPIES

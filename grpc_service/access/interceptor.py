@@ -1,0 +1,129 @@
+"""What happens to every RPC before and after its handler: admission, the key's limits, the status,
+the access log.
+
+Rule 1: nothing of a call that is not admitted is parsed. Rule 2: every call leaves one line in the
+log when it ends, however it ends; no line holds text of a prompt or of an answer, or a key.
+Rule 3: what a handler raises becomes a status here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine import logs
+from grpc_service.access import access_log, policy
+from grpc_service.access.rpc_record import Rpc
+from grpc_service.rpc.errors import Disconnected
+from grpc_service.rpc.methods import read_request
+from grpc_service.rpc.status import StatusCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from grpc_service.access.keys import KeyRing
+    from grpc_service.rpc.call import Call
+    from grpc_service.rpc.methods import Method
+    from grpc_service.rpc.status import Status
+
+LIMITED = "triolet.v1.Inference/"  # the service whose calls count against a key's limits
+
+
+class Recorder(Protocol):
+    """Records calls that have ended, such as `grpc_service.app.tracing.Tracing`."""
+
+    def record(
+        self,
+        fields: Mapping[str, str | int | float],
+        metadata: Iterable[tuple[str, str | bytes]],
+        request_id: str,
+    ) -> None:
+        """Record a call; ``fields`` are those of its line in the log."""
+        ...
+
+
+class Interceptor:
+    """Serves every call with one of ``methods``; a handler gets the request and its `Rpc`.
+
+    Without ``keys``, calls need no key, and the keys that they send are ignored. ``status_of``
+    returns the status for an error. ``recorder`` gets the calls to the services of this API.
+    ``calls`` counts the calls that have ended, without those of reflection, by method and name of
+    the status code.
+    """
+
+    def __init__(
+        self,
+        methods: Iterable[Method],
+        keys: KeyRing | None,
+        status_of: Callable[[Exception], Status],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._methods = {method.name: method for method in methods}
+        self._keys = keys
+        self._status_of = status_of
+        self._recorder = recorder
+        self.calls: Counter[tuple[str, str]] = Counter()
+
+    async def serve(self, call: Call) -> None:
+        """Serve one call to its end. Raises nothing.
+
+        Cancellation: this is how the call's client or its deadline ends it.
+        """
+        method = self._methods.get(call.method)
+        if method is None:
+            await call.end(StatusCode.UNIMPLEMENTED, f"there is no method {call.method}")
+        elif method.takes_stream:  # reflection, which is neither limited nor logged
+            await self._run_handler(method, None, Rpc(call))
+        else:
+            rpc = Rpc(call)
+            with self._accounting(rpc):
+                await self._admit(rpc, method)
+
+    @contextlib.contextmanager
+    def _accounting(self, rpc: Rpc) -> Iterator[None]:
+        """Count the call and write its line when it ends."""
+        started_at = time.monotonic()
+        call = rpc.call
+        try:
+            yield
+        finally:
+            # A call without a status was ended by its deadline or by its client.
+            late = StatusCode.DEADLINE_EXCEEDED if call.is_late else StatusCode.CANCELLED
+            code = (late if call.code is None else call.code).name
+            self.calls[rpc.method, code] += 1
+            fields = access_log.fields_of(rpc, code, time.monotonic() - started_at)
+            access_log.write(rpc, fields)
+            if self._recorder is not None and rpc.method.startswith(policy.OURS):
+                self._recorder.record(fields, call.metadata, rpc.logged_id)
+
+    async def _admit(self, rpc: Rpc, method: Method) -> None:
+        """Admit the call, read its request, and run the handler within the key's limits."""
+        try:
+            rpc.quota = policy.admit(rpc.method, rpc.peer, rpc.call.metadata, self._keys)
+            request = await read_request(method, rpc.call)
+            rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
+            logs.request_id.set(logs.printable(rpc.request_id))
+            quota = rpc.quota if rpc.method.startswith(LIMITED) else None
+            if quota is not None:
+                quota.enter()
+        except Exception as error:
+            await rpc.call.end(*self._status_of(error))
+            return
+        try:
+            await self._run_handler(method, request, rpc)
+        finally:
+            if quota is not None:
+                quota.leave()
+
+    async def _run_handler(self, method: Method, request: Any, rpc: Rpc) -> None:
+        """Run the handler, and end the call with its answer or with its error's status."""
+        call = rpc.call
+        try:
+            await call.answer(await method.handler(request, rpc))
+        except Disconnected:
+            pass
+        except Exception as error:
+            await call.end(*self._status_of(error))

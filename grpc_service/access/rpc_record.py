@@ -1,0 +1,47 @@
+"""The record of one RPC: who asks, under which limits, and what its log line needs.
+
+Rule: the interceptor (`grpc_service.access.interceptor`) makes one record for each call and passes
+it to the call's handler; nothing else keeps one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.requests.quota import Quota
+    from engine.requests.stream import RequestStream
+    from grpc_service.rpc.call import Call
+
+
+@dataclass(eq=False, slots=True)
+class Rpc:
+    """One RPC, as its handler sees it.
+
+    ``call`` is the gRPC call: what a handler reads and writes. ``request_id`` is the client's own
+    or one made for it. ``quota`` is the key holder's, None for a call without a key. ``stream`` is
+    set by the code that submits a request to the engine for this RPC.
+    """
+
+    call: Call
+    request_id: str = ""
+    quota: Quota | None = None
+    stream: RequestStream[Any] | None = None
+
+    @property
+    def method(self) -> str:
+        """The method's full name, such as ``triolet.v1.Inference/Generate``."""
+        return self.call.method
+
+    @property
+    def peer(self) -> str:
+        """The client's address as grpc writes it, such as ``ipv4:127.0.0.1:5``."""
+        return self.call.peer
+
+    @property
+    def logged_id(self) -> str:
+        """The id that the engine knows the request by, or else the RPC's own; "-" for none."""
+        if self.stream is not None:
+            return self.stream.request_id
+        return self.request_id or "-"

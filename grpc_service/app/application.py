@@ -1,0 +1,354 @@
+"""The server as a whole: starts and ends the engine and the gRPC server in order.
+
+Start: the engine starts, and models load in the background → the address is bound and calls are
+served → the server is ready when every preloaded text model has loaded or failed; without text
+models, when every encoder has. End (D17): health is NOT_SERVING → new requests are refused →
+running ones may finish within the drain timeout → the rest is cut with a status → connections end →
+all threads are joined, except those that `_Ending` does not wait for.
+
+Exit codes: 0 all requests finished, 75 some were cut, 70 an internal error or a step that hangs, 1
+the server could not start, 128 + n a second signal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine import logs
+from engine.api.engine import make_torch_runner, open_engine
+from engine.errors import ConfigError, TrioletError
+from engine.gc_tuning import collect_seldom, freeze_after_load
+from engine.replica.threads import WorkerThreads
+from engine.replica.watchdog import EXIT_HUNG, Watchdog
+from engine.status import ModelState
+from grpc_service.access.interceptor import Interceptor
+from grpc_service.access.keys import open_keys, reload_keys
+from grpc_service.access.unread_calls import UnreadCalls
+from grpc_service.app.health import SERVICE_NAME as HEALTH_NAME
+from grpc_service.app.health import HealthServicer, apply_states, health_methods
+from grpc_service.app.listening import check_free, listen
+from grpc_service.app.metrics import serving_metrics
+from grpc_service.app.startup import awaited, show_loading, show_ready
+from grpc_service.app.statistics import log_statistics
+from grpc_service.app.tls import server_context
+from grpc_service.app.tracing import open_tracing
+from grpc_service.rpc.connection import Flusher
+from grpc_service.rpc.limits import Limits
+from grpc_service.rpc.server import RpcServer
+from grpc_service.services.backend import Backend
+from grpc_service.services.error_status import status_of
+from grpc_service.services.methods import SERVICE_NAMES, methods
+from grpc_service.services.reflection import reflection_methods
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection
+
+    from engine.api.engine import Engine
+    from engine.config import EngineConfig
+    from engine.pool.entry import Entry
+    from engine.pool.loader import RunnerFactory
+    from grpc_service.access.keys import KeyRing
+    from grpc_service.app.server_config import ServerConfig
+
+log = logging.getLogger(__name__)
+
+EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+STOP_GRACE_S = 1.0  # guess: for statuses that are being written; everything else has ended by then
+LEAVE_PATIENCE_S = 3.0  # guess: for a load that runs, although no request waits for it any more
+CUT_PATIENCE_S = 3.0  # guess: `STOP_GRACE_S` and a step of ordinary length
+
+
+@dataclass(eq=False)
+class _Ending:
+    """Ends the process in bounded time, whatever it waits for (D17).
+
+    The first signal drains. When all connections have ended, there is no client left to answer, so
+    a thread that is still busy is joined for a limited time: a step for as long as `Watchdog` says,
+    a load for `LEAVE_PATIENCE_S`. A second signal ends the process within `CUT_PATIENCE_S`.
+    """
+
+    watchdog: Watchdog
+    keys: KeyRing | None = None
+    engine: Engine | None = None
+    num_unread_calls: Callable[[], int] = lambda: 0
+    is_serving: bool = False
+    first: trio.Event = field(default_factory=trio.Event)
+    second: trio.Event = field(default_factory=trio.Event)
+    served: int = EXIT_INTERNAL  # until serving has ended in order
+    cut_by: int | None = None
+
+    @property
+    def code(self) -> int:
+        """The exit code if the process ended now."""
+        return self.served if self.cut_by is None else 128 + self.cut_by
+
+    async def watch(self, signals: AsyncIterator[int]) -> None:
+        """Handle signals until cancelled.
+
+        Cancellation: safe; later signals are not handled.
+        """
+        async for number in signals:
+            if number == signal.SIGUSR1:
+                if self.engine is not None:
+                    log_statistics(self.engine.statistics(), self.num_unread_calls())
+            elif number == signal.SIGHUP:
+                reload_keys(self.keys)
+            elif not self.first.is_set():
+                self.first.set()
+            elif self.cut_by is None:
+                self.cut_by = number
+                self.watchdog.leave(self.code, patience_s=CUT_PATIENCE_S, waits_for_steps=False)
+                self.second.set()
+
+    def leave(self) -> None:
+        """Limit what remains after all connections have ended: joining threads. A server that
+        could not even listen has no limit, because its error message would be lost."""
+        if self.is_serving and self.cut_by is None:
+            self.watchdog.leave(self.code, patience_s=LEAVE_PATIENCE_S, waits_for_steps=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server, for programs that embed it. ``port`` is the port that it listens on."""
+
+    engine: Engine
+    port: int
+
+
+async def serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    *,
+    make_runner: RunnerFactory = make_torch_runner,
+    shows_progress: bool = False,
+    exit_process: Callable[[int], object] = os._exit,
+    task_status: trio.TaskStatus[Server] = trio.TASK_STATUS_IGNORED,
+) -> int:
+    """Serve until a signal or a failure, and return the exit code. `Control.Drain` does not end
+    the server.
+
+    ``task_status`` is started when the port is bound; models may still be loading then.
+    ``exit_process`` is called with the exit code, on a thread of its own, if this function cannot
+    return because a worker thread stays busy.
+
+    Raises:
+        ConfigError: the address cannot be bound, or every model failed to load. The error is in an
+            ExceptionGroup if it occurs after the engine was started.
+
+    Cancellation: running requests are cut at once, and the threads are joined.
+    """
+    check_free(server_config)
+    server_context(server_config)  # so that a broken file is reported before models load
+    keys = open_keys(server_config)
+    ending = _Ending(Watchdog(engine_config.step_timeout_s, exit_process=exit_process), keys)
+    # Without keys to read again, SIGHUP ends the server, as it ends other programs.
+    numbers = SIGNALS if keys is None else (*SIGNALS, signal.SIGHUP)
+    with trio.open_signal_receiver(*numbers) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ending.watch, signals)  # also while the engine ends
+            await _serve(
+                engine_config,
+                server_config,
+                ending,
+                make_runner=make_runner,
+                shows_progress=shows_progress,
+                task_status=task_status,
+            )
+            nursery.cancel_scope.cancel(reason="served")
+    return ending.code
+
+
+async def _serve(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    ending: _Ending,
+    *,
+    make_runner: RunnerFactory,
+    shows_progress: bool,
+    task_status: trio.TaskStatus[Server],
+) -> None:
+    health = HealthServicer()
+
+    def on_change() -> None:
+        if (engine := ending.engine) is not None:  # None while the engine is being opened
+            apply_states(health, engine.list_models(), draining=engine.is_draining)
+
+    flusher = Flusher()
+    async with open_engine(
+        engine_config,
+        make_runner=make_runner,
+        on_change=on_change,
+        watchdog=ending.watchdog,
+        batch=flusher,
+    ) as engine:
+        ending.engine = engine
+        on_change()
+        backend = Backend(engine, UnreadCalls(time.monotonic))
+        ending.num_unread_calls = lambda: backend.unread_calls.last_count
+        async with _serving_calls(server_config, backend, flusher, ending, health) as port:
+
+            async def wait_ready() -> None:
+                await _wait_loaded(engine)
+                freeze_after_load()
+                if shows_progress and not engine.is_draining:
+                    show_ready(engine, server_config, port)
+                if await _wait_settled(engine.registry.entries.values()):
+                    freeze_after_load()  # again, because encoders load last (D14)
+
+            ending.is_serving = True
+            task_status.started(Server(engine, port))
+            async with trio.open_nursery() as watched:
+                if shows_progress:
+                    watched.start_soon(show_loading, engine)
+                watched.start_soon(wait_ready)
+                ending.served = await _serve_until_signal(engine, ending)
+                watched.cancel_scope.cancel(reason="served")
+
+
+@asynccontextmanager
+async def _serving_calls(
+    config: ServerConfig,
+    backend: Backend,
+    flusher: Flusher,
+    ending: _Ending,
+    health: HealthServicer,
+) -> AsyncIterator[int]:
+    """Serve gRPC until the block is left, and then for up to `STOP_GRACE_S`. Yield the port.
+
+    Raises:
+        ConfigError: another program took the address after it was checked.
+
+    Cancellation: calls are cut at once.
+    """
+    tracing = open_tracing(os.environ)
+    names = [*SERVICE_NAMES, HEALTH_NAME]
+    served = [*methods(backend), *health_methods(health), *reflection_methods(names)]
+    interceptor = Interceptor(served, ending.keys, status_of, tracing)
+    server = RpcServer(interceptor.serve, _limits_of(config), flusher)
+    # Metrics start first and end last, so that they show a drain to its end.
+    async with serving_metrics(config, backend, interceptor), trio.open_nursery() as nursery:
+        listeners = listen(config, server_context(config))
+        nursery.start_soon(server.run, listeners)
+        try:
+            yield listeners[0].port
+        finally:
+            with trio.CancelScope(shield=True):  # bounded by the grace
+                await server.stop(STOP_GRACE_S)
+            ending.leave()
+    if tracing is not None:
+        await WorkerThreads().run(tracing.flush, trio.CapacityLimiter(1))
+
+
+def _limits_of(config: ServerConfig) -> Limits:
+    return Limits(
+        max_message_bytes=config.max_message_bytes,
+        keepalive_time_s=config.keepalive_time_s,
+        keepalive_timeout_s=config.keepalive_timeout_s,
+    )
+
+
+async def _wait_loaded(engine: Engine) -> None:
+    """Wait until every preloaded model that the start waits for is READY or FAILED; if all of
+    these FAILED, also for the others.
+
+    Raises:
+        ConfigError: every model FAILED.
+
+    Cancellation: safe; the loads go on.
+    """
+    entries = engine.registry.entries.values()
+    first = awaited(entries)
+    await _wait_settled(first)
+    if all(entry.state is ModelState.FAILED for entry in first):
+        await _wait_settled(entries)
+    models = engine.list_models()
+    if all(model.state is ModelState.FAILED for model in models):
+        raise ConfigError(models[0].error + _where(engine))
+
+
+def _where(engine: Engine) -> str:
+    """Return the directory in which the first model was looked for. Clients never see it."""
+    model = next(iter(engine.registry.entries.values())).config.model
+    is_path = model.startswith((".", "/", "~"))
+    return f" [{Path(os.path.expanduser(model)).absolute()}]" if is_path else ""
+
+
+async def _wait_settled(entries: Collection[Entry]) -> bool:
+    """Wait until those of these models that are preloaded are READY or FAILED. Return whether it
+    had to wait.
+
+    Cancellation: safe; the loads go on.
+    """
+    late = [one for one in entries if not (one.config.lazy or one.settled.is_set())]
+    for entry in late:
+        await entry.settled.wait()
+    return bool(late)
+
+
+async def _serve_until_signal(engine: Engine, ending: _Ending) -> int:
+    """Wait for a signal, drain the engine, and return the exit code. A second signal cuts.
+
+    Cancellation: safe; running requests end with the engine.
+    """
+    await ending.first.wait()
+    count = engine.num_live
+    log.info("draining: %d %s running", count, "request is" if count == 1 else "requests are")
+    cut = 0
+    async with trio.open_nursery() as nursery:
+
+        async def cut_at_second() -> None:
+            await ending.second.wait()
+            nursery.cancel_scope.cancel(reason="second signal")
+
+        nursery.start_soon(cut_at_second)
+        cut = await engine.drain()
+        nursery.cancel_scope.cancel(reason="drained")
+    return EXIT_CUT if cut else EXIT_OK
+
+
+def serve_forever(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    *,
+    make_runner: RunnerFactory = make_torch_runner,
+) -> int:
+    """Run a server until a signal ends it, as ``triolet serve`` does; return the exit code."""
+    collect_seldom()
+    logs.configure(os.environ.get("TRIOLET_LOG", "INFO"), server_config.log_format)
+    if not __debug__:
+        print(
+            "triolet: does not run with python -O, because it relies on its assertions",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    try:
+        return trio.run(
+            partial(serve, make_runner=make_runner, shows_progress=True),
+            engine_config,
+            server_config,
+        )
+    except BaseException as raised:
+        error = _first(raised)
+        if isinstance(error, TrioletError):
+            print(f"triolet: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        log.exception("the server failed")
+        return EXIT_INTERNAL
+
+
+def _first(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group

@@ -1,0 +1,127 @@
+"""What `triolet serve` shows a person while it starts.
+
+Rule: progress goes to standard error and the summary to standard output. Without a terminal, only
+plain lines are printed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine.status import Capability, ModelState
+from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from engine.api.engine import Engine
+    from engine.pool.entry import Entry
+    from grpc_service.app.server_config import ServerConfig
+
+REFRESH_S = 0.1
+
+
+def awaited(entries: Collection[Entry]) -> list[Entry]:
+    """Return the preloaded models that a start waits for: the text models or, if there is none,
+    the encoders."""
+    preloaded = [entry for entry in entries if not entry.config.lazy]
+    return [entry for entry in preloaded if not entry.traits.loads_last] or preloaded
+
+
+async def show_loading(engine: Engine) -> None:
+    """Show a progress bar per model while it loads; without a terminal, one line per model.
+
+    Cancellation: safe; the bars disappear.
+    """
+    entries = awaited(engine.registry.entries.values())
+    if not sys.stderr.isatty():
+        for entry in entries:
+            print(f"loading {entry.config.name} …", file=sys.stderr)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks = {
+            entry.config.name: bars.add_task(entry.config.name, total=None) for entry in entries
+        }
+        while any(not entry.settled.is_set() for entry in entries):
+            for entry in entries:
+                total, done = _progress(entry)
+                bars.update(tasks[entry.config.name], total=total, completed=done)
+            await trio.sleep(REFRESH_S)
+
+
+def _progress(entry: Entry) -> tuple[int | None, int]:
+    progress = entry.progress
+    if progress is None or not progress.bytes_total:
+        return None, 0
+    return progress.bytes_total, progress.bytes_done
+
+
+def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
+    """Print the address, the models, and a first request for each kind of model."""
+    where = f"unix:{config.uds}" if config.uds else f"{config.host}:{port}"
+    models = engine.list_models()
+    failed = [model.name for model in models if model.state is ModelState.FAILED]
+    without = f", but without {', '.join(failed)}" if failed else ""
+    lines = [f"Triolet is ready on {where} after {_seconds_since_start():.1f} s{without}."]
+    for model in models:
+        if model.state is ModelState.READY:
+            size = model.memory_bytes / 2**20
+            has_pool = model.capability is Capability.TEXT_TO_TEXT
+            lines.append(
+                f"  {model.name}: {model.architecture}, {model.dtype} on {model.device}, "
+                f"context {model.max_model_len}, {size:.0f} MiB{' with its KV pool' * has_pool}"
+            )
+        else:
+            lines.append(f"  {model.name}: {model.state.value}{_because(model.error)}")
+    lines += [
+        "Try:",
+        *_first_requests(engine, where, config),
+        "Ctrl-C drains; a second Ctrl-C cuts.",
+    ]
+    print("\n".join(lines), flush=True)
+
+
+def _first_requests(engine: Engine, where: str, config: ServerConfig) -> Iterator[str]:
+    """Yield a command for each kind of model that is served."""
+    needs = _needs(config)
+    server = "" if where == f"{DEFAULT_HOST}:{DEFAULT_PORT}" else f" --server {where}"
+    models = engine.list_models()
+    kinds = {model.capability for model in models if model.state is not ModelState.FAILED}
+    if Capability.TEXT_TO_TEXT in kinds:
+        yield f'  triolet generate "Once upon a time"{server}{needs}'
+    if Capability.TEXT_EMBEDDING in kinds:
+        yield f'  triolet embed "The dog sleeps." "A hound naps." "The ship left."{server}{needs}'
+    if Capability.RERANK in kinds:
+        texts = '"Where is the dog?" "The dog sleeps." "The ship left."'
+        yield f"  triolet rerank {texts}{server}{needs}"
+    if Capability.TEXT_TO_TEXT in kinds and not needs:
+        yield (
+            f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
+            "triolet.v1.Inference/Generate"
+        )
+
+
+def _needs(config: ServerConfig) -> str:
+    """Return the flags that a client of this server needs."""
+    needs = " --tls-ca FILE" if config.tls_cert else ""
+    needs += " --tls-cert FILE --tls-key FILE" if config.client_ca else ""
+    return needs + (" --api-key-file FILE" if config.api_key_file and not config.uds else "")
+
+
+def _because(error: str) -> str:
+    return f" ({error})" if error else ""
+
+
+def _seconds_since_start() -> float:
+    """Return the seconds since this process was started, including imports."""
+    with open("/proc/self/stat") as stat:
+        started_ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / 100

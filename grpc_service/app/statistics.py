@@ -1,0 +1,92 @@
+"""The server's figures in words, for ``triolet stats`` and for the log on SIGUSR1."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from grpc_service.client import messages
+from grpc_service.services.snapshots_codec import encode_statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from google.protobuf.message import Message
+
+    from engine.status import EngineStatistics
+
+log = logging.getLogger(__name__)
+
+
+def log_statistics(statistics: EngineStatistics, num_unread_calls: int) -> None:
+    """Log the figures in words and, in a JSON log, also by the proto's names."""
+    totals = replace(statistics.totals, unread_calls=num_unread_calls)
+    answer = encode_statistics(replace(statistics, totals=totals))
+    text = "".join(f"\n  {line}" for line in lines_of(answer))
+    log.info("statistics:%s", text, extra={"fields": {"totals": asdict(totals)}})
+
+
+def lines_of(answer: messages.GetStatsResponse) -> Iterator[str]:
+    """Yield the figures of a snapshot: a line for each group of totals and for each replica."""
+    for name, text in _totals(answer.totals):
+        yield f"{name:<10}{text}"
+    for entry in answer.replicas:
+        state = messages.ReplicaState.Name(entry.state).removeprefix("REPLICA_STATE_")
+        state += paused_text(entry)
+        yield (
+            f"{entry.model}/{entry.replica} {state}: {entry.running} running, {entry.waiting} "
+            f"waiting, {entry.free_blocks} of {entry.total_blocks} blocks free"
+        )
+
+
+def paused_text(entry: messages.ReplicaStats) -> str:
+    """Return what to add to a state for a pause, "" if there is none."""
+    if not entry.pause:
+        return ""
+    mode = messages.PauseMode.Name(entry.pause).removeprefix("PAUSE_MODE_")
+    return f", paused ({mode.lower()})"
+
+
+def _totals(totals: messages.Totals) -> Iterator[tuple[str, str]]:
+    ends = totals.requests_total
+    yield "sequences", _named(totals, ("running", "waiting", "parked", "ending", "unread_calls"))
+    yield "requests", _named(ends, [field.name for field in ends.DESCRIPTOR.fields])
+    yield (
+        "tokens",
+        f"{totals.prompt_tokens_total} of prompts, {totals.completion_tokens_total} generated",
+    )
+    yield (
+        "blocks",
+        f"{totals.free_blocks} of {totals.total_blocks} free, {totals.cached_blocks} cached",
+    )
+    share = totals.prefix_hits / totals.prefix_queries if totals.prefix_queries else 0.0
+    yield (
+        "prefixes",
+        f"{totals.prefix_hits} of {totals.prefix_queries} tokens found ({share:.0%})",
+    )
+    rows = totals.step_rows_total / totals.step_count if totals.step_count else 0.0
+    yield (
+        "steps",
+        f"{totals.step_count}, of {rows:.1f} rows on average, {totals.preemptions} preemptions",
+    )
+    yield (
+        "memory",
+        f"{size_text(totals.memory_reserved)} of {size_text(totals.memory_limit)} reserved",
+    )
+
+
+def _named(message: Message, names: Sequence[str]) -> str:
+    return ", ".join(f"{getattr(message, name)} {name}" for name in names)
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes with its unit, – for 0."""
+    if not num_bytes:
+        return "–"
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

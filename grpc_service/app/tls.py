@@ -1,0 +1,43 @@
+"""The server's TLS: files in, an SSL context out.
+
+Rule 1: a broken file is reported at start, in one sentence that names its flag; otherwise it would
+show at the first handshake, or not at all. Rule 2: a server with --client-ca takes no connection
+without a certificate that this authority signed.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import TYPE_CHECKING
+
+from engine.errors import ConfigError
+from grpc_service.pem import PemError, read_authority, read_pair
+
+if TYPE_CHECKING:
+    from grpc_service.app.server_config import ServerConfig
+
+
+def server_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """Return the context of the server's connections, None for a server without TLS.
+
+    Raises:
+        ConfigError: a file cannot be read, is not PEM, or key and certificate do not match.
+    """
+    if not config.tls_cert:
+        return None
+    try:
+        read_pair(config.tls_cert, config.tls_key)
+    except PemError as error:
+        flag = "--tls-cert" if error.file == config.tls_cert else "--tls-key"
+        raise ConfigError(f"{flag} {error}") from None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    context.set_alpn_protocols(["h2"])
+    if config.client_ca:
+        try:
+            read_authority(config.client_ca)
+        except PemError as error:
+            raise ConfigError(f"--client-ca {error}") from None
+        context.load_verify_locations(config.client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context

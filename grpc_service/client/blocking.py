@@ -1,0 +1,247 @@
+"""A client for threads that block: `Client`, and the streams that its calls return.
+
+A method has its RPC's name, takes the RPC's request message, and returns the response message or a
+stream of them. ``timeout`` is in seconds and becomes the server's deadline; without it the call has
+no deadline. A status other than OK is raised as a `CallError`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import grpc
+
+from grpc_service.client import messages
+from grpc_service.client.channel import key_metadata, open_channel
+from grpc_service.client.errors import call_error
+from grpc_service.client.requests import chat_request
+from grpc_service.client.stubs import ControlStub, InferenceStub, ModelsStub
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import Self, Unpack
+
+    from google.protobuf.message import Message
+
+    from grpc_service.client.channel import ChannelSettings
+
+Response = TypeVar("Response")
+
+
+class Stream(Generic[Response]):
+    """The messages of one call, in the order in which they come.
+
+    Iterating ends after the last message of a call that succeeded, and raises the `CallError` of
+    one that did not. Leaving the stream as a context cancels the call, and the server's work with
+    it; a stream that has ended is not affected.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Response:
+        try:
+            message: Response = next(self._call)
+        except grpc.RpcError as error:
+            raise call_error(error) from error
+        return message
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End the call, from any thread. A thread that reads the stream gets `Cancelled`."""
+        self._call.cancel()
+
+
+class TextStream(Stream[messages.GenerateResponse]):
+    """The events of a Generate call."""
+
+    def text(self, choice: int = 0) -> str:
+        """Read to the end, and return the text of one choice.
+
+        Raises:
+            CallError: the call failed.
+        """
+        return "".join(event.delta.text for event in self if event.delta.choice == choice)
+
+
+class Client:
+    """A client of one server, which connects with the first call. Threads may share it.
+
+    ``address`` is ``HOST``, ``HOST:PORT`` or ``unix:PATH``. ``api_key`` is sent with every call;
+    over a network it needs ``tls``, because others could read it otherwise. For the other settings
+    see `ChannelSettings`. ``models`` and ``control`` have the calls for operators.
+
+    Raises:
+        PemError: a TLS file is wrong.
+    """
+
+    def __init__(
+        self, address: str, *, api_key: str = "", **settings: Unpack[ChannelSettings]
+    ) -> None:
+        self._channel = open_channel(address, **settings)
+        self._calls = _Calls(api_key)
+        self._stub = InferenceStub(self._channel)
+        self.models = ModelsClient(self._channel, self._calls)
+        self.control = ControlClient(self._channel, self._calls)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection, and cancel the calls that are under way."""
+        self._channel.close()
+
+    def generate(
+        self, request: messages.GenerateRequest, *, timeout: float | None = None
+    ) -> TextStream:
+        """Continue a prompt or answer a chat."""
+        return TextStream(self._calls.start(self._stub.Generate, request, timeout))
+
+    def chat(
+        self,
+        conversation: Iterable[messages.Message | Mapping[str, str]],
+        *,
+        model: str = "",
+        sampling: messages.SamplingParams | Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> TextStream:
+        """Answer a conversation. A turn is a message, or a mapping with ``role`` and ``content``.
+        `generate` takes everything else that a chat may have."""
+        return self.generate(chat_request(conversation, model, sampling), timeout=timeout)
+
+    def embed(
+        self, request: messages.EmbedRequest, *, timeout: float | None = None
+    ) -> Stream[messages.EmbedResponse]:
+        """Turn each input into a vector. Vectors come as they are ready, in any order."""
+        return Stream(self._calls.start(self._stub.Embed, request, timeout))
+
+    def rerank(
+        self, request: messages.RerankRequest, *, timeout: float | None = None
+    ) -> Stream[messages.RerankResponse]:
+        """Score documents by how well they answer a query. Scores come in any order,
+        unless ``top_n`` is set."""
+        return Stream(self._calls.start(self._stub.Rerank, request, timeout))
+
+    def tokenize(
+        self, request: messages.TokenizeRequest, *, timeout: float | None = None
+    ) -> messages.TokenizeResponse:
+        """Split a text or a chat into tokens."""
+        return self._calls.ask(self._stub.Tokenize, request, timeout)
+
+    def detokenize(
+        self, request: messages.DetokenizeRequest, *, timeout: float | None = None
+    ) -> messages.DetokenizeResponse:
+        """Turn token ids into text."""
+        return self._calls.ask(self._stub.Detokenize, request, timeout)
+
+
+class ModelsClient:
+    """Lists, loads and unloads models; `Client.models`."""
+
+    def __init__(self, channel: grpc.Channel, calls: _Calls) -> None:
+        self._calls = calls
+        self._stub = ModelsStub(channel)
+
+    def list_models(self, *, timeout: float | None = None) -> messages.ListModelsResponse:
+        """List every model that the server knows, loaded or not."""
+        return self._calls.ask(self._stub.ListModels, messages.ListModelsRequest(), timeout)
+
+    def get_model(
+        self, request: messages.GetModelRequest, *, timeout: float | None = None
+    ) -> messages.GetModelResponse:
+        """Describe one model."""
+        return self._calls.ask(self._stub.GetModel, request, timeout)
+
+    def load_model(
+        self, request: messages.LoadModelRequest, *, timeout: float | None = None
+    ) -> Stream[messages.LoadModelResponse]:
+        """Load a model, and stream the stages of the load. The server goes on loading
+        when the stream is left."""
+        return Stream(self._calls.start(self._stub.LoadModel, request, timeout))
+
+    def unload_model(
+        self, request: messages.UnloadModelRequest, *, timeout: float | None = None
+    ) -> messages.UnloadModelResponse:
+        """Unload a model, and return when its memory is free."""
+        return self._calls.ask(self._stub.UnloadModel, request, timeout)
+
+
+class ControlClient:
+    """Watches and steers a running server; `Client.control`."""
+
+    def __init__(self, channel: grpc.Channel, calls: _Calls) -> None:
+        self._calls = calls
+        self._stub = ControlStub(channel)
+
+    def get_stats(self, *, timeout: float | None = None) -> messages.GetStatsResponse:
+        """Return the server's figures."""
+        return self._calls.ask(self._stub.GetStats, messages.GetStatsRequest(), timeout)
+
+    def watch_stats(self, *, timeout: float | None = None) -> Stream[messages.GetStatsResponse]:
+        """Stream the server's figures, about once a second."""
+        return Stream(
+            self._calls.start(self._stub.WatchStats, messages.WatchStatsRequest(), timeout)
+        )
+
+    def pause(
+        self, request: messages.PauseRequest, *, timeout: float | None = None
+    ) -> messages.PauseResponse:
+        """Pause one model or all. A step that runs at that moment still ends."""
+        return self._calls.ask(self._stub.Pause, request, timeout)
+
+    def resume(
+        self, request: messages.ResumeRequest, *, timeout: float | None = None
+    ) -> messages.ResumeResponse:
+        """End a pause."""
+        return self._calls.ask(self._stub.Resume, request, timeout)
+
+    def abort(
+        self, request: messages.AbortRequest, *, timeout: float | None = None
+    ) -> messages.AbortResponse:
+        """End requests by their ids."""
+        return self._calls.ask(self._stub.Abort, request, timeout)
+
+    def drain(
+        self, request: messages.DrainRequest, *, timeout: float | None = None
+    ) -> messages.DrainResponse:
+        """Refuse new requests, and return when the last one has ended."""
+        return self._calls.ask(self._stub.Drain, request, timeout)
+
+    def reset_prefix_cache(
+        self, request: messages.ResetPrefixCacheRequest, *, timeout: float | None = None
+    ) -> messages.ResetPrefixCacheResponse:
+        """Forget every cached prefix. Running requests keep their blocks."""
+        return self._calls.ask(self._stub.ResetPrefixCache, request, timeout)
+
+    def explain(
+        self, request: messages.ExplainRequest, *, timeout: float | None = None
+    ) -> messages.ExplainResponse:
+        """Return what a live request does, and what it waits for."""
+        return self._calls.ask(self._stub.Explain, request, timeout)
+
+
+class _Calls:
+    """Makes calls that show the key and raise `CallError`."""
+
+    def __init__(self, api_key: str) -> None:
+        self._metadata = key_metadata(api_key)
+
+    def start(self, method: Any, request: Message, timeout: float | None) -> Any:
+        return method(request, timeout=timeout, metadata=self._metadata)
+
+    def ask(self, method: Any, request: Message, timeout: float | None) -> Any:
+        try:
+            return method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise call_error(error) from error

@@ -1,0 +1,154 @@
+"""Every place where the library relies on how h2 works inside.
+
+h2's public interface is enough for a correct server, but not for a fast and fair one. Only this
+file uses more than that, and each part has a test in ``test_h2_overrides.py`` that fails when h2
+changes inside: run those tests before allowing a new version of h2.
+
+| part | reason |
+|---|---|
+| `Window` | a DATA frame of h2 costs eight times ours (`http2.Stream`) |
+| `FrameLengths` | h2 waits for all of a frame that is too long |
+| `QuietDataFrame` | h2 describes every frame for a log that is off |
+| `ServerH2.open_inbound_streams` | h2 ends the connection for one stream too many |
+| `ServerH2.drop` | h2 looks for closed streams among all of them |
+| `ServerH2._receive_goaway_frame` | h2 ends running streams when the client opens no more |
+| `ServerH2._acknowledge_settings` | h2 lets the client choose the size of our header table |
+| `UnrulyClientH2` | h2's client obeys GOAWAY and the limit of streams; a test's must not |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import ConnectionTerminated
+from h2.frame_buffer import FrameBuffer
+from h2.settings import SettingCodes, Settings
+from hyperframe.frame import DataFrame, GoAwayFrame
+
+if TYPE_CHECKING:
+    from h2.events import Event
+    from hyperframe.frame import Frame
+
+    from grpc_service.rpc.limits import Limits
+
+_LENGTH_BYTES = 3  # at the beginning of a frame's header
+_DEFAULT_WINDOW = 65_535  # of a new connection. Source: RFC 9113, section 6.9.2.
+
+
+class Window(Protocol):
+    """h2's count of the bytes that may still be sent on a stream or on a connection.
+
+    h2 adds what the client allows, and refuses what would exceed HTTP/2's maximum. Code that writes
+    DATA frames itself subtracts what it sends.
+    """
+
+    outbound_flow_control_window: int
+
+
+class FrameLengths(FrameBuffer):
+    """Refuses a frame that is too long as soon as its length is known; h2 waits for the frame's
+    body, of up to 16 MiB, before it says no."""
+
+    def __next__(self) -> Frame:
+        if len(self._data) >= _LENGTH_BYTES:
+            self._validate_frame_length(int.from_bytes(self._data[:_LENGTH_BYTES], "big"))
+        frame = super().__next__()
+        if frame.__class__ is DataFrame:
+            frame.__class__ = QuietDataFrame
+        return frame
+
+
+class QuietDataFrame(DataFrame):
+    """A DATA frame whose description leaves out the body; h2 makes one of every frame."""
+
+    __repr__ = object.__repr__
+
+
+class ServerH2(H2Connection):
+    """h2's connection, for a server. Names and values of headers are bytes. Headers that the server
+    sends are not validated. A closed stream stays in h2's table until `drop`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.MAX_CLOSED_STREAMS = limits.closed_streams
+        super().__init__(
+            H2Configuration(
+                client_side=False,
+                header_encoding=None,
+                validate_outbound_headers=False,
+                normalize_outbound_headers=False,
+            )
+        )
+        self._header_table_bytes = limits.header_table_bytes
+        self.local_settings = Settings(
+            client=False,
+            initial_values={
+                SettingCodes.MAX_CONCURRENT_STREAMS: limits.streams_per_connection,
+                SettingCodes.MAX_HEADER_LIST_SIZE: limits.header_list_bytes,
+                SettingCodes.INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
+            },
+        )
+        self.incoming_buffer = FrameLengths(server=True)
+        self._frame_dispatch_table[QuietDataFrame] = self._receive_data_frame
+        self.initiate_connection()
+        self.increment_flow_control_window(limits.connection_window_bytes - _DEFAULT_WINDOW)
+
+    @property
+    def open_inbound_streams(self) -> int:
+        """Return 0, so that h2 never counts streams. h2 would end the connection for one too many;
+        `Http2Connection` refuses that one alone. Source: RFC 9113, section 5.1.2."""
+        return 0
+
+    def window_of(self, stream_id: int) -> Window:
+        """Return the send window of a stream. The connection's own is this object."""
+        return self.streams[stream_id]
+
+    def is_open(self, stream_id: int) -> bool:
+        """Return whether a stream is known and not closed."""
+        state = self.streams.get(stream_id)
+        return state is not None and not state.closed
+
+    def drop(self, stream_id: int) -> None:
+        """Forget a stream if it is closed; only how it was closed is remembered."""
+        state = self.streams.get(stream_id)
+        if state is not None and state.closed:
+            del self.streams[stream_id]
+            self._closed_streams[stream_id] = state.closed_by
+
+    def goaway(self) -> bytes:
+        """Return the frame that asks the client to open no more streams. h2's own would end the
+        streams that run."""
+        return GoAwayFrame(0, last_stream_id=self.highest_inbound_stream_id).serialize()
+
+    def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
+        """Announce that the client opens no more streams; those that run go on in both directions,
+        where h2 would end them."""
+        return [], [ConnectionTerminated()]
+
+    def _acknowledge_settings(self) -> list[Frame]:
+        """Bound the dynamic table of our header encoder, whatever size the client allows."""
+        frames: list[Frame] = super()._acknowledge_settings()
+        encoder = self.encoder
+        if encoder.header_table_size > self._header_table_bytes:
+            encoder.header_table_size = self._header_table_bytes
+        # Of several sizes in a row we announce the smallest and the last; the client surely allows
+        # both. hpack would announce all of them, or none if the last one came twice.
+        # Source: RFC 7541, section 4.2.
+        if changes := encoder.table_size_changes:
+            changes[:] = [min(changes), changes[-1]]
+            encoder.header_table.resized = True
+        return frames
+
+
+class UnrulyClientH2(H2Connection):
+    """The testing kit's client, which does what a hostile or careless client does.
+
+    It goes on after the server has announced its end, and opens more streams than the server
+    allows.
+    """
+
+    open_outbound_streams = 0  # h2 compares this count with the server's limit
+
+    def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
+        return [], [ConnectionTerminated()]

@@ -1,0 +1,132 @@
+"""The server: it accepts connections, serves them, and ends them gracefully.
+
+Life of a connection: accepted, opened (with TLS: after a handshake), read from until the client
+closes or does not answer a ping; then its calls are cancelled, and it is closed. A server that
+stops asks its clients first to open no more calls.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+
+from grpc_service.rpc.connection import Connection, Flusher, Shared
+from grpc_service.rpc.fairness import FairShareLimiter, StartLimiter
+from grpc_service.rpc.limits import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from grpc_service.rpc.connection import ServeCall
+    from grpc_service.rpc.sockets import Listener, Transport
+
+log = logging.getLogger(__name__)
+
+
+class RpcServer:
+    """Serves the calls of all clients that connect. Made and used inside `trio.run`.
+
+    ``serve_call`` serves each call from its beginning to its end, in a task of its own, and raises
+    nothing but cancellation; `grpc_service.rpc.methods.Dispatcher.serve` is an example. Code that
+    writes to many calls at once shares ``flusher`` with the server and holds it meanwhile.
+    """
+
+    def __init__(
+        self,
+        serve_call: ServeCall,
+        limits: Limits | None = None,
+        flusher: Flusher | None = None,
+    ) -> None:
+        self.limits = limits or Limits()
+        self._shared = Shared(
+            limits=self.limits,
+            flusher=flusher or Flusher(),
+            start_limiter=StartLimiter(self.limits.starts_per_turn),
+            share=FairShareLimiter(self.limits.share_s, self.limits.parts_per_turn),
+            serve_call=serve_call,
+            on_progress=self._on_progress,
+        )
+        self._connections: dict[Connection, None] = {}
+        self._listening = trio.CancelScope()
+        self._serving = trio.CancelScope()
+        self._progress = trio.Event()  # a call or a connection has ended, or output was sent
+
+    @property
+    def connections(self) -> Sequence[Connection]:
+        """The connections that are open."""
+        return tuple(self._connections)
+
+    async def run(self, listeners: Sequence[Listener]) -> None:
+        """Serve the clients of ``listeners`` until `stop`; close the listeners at the end.
+
+        Cancellation: every call is cancelled, and every connection closed.
+        """
+        with self._serving:
+            async with trio.open_nursery() as nursery:
+                try:
+                    with self._listening:
+                        async with trio.open_nursery() as accepting:
+                            for listener in listeners:
+                                accepting.start_soon(self._accept, listener, nursery)
+                finally:
+                    for listener in listeners:
+                        listener.close()
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more connections and calls, wait up to ``grace_s`` seconds until all calls have
+        ended and their output was sent, then end the rest and let `run` return.
+
+        Cancellation: the server goes on without accepting; `stop` may be called again.
+        """
+        self._listening.cancel(reason="the server stops")
+        for connection in self.connections:
+            connection.end_gracefully()
+        with trio.move_on_after(grace_s):
+            while not all(connection.is_quiet for connection in self._connections):
+                self._progress = trio.Event()
+                await self._progress.wait()
+        self._serving.cancel(reason="the server stops")
+
+    def _on_progress(self) -> None:
+        self._progress.set()
+
+    async def _accept(self, listener: Listener, nursery: trio.Nursery) -> None:
+        while True:
+            transport, peer = await listener.accept()
+            nursery.start_soon(self._serve, transport, peer)
+
+    async def _serve(self, transport: Transport, peer: str) -> None:
+        try:
+            await self._open(transport)
+        except OSError as error:
+            log.debug("%s: %s", peer, error)
+            return
+        connection = Connection(self._shared, transport, peer)
+        self._connections[connection] = None
+        if self._listening.cancel_called:  # the client was accepted just before `stop`
+            connection.end_gracefully()
+        try:
+            await connection.run()
+        except Exception:
+            log.exception("a connection met a bug")
+        finally:
+            del self._connections[connection]
+            self._on_progress()
+
+    async def _open(self, transport: Transport) -> None:
+        """Open a transport within `Limits.handshake_timeout_s`; close it if that fails.
+
+        Raises:
+            OSError: there is no connection.
+        Cancellation: the transport is closed.
+        """
+        try:
+            with trio.move_on_after(self.limits.handshake_timeout_s) as scope:
+                await transport.open()
+            if scope.cancelled_caught:
+                raise OSError("the TLS handshake took too long")
+        except BaseException:
+            await transport.close()
+            raise

@@ -1,0 +1,194 @@
+"""Writes the events of one engine request to its gRPC call.
+
+The engine pushes an event while it delivers a step. While the call's task waits for events, a
+short one is written from there, and the task sleeps on: waking it for each token would cost 20 µs.
+Everything else waits for the task. What was written goes out when the delivery ends, in one system
+call for each connection (`grpc_service.rpc`).
+
+Rule 1: `CallWriter.push` waits for nothing and raises nothing. A bug in it ends its own call, and
+neither the step loop nor another call.
+Rule 2: an event that was written gives its credit back at once. One that cannot be written keeps
+its credit, and the core parks the stream when no credit is left (D1).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import trio
+
+from engine import logs
+from engine.replica.threads import WorkerThreads
+from grpc_service.access.unread_calls import address_of
+from grpc_service.rpc.errors import Disconnected
+from grpc_service.services.error_status import status_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from google.protobuf.message import Message
+
+    from engine.errors import TrioletError
+    from engine.requests.stream import RequestStream
+    from grpc_service.access.rpc_record import Rpc
+    from grpc_service.access.unread_calls import UnreadCalls
+
+    Encode = Callable[[Sequence[Any]], Sequence[Message]]
+    EncodeShort = Callable[[Any], bytes | None]
+
+log = logging.getLogger(__name__)
+
+_limiter = trio.CapacityLimiter(2)  # guess: large answers encoded at once, beside the models' steps
+
+T = TypeVar("T")
+
+
+async def encode_in_thread(job: Callable[[], T]) -> T:
+    """Return ``job()``, which takes long and runs in a thread. Cancellation: waits for its end."""
+    return await WorkerThreads().run(job, _limiter)
+
+
+class CallWriter:
+    """The `Reader` of one request's stream, and the call's task that writes what it could not.
+
+    ``encode`` makes messages of events that are ready together. ``encode_short`` makes the bytes
+    of one credited event: b"" if there is nothing to send, None if `encode` has to do it.
+    ``is_large``: the first events take long to encode, which then happens in a thread.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        unread_calls: UnreadCalls,
+        encode: Encode,
+        encode_short: EncodeShort = lambda event: None,
+        *,
+        is_large: bool = False,
+    ) -> None:
+        self._rpc = rpc
+        self._call = rpc.call
+        self._unread_calls = unread_calls
+        self._encode = encode
+        self._encode_short = encode_short
+        self._is_large = is_large
+        self._pending: list[Any] = []  # events for the task
+        self._waiter: trio.Event | None = None  # set while the task waits for events
+        self._has_ended = False
+        self._error: TrioletError | None = None  # of the request, once it has ended
+        self._bug: Exception | None = None  # raised in `push` or `end`
+        self._has_left = False
+        self._num_written = 0
+
+    @property
+    def is_following(self) -> bool:
+        """Whether the call's task writes, or is still to write, what the stream gives."""
+        return not self._has_left
+
+    # ---- the engine's side, in the delivery of a step
+
+    def push(self, event: Any) -> None:
+        """Write the event if the task waits and the client's window has room for it; else leave
+        it to the task."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.is_set():
+            try:
+                data = self._encode_short(event)
+                if data is not None and (not data or self._call.try_write(data)):
+                    self._give_back(1)
+                    return
+            except Exception as bug:
+                self._bug = bug
+            waiter.set()
+        self._pending.append(event)
+
+    def end(self, error: TrioletError | None) -> None:
+        """Let the task end the call, once it has written what is left."""
+        self._has_ended, self._error = True, error
+        try:
+            self._unread_calls.ended(self, address_of(self._call.peer))
+        except Exception as bug:
+            self._bug = bug
+        if self._waiter is not None:
+            self._waiter.set()
+
+    def _give_back(self, num_events: int) -> None:
+        """Give back the credit of events that were written."""
+        stream = self._stream
+        self._num_written += num_events
+        if log.isEnabledFor(logging.DEBUG):
+            request_id = logs.printable(stream.request_id)
+            log.debug("results sent: %d", self._num_written, extra={"request_id": request_id})
+        if stream.credit.release(num_events):
+            stream.report_drained()
+
+    # ---- the call's task
+
+    async def run(self, stream: RequestStream[Any]) -> None:
+        """Write every event of ``stream``, whose reader this is, and end the call if it fails.
+
+        Raises:
+            Disconnected: the client has ended the call.
+        Cancellation: ends the request.
+        """
+        self._stream = self._rpc.stream = stream
+        try:
+            while events := await self._receive():
+                for message in await self._messages_of(events):
+                    await self._call.write(message)
+                num_credited = sum([isinstance(event, stream.credited) for event in events])
+                if num_credited:
+                    self._give_back(num_credited)
+        except Disconnected:
+            raise
+        except Exception as error:
+            self._cancel()
+            await self._call.end(*status_of(error))
+        finally:
+            self._leave()
+
+    async def _receive(self) -> Sequence[Any]:
+        """Return every event that waits, at least one; () once the request has succeeded.
+
+        Raises:
+            TrioletError: the request failed; every event before that was returned.
+            Exception: a bug in `push`.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while True:
+            if self._bug is not None:
+                raise self._bug
+            if self._pending:
+                events, self._pending = self._pending, []
+                return events
+            if self._error is not None:
+                raise self._error
+            if self._has_ended:
+                return ()
+            self._waiter = trio.Event()
+            try:
+                await self._waiter.wait()
+            finally:
+                self._waiter = None
+
+    async def _messages_of(self, events: Sequence[Any]) -> Sequence[Message]:
+        if not self._is_large:
+            return self._encode(events)
+        self._is_large = False
+        return await encode_in_thread(lambda: self._encode(events))
+
+    def _cancel(self) -> None:
+        """End the request, if it has not ended."""
+        if not self._stream.is_closed:
+            self._stream.close_reader(trio.current_time())
+
+    def _leave(self) -> None:
+        """End the request, if it has not ended, and count the call as read."""
+        self._cancel()
+        self._has_left = True
+        self._unread_calls.gone(self)
+        # The frames of a traceback hold this writer: a cycle that only the collector would free.
+        for failure in (self._error, self._bug):
+            if failure is not None:
+                failure.__traceback__ = None
+        self._bug = None

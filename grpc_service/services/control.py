@@ -1,0 +1,83 @@
+"""Control of triolet.v1: figures, pausing, aborting, draining.
+
+Rule: a handler decodes the request, asks the engine, and encodes the answer. Every end other than
+success is an exception, which `grpc_service.access.interceptor` turns into a status.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpc_service._generated.triolet.v1 import control_pb2
+from grpc_service.services import operations_codec, snapshots_codec
+from grpc_service.services.watching import watch_stats
+
+if TYPE_CHECKING:
+    from grpc_service.access.rpc_record import Rpc
+    from grpc_service.services.backend import Backend
+
+
+class Control:
+    """Watches and steers the server (control.proto). Every handler but WatchStats and Drain answers
+    without waiting."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def GetStats(
+        self, request: control_pb2.GetStatsRequest, rpc: Rpc
+    ) -> control_pb2.GetStatsResponse:
+        """Return the counters as they stand."""
+        return snapshots_codec.encode_statistics(self._backend.statistics())
+
+    async def WatchStats(self, request: control_pb2.WatchStatsRequest, rpc: Rpc) -> None:
+        """Stream the counters (`watch_stats`).
+
+        Raises:
+            Overloaded: too many clients watch.
+        Cancellation: safe; every watch ends by it.
+        """
+        await watch_stats(self._backend, rpc)
+
+    async def Pause(self, request: control_pb2.PauseRequest, rpc: Rpc) -> control_pb2.PauseResponse:
+        """Pause one model or all."""
+        mode = operations_codec.decode_pause_mode(request)
+        self._backend.engine.pause(mode, request.model)
+        return control_pb2.PauseResponse()
+
+    async def Resume(
+        self, request: control_pb2.ResumeRequest, rpc: Rpc
+    ) -> control_pb2.ResumeResponse:
+        """End a pause."""
+        self._backend.engine.resume(request.model)
+        return control_pb2.ResumeResponse()
+
+    async def ResetPrefixCache(
+        self, request: control_pb2.ResetPrefixCacheRequest, rpc: Rpc
+    ) -> control_pb2.ResetPrefixCacheResponse:
+        """Forget cached prefixes of one model or all."""
+        self._backend.engine.reset_prefix_cache(request.model)
+        return control_pb2.ResetPrefixCacheResponse()
+
+    async def Abort(self, request: control_pb2.AbortRequest, rpc: Rpc) -> control_pb2.AbortResponse:
+        """End requests by their ids, and return what became of each."""
+        names = operations_codec.decode_abort(request)
+        outcomes = [self._backend.engine.abort(name) for name in names]
+        return operations_codec.encode_aborts(names, outcomes)
+
+    async def Explain(
+        self, request: control_pb2.ExplainRequest, rpc: Rpc
+    ) -> control_pb2.ExplainResponse:
+        """Return what a live request does and waits for."""
+        name = operations_codec.decode_explain(request)
+        explained = self._backend.engine.explain(name)
+        return operations_codec.encode_explanation(explained)
+
+    async def Drain(self, request: control_pb2.DrainRequest, rpc: Rpc) -> control_pb2.DrainResponse:
+        """Refuse new requests, and answer when no request is left. The server stays up.
+
+        Cancellation: ends the wait; the drain goes on.
+        """
+        timeout_s = operations_codec.decode_drain(request)
+        await self._backend.engine.drain_in_background(timeout_s)
+        return control_pb2.DrainResponse()

@@ -1,0 +1,136 @@
+"""Translates Embed's and Rerank's messages into the engine's values, and back. Pure, like
+`grpc_service.services.text_codec`, whose rules hold here, too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.errors import FieldViolation, InvalidRequest
+from engine.requests.encode_values import (
+    MAX_INPUTS,
+    Embedding,
+    EmbedRequest,
+    RerankRequest,
+    Score,
+    count_violations,
+)
+from engine.requests.text_values import Started
+from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service.services.later import refuse_later
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.requests.encode_values import EncodeEvent
+
+VALUES_TAG = b"\x12"  # EmbedResponse.values: field 2, length-delimited
+
+
+def decode_embed(
+    message: inference_pb2.EmbedRequest, timeout_s: float | None = None
+) -> EmbedRequest:
+    """Return the engine's request. Its ranges are not checked yet (`EmbedRequest.validate`).
+
+    Raises:
+        Unsupported: An input is an image.
+        InvalidRequest: An input is neither text nor token ids, with every broken field; or there
+            are too many inputs.
+    """
+    _refuse_too_many("inputs", len(message.inputs))
+    refuse_later(message)
+    found = [
+        FieldViolation(f"inputs[{index}]", "set exactly one of text and token_ids")
+        for index, one in enumerate(message.inputs)
+        if one.WhichOneof("input") is None
+    ]
+    request = EmbedRequest(
+        model=message.model,
+        inputs=tuple(
+            tuple(one.token_ids.ids) if one.HasField("token_ids") else one.text
+            for one in message.inputs
+        ),
+        dimensions=message.dimensions if message.HasField("dimensions") else None,
+        normalize=message.normalize if message.HasField("normalize") else None,
+        prompt_name=message.prompt_name,
+        truncate=message.truncate if message.HasField("truncate") else None,
+        request_id=message.request_id,
+        priority=message.priority if message.HasField("priority") else None,
+        timeout_s=timeout_s,
+    )
+    if found:
+        raise InvalidRequest([*found, *request.violations()])
+    return request
+
+
+def decode_rerank(
+    message: inference_pb2.RerankRequest, timeout_s: float | None = None
+) -> RerankRequest:
+    """Return the engine's request. Its ranges are not checked yet (`RerankRequest.validate`).
+
+    Raises:
+        InvalidRequest: There are too many documents.
+    """
+    _refuse_too_many("documents", len(message.documents))
+    refuse_later(message)
+    return RerankRequest(
+        model=message.model,
+        query=message.query,
+        documents=tuple(message.documents),
+        raw_scores=message.raw_scores if message.HasField("raw_scores") else None,
+        truncate=message.truncate if message.HasField("truncate") else None,
+        top_n=message.top_n if message.HasField("top_n") else None,
+        request_id=message.request_id,
+        priority=message.priority if message.HasField("priority") else None,
+        timeout_s=timeout_s,
+    )
+
+
+def _refuse_too_many(field: str, count: int) -> None:
+    """Raise InvalidRequest before the inputs are copied one by one: a message of 4 MiB can hold
+    a million of them."""
+    if count > MAX_INPUTS:
+        raise InvalidRequest(count_violations(field, count))
+
+
+class EmbedEncoder:
+    """Makes the messages of one Embed's stream: one per vector, the first with the model's name."""
+
+    def __init__(self) -> None:
+        self._model = ""
+
+    def __call__(self, events: Sequence[EncodeEvent]) -> list[inference_pb2.EmbedResponse]:
+        messages = []
+        for event in events:
+            if isinstance(event, Started):
+                self._model = event.model
+            elif isinstance(event, Embedding):
+                messages.append(self._message(event))
+        return messages
+
+    def _message(self, event: Embedding) -> inference_pb2.EmbedResponse:
+        message = inference_pb2.EmbedResponse(index=event.index, tokens=event.tokens)
+        if self._model:
+            message.model, self._model = self._model, ""
+        # Copied in their packed form, 384 numbers take 2 µs; appended one at a time, 20 µs.
+        numbers = event.values.tobytes()
+        message.MergeFromString(VALUES_TAG + _varint(len(numbers)) + numbers)
+        return message
+
+
+def _varint(number: int) -> bytes:
+    made = bytearray()
+    while number > 0x7F:
+        made.append(number & 0x7F | 0x80)
+        number >>= 7
+    made.append(number)
+    return bytes(made)
+
+
+def encode_scores(events: Sequence[EncodeEvent]) -> list[inference_pb2.RerankResponse]:
+    """Return one message per score."""
+    return [
+        inference_pb2.RerankResponse(index=event.index, score=event.score)
+        for event in events
+        if isinstance(event, Score)
+    ]

@@ -1,0 +1,120 @@
+"""Inference of triolet.v1: generating, encoding, and turning text into tokens.
+
+Rule: a handler decodes the request, asks the engine, and encodes the answer. Every end other than
+success is an exception, which `grpc_service.access.interceptor` turns into a status.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine.requests.quota import Origin
+from grpc_service.access.unread_calls import address_of
+from grpc_service.services import encode_codec, text_codec, text_encoder
+from grpc_service.services.call_writer import CallWriter, encode_in_thread
+
+if TYPE_CHECKING:
+    from engine.requests.encode_values import AnyRequest
+    from grpc_service._generated.triolet.v1 import inference_pb2
+    from grpc_service.access.rpc_record import Rpc
+    from grpc_service.services.backend import Backend
+
+
+class Inference:
+    """Generates text, encodes texts, and converts between text and tokens (inference.proto)."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, rpc: Rpc) -> None:
+        """Stream what the model generates. Raises as `_serve`.
+
+        Cancellation: ends the request.
+        """
+        asked = text_codec.decode_generate(request, clients_timeout(rpc.call.time_remaining()))
+        token_ids = request.output.token_ids
+        writer = CallWriter(
+            rpc,
+            self._backend.unread_calls,
+            partial(text_encoder.encode_events, token_ids=token_ids),
+            text_encoder.ShortDelta(token_ids=token_ids).encode,
+            is_large=request.output.HasField("prompt_logprobs"),
+        )
+        await self._serve(asked, rpc, writer)
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, rpc: Rpc) -> None:
+        """Stream one vector for each input. Raises as `_serve`.
+
+        Cancellation: ends the request.
+        """
+        asked = encode_codec.decode_embed(request, clients_timeout(rpc.call.time_remaining()))
+        writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.EmbedEncoder())
+        await self._serve(asked, rpc, writer)
+
+    async def Rerank(self, request: inference_pb2.RerankRequest, rpc: Rpc) -> None:
+        """Stream one score for each document. Raises as `_serve`.
+
+        Cancellation: ends the request.
+        """
+        asked = encode_codec.decode_rerank(request, clients_timeout(rpc.call.time_remaining()))
+        writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.encode_scores)
+        await self._serve(asked, rpc, writer)
+
+    async def _serve(self, request: AnyRequest, rpc: Rpc, writer: CallWriter) -> None:
+        """Submit a request and write its events until the call ends.
+
+        Raises:
+            Overloaded: too many of the client's calls have ended and are not read.
+            Disconnected: the client has ended the call.
+        Cancellation: ends the request.
+        """
+        backend = self._backend
+        backend.unread_calls.check_room(address_of(rpc.peer))
+        stream = backend.engine.submit(
+            request,
+            buffer=backend.engine.config.stream_buffer,
+            reader=writer,
+            origin=Origin(rpc.request_id, rpc.quota),
+        )
+        await writer.run(stream)
+
+    async def Tokenize(
+        self, request: inference_pb2.TokenizeRequest, rpc: Rpc
+    ) -> inference_pb2.TokenizeResponse:
+        """Return the tokens of a text or a chat.
+
+        Cancellation: safe; the tokens are dropped.
+        """
+        given = text_codec.decode_tokenize(request)
+        spans, max_model_len = await self._backend.engine.tokenize(request.model, **given)
+        # off the loop: 100,000 tokens take a third of a second to encode
+        return await encode_in_thread(partial(text_encoder.encode_tokens, spans, max_model_len))
+
+    async def Detokenize(
+        self, request: inference_pb2.DetokenizeRequest, rpc: Rpc
+    ) -> inference_pb2.DetokenizeResponse:
+        """Return the text of token ids.
+
+        Cancellation: safe; the text is dropped.
+        """
+        skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+        ids = tuple(request.ids)
+        text = await self._backend.engine.detokenize(request.model, ids, skip_special_tokens=skip)
+        return text_encoder.encode_text(text)
+
+
+def clients_timeout(remaining_s: float | None) -> float | None:
+    """Return the least time that may be left until the client's own timer ends the call, given the
+    ``remaining_s`` seconds of the timeout that it sent; None without a timeout.
+
+    A timeout of a second or more is sent in three digits, rounded up: 10.01 s arrive as 10.1 s, and
+    the client would end the call long before the server's status arrives (D18). A shorter timeout
+    is sent in milliseconds. Measured: of ten clients with 1 to 10.1 s, four saw no details without
+    this.
+    Source: grpc/src/core, timeout_encoding.cc.
+    """
+    if remaining_s is None or remaining_s < 1:
+        return remaining_s
+    return remaining_s - 10.0 ** (math.floor(math.log10(remaining_s)) - 2)

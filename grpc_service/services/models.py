@@ -1,0 +1,59 @@
+"""Models of triolet.v1: which models there are, loading and unloading them.
+
+Rule: a handler decodes the request, asks the engine, and encodes the answer. Every end other than
+success is an exception, which `grpc_service.access.interceptor` turns into a status.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpc_service._generated.triolet.v1 import models_pb2
+from grpc_service.services import operations_codec, snapshots_codec, text_codec
+
+if TYPE_CHECKING:
+    from grpc_service.access.rpc_record import Rpc
+    from grpc_service.services.backend import Backend
+
+
+class Models:
+    """Lists, loads and unloads models (models.proto)."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def ListModels(
+        self, request: models_pb2.ListModelsRequest, rpc: Rpc
+    ) -> models_pb2.ListModelsResponse:
+        """Return every configured model. Never waits."""
+        statuses = self._backend.engine.list_models()
+        return models_pb2.ListModelsResponse(models=map(snapshots_codec.encode_model, statuses))
+
+    async def GetModel(
+        self, request: models_pb2.GetModelRequest, rpc: Rpc
+    ) -> models_pb2.GetModelResponse:
+        """Return one model. Never waits."""
+        name = text_codec.decode_get_model(request)
+        status = self._backend.engine.get_model(name)
+        return models_pb2.GetModelResponse(model=snapshots_codec.encode_model(status))
+
+    async def LoadModel(self, request: models_pb2.LoadModelRequest, rpc: Rpc) -> None:
+        """Load a model, and stream the stages of the load.
+
+        Cancellation: ends only the watching; the load goes on, because it is the server's (R115).
+        """
+        name, replicas = operations_codec.decode_load(request)
+        watch = self._backend.engine.watch_load(name, replicas)
+        while (status := await watch.next()) is not None:
+            await rpc.call.write(operations_codec.encode_load(status))
+
+    async def UnloadModel(
+        self, request: models_pb2.UnloadModelRequest, rpc: Rpc
+    ) -> models_pb2.UnloadModelResponse:
+        """Take a model out of memory, and answer when that is done.
+
+        Cancellation: ends the wait; the unload goes on.
+        """
+        name, drain_s = operations_codec.decode_unload(request)
+        await self._backend.engine.unload_model(name, drain_s)
+        return models_pb2.UnloadModelResponse()

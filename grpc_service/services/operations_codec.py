@@ -1,0 +1,161 @@
+"""Translates the messages by which Control and Models are operated into the engine's values, and
+back. Pure, like `grpc_service.services.text_codec`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from engine.config import REPLICAS_MAX
+from engine.core.common.events import PauseMode
+from engine.errors import InvalidRequest
+from engine.requests.text_values import MAX_REQUEST_ID_CHARS
+from engine.status import AbortOutcome
+from grpc_service._generated.triolet.v1 import control_pb2, models_pb2
+from grpc_service.services.snapshots_codec import MODEL_STATES
+from grpc_service.services.text_encoder import encode_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.core.common.types import Explanation
+    from engine.pool.load_watch import LoadStatus
+
+ABORTS_MAX = 10_000  # as many as the engine remembers for requests that have not arrived yet
+
+
+def decode_pause_mode(message: control_pb2.PauseRequest) -> PauseMode:
+    """Return the mode.
+
+    Raises:
+        InvalidRequest: the mode is unspecified or unknown.
+    """
+    modes = {
+        control_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
+        control_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
+        control_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
+    }
+    if message.mode not in modes:
+        raise InvalidRequest.of("mode", "must be PAUSE_MODE_ABORT, _WAIT or _KEEP")
+    return modes[message.mode]
+
+
+def decode_abort(message: control_pb2.AbortRequest) -> tuple[str, ...]:
+    """Return the ids to abort.
+
+    Raises:
+        InvalidRequest: there is no id, there are too many, or one is of a length that no request's
+            id has. The engine remembers unknown ids, so their lengths must be bounded, too.
+    """
+    if not 0 < len(message.request_ids) <= ABORTS_MAX:
+        raise InvalidRequest.of("request_ids", f"must hold 1 to {ABORTS_MAX} ids")
+    for index, name in enumerate(message.request_ids):
+        if not 0 < len(name) <= MAX_REQUEST_ID_CHARS:
+            raise InvalidRequest.of(
+                f"request_ids[{index}]", f"must have 1 to {MAX_REQUEST_ID_CHARS} characters"
+            )
+    return tuple(message.request_ids)
+
+
+def encode_aborts(
+    names: Sequence[str], outcomes: Sequence[AbortOutcome]
+) -> control_pb2.AbortResponse:
+    """Return one result per id, in the order of the request."""
+    numbers = {
+        AbortOutcome.ABORTED: control_pb2.ABORT_OUTCOME_ABORTED,
+        AbortOutcome.ALREADY_ENDED: control_pb2.ABORT_OUTCOME_ALREADY_ENDED,
+        AbortOutcome.REMEMBERED: control_pb2.ABORT_OUTCOME_REMEMBERED,
+    }
+    return control_pb2.AbortResponse(
+        results=[
+            control_pb2.AbortResult(request_id=name, outcome=numbers[outcome])
+            for name, outcome in zip(names, outcomes, strict=True)
+        ]
+    )
+
+
+def decode_explain(message: control_pb2.ExplainRequest) -> str:
+    """Return the id of the request to explain.
+
+    Raises:
+        InvalidRequest: the id is empty.
+    """
+    if not message.request_id:
+        raise InvalidRequest.of("request_id", "is empty")
+    return message.request_id
+
+
+def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
+    """Return the message that says what a request is doing."""
+    estimate = explained.estimate_s
+    return control_pb2.ExplainResponse(
+        state=explained.state,
+        waiting_for=explained.waiting_for,
+        position=explained.position,
+        estimate=None if estimate is None else encode_duration(estimate),
+        computed_tokens=explained.computed_tokens,
+        blocks=explained.blocks,
+        parked=encode_duration(explained.parked_s),
+    )
+
+
+def decode_drain(message: control_pb2.DrainRequest) -> float | None:
+    """Return the drain's timeout in seconds, None for the server's own.
+
+    Raises:
+        InvalidRequest: the timeout is negative.
+    """
+    return _seconds(message, "timeout")
+
+
+def decode_load(message: models_pb2.LoadModelRequest) -> tuple[str, int | None]:
+    """Return the model, and how many replicas it should have (None: as configured).
+
+    Raises:
+        InvalidRequest: the model is empty, or the number of replicas is out of range.
+    """
+    name = _model(message)
+    if not message.HasField("replicas"):
+        return name, None
+    if not 0 < message.replicas <= REPLICAS_MAX:
+        raise InvalidRequest.of("replicas", f"is {message.replicas}, outside [1, {REPLICAS_MAX}]")
+    return name, message.replicas
+
+
+def decode_unload(message: models_pb2.UnloadModelRequest) -> tuple[str, float | None]:
+    """Return the model, and how many seconds its running requests may take to finish (None: the
+    server's own time).
+
+    Raises:
+        InvalidRequest: the model is empty, or the time is negative.
+    """
+    return _model(message), _seconds(message, "drain")
+
+
+def encode_load(status: LoadStatus) -> models_pb2.LoadModelResponse:
+    """Return the message for a stage of a load."""
+    progress = status.progress
+    return models_pb2.LoadModelResponse(
+        phase=progress.phase,
+        bytes_done=progress.bytes_done,
+        bytes_total=progress.bytes_total,
+        tensors_done=progress.tensors_done,
+        tensors_total=progress.tensors_total,
+        state=MODEL_STATES[status.state],
+    )
+
+
+def _model(message: models_pb2.LoadModelRequest | models_pb2.UnloadModelRequest) -> str:
+    if not message.model:
+        raise InvalidRequest.of("model", "is empty")
+    return message.model
+
+
+def _seconds(message: Any, field: str) -> float | None:
+    """Return a Duration field in seconds, None if it is not set."""
+    if not message.HasField(field):
+        return None
+    duration = getattr(message, field)
+    seconds: float = duration.seconds + duration.nanos / 1e9
+    if seconds < 0:
+        raise InvalidRequest.of(field, f"is {seconds:g} s, but must not be negative")
+    return seconds

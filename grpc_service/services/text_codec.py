@@ -1,0 +1,213 @@
+"""Translates Inference's messages into the engine's values. Pure: no waiting, no state, no grpc.
+
+Rule 1: a proto3 field with presence that is unset becomes None, and nothing else does. Zero and
+unset stay different all the way; only the engine fills in defaults.
+Rule 2: no set field is ignored. A field whose feature does not exist yet stands in
+`grpc_service.services.later` and is refused by name; a test walks every field.
+Rule 3: the codec checks no range; the engine's values do (`validate`). The codec refuses only what
+an engine value cannot represent, with a `TrioletError` that names the field.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from engine.core.common.types import Constraint
+from engine.errors import FieldViolation, InvalidRequest
+from engine.requests.text_values import (
+    Chat,
+    GenerateRequest,
+    OutputOptions,
+    PromptOptions,
+    SamplingParams,
+)
+from grpc_service.services.later import refuse_later
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from google.protobuf.message import Message
+    from google.protobuf.struct_pb2 import Struct, Value
+
+    from grpc_service._generated.triolet.v1 import inference_pb2, models_pb2
+
+
+# ---- requests --------------------------------------------------------------------------------
+
+
+def decode_generate(
+    message: inference_pb2.GenerateRequest, timeout_s: float | None = None
+) -> GenerateRequest:
+    """Return the engine's request. Its ranges are not checked yet (`GenerateRequest.validate`).
+
+    Raises:
+        Unsupported: A set field's feature does not exist yet.
+        InvalidRequest: The constraint cannot be represented, with every broken field.
+    """
+    refuse_later(message)
+    request = GenerateRequest(
+        model=message.model,
+        text=message.text if message.HasField("text") else None,
+        token_ids=tuple(message.token_ids.ids) if message.HasField("token_ids") else None,
+        chat=_decode_chat(message.chat) if message.HasField("chat") else None,
+        sampling=SamplingParams(**_set_fields(message.sampling)),
+        n=message.n if message.HasField("n") else None,
+        priority=message.priority if message.HasField("priority") else None,
+        request_id=message.request_id,
+        constraint=_decode_constraint(message.constraint)
+        if message.HasField("constraint")
+        else None,
+        prompt=PromptOptions(**_set_fields(message.prompt)),
+        output=OutputOptions(**_set_fields(message.output)),
+        timeout_s=timeout_s,
+    )
+    if message.HasField("constraint"):
+        found = list(_constraint_violations(message.constraint))
+        if found:
+            raise InvalidRequest([*found, *request.violations()])
+    return request
+
+
+def _set_fields(message: Message) -> dict[str, Any]:
+    """Return the fields that are set, by name: lists as tuples, maps as sorted pairs."""
+    return {field.name: _plain(value) for field, value in message.ListFields()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (str, int, float)):
+        return value
+    return tuple(sorted(value.items())) if hasattr(value, "items") else tuple(value)
+
+
+def _decode_chat(message: inference_pb2.Chat) -> Chat:
+    return Chat(
+        messages=tuple(_decode_message(turn) for turn in message.messages),
+        tools=tuple(_decode_tool(tool) for tool in message.tools),
+        template_args=_decode_struct(message.template_args),
+        add_generation_prompt=message.add_generation_prompt
+        if message.HasField("add_generation_prompt")
+        else True,
+    )
+
+
+def _decode_message(message: inference_pb2.Message) -> dict[str, Any]:
+    """Return a turn in the form that chat templates expect: that of transformers, which is OpenAI's
+    except that a call's arguments are an object and not text."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments_json)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    return turn | {"name": message.name} if message.name else turn
+
+
+def _arguments(written: str) -> dict[str, Any] | None:
+    """Return the JSON object; None if the text is not one, which `Chat.violations` refuses."""
+    try:
+        arguments = json.loads(written, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _decode_tool(message: inference_pb2.Tool) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    if message.HasField("parameters"):
+        parameters = _decode_struct(message.parameters)
+    function = {
+        "name": message.name,
+        "description": message.description,
+        "parameters": parameters,
+    }
+    return {"type": "function", "function": function}
+
+
+def _decode_struct(struct: Struct) -> dict[str, Any]:
+    """Return the fields as a dict, sorted by name: protobuf's maps have another order in every
+    process, and templates would write the fields in that order."""
+    return {name: _decode_value(struct.fields[name]) for name in sorted(struct.fields)}
+
+
+def _decode_value(value: Value) -> Any:
+    """Return a JSON value in Python's types. JSON has one kind of number; whole numbers become int,
+    as templates expect."""
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return _decode_struct(value.struct_value)
+    if kind == "list_value":
+        return [_decode_value(item) for item in value.list_value.values]
+    if kind == "number_value":
+        number = value.number_value
+        return int(number) if number.is_integer() else number
+    return None if kind in (None, "null_value") else getattr(value, kind)
+
+
+def _decode_constraint(message: inference_pb2.Constraint) -> Constraint | None:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return None
+    if kind == "choice":
+        return Constraint(kind, "\0".join(message.choice.choices))
+    return Constraint(kind, "" if kind == "json_object" else getattr(message, kind))
+
+
+def _constraint_violations(message: inference_pb2.Constraint) -> Iterator[FieldViolation]:
+    """Yield what `Constraint` cannot represent."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        yield FieldViolation("constraint", "set exactly one kind")
+    elif kind == "choice":
+        if not message.choice.choices:
+            yield FieldViolation("constraint.choice.choices", "is empty")
+        for index, choice in enumerate(message.choice.choices):
+            if "\0" in choice:
+                yield FieldViolation(f"constraint.choice.choices[{index}]", "holds a NUL")
+    elif kind == "json_object" and not message.json_object:
+        yield FieldViolation("constraint.json_object", "is false")
+
+
+class TokenizeInput(TypedDict):
+    """The arguments of `Engine.tokenize` beside the model's name."""
+
+    text: str | None
+    chat: Chat | None
+    add_special_tokens: bool | None
+
+
+def decode_tokenize(message: inference_pb2.TokenizeRequest) -> TokenizeInput:
+    """Return the text or chat to split, which `Engine.tokenize` checks.
+
+    Raises:
+        Unsupported: A set field's feature does not exist yet.
+    """
+    refuse_later(message)
+    return TokenizeInput(
+        text=message.text if message.HasField("text") else None,
+        chat=_decode_chat(message.chat) if message.HasField("chat") else None,
+        add_special_tokens=message.add_special_tokens
+        if message.HasField("add_special_tokens")
+        else None,
+    )
+
+
+def decode_get_model(message: models_pb2.GetModelRequest) -> str:
+    """Return the name asked for.
+
+    Raises:
+        InvalidRequest: the name is empty.
+    """
+    if not message.model:
+        raise InvalidRequest.of("model", "is empty")
+    return message.model

@@ -1,0 +1,139 @@
+"""The C++ of the kernels: no compiler warns of it, and no sanitizer finds a fault in it.
+
+Users' machines compile with ``-w``, as a newer compiler's new warning should not trouble them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine.worker.forward import native  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 600
+# -Wpsabi warns of vectors in calls between files that are compiled for different processors. The
+# kernels are one file, and it exports no function that takes or returns a vector.
+FLAGS = ("-std=c++17", "-fopenmp", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-psabi")
+IS_X86 = os.uname().machine == "x86_64"
+# Processors that take every way through the `#if`s of simd.h and matmul.h: no feature, AVX-512
+# with products of bfloat16, and AMX; in the long run also those between. They need not be there.
+MARCHES = ("x86-64", "cooperlake", "sapphirerapids") if IS_X86 else ("native",)
+OTHER_MARCHES = ("x86-64-v3", "x86-64-v4") if IS_X86 else ()
+# What the sanitizers run: the code for the processor at hand, with AVX-512 or AMX where it has
+# them, and there also the vector code that those replace, which any other processor runs anyway.
+HAS_AVX512 = bool(torch.cpu.get_capabilities().get("avx512_f"))
+MARCHES_RUN = ("native", "x86-64-v3") if IS_X86 and HAS_AVX512 else ("native",)
+TESTED = ("test_native_products.py", "test_native_attention.py", "test_rewrites.py")
+
+
+def compile_source(path, *flags):
+    """What the compiler says of a source; "" if it takes it without a warning."""
+    done = subprocess.run(
+        [native.find_compiler(), *FLAGS, *flags, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    return done.stderr if done.returncode else ""
+
+
+@pytest.mark.parametrize(
+    ("march", "level"),
+    [
+        ("native", "-O1"),
+        *((march, "-fsyntax-only") for march in MARCHES if march != "native"),
+        *(
+            pytest.param(march, "-O3", marks=pytest.mark.full)
+            for march in (*MARCHES, *OTHER_MARCHES)
+        ),
+    ],
+)
+def test_the_library_compiles_without_a_warning_for_every_processor(march, level, tmp_path):
+    """The optimiser sees causes for warnings that the parser does not, and takes a minute to."""
+    out = ("-c", "-o", str(tmp_path / "kernels.o"))
+    assert compile_source(native.SOURCES / "triolet.cpp", level, f"-march={march}", *out) == ""
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in native.SOURCES.glob("*.h")))
+def test_each_header_compiles_alone_without_a_warning(name, tmp_path):
+    """So it includes what it uses. What it defines is used by others."""
+    alone = tmp_path / "alone.cpp"
+    alone.write_text(f'#include "{native.SOURCES / name}"\n')
+    assert compile_source(alone, "-Wno-unused-function", "-fsyntax-only") == ""
+
+
+# ---- sanitizers
+
+
+def run_sanitized(*tests, march="native", sources=native.SOURCES):
+    """Run tests in a pytest of their own, with the kernels that `sanitized_kernels` compiles. The
+    sanitizer's library is loaded first, so that it sees what torch allocates; with it C++'s own,
+    whose exceptions it would not find otherwise."""
+    compiler = native.find_compiler()
+    libraries = [
+        subprocess.run(
+            [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.sanitized_kernels", *tests],
+        env=os.environ
+        | {
+            "LD_PRELOAD": " ".join(libraries),
+            "ASAN_OPTIONS": "detect_leaks=0",  # Python and torch keep what they have to the end
+            "KERNELS_MARCH": march,
+            "KERNELS_SOURCES": str(sources),
+        },
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=4 * LIMIT_S,
+    )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(4 * LIMIT_S)
+@pytest.mark.parametrize("march", MARCHES_RUN)
+def test_the_kernels_own_tests_pass_under_the_sanitizers(march):
+    done = run_sanitized(*(f"tests/conformance/{name}" for name in TESTED), march=march)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+FAULTS = {  # what it is called: a line of triolet.cpp, and what is planted in its place
+    "heap-buffer-overflow": (
+        "to[panel_index<T>(k, lane)] = from[k];",
+        "to[panel_index<T>(k, lane)] = from[k + 64];",
+    ),
+    "signed integer overflow": (
+        "const int64_t panels = (outputs + PANEL - 1) / PANEL;",
+        "const int64_t panels = (outputs + PANEL - 1) / PANEL;\n"
+        "    volatile int64_t most = INT64_MAX;\n"
+        "    most = most + outputs;",
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(4 * LIMIT_S)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_sanitizers_find_a_planted_fault(fault, tmp_path):
+    line, planted = FAULTS[fault]
+    copy = tmp_path / "kernels"
+    shutil.copytree(native.SOURCES, copy)
+    text = (copy / "triolet.cpp").read_text()
+    assert text.count(line) == 1
+    (copy / "triolet.cpp").write_text(text.replace(line, planted))
+    done = run_sanitized(f"tests/conformance/{TESTED[0]}", "-s", sources=copy)
+    assert done.returncode
+    assert fault in done.stdout + done.stderr

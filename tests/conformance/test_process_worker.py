@@ -1,0 +1,202 @@
+"""A real model's runner in a process of its own: the same numbers, and a process that may die."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig, ModelConfig
+from engine.core.common.types import Constraint
+from engine.core.encode.types import EncodeOptions, EncodePlan, EncodeRow
+from engine.errors import InvalidRequest, SpawnFailed, WorkerLost
+from engine.worker.factory import make_process_runner, make_runner
+from tests.support.process_fakes import drive, empty_plan, is_gone
+from tests.support.wire import wait_until
+
+pytestmark = pytest.mark.model
+
+ROOT = Path(__file__).resolve().parents[2]
+STORIES = ModelConfig("demo-stories", threads=1)
+CONFIG = EngineConfig(models=(STORIES,), max_model_len=512, kv_cache_memory=8 << 20)
+CHAT = [{"role": "user", "content": "Tell me of a fox."}]
+FORM = Constraint("regex", "[a-z ]{1,40}")
+
+
+def load(runner):
+    """Load a runner and return its info."""
+    return runner.load(lambda progress: None)
+
+
+def same_but_for_the_process(own, apart):
+    """A worker process has memory of its own beside its model's: above all torch's."""
+    process_bytes = apart.memory_bytes - own.memory_bytes
+    assert 20 << 20 < process_bytes < 1000 << 20
+    return replace(apart, memory_bytes=own.memory_bytes) == own
+
+
+@pytest.fixture(scope="module")
+def both():
+    """Load the same model in this process and in another, and return both runners."""
+    runners = make_runner(STORIES, CONFIG), make_process_runner(STORIES, CONFIG)
+    try:
+        infos = [load(one) for one in runners]
+        assert same_but_for_the_process(*infos)
+        yield runners
+    finally:
+        for one in runners:
+            one.close()
+
+
+def test_every_row_is_the_same_to_the_last_bit_in_both_processes(both):
+    for constraint in (None, FORM):
+        own, apart = (drive(one, constraint=constraint) for one in both)
+        assert [plan for plan, _ in own] == [plan for plan, _ in apart]
+        rows = [repr([result.rows for _, result in steps]) for steps in (own, apart)]
+        assert rows[0] == rows[1]
+        assert "TokenLogprob" in rows[0]
+        assert "RowFailure" not in rows[0]
+
+
+def test_an_estimate_is_that_of_this_process_and_its_own():
+    own, apart = make_runner(STORIES, CONFIG), make_process_runner(STORIES, CONFIG)
+    try:
+        estimate, more = own.estimate(), apart.estimate()
+        assert (more.device, more.limit) == (estimate.device, estimate.limit)
+        assert 20 << 20 < more.num_bytes - estimate.num_bytes < 1000 << 20
+        print(f"torch's own: {(more.num_bytes - estimate.num_bytes) / 1e6:.0f} MB")
+    finally:
+        own.close()
+        apart.close()
+
+
+def test_the_tokenizer_is_the_same_in_both_processes(both):
+    own, apart = (one.tokenizer for one in both)
+    text = "Once upon a time, thère was a fox. <|end|> 🦊"
+    assert apart.encode(text) == own.encode(text)
+    assert apart.encode_spans(text) == own.encode_spans(text)
+    assert apart.decode(own.encode(text)) == own.decode(own.encode(text))
+    assert apart.render_chat(CHAT) == own.render_chat(CHAT)
+    assert apart.chat_template(has_tools=True) == own.chat_template(has_tools=True)
+
+
+def test_a_constraint_that_cannot_be_followed_is_refused_by_its_field(both):
+    _, apart = both
+    with pytest.raises(InvalidRequest) as refused:
+        apart.compile(Constraint("regex", "("))
+    assert [one.field for one in refused.value.violations] == ["constraint.regex"]
+    assert apart.compile(FORM) > 0
+
+
+@pytest.mark.parametrize("name", ["demo-embed", "demo-rerank"])
+def test_an_encoders_numbers_are_the_same_to_the_last_bit(name):
+    model = ModelConfig(name)
+    config = EngineConfig(models=(model,))
+    own, apart = make_runner(model, config), make_process_runner(model, config)
+    try:
+        assert same_but_for_the_process(load(own), load(apart))
+        texts = ["a fox", "the small fox ran home", "nobody saw the whale in the rain"]
+        if name == "demo-rerank":
+            made = own.encoder_tokenizer.encode_pairs("who ran?", texts)
+            assert apart.encoder_tokenizer.encode_pairs("who ran?", texts) == made
+        else:
+            made = own.encoder_tokenizer.encode_texts(texts, "")
+            assert apart.encoder_tokenizer.encode_texts(texts, "") == made
+        inputs = sorted((one.input for one in made), key=lambda one: len(one.token_ids))
+        rows = tuple(EncodeRow(n, one, EncodeOptions()) for n, one in enumerate(inputs))
+        plan = EncodePlan(1, rows)
+        assert repr(apart.execute(plan).rows) == repr(own.execute(plan).rows)
+    finally:
+        own.close()
+        apart.close()
+
+
+def test_a_missing_model_is_refused_by_the_same_sentence(tmp_path):
+    model = ModelConfig(str(tmp_path))
+    said = []
+    for make in (make_runner, make_process_runner):
+        runner = make(model, EngineConfig(models=(model,)))
+        with pytest.raises(SpawnFailed) as failed:
+            load(runner)
+        said.append((str(failed.value), failed.value.log_detail))
+    assert said[0] == said[1]
+
+
+def test_a_server_of_processes_never_imports_torch():
+    code = (
+        "import sys\n"
+        "from tests.conformance.test_process_worker import CHAT, CONFIG, FORM, STORIES\n"
+        "from engine.worker.factory import make_process_runner\n"
+        "runner = make_process_runner(STORIES, CONFIG)\n"
+        "info = runner.load(lambda progress: None)\n"
+        "runner.tokenizer.encode(runner.tokenizer.render_chat(CHAT))\n"
+        "runner.compile(FORM)\n"
+        "there = runner.rss_bytes()\n"
+        "runner.close()\n"
+        "assert info.memory_bytes > 0 and there > 100 << 20, (info, there)\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_killed_workers_processes_end_with_it():
+    """The processes that try constraints end first, when their pipe does."""
+    runner = make_process_runner(STORIES, CONFIG)
+    try:
+        load(runner)
+        runner.compile(FORM)
+        tasks = Path(f"/proc/{runner.process.pid}/task").iterdir()
+        pids = [pid for task in tasks for pid in (task / "children").read_text().split()]
+        assert pids
+        os.kill(runner.process.pid, signal.SIGKILL)
+        wait_until(lambda: all(is_gone(pid) for pid in pids), 5, "their end")
+    finally:
+        runner.close()
+
+
+def load_and_step(runner, caught):
+    """Load and step until that raises."""
+    try:
+        load(runner)
+        while True:
+            runner.execute(empty_plan())
+    except Exception as error:
+        caught.append(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kills", [2, pytest.param(5, marks=pytest.mark.full)])
+def test_killed_workers_are_reported_and_the_next_one_works(num_kills):
+    """Each worker is killed at an instant of its load, or of its steps."""
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for number in range(num_kills):
+        rng = random.Random(f"demo {number}")
+        runner, caught = make_process_runner(STORIES, CONFIG), []
+        worker = threading.Thread(target=load_and_step, args=(runner, caught))
+        worker.start()
+        wait_until(lambda runner=runner: runner.process is not None, 10)
+        if number % 2:
+            wait_until(lambda runner=runner: runner._loaded is not None, 120)
+        time.sleep(rng.uniform(0, 1))
+        os.kill(runner.process.pid, signal.SIGKILL)
+        worker.join(30)
+        [error] = caught
+        assert isinstance(error, WorkerLost if number % 2 else SpawnFailed), number
+        assert "killed by signal 9" in str(error)
+        runner.close()
+        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    runner = make_process_runner(STORIES, CONFIG)
+    try:
+        load(runner)
+        assert runner.execute(empty_plan(7)).plan_id == 7
+    finally:
+        runner.close()

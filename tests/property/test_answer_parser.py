@@ -1,0 +1,255 @@
+"""The answer parser gives the same answer however the text is cut, loses nothing, and is linear."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.requests.answer_format import AnswerFormat, ToolFormat, detect_format
+from engine.requests.answer_parser import DEPTH_MAX, AnswerParser, ToolCall
+
+PIECES = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
+    *("[ARGS]", "[CALL_ID]", "[", "]", "{", "}", '"', "\\", ",", ";", ":", "<", "</", " ", "\n"),
+    *('{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "parameters": {}}', '{"name": 1}'),
+    *('{"name":"a<b","arguments":{"t":"</tool_call> \\" }"}}', "get_it", "tool_call", "é🌶", "a"),
+]
+texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
+formats = st.builds(
+    AnswerFormat,
+    tools=st.sampled_from([None, *ToolFormat]),
+    reasons=st.booleans(),
+).flatmap(
+    lambda form: st.sampled_from(
+        [form, AnswerFormat(form.tools, form.reasons, begins_inside=form.reasons)]
+    )
+)
+
+
+def parse(form, *pieces):
+    """Return the whole answer of a text that comes in pieces: text, reasoning and calls."""
+    parser = AnswerParser(form)
+    parts = [*(parser.feed(piece) for piece in pieces), parser.close()]
+    calls = [call for part in parts for call in part.calls]
+    text = "".join(part.text for part in parts)
+    return text, "".join(part.reasoning for part in parts), calls
+
+
+@settings(max_examples=300)
+@given(form=formats, text=texts)
+def test_an_answer_is_the_same_however_its_text_is_cut(form, text):
+    whole = parse(form, text)
+    for cut in range(len(text) + 1):
+        assert parse(form, text[:cut], text[cut:]) == whole
+    assert parse(form, *text) == whole
+
+
+@settings(max_examples=300)
+@given(form=formats, text=texts)
+def test_without_calls_and_reasoning_the_text_is_unchanged(form, text):
+    said, reasoning, calls = parse(form, text)
+    if not calls and not reasoning and "</think>" not in text and "<think>" not in text:
+        assert said == ("" if form.begins_inside else text)
+
+
+@settings(max_examples=300)
+@given(form=formats, text=texts)
+def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
+    """Each character of the answer is in the text, in the same order."""
+    said, reasoning, calls = parse(form, text)
+    for call in calls:
+        assert isinstance(json.loads(call.arguments_json), dict)
+        assert call.name
+    kept = len(re.sub(r"\s", "", said + reasoning))
+    in_calls = sum(len(call.name) + len(call.arguments_json) for call in calls)
+    markers = len(re.findall(r"</?think>", text)) * 8
+    lost = len(re.sub(r"\s", "", text)) - kept - in_calls
+    overhead = 70 * len(calls)  # the markers and the fields' names of a call
+    assert lost <= markers + overhead
+    letters = iter(text)
+    assert all(letter in letters for letter in said)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        '"name": "\\ud83d", "arguments": {}',
+        '"name": "f", "arguments": {}, "id": "\\udc00"',
+        '"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"',
+    ],
+)
+def test_a_call_with_half_a_character_in_it_is_text(fields):
+    """JSON can write half a surrogate pair, and no message can carry one."""
+    text = f"<tool_call>{{{fields}}}"
+    assert parse(AnswerFormat(ToolFormat.HERMES), text) == (text, "", [])
+
+
+@given(form=formats, text=texts)
+def test_plain_text_comes_at_once(form, text):
+    """Only text that may become a marker, a call or whitespace beside one is held back."""
+    word = re.sub(r"[\s<\[{;,\]]", "", text) + "x"
+    parser = AnswerParser(form)
+    parser.feed("y")
+    part = parser.feed(word)
+    assert (part.text or part.reasoning).endswith("x")
+
+
+CALL = '{"name": "add", "arguments": {"a": 1.0, "b": "}</tool_call>"}}'
+ADD = ToolCall("add", '{"a": 1.0, "b": "}</tool_call>"}')
+HERMES, LLAMA, MISTRAL = (AnswerFormat(tools) for tools in ToolFormat)
+THINKING = AnswerFormat(ToolFormat.HERMES, reasons=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", ("", "", [ADD])),
+        (HERMES, f"Let me.\n<tool_call>{CALL}</tool_call>", ("Let me.", "", [ADD])),
+        (HERMES, f"<tool_call>{CALL}</tool_call>\n" * 2, ("", "", [ADD, ADD])),
+        (HERMES, f"<tool_call>{CALL}</tool_call> so", (" so", "", [ADD])),
+        (HERMES, f"<tool_call>{CALL}", ("", "", [ADD])),  # the end of the answer ends the call, too
+        (HERMES, f"<tool_call>{CALL}<tool_call>{CALL}", ("", "", [ADD, ADD])),
+        (HERMES, '<tool_call>{"name": "now"}', ("", "", [ToolCall("now", "{}")])),
+        (
+            HERMES,
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}',
+            ("", "", [ToolCall("f", '{"a": 2}')]),
+        ),
+        (HERMES, f"{CALL}", (CALL, "", [])),
+        (LLAMA, f" {CALL}; {CALL}", ("", "", [ADD, ADD])),
+        (LLAMA, f"<|python_tag|>{CALL}", ("", "", [ADD])),
+        (LLAMA, f"It is {CALL}", (f"It is {CALL}", "", [])),
+        (LLAMA, '{"answer": 42} is it', ('{"answer": 42} is it', "", [])),
+        (LLAMA, "<|python_tag|>f.call(x=1)", ("<|python_tag|>f.call(x=1)", "", [])),
+        (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]", ("", "", [ADD, ADD])),
+        (MISTRAL, 'Hm.[TOOL_CALLS]f[ARGS]{"a": 1}', ("Hm.", "", [ToolCall("f", '{"a": 1}')])),
+        (
+            MISTRAL,
+            "[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}[TOOL_CALLS]g{}",
+            ("", "", [ToolCall("f", "{}", "abc123def"), ToolCall("g", "{}")]),
+        ),
+        (
+            MISTRAL,
+            '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abc123def"}]',
+            ("", "", [ToolCall("f", "{}", "abc123def")]),
+        ),
+        (MISTRAL, "an array: [1, 2]", ("an array: [1, 2]", "", [])),
+        (THINKING, f"<think>\nWell,\n</think>\n\n<tool_call>{CALL}", ("", "Well,", [ADD])),
+        (THINKING, "\n<think>a\n\nb</think> c", ("c", "a\n\nb", [])),
+        (THINKING, "<think>never <tool_call>", ("", "never <tool_call>", [])),
+        (THINKING, "say <think>not</think>", ("say <think>not</think>", "", [])),
+        (AnswerFormat(None, True, True), "a < b\n</think>\nc", ("c", "a < b", [])),
+    ],
+)
+def test_formats(form, text, expected):
+    assert parse(form, text) == expected
+    assert parse(form, *text) == expected
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"name": "f", "arguments": {"a": }}',
+        '{"name": "f", "arguments": {"a": 1}',
+        '{"name": "f", "arguments": {"a": "\n"}}',
+        '{"name": "f", "arguments": [1]}',
+        '{"name": "", "arguments": {}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}",
+        '{"name": "f", "arguments": {"a": ' + "[" * (DEPTH_MAX + 1) + "]" * (DEPTH_MAX + 1) + "}}",
+        '{"arguments": {}}',
+        "f(a=1)",
+        "",
+    ],
+)
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
+def test_a_malformed_call_comes_through_as_it_was_written(form, bad):
+    text = {
+        HERMES: f"so <tool_call>\n{bad}\n</tool_call> it is",
+        LLAMA: f"{bad} it is",
+        MISTRAL: f"so [TOOL_CALLS] [{bad}] it is",
+    }[form]
+    assert parse(form, text) == (text, "", [])
+    assert parse(form, *text) == (text, "", [])
+
+
+def test_a_call_after_a_malformed_one_is_found():
+    text = f'<tool_call>{{"name": <tool_call>{CALL}</tool_call>'
+    assert parse(HERMES, text) == ('<tool_call>{"name": ', "", [ADD])
+
+
+def test_a_call_is_sent_when_its_json_is_complete():
+    parser = AnswerParser(HERMES)
+    assert parser.feed(f"<tool_call>{CALL[:-1]}") == ("", "", ())
+    assert parser.feed(CALL[-1]).calls == (ADD,)
+
+
+@pytest.mark.parametrize("piece", ['<tool_call>{"a":"', '<tool_call>{"a":{', "<", " ", "[{", "\\"])
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, THINKING])
+def test_the_work_grows_with_the_text_alone(form, piece):
+    """The work is the number of characters that the parser's states read, with repetitions."""
+    text = piece * (20_000 // len(piece))
+    parser = AnswerParser(form)
+    read = 0
+
+    class Counting(list):
+        def pop(self, *index):
+            nonlocal read
+            read += 1
+            return super().pop(*index)
+
+    parser._again = Counting()
+    for at in range(0, len(text), 7):
+        parser.feed(text[at : at + 7])
+    parser.close()
+    assert read <= 2 * len(text)
+
+
+# ---- which format
+
+
+@pytest.mark.parametrize(
+    ("template", "tools"),
+    [
+        ("{% if tools %}<tool_call></tool_call>{% endif %}", ToolFormat.HERMES),
+        ("[AVAILABLE_TOOLS] … [TOOL_CALLS]", ToolFormat.MISTRAL),
+        ("{{ '<|python_tag|>' }}", ToolFormat.LLAMA),
+        (
+            'format {"name": function name, "parameters": dictionary of argument name and its '
+            "value}",
+            ToolFormat.LLAMA,
+        ),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_format_of_calls_is_read_from_the_template(template, tools):
+    assert detect_format(template, has_tools=True, prompt="").tools is tools
+    assert detect_format(template, has_tools=False, prompt="").tools is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inside"), [("…<think>\n", True), ("…<think>\n\n</think>\n\n", False), ("…", False)]
+)
+def test_a_prompt_may_have_opened_the_reasoning(prompt, inside):
+    form = detect_format("<think> … </think>", has_tools=False, prompt=prompt)
+    assert (form.reasons, form.begins_inside) == (True, inside)
+    assert detect_format("", has_tools=True, prompt=prompt).is_plain
+
+
+@pytest.mark.parametrize("prompt", ["…<think>\n", "…"])
+def test_an_answer_in_a_form_is_text_unless_the_form_writes_reasoning(prompt):
+    def find(constraint):
+        return detect_format(
+            "</think><tool_call>", has_tools=True, prompt=prompt, constraint=constraint
+        )
+
+    assert find('{"type": "object"}').is_plain
+    assert find("").is_plain  # any JSON object has no calls
+    reasoned = find('start: /[^<]+/ "</think>" /[0-9]+/')
+    assert (reasoned.tools, reasoned.reasons) == (None, True)
+    assert reasoned.begins_inside == prompt.endswith("<think>\n")

@@ -1,0 +1,47 @@
+"""A token's way through the files is short, and engine/README.md shows this way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tools.count_hops import SHOWN, Hop, Way, describe
+from tools.rooms import ROOT
+
+HOPS_MAX = 20
+FILES_MAX = 10
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """Return the tool's output. `sys.setprofile` slows a process, so that the tool has its own."""
+    command = [sys.executable, "-m", "tools.count_hops"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.rstrip("\n")
+
+
+def test_the_way_of_a_token_is_short(shown):
+    [totals] = [line for line in shown.splitlines() if line.endswith(" files")]
+    hops, _, files, _ = totals.replace(",", "").split()
+    assert 5 < int(hops) <= HOPS_MAX, shown
+    assert 5 < int(files) <= FILES_MAX, shown
+
+
+def test_the_readme_shows_the_way_of_a_token(shown):
+    page = SHOWN.page.read_text()
+    assert SHOWN.embed(page, shown) == page, "run python -m tools.count_hops --write"
+
+
+def test_hops_are_described():
+    way = Way((Hop("a.py", "b.py", "f", 3), Hop("b.py", "c.py", "C.g", 4), Hop("", "b.py", "h", 1)))
+    lines = describe(way).splitlines()
+    assert lines[0] == "   a.py"
+    assert lines[1:4] == [
+        " 1     → b.py f",
+        " 2       → c.py C.g",
+        " 3 → (another task) b.py h",
+    ]
+    assert lines[4] == "3 hops, 3 files"

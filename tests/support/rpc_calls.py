@@ -1,0 +1,80 @@
+"""A server in memory that records its calls, and handlers for it."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import trio
+
+from grpc_service.rpc.errors import Disconnected
+from grpc_service.rpc.status import StatusCode
+from grpc_service.rpc.testing import MemoryServer
+
+MINUTE = 60.0
+GOAWAY = b"\0\0\x08\x07\0\0\0\0\0" + bytes(8)
+
+
+class Server(MemoryServer):
+    """A server whose calls are served by ``handler``.
+
+    ``calls`` are the calls that it served, ``cancelled`` those whose handlers were cancelled.
+    """
+
+    def __init__(self, handler, limits=None):
+        super().__init__(self._serve, limits)
+        self.handler = handler
+        self.calls = []
+        self.cancelled = []
+        self.num_running = 0
+
+    @property
+    def connections(self):
+        """Return the open connections."""
+        return self.server.connections
+
+    async def _serve(self, call):
+        self.calls.append(call)
+        self.num_running += 1
+        try:
+            await self.handler(call)
+        except trio.Cancelled:
+            self.cancelled.append(call)
+            raise
+        except Disconnected:
+            pass
+        finally:
+            self.num_running -= 1
+
+    def check_idle(self):
+        """Check that no state of any call is left."""
+        assert self.num_running == 0
+        for connection in self.connections:
+            assert connection._num_calls == 0
+            assert not [one for one in connection._calls.child_tasks if "_serve" in one.name]
+            assert connection.is_quiet
+            assert not connection.http2.blocked
+            assert not connection.http2.h2.streams
+        start_limiter = self.server._shared.start_limiter
+        assert start_limiter._num_passed == len(start_limiter._waiting) == 0
+
+
+@asynccontextmanager
+async def serving(handler, limits=None):
+    """Yield a server that serves while the block runs."""
+    server = Server(handler, limits)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.run)
+        yield server
+        nursery.cancel_scope.cancel()
+
+
+async def echo(call):
+    """Send every message back."""
+    while (data := await call.read()) is not None:
+        await call.write(data)
+    await call.end(StatusCode.OK)
+
+
+async def wait(call):
+    """Serve for ever. Cancellation: ends the call."""
+    await trio.sleep_forever()

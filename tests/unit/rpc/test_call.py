@@ -1,0 +1,209 @@
+"""One call over a connection in memory, on a clock that jumps: its messages and its ends."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+from h2.errors import ErrorCodes
+
+from grpc_service.rpc.errors import Disconnected, InvalidMessage, MessageTooLarge
+from grpc_service.rpc.limits import Limits
+from grpc_service.rpc.status import StatusCode
+from grpc_service.rpc.testing import framed
+from tests.support.rpc_calls import echo, serving, wait
+
+LIMITS = Limits()
+
+
+async def test_messages_come_and_go_and_a_status_ends_them(autojump_clock):
+    async with serving(echo) as running:
+        client = await running.connect()
+        call = client.call(b"one", b"", is_last=False)
+        await client.settle()
+        assert client.messages[call] == [b"one", b""]
+        assert call not in client.ends
+        big = bytes(range(256)) * 200
+        for begin in range(0, len(framed(big)), 1000):
+            client.send(call, framed(big)[begin : begin + 1000])
+            await client.settle()
+        client.end(call)
+        await client.settle()
+        assert client.messages[call] == [b"one", b"", big]
+        assert client.ends == {call: "0"}
+        assert running.calls[0].code is StatusCode.OK
+        assert running.calls[0].method == "a.B/C"
+        assert running.calls[0].peer == "ipv4:127.0.0.1:5"
+        running.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (framed(b"broken")[:-1], InvalidMessage),
+        (b"\0\0", InvalidMessage),
+        (b"\0\xff\xff\xff\xff", MessageTooLarge),
+        (b"", None),
+    ],
+)
+async def test_a_faulty_body_raises_where_it_is_read(autojump_clock, body, error):
+    raised = []
+
+    async def handler(call):
+        try:
+            raised.append(await call.read())
+        except (InvalidMessage, MessageTooLarge) as found:
+            raised.append(type(found))
+        await call.end(StatusCode.INVALID_ARGUMENT, "tölpel 100%")
+
+    async with serving(handler) as running:
+        client = await running.connect()
+        call = client.call(is_last=False)
+        await client.settle()
+        client.send(call, body, is_last=True)
+        await client.settle()
+        assert raised == [error]
+        assert client.ends == {call: "3"}
+        assert client.headers[call]["grpc-message"] == "t%C3%B6lpel 100%25"
+        running.check_idle()
+
+
+async def test_a_call_is_reset_if_the_rest_of_a_message_is_not_taken_in_time(autojump_clock):
+    took = []
+
+    async def handler(call):
+        with trio.move_on_after(5):
+            await call.write(bytes(100_000))
+        before = trio.current_time()
+        await call.end(StatusCode.INTERNAL)
+        took.append(trio.current_time() - before)
+
+    async with serving(handler) as running:
+        client = await running.connect()
+        call = client.call()
+        await client.settle()
+        await trio.sleep(10)
+        await client.settle()
+        assert took == [pytest.approx(LIMITS.end_patience_s)]
+        assert client.ends == {call: ErrorCodes.CANCEL}
+        running.check_idle()
+
+
+async def test_a_status_follows_a_message_whose_rest_goes_in_time(autojump_clock):
+    async def handler(call):
+        with trio.move_on_after(5):
+            await call.write(bytes(100_000))
+        await call.end(StatusCode.INTERNAL)
+
+    async with serving(handler) as running:
+        client = await running.connect()
+        call = client.call()
+        await client.settle()
+        await trio.sleep(5 + LIMITS.end_patience_s / 2)
+        client.open_window(2**20)
+        client.open_window(2**20, call)
+        await client.settle()
+        assert client.messages[call] == [bytes(100_000)]
+        assert client.ends == {call: "13"}
+        running.check_idle()
+
+
+async def test_a_message_that_waits_whole_is_dropped_and_the_status_follows_at_once(autojump_clock):
+    async def handler(call):
+        await call.write(b"12345")
+        with trio.move_on_after(5):
+            await call.write(bytes(100))
+        await call.end(StatusCode.ABORTED)
+
+    async with serving(handler) as running:
+        client = await running.connect(window=50)
+        call = client.call()
+        await client.settle()
+        await trio.sleep(5)
+        await client.settle()
+        assert client.ends == {call: "10"}
+        assert client.messages[call] == [b"12345"]
+        assert not client.readers[call].is_amid_message
+        running.check_idle()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_deadline_ends_a_call_with_its_status(autojump_clock, has_begun):
+    async def handler(call):
+        assert call.time_remaining() == pytest.approx(2)
+        if has_begun:
+            await call.write(b"a")
+        await trio.sleep_forever()
+
+    async with serving(handler) as running:
+        client = await running.connect()
+        call = client.call(headers={"grpc-timeout": "2S"})
+        await client.settle()
+        await trio.sleep(1.9)
+        await client.settle()
+        assert not client.ends
+        await trio.sleep(0.2)
+        await client.settle()
+        assert client.ends == {call: "4"}
+        assert running.cancelled == running.calls
+        running.check_idle()
+
+
+async def test_a_reset_ends_the_call_alone(autojump_clock):
+    async with serving(wait) as running:
+        client = await running.connect()
+        first, second = client.call(), client.call()
+        await client.settle()
+        client.reset(first)
+        await client.settle()
+        assert [one.code for one in running.cancelled] == [None]
+        assert running.cancelled[0].is_over
+        assert not running.cancelled[0].try_write(b"late")
+        with pytest.raises(Disconnected):
+            await running.cancelled[0].write(b"late")
+        await running.cancelled[0].end(StatusCode.OK)
+        assert running.num_running == 1
+        client.reset(second)
+        await client.settle()
+        running.check_idle()
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+async def test_a_reset_ends_a_write(autojump_clock, is_blocked):
+    async def handler(call):
+        while True:
+            await call.write(bytes(1000))
+            if not is_blocked:
+                await trio.sleep(1)
+
+    async with serving(handler) as running:
+        client = await running.connect(window=5000)
+        call = client.call()
+        await client.settle()
+        client.reset(call)
+        await client.settle()
+        await trio.sleep(10)
+        running.check_idle()
+        assert not running.connections[0]._unsent
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_a_call_is_late_if_its_deadline_ended_it(autojump_clock, is_reset):
+    found = []
+
+    async def serve(call):
+        try:
+            await wait(call)
+        finally:
+            found.append(call.is_late)
+
+    async with serving(serve) as running:
+        client = await running.connect()
+        call = client.call(b"a", headers={"grpc-timeout": "100m"})
+        await trio.testing.wait_all_tasks_blocked()
+        if is_reset:
+            client.reset(call)
+        await trio.sleep(1)
+        await client.settle()
+        assert found == [not is_reset]
+        assert client.ends == {call: "reset by the client" if is_reset else "4"}

@@ -1,0 +1,78 @@
+"""The examples in the RPC library's README run as they are printed there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.wrappers_pb2 import StringValue, UInt32Value
+
+from grpc_service.rpc.methods import Dispatcher, Method
+from grpc_service.rpc.status import StatusCode
+from grpc_service.rpc.testing import open_server
+
+ROOT = Path(__file__).resolve().parents[3]
+README = (ROOT / "grpc_service" / "rpc" / "README.md").read_text()
+SERVER, TEST = re.findall(r"<!-- run by \S+ -->\n```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture
+def address():
+    """Run the example as a program, and yield its address."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            port = re.fullmatch(r"listening on port (\d+)\n", process.stdout.readline())[1]
+            yield f"localhost:{port}"
+        finally:
+            process.kill()
+
+
+def test_the_example_serves_clients_of_grpcio(address):
+    with grpc.insecure_channel(address) as channel:
+        greet = channel.unary_unary(
+            "/demo.Greeter/Greet", StringValue.SerializeToString, StringValue.FromString
+        )
+        assert greet(StringValue(value="Ada"), timeout=20).value == "Hello, Ada!"
+        with pytest.raises(grpc.RpcError) as caught:
+            greet(StringValue(), timeout=20)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details() == "a name is needed"
+        count = channel.unary_stream(
+            "/demo.Greeter/Count", UInt32Value.SerializeToString, UInt32Value.FromString
+        )
+        assert [one.value for one in count(UInt32Value(value=5), timeout=20)] == [0, 1, 2, 3, 4]
+
+
+async def test_the_examples_test_passes():
+    names = {
+        "Dispatcher": Dispatcher,
+        "Method": Method,
+        "StatusCode": StatusCode,
+        "StringValue": StringValue,
+        "open_server": open_server,
+    }
+    exec(SERVER, names | {"__name__": "example"}, names)
+    exec(TEST, names)
+    await names["test_greet"]()
+
+
+def test_the_library_loads_neither_grpcio_nor_anything_of_triolet():
+    code = (
+        "import sys, grpc_service.rpc.testing\n"
+        "ours = {m for m in sys.modules if m.startswith(('engine', 'grpc_service.'))}\n"
+        "print('grpc' in sys.modules, [m for m in ours if not m.startswith('grpc_service.rpc')])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "False []\n"
+
+
+def test_the_example_is_about_thirty_lines():
+    assert len([line for line in SERVER.splitlines() if line]) <= 35

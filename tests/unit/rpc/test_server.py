@@ -1,0 +1,95 @@
+"""How a server with connections in memory stops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import trio
+import trio.testing
+
+from grpc_service.rpc.status import StatusCode
+from grpc_service.rpc.testing import Client, Wire
+from tests.support.rpc_calls import MINUTE, serving, wait
+
+
+async def test_a_server_that_stops_sends_goaway_lets_calls_finish_and_cuts_the_rest(autojump_clock):
+    async def handler(call):
+        await call.read()
+        await trio.sleep(float(call.metadata[-1][1]))
+        await call.end(StatusCode.OK)
+
+    async with serving(handler) as running:
+        client = await running.connect()
+        soon, never = (
+            client.call(b"", headers={"x-wait": "3"}),
+            client.call(b"", headers={"x-wait": "1000"}),
+        )
+        await client.settle()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(running.server.stop, 10)
+            await client.settle()
+            assert client.is_asked_to_go
+            assert len(client.ends) == 0
+            began_at = trio.current_time()
+            await trio.sleep(4)
+            await client.settle()
+            assert client.ends == {soon: "0"}
+            assert not client.wire.is_closed
+        assert trio.current_time() - began_at == pytest.approx(10)
+        await trio.testing.wait_all_tasks_blocked()
+        assert client.wire.is_closed
+        assert never not in client.ends
+        assert running.num_running == len(running.connections) == 0
+
+
+async def test_a_server_without_calls_stops_at_once(autojump_clock):
+    async with serving(wait) as running:
+        clients = [await running.connect() for _ in range(3)]
+        began_at = trio.current_time()
+        await running.server.stop(MINUTE)
+        await trio.testing.wait_all_tasks_blocked()
+        assert trio.current_time() == began_at
+        assert running.has_ended
+        assert all(client.wire.is_closed for client in clients)
+        assert not running.connections
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+async def test_a_server_that_stops_waits_for_no_handshake(autojump_clock, is_ready):
+    """A client whose handshake ends in time gets GOAWAY; any other is cut."""
+    async with serving(wait) as running:
+        holder = await running.connect()
+        holder.call()
+        await holder.settle()
+        client = Client(Wire())
+        client.wire.ready = trio.Event()
+        running.listener.arrive(client.wire)
+        await trio.testing.wait_all_tasks_blocked()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(running.server.stop, 10)
+            await trio.sleep(5)
+            if is_ready:
+                client.wire.ready.set()
+                await client.settle()
+                assert client.is_asked_to_go
+        await trio.testing.wait_all_tasks_blocked()
+        assert running.has_ended
+        assert client.wire.is_closed
+        assert not running.connections
+        assert not running.num_running
+
+
+async def test_a_stop_does_not_wait_for_a_refused_call(autojump_clock):
+    async with serving(wait) as running:
+        client = await running.connect()
+        client.call(headers={":method": "GET"})
+        began_at = trio.current_time()
+        client.wire.room = 0
+        await client.settle()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(running.server.stop, MINUTE)
+            await trio.sleep(1)
+            client.wire.room = math.inf
+            client.wire.change()
+        assert trio.current_time() - began_at == pytest.approx(1)

@@ -1,0 +1,421 @@
+"""Writing a request's events to its gRPC call: credit, writes in a delivery, how a call is left."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from engine.core.common.events import Tokens
+from engine.core.common.types import RequestId
+from engine.errors import InvalidRequest, Overloaded
+from engine.requests.stream import StreamOptions
+from engine.requests.text_stream import TextStream
+from engine.requests.text_values import GenerateRequest, Started
+from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service.access.rpc_record import Rpc
+from grpc_service.access.unread_calls import (
+    UNREAD_AGE_S,
+    UNREAD_CALLS_PER_ADDRESS_MAX,
+    UnreadCalls,
+)
+from grpc_service.services.backend import Backend
+from grpc_service.services.call_writer import CallWriter
+from grpc_service.services.inference import Inference
+
+BUFFER = 8
+PEER = "ipv4:10.0.0.7:5123"
+REQUEST = GenerateRequest(text="a")
+STARTED = Started("r", "m", 1, (), ())
+
+
+class Call:
+    """A gRPC call that keeps what is written to it; its messages are the events themselves.
+
+    ``taken`` has what was written in deliveries: ``is_open`` allows such writes, ``bug`` makes them
+    fail. ``written`` has what the call's task wrote, one list for each time that the task was
+    woken.
+    """
+
+    def __init__(self, *, is_open=False, bug=None, peer=PEER):
+        self.peer = peer
+        self.is_open = is_open
+        self.bug = bug
+        self.taken = []
+        self.written = []
+        self.status = None
+        self.is_stuck = False
+
+    def encode(self, events):
+        self.written.append(list(events))
+        return events
+
+    def encode_short(self, event):
+        return event
+
+    def try_write(self, event):
+        if self.bug is not None:
+            raise self.bug
+        if self.is_open:
+            self.taken.append(event)
+        return self.is_open
+
+    async def write(self, message):
+        if self.is_stuck:
+            await trio.sleep_forever()
+
+    async def end(self, *status):
+        self.status = status
+
+
+class Served:
+    """A request whose events are written to ``call`` while `run` runs."""
+
+    def __init__(self, unread_calls, call, error=None):
+        self.call = call
+        self.rpc = Rpc(call)
+        self.writer = CallWriter(self.rpc, unread_calls, call.encode, call.encode_short)
+        options = StreamOptions("r", RequestId("r"), BUFFER, self.writer)
+        self.stream = TextStream(REQUEST, options)
+        self.scope = trio.CancelScope()
+        if error is not None:
+            self.stream.close(error)
+
+    async def run(self):
+        """Write the request's events. Cancellation: `scope` ends it."""
+        with self.scope:
+            await self.writer.run(self.stream)
+
+    def make(self, *numbers):
+        """Push these tokens, as the replica's loop does."""
+        for number in numbers:
+            assert self.stream.credit.try_reserve()
+            self.stream.credit.fill()
+            self.stream._emit(token(number))
+
+
+def token(number):
+    """Return the event of one token."""
+    return Tokens(RequestId("r"), 0, (number,), str(number))
+
+
+@pytest.fixture
+def now():
+    """Return a list with the time of the unread calls' clock, which a test may change."""
+    return [100.0]
+
+
+@pytest.fixture
+def unread_calls(now):
+    """Return unread calls with the test's clock."""
+    return UnreadCalls(lambda: now[0])
+
+
+@pytest.fixture
+async def serve(nursery, unread_calls):
+    """Return a function that serves a request to a call; the call's task then waits for events."""
+
+    async def start(error=None, **call):
+        served = Served(unread_calls, Call(**call), error)
+        nursery.start_soon(served.run)
+        await wait_all_tasks_blocked()
+        return served
+
+    return start
+
+
+# ---- credit
+
+
+async def test_messages_that_the_task_wrote_give_their_credit_back(serve):
+    served = await serve()
+    served.make(1, 2, 3)
+    assert served.stream.credit.filled == 3
+    await wait_all_tasks_blocked()
+    assert served.stream.credit.free == BUFFER
+
+
+async def test_events_that_are_not_written_yet_hold_their_credit(serve):
+    served = await serve()
+    served.call.is_stuck = True
+    served.make(1, 2)
+    await wait_all_tasks_blocked()
+    assert served.stream.credit.filled == 2
+
+
+async def test_events_without_credit_give_none_back(serve):
+    served = await serve()
+    served.make(1)
+    served.stream._emit(STARTED)
+    await wait_all_tasks_blocked()
+    assert served.call.written == [[token(1), STARTED]]
+    assert served.stream.credit.free == BUFFER
+
+
+async def test_a_starved_stream_is_reported_when_its_credit_comes_back(serve):
+    served = await serve(is_open=True)
+    posted = []
+    served.stream.replica = SimpleNamespace(loop=SimpleNamespace(post=posted.append))
+    served.stream.credit.mark_starved()
+    served.make(1)
+    served.make(2)
+    assert [event.request_id for event in posted] == ["r"]
+
+
+async def test_results_sent_are_counted_in_the_log_under_the_requests_id(serve, caplog):
+    served = await serve(is_open=True)
+    with caplog.at_level(logging.DEBUG, logger="grpc_service.services.call_writer"):
+        served.make(1)
+        served.make(2)
+    assert [(record.getMessage(), record.request_id) for record in caplog.records] == [
+        ("results sent: 1", "r"),
+        ("results sent: 2", "r"),
+    ]
+
+
+# ---- the call's task
+
+
+async def test_a_waiting_task_is_woken_by_an_event(serve):
+    served = await serve()
+    served.make(1)
+    await wait_all_tasks_blocked()
+    assert served.call.written == [[token(1)]]
+
+
+async def test_events_that_come_before_the_tasks_turn_are_written_together(serve):
+    served = await serve()
+    served.make(1)
+    served.make(2)
+    await wait_all_tasks_blocked()
+    assert served.call.written == [[token(1), token(2)]]
+
+
+async def test_events_that_come_while_the_task_is_busy_are_not_lost(unread_calls, nursery):
+    served = Served(unread_calls, Call(is_open=True))
+    served.make(1)
+    nursery.start_soon(served.run)
+    served.make(2)
+    await wait_all_tasks_blocked()
+    assert served.call.written == [[token(1), token(2)]]
+    assert not served.call.taken
+
+
+async def test_a_cancelled_task_ends_the_request(serve):
+    served = await serve()
+    served.scope.cancel()
+    served.make(1)
+    await wait_all_tasks_blocked()
+    assert served.stream.scope.cancel_called
+    assert not served.call.written
+
+
+async def test_the_end_comes_after_the_last_events(serve):
+    served = await serve()
+    served.make(1)
+    served.stream.close(None)
+    await wait_all_tasks_blocked()
+    assert served.call.written == [[token(1)]]
+    assert served.call.status is None, "the interceptor ends a call that succeeded"
+    assert not served.writer.is_following
+
+
+async def test_an_error_comes_after_the_last_events(serve):
+    served = await serve()
+    served.make(1)
+    served.stream.close(InvalidRequest([], message="planted"))
+    await wait_all_tasks_blocked()
+    assert served.call.written == [[token(1)]]
+    assert "planted" in served.call.status[1]
+
+
+async def test_a_refusal_ends_the_call(serve):
+    served = await serve(error=InvalidRequest([], message="refused"))
+    assert "refused" in served.call.status[1]
+    assert not served.call.written
+
+
+# ---- writes in a delivery
+
+
+async def test_an_event_that_comes_while_the_task_waits_is_written_at_once(serve):
+    served = await serve(is_open=True)
+    served.make(0, 1, 2)
+    assert served.call.taken == [token(0), token(1), token(2)]
+    assert served.stream.credit.free == BUFFER
+    await wait_all_tasks_blocked()
+    assert not served.call.written
+
+
+async def test_a_write_that_the_call_does_not_take_is_left_to_the_task(serve):
+    served = await serve()
+    served.make(1)
+    assert served.stream.credit.filled == 1, "the task has not written the event"
+    served.call.is_open = True
+    served.make(2)
+    assert not served.call.taken, "an event may not overtake the one before"
+    await wait_all_tasks_blocked()
+    assert served.call.written == [[token(1), token(2)]]
+    served.make(3)
+    assert served.call.taken == [token(3)]
+
+
+async def test_an_event_without_a_short_form_is_left_to_the_task(serve):
+    served = await serve(is_open=True)
+    served.call.encode_short = served.writer._encode_short = lambda event: None
+    served.make(1)
+    assert not served.call.taken
+    await wait_all_tasks_blocked()
+    assert served.call.written == [[token(1)]]
+
+
+async def test_an_event_with_nothing_to_send_gives_its_credit_back(serve):
+    served = await serve()
+    served.writer._encode_short = lambda event: b""
+    served.make(1)
+    assert served.stream.credit.free == BUFFER
+    await wait_all_tasks_blocked()
+    assert not served.call.written
+
+
+async def test_nothing_is_written_in_a_delivery_while_the_task_is_busy(serve):
+    served = await serve()
+    served.call.is_stuck = True
+    served.make(1)
+    await wait_all_tasks_blocked()
+    served.call.is_open = True
+    served.make(2)
+    assert not served.call.taken
+
+
+async def test_a_bug_in_a_delivery_ends_only_its_call(serve, unread_calls, monkeypatch):
+    """A write, the arithmetic of credit, and the count of unread calls can fail."""
+    broken = await serve(bug=RuntimeError("planted"))
+    unpaid = await serve(is_open=True)
+    uncounted = await serve()
+    good = await serve()
+    broken.make(1)
+    unpaid.stream._emit(token(2))  # there is no slot to give back
+    good.make(4)
+    monkeypatch.setattr(unread_calls, "ended", lambda *_: 1 / 0)
+    uncounted.stream.close(None)
+    await wait_all_tasks_blocked()
+    assert unpaid.call.taken == [token(2)]
+    assert good.call.written == [[token(4)]]
+    assert good.writer.is_following
+    for served in (broken, unpaid, uncounted):
+        assert served.call.status is not None
+        assert not served.writer.is_following
+        assert served.stream.scope.cancel_called or served.stream.is_closed
+
+
+# ---- leaving
+
+
+async def test_a_call_that_is_left_gets_nothing_more(serve):
+    served = await serve(is_open=True)
+    served.scope.cancel()
+    await wait_all_tasks_blocked()
+    assert served.stream.scope.cancel_called
+    served.make(2)  # by a step that was under way
+    served.stream.close(InvalidRequest([], message="planted"))
+    assert not served.call.taken
+    assert not served.writer.is_following
+
+
+async def test_a_call_that_is_left_is_no_garbage_in_a_cycle(nursery, unread_calls):
+    """The tracebacks of its failures hold its frames."""
+    left = []
+
+    async def serve(call, end):
+        served = Served(unread_calls, call)
+        left.append(weakref.ref(served.writer))
+        nursery.start_soon(end, served.stream)
+        await served.run()
+
+    async def give(stream):
+        await wait_all_tasks_blocked()
+        stream._emit(STARTED)
+        await wait_all_tasks_blocked(0.001)
+        stream.close(None)
+
+    async def fail(stream):
+        await wait_all_tasks_blocked()
+        stream.close(InvalidRequest([], message="planted"))
+
+    gc.collect()
+    gc.disable()
+    try:
+        nursery.start_soon(serve, Call(), give)
+        nursery.start_soon(serve, Call(is_open=True), fail)
+        bug = InvalidRequest([], message="planted")  # a log record would keep another kind alive
+        nursery.start_soon(serve, Call(bug=bug), give)
+        del bug
+        await wait_all_tasks_blocked(0.01)
+        assert [one() for one in left] == [None] * 3
+    finally:
+        gc.enable()
+
+
+# ---- unread calls
+
+
+async def test_an_ended_call_is_unread_until_it_is_left(serve, unread_calls, now):
+    served = await serve()
+    served.call.is_stuck = True
+    served.make(1)
+    await wait_all_tasks_blocked()
+    served.stream.close(None)
+    assert unread_calls.count() == 0
+    now[0] += UNREAD_AGE_S
+    assert unread_calls.count() == 1
+    served.scope.cancel()
+    await wait_all_tasks_blocked()
+    assert unread_calls.count() == 0
+
+
+async def test_a_call_that_was_refused_counts_as_ended(unread_calls, now):
+    Served(unread_calls, Call(), InvalidRequest([], message="refused"))
+    now[0] += UNREAD_AGE_S
+    assert unread_calls.count() == 1
+
+
+async def test_a_call_that_is_left_before_its_end_is_never_unread(serve, unread_calls, now):
+    served = await serve()
+    served.scope.cancel()
+    await wait_all_tasks_blocked()
+    served.stream.close(None)
+    now[0] += UNREAD_AGE_S
+    assert unread_calls.count() == 0
+
+
+async def test_a_client_with_too_many_unread_calls_gets_no_call(unread_calls, now):
+    class Engine:
+        config = SimpleNamespace(stream_buffer=BUFFER)
+        num_submitted = 0
+
+        def submit(self, request, *, buffer, reader, origin):
+            self.num_submitted += 1
+            stream = TextStream(request, StreamOptions("r", RequestId("r"), buffer, reader))
+            stream.close(None)
+            return stream
+
+    for _ in range(UNREAD_CALLS_PER_ADDRESS_MAX):
+        Served(unread_calls, Call()).stream.close(None)
+    now[0] += UNREAD_AGE_S
+    inference = Inference(Backend(engine := Engine(), unread_calls))
+    request = inference_pb2.GenerateRequest(text="a")
+    call = Call()
+    call.time_remaining = lambda: None
+    with pytest.raises(Overloaded):
+        await inference.Generate(request, Rpc(call))
+    assert not engine.num_submitted
+    call = Call(peer="ipv4:10.0.0.8:5123")
+    call.time_remaining = lambda: None
+    await inference.Generate(request, Rpc(call))
+    assert engine.num_submitted == 1

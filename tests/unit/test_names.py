@@ -1,0 +1,376 @@
+"""Every name in code type exists, in docstrings, comments, pages and protos; retired ones do not.
+
+A name is looked up where it claims to be: ``Class.method`` in the class and its bases,
+``module.name`` in the module, a path in the repository, a flag among the flags. A single word is
+any name that some code defines or uses, or a word of the protos, the kernels or the deployment.
+Names of other projects that no code of ours uses are in `FOREIGN`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import keyword
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING
+
+import pytest
+
+from grpc_service.cli.main import build_parser
+from tools.rooms import FIRST_PARTY, PRODUCT, ROOT, modules, product_modules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
+    *(ROOT / "engine" / "README.md", ROOT / "tools" / "README.md", ROOT / "tests" / "README.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+PROTOS = sorted((ROOT / "proto" / "triolet").rglob("*.proto"))
+KERNELS = sorted((ROOT / "engine" / "kernels").glob("*.[hc]*"))
+DEPLOYMENT = sorted((ROOT / "deploy").iterdir())
+
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"``([^`\n]+)``|`([^`\n]+)`")
+WORD = re.compile(r"[A-Za-z_]\w*")
+NUMBER = re.compile(r"[RDEI]\d+")  # of a requirement or decision; test_docs.py checks it
+COMMENT = re.compile(r"(?:^|\s)# .*")
+NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(\))?")
+FILE = re.compile(r"[\w-]+\.(?:py|pyi|md|sh|toml|txt|proto|json|cpp|h|png|yaml|grammar)")
+COMMAND = re.compile(r"triolet (\w+)")
+FLAG = re.compile(r"--[a-z][\w-]*")
+
+# Names of other projects that no code of ours uses, by where they come from.
+FOREIGN = {
+    "pip's environment": {"PIP_EXTRA_INDEX_URL"},
+    "transformers": {
+        *("_keys_to_ignore_on_load_unexpected", "generate_batch", "sliding_window_overlay"),
+    },
+    "torch": {"mha_varlen_fwd"},
+    "trio": {"SSLStream", "MemorySendChannel"},
+    "vllm": {"LLMEngine"},
+    "Node.js": {"Long"},
+    "FastAPI": {"lifespan"},
+    "the processor and the system": {"madvise", "vscalefps"},
+    "English words, of which the demo's grammar writes forms": {
+        *("being", "chases", "chasing", "cries", "hugging", "owls", "ponies"),
+    },
+    "what a user writes there": {"HOST"},
+    "gRPC in Ruby and Java": {"to_rpc_status"},
+}
+FOREIGN_PACKAGES = {"com", "vllm"}  # with every name below them
+
+
+@dataclass
+class Names:
+    """What the repository defines and uses."""
+
+    words: set[str] = field(default_factory=set)
+    members: dict[str, set[str]] = field(default_factory=dict)  # of the classes with a name
+    bases: dict[str, set[str]] = field(default_factory=dict)
+    top: dict[str, set[str]] = field(default_factory=dict)  # of a module, by its full name
+    of_proto: set[str] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)
+    strings: set[str] = field(default_factory=set)
+    flags: set[str] = field(default_factory=set)
+
+    def knows(self, name: str) -> bool:
+        """Return whether a word or a dotted name is there."""
+        parts = name.split(".")
+        if "_generated" in parts or parts[0] in FOREIGN_PACKAGES or name in self.strings:
+            return True
+        if not all(part in self.words for part in parts):
+            return False
+        is_path = parts[0] in FIRST_PARTY and len(parts) > 2
+        if (parts[0] in self.variables and not is_path) or self.of_proto.issuperset(parts):
+            return True
+        for size in range(len(parts), 0, -1):
+            if found := self._modules(".".join(parts[:size])):
+                return any(self._has(module, parts[size:]) for module in found)
+        return parts[0] not in self.members or self._is_member(parts)
+
+    def _modules(self, name: str) -> list[str]:
+        """Return the modules that ``name`` may mean: by its full name, or by the end of one."""
+        if "." not in name and name in self.members:
+            return []
+        return [module for module in self.top if f".{module}".endswith(f".{name}")]
+
+    def _has(self, module: str, parts: list[str]) -> bool:
+        if not parts:
+            return True
+        return parts[0] in self.top[module] and (len(parts) == 1 or self._is_member(parts))
+
+    def _is_member(self, parts: list[str]) -> bool:
+        """Return whether a class or one of its bases has the member."""
+        if parts[0] not in self.members or len(parts) == 1:
+            return True
+        classes, to_do = set(), [parts[0]]
+        while to_do:
+            if (name := to_do.pop()) not in classes:
+                classes.add(name)
+                to_do += self.bases.get(name, ())
+        is_ours = all(name in self.members for name in classes)
+        known = set().union(*(self.members.get(name, ()) for name in classes))
+        return parts[1] in known or not is_ours
+
+
+@cache
+def names() -> Names:
+    """Return what all Python files define and use, and the words of all other files."""
+    found = Names()
+    found.words |= {*dir(builtins), *keyword.kwlist, *sys.stdlib_module_names}
+    for module, path in modules().items():
+        if path.name == Path(__file__).name:
+            continue  # this file names what does not exist
+        source = path.read_text()
+        code = compile(source, path, "exec", dont_inherit=True)
+        _look_at(code, found)
+        found.words |= set(module.split("."))
+        found.top.setdefault(module, set()).update(code.co_names)
+        parent, _, last = module.rpartition(".")
+        found.top.setdefault(parent, set()).add(last)
+        if not module.startswith("tests."):
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.ClassDef):
+                    _look_at_class(node, found)
+    for path in PROTOS:
+        found.of_proto |= set(WORD.findall(re.sub(r"//.*", "", path.read_text())))
+    for path in KERNELS:
+        found.words |= set(WORD.findall(re.sub(r"//.*", "", path.read_text())))
+    for path in (*DEPLOYMENT, ROOT / "pyproject.toml"):
+        found.words |= set(WORD.findall(path.read_text()))
+    found.flags |= {*_options(build_parser()), *filter(FLAG.fullmatch, found.strings), "--full"}
+    found.words |= found.of_proto | {word for group in FOREIGN.values() for word in group}
+    return found
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the options of a command, and the names and options of its subcommands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                yield name
+                yield from _options(command)
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Yield the docstrings of a file, and the strings below fields."""
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text and isinstance(node.value.value, str):
+            yield node.value
+
+
+def _defined(node: ast.AST) -> Iterator[str]:
+    """Yield what a module or a class defines, with the attributes that a class's methods set."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield child.name
+        elif isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield from ((alias.asname or alias.name) for alias in child.names)
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        if not isinstance(child, ast.ClassDef):
+            yield from _defined(child)
+
+
+def _look_at(code: CodeType, found: Names) -> None:
+    """Add what a module or a function uses. A string with a space in it is no name."""
+    locals_ = {*code.co_varnames, *code.co_cellvars}
+    found.variables |= locals_
+    found.words |= {code.co_name, *code.co_names, *locals_}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _look_at(constant, found)
+        for text in constant if isinstance(constant, (tuple, frozenset)) else (constant,):
+            if isinstance(text, str) and not re.search(r"\s", text):
+                found.strings.add(text)
+                found.words |= set(WORD.findall(text))
+
+
+def _look_at_class(node: ast.ClassDef, found: Names) -> None:
+    members = found.members.setdefault(node.name, set())
+    members |= set(_defined(node))
+    members |= {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+    }
+    bases = (ast.unparse(base).partition("[")[0].split(".")[-1] for base in node.bases)
+    found.bases.setdefault(node.name, set()).update(set(bases) - {"Protocol", "Generic"})
+
+
+def unknown(text: str) -> list[str]:
+    """Return the names in code type that do not exist."""
+    spans = [double or single for double, single in SPAN.findall(text)]
+    return [span for span in spans if not _is_known(span)]
+
+
+@cache
+def _is_known(span: str) -> bool:
+    if FILE.fullmatch(span):
+        return span in _files() or "NAME" in span
+    if NUMBER.fullmatch(span):
+        return True
+    if match := NAME.fullmatch(span):
+        return names().knows(match[1])
+    if command := COMMAND.match(span):
+        return {command[1], *FLAG.findall(span)} <= names().flags
+    if span.startswith("--"):
+        return set(FLAG.findall(span)) <= names().flags
+    return True
+
+
+@cache
+def _files() -> frozenset[str]:
+    """Return the names of all files of the repository."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return frozenset(line.rpartition("/")[2] for line in listed.splitlines())
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Yield what a file has for people to read."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        yield FENCE.sub("", text)
+    elif path.suffix in (".proto", ".h", ".cpp"):
+        yield "\n".join(re.findall(r"//(.*)", text))
+    else:
+        yield from (str(found.value) for found in docstrings(ast.parse(text)))
+        yield from COMMENT.findall(text)
+
+
+WRITTEN = [
+    *(path for path in PAGES if path.exists()),
+    *(*PROTOS, *KERNELS),
+    *(path for name, path in modules().items() if name.split(".")[0] in (*PRODUCT, "tools")),
+]
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_name_exists(path):
+    assert [name for text in texts(path) for name in unknown(text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("`EngineLoop.run`", "`engine.replica.loop.EngineLoop.run`", "`loop.EngineLoop`"),
+        *("`tools/test --full`", "`--max-num-seqs 4`", "`triolet models load`", "`fixtures.py x`"),
+        *("`chat.messages`", "`rooms.txt`", "``timeout_s``", "`trio.Event`", "`plan(now)` now"),
+    ],
+)
+def test_an_existing_name_is_known(text):
+    assert unknown(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("`EngineLoop.walk`", "`engine.replica.lop`", "`engine.model.native`"),
+        *(
+            "`Lopsided`",
+            "``drained_yesterday``",
+            "`--no-such-flag`",
+            "`triolet dance`",
+            "`room.py`",
+        ),
+    ],
+)
+def test_an_unknown_name_is_found(text):
+    assert unknown(text)
+
+
+# ---- retired names -----------------------------------------------------------------------------
+
+RETIRED_CLASSES = {  # the name of a class, a function or a variable, and its successor
+    "Lifetime": "RequestStream",
+    "Generation": "TextStream",
+    "Encoding": "EncodeStream",
+    "Reception": "Interceptor",
+    "Zombies": "UnreadCalls",
+    "Apart": "ChoiceParser",
+    "tell_apart": "ChoiceParser",
+    "Turnstile": "StartLimiter",
+    "_Share": "FairShareLimiter",
+    "_Bells": "WakeupDescriptors",
+    "Bells": "WakeupDescriptors",
+    "Mortal": "ProcessWorker",
+    "ChildRunner": "ProcessRunner",
+    "Vetters": "ConstraintSandbox",
+    "Planner": "StepBuilder",
+    "Deliveries": "the reader that a request is submitted with",
+}
+RETIRED_MODULES = (
+    *("engine.sync", "engine.heap", "engine.shift", "engine.model", "engine.generation"),
+    *("engine.prompts", "engine.inputs", "engine.answers", "engine.constraints"),
+)
+RETIRED_WORDS = ("zombies", "tell_apart", "Vetters", "Turnstile", "heap.py", "shift.py")
+
+
+def _searched() -> list[Path]:
+    folders = ("engine", "grpc_service", "proto", "deploy", "docs", "tests", "tools")
+    suffixes = (".py", ".pyi", ".md", ".proto", ".json", ".yaml", ".h", ".cpp", ".service", "")
+    files = [
+        path
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix in suffixes and path.name != "tokenizer.json"
+        if not {"node_modules", "__pycache__", "figures", "third_party"} & set(path.parts)
+    ]
+    return [*files, ROOT / "README.md", ROOT / "CHANGELOG.md"]
+
+
+def test_retired_words_do_not_come_back():
+    pattern = re.compile("|".join(map(re.escape, RETIRED_WORDS)), re.IGNORECASE)
+    modules = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in RETIRED_MODULES))
+    found = {
+        path.relative_to(ROOT).as_posix(): sorted(set(hits))
+        for path in _searched()
+        if path.name not in ("test_names.py", "CHANGELOG.md")  # these name what was renamed
+        if (hits := [*pattern.findall(text := path.read_text()), *modules.findall(text)])
+    }
+    assert found == {}
+
+
+def test_retired_classes_do_not_come_back():
+    found = {
+        module: sorted(hits)
+        for module in product_modules()
+        if (
+            hits := RETIRED_CLASSES.keys() & set(_ours_in(ast.parse(modules()[module].read_text())))
+        )
+    }
+    assert found == {}
+    spans = {
+        path.relative_to(ROOT).as_posix(): sorted(hits)
+        for path in WRITTEN
+        if (
+            hits := {name for text in texts(path) for name in _named(text)} & RETIRED_CLASSES.keys()
+        )
+    }
+    assert spans == {}
+
+
+def _ours_in(tree: ast.AST) -> Iterator[str]:
+    """Yield what a file defines, and what it imports from our files."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in PRODUCT:
+            yield from (alias.name for alias in node.names)
+
+
+def _named(text: str) -> Iterator[str]:
+    for double, single in SPAN.findall(text):
+        yield from WORD.findall(double or single)
