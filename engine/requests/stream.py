@@ -130,6 +130,7 @@ class RequestStream(Generic[EventT]):
     that hold a slot of it; at most ``num_beside`` other events come.
 
     ``error`` is None for a request that succeeded; it is meaningful once ``is_closed`` is set.
+    ``closed_at`` is when that was, on Trio's clock.
     ``queued`` counts the waiting prompt against the quota, where there is one.
     """
 
@@ -159,7 +160,7 @@ class RequestStream(Generic[EventT]):
         self._on_end = options.on_end
         self._prompt_tokens = 0
         self._first_result_at: float | None = None
-        self._closed_at: float | None = None
+        self.closed_at: float | None = None
         self._cancelled_at = math.inf
         self._timings: Timings | None = None
         self._done = trio.Event()
@@ -229,7 +230,7 @@ class RequestStream(Generic[EventT]):
         self.is_closed = True
         # The frames of a traceback hold this stream: a cycle that only the collector would free.
         self.error = error if error is None else error.with_traceback(None)
-        self._closed_at = trio.current_time()
+        self.closed_at = trio.current_time()
         self.queued.remove()
         self._on_end(self)
         self._done.set()
@@ -267,7 +268,7 @@ class RequestStream(Generic[EventT]):
             fields["reason"] = RequestCancelled.reason
         if self._timings is not None:
             return fields | asdict(self._timings)
-        end = self._closed_at or self.started_at + elapsed_s
+        end = self.closed_at or self.started_at + elapsed_s
         first = end if self._first_result_at is None else min(self._first_result_at, end)
         return fields | {
             "load_s": self.load_s,

@@ -1,9 +1,9 @@
 """Unread calls: the engine has finished their requests, and their clients do not read the answers.
 
 Rule 1: a request that succeeded is answered in full, however late its client reads (D1, R71); a
-call that failed ends at once. An unread call holds nothing of the engine's, but it is counted, and
-while there are too many, new calls are refused. Calls that run at that time may still become unread
-ones; the bound on live requests bounds their number.
+call that failed ends after `UNREAD_AGE_S` at the latest. An unread call holds nothing of the
+engine's, but it is counted, and while there are too many, new calls are refused. Calls that run at
+that time may still become unread ones; the bound on live requests bounds their number.
 Rule 2: everything here takes constant time on average, because every new call asks.
 """
 

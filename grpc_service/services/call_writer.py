@@ -9,6 +9,8 @@ Rule 1: `CallWriter.push` waits for nothing and raises nothing. A bug in it ends
 neither the step loop nor another call.
 Rule 2: an event that was written gives its credit back at once. One that cannot be written keeps
 its credit, and the core parks the stream when no credit is left (D1).
+Rule 3: once the request has failed, a client gets `UNREAD_AGE_S` to read the events before that.
+What it has not taken by then is dropped, and the status is sent (D1).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import trio
 
 from engine import logs
 from engine.replica.threads import WorkerThreads
-from grpc_service.access.unread_calls import address_of
+from grpc_service.access.unread_calls import UNREAD_AGE_S, address_of
 from grpc_service.rpc.errors import Disconnected
 from grpc_service.services.error_status import status_of
 
@@ -79,6 +81,7 @@ class CallWriter:
         self._bug: Exception | None = None  # raised in `push` or `end`
         self._has_left = False
         self._num_written = 0
+        self._writing = trio.CancelScope()  # gets a deadline when the request fails
 
     @property
     def is_following(self) -> bool:
@@ -103,8 +106,11 @@ class CallWriter:
         self._pending.append(event)
 
     def end(self, error: TrioletError | None) -> None:
-        """Let the task end the call, once it has written what is left."""
+        """Let the task end the call, once it has written what is left or, if the request failed,
+        after `UNREAD_AGE_S`."""
         self._has_ended, self._error = True, error
+        if error is not None:
+            self._writing.deadline = trio.current_time() + UNREAD_AGE_S
         try:
             self._unread_calls.ended(self, address_of(self._call.peer))
         except Exception as bug:
@@ -125,7 +131,7 @@ class CallWriter:
     # ---- the call's task
 
     async def run(self, stream: RequestStream[Any]) -> None:
-        """Write every event of ``stream``, whose reader this is, and end the call if it fails.
+        """Write the events of ``stream``, whose reader this is, and end the call if it fails.
 
         Raises:
             Disconnected: the client has ended the call.
@@ -133,12 +139,10 @@ class CallWriter:
         """
         self._stream = self._rpc.stream = stream
         try:
-            while events := await self._receive():
-                for message in await self._messages_of(events):
-                    await self._call.write(message)
-                num_credited = sum([isinstance(event, stream.credited) for event in events])
-                if num_credited:
-                    self._give_back(num_credited)
+            with self._writing:
+                await self._write_events()
+            if self._writing.cancelled_caught and self._error is not None:
+                raise self._error
         except Disconnected:
             raise
         except Exception as error:
@@ -146,6 +150,17 @@ class CallWriter:
             await self._call.end(*status_of(error))
         finally:
             self._leave()
+
+    async def _write_events(self) -> None:
+        """Write every event until the end. Raises and is cancelled as `_receive` and `Call.write`
+        are."""
+        stream = self._stream
+        while events := await self._receive():
+            for message in await self._messages_of(events):
+                await self._call.write(message)
+            num_credited = sum([isinstance(event, stream.credited) for event in events])
+            if num_credited:
+                self._give_back(num_credited)
 
     async def _receive(self) -> Sequence[Any]:
         """Return every event that waits, at least one; () once the request has succeeded.

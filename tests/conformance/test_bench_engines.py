@@ -12,7 +12,7 @@ from tools.bench.peers.environments import PEERS
 from tools.bench.peers.process import OURS, start
 from tools.make_model import PRESETS, make
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.full]
 
 STEPS = 5
 

@@ -39,7 +39,6 @@ from tests.support.model_zoo import Zoo  # noqa: E402
 
 pytestmark = pytest.mark.model
 
-NUM_EACH = 100
 MAX_TOKENS = 250
 STOPPED_SHARE_MIN = 0.9
 MARGIN = 1e-4  # D10
@@ -176,11 +175,14 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("num_forms", [30, pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_tokens", [MAX_TOKENS, 4])
-def test_a_stopped_answer_has_its_form_and_a_cut_one_begins_it(llama, kind, max_tokens, capsys):
+def test_a_stopped_answer_has_its_form_and_a_cut_one_begins_it(
+    llama, kind, max_tokens, num_forms, capsys
+):
     strategy, constraint_of, check = KINDS[kind]
-    forms = drawn(strategy, NUM_EACH)
+    forms = drawn(strategy, num_forms)
     asked = [request_of(constraint_of(form), seed=9, max_tokens=max_tokens) for form in forms]
     found, totals = ask(config_of(llama), asked)
     assert totals.step_rows_total > 4 * totals.step_count, "they were not in one batch"
@@ -189,11 +191,11 @@ def test_a_stopped_answer_has_its_form_and_a_cut_one_begins_it(llama, kind, max_
         check(llama, form, one)
     stopped = sum(one.reason is EndReason.STOP for [one] in found)
     with capsys.disabled():
-        print(f"\n{kind}, {max_tokens} tokens at most: {stopped} of {NUM_EACH} stopped", end="")
+        print(f"\n{kind}, {max_tokens} tokens at most: {stopped} of {num_forms} stopped", end="")
     if max_tokens == MAX_TOKENS:
-        assert stopped >= STOPPED_SHARE_MIN * NUM_EACH
+        assert stopped >= STOPPED_SHARE_MIN * num_forms
     else:
-        assert stopped < NUM_EACH
+        assert stopped < num_forms
 
 
 OTHERS = {

@@ -168,7 +168,7 @@ def test_the_oldest_goes_on_in_every_step(others, size, prepared):
     driver.check_idle()
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     asked=st.lists(
         st.tuples(

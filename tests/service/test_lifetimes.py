@@ -18,6 +18,7 @@ import time
 import grpc
 import pytest
 
+from grpc_service.access.unread_calls import UNREAD_AGE_S
 from grpc_service.client import messages as pb
 from tests.support.core_driver import expected_tokens
 from tests.support.fake_server import POISONED_ROW, POISONED_STEP
@@ -454,21 +455,27 @@ def test_a_reader_that_stops_for_too_long_is_ended_and_gets_the_status_if_it_rea
             silent.cancel()
 
 
+UNREAD_TOKENS = 400  # more than a client's window takes, with LARGE_MESSAGES
+LARGE_MESSAGES = {"output": {"logprobs": 3, "token_ids": True}}
+
+
+def silent_calls(server, stack, count):
+    """Start requests on a connection of their own whose clients do not read; return the calls."""
+    own = stack.enter_context(connect(server.address, *SMALL_WINDOW))
+    fields = {"prompt_ids": [42], "max_tokens": UNREAD_TOKENS} | LARGE_MESSAGES
+    return [stack.enter_context(Generation(own, **fields)) for _ in range(count)]
+
+
 def test_calls_whose_readers_never_read_are_counted_and_bounded():
     """R71, D1: they hold nothing, everybody else is served, and an address may have 64 of them."""
-    engine = {"stream_buffer": BUFFER, "stall_timeout_s": 0.3}
-    with (
-        fake(engine=engine) as server,
-        connect(server.address, *SMALL_WINDOW) as own,
-        contextlib.ExitStack() as stack,
-    ):
+    engine = {"stream_buffer": UNREAD_TOKENS}
+    with fake(engine=engine) as server, contextlib.ExitStack() as stack:
         channel = server.channel
         wait_serving(channel)
-        fields = {"prompt_ids": [42], "max_tokens": PARKED_TOKENS}
-        silent = [stack.enter_context(Generation(own, **fields)) for _ in range(64)]
+        silent = silent_calls(server, stack, 64)
         wait_until(lambda: stats(channel).unread_calls == 64, 20, "unread_calls")
         assert is_idle(stats(channel))
-        assert ended(channel) == {"stalled": 64}
+        assert ended(channel) == {"finished": 64}
         assert health(channel) == SERVING
         refused = generate(channel, max_tokens=1).error
         assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -477,13 +484,31 @@ def test_calls_whose_readers_never_read_are_counted_and_bounded():
         silent[0].cancel()
         wait_until(lambda: stats(channel).unread_calls == 63, 5, "one less")
         assert generate(channel, max_tokens=1).error is None
-        # a client that reads after all gets its tokens and the status
+        # a client that reads after all gets its tokens
         heard = silent[1].finish()
-        assert reason(heard.error) == "READER_STALLED"
-        assert heard.ids() == expected_tokens([42], count=len(heard.ids()))
+        assert heard.error is None
+        assert heard.ids() == expected_tokens([42], count=UNREAD_TOKENS)
         start = time.monotonic()
         assert server.stop() == 0
         assert time.monotonic() - start < 5
+
+
+def test_a_failed_call_gets_its_status_though_its_client_does_not_read():
+    """D1: the call is over on the server, and the status waits at the client."""
+    engine = {"stream_buffer": BUFFER, "stall_timeout_s": 0.3}
+    with fake(engine=engine) as server, contextlib.ExitStack() as stack:
+        channel = server.channel
+        wait_serving(channel)
+        silent = silent_calls(server, stack, 8)
+        wait_until(lambda: ended(channel) == {"stalled": 8}, 20, "ended")
+        time.sleep(UNREAD_AGE_S)  # by now a call that waits for its client would soon be unread
+        wait_until(lambda: stats(channel).unread_calls == 0, 5, "the end of the calls")
+        time.sleep(UNREAD_AGE_S)
+        assert stats(channel).unread_calls == 0
+        heard = silent[0].finish()
+        assert reason(heard.error) == "READER_STALLED"
+        assert heard.ids() == expected_tokens([42], count=len(heard.ids()))
+        assert generate(channel, max_tokens=1).error is None
 
 
 # ---- the server's own end --------------------------------------------------------------------

@@ -12,7 +12,7 @@ import socket
 
 import pytest
 
-from tests.support.server import DEMO, MODEL_START_LIMIT_S, process, serve_argv
+from tests.support.server import DEMO, MODEL_START_LIMIT_S, real_process
 from tests.support.wire import SERVING, health
 
 pytestmark = pytest.mark.model
@@ -59,15 +59,14 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Return the servers by name. All start at once: most of their time is torch's import."""
+    """Return the servers by name, all started at once."""
     with contextlib.ExitStack() as stack:
         servers = {}
         for name, damage in BROKEN.items():
             directory = tmp_path_factory.mktemp("models") / "model"
             shutil.copytree(DEMO, directory)
             damage(directory)
-            argv = serve_argv("--model", directory, "--port", "0")
-            servers[name] = stack.enter_context(process(argv))
+            servers[name] = stack.enter_context(real_process("--model", directory, "--port", "0"))
         yield servers
         for server in servers.values():
             server.wait(MODEL_START_LIMIT_S)
@@ -92,18 +91,18 @@ def test_a_model_that_cannot_be_served_is_one_sentence_and_a_failure(ended, name
 def test_a_port_in_use_is_one_sentence_and_a_failure_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with process(serve_argv("--model", DEMO, "--port", str(port))) as server:
+        with real_process("--model", DEMO, "--port", port) as server:
             assert f"127.0.0.1:{port}" in check_failed(server)
             assert "loading" not in server.log
 
 
 def test_the_unix_socket_of_a_running_server_is_not_taken_from_it(demo):
     path = demo.address.removeprefix("unix:")
-    with process(serve_argv("--model", DEMO, "--uds", path)) as server:
+    with real_process("--model", DEMO, "--uds", path) as server:
         assert demo.address in check_failed(server)
     assert health(demo.channel) == SERVING
 
 
 def test_serving_other_machines_without_a_key_is_refused_at_once():
-    with process(serve_argv("--model", DEMO, "--host", "0.0.0.0", "--port", "0")) as server:
+    with real_process("--model", DEMO, "--host", "0.0.0.0", "--port", "0") as server:
         assert "--insecure" in check_failed(server, code=2)

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import DEMO_MODELS
-from tests.support import toolchains
-from tests.support.server import real
+from tests.support import prestarted, toolchains
+from tests.support.server import SERVING_IMPORTS, real
 from tests.support.wire import SERVING, health, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,22 +144,38 @@ def test_a_snippet_runs(server, folder, snippet):
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "no_grpc_proxy": "127.0.0.1",
     }
-    done = subprocess.run(
-        _command(snippet, text, env, folder),
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    if snippet.language == "python":
+        done = _run_python(text, folder)
+    else:
+        done = subprocess.run(
+            _command(snippet, text, env, folder),
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
     assert done.returncode == 0, done.stderr
     assert snippet.runs["prints"] in done.stdout, done.stdout + done.stderr
 
 
+def _run_python(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python code, with warnings as errors, in a process that has imported torch before."""
+    (folder / "snippet.py").write_text(f"import warnings; warnings.simplefilter('error')\n{text}")
+    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
+        process = prestarted.start("snippet", [], out, err, imports=SERVING_IMPORTS, cwd=folder)
+        process.stdin.close()
+        try:
+            code = process.wait(LIMIT_S)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(
+            text, code, (folder / "out").read_text(), (folder / "err").read_text()
+        )
+
+
 def _command(snippet: Snippet, text: str, env: dict[str, str], folder: Path) -> list[str]:
     """Return the command that runs the text; install its tools where they are missing."""
-    if snippet.language == "python":
-        return [sys.executable, "-W", "error", "-c", text]
     if snippet.language == "js":
         toolchains.need_npm()
         return ["node", "-e", text]

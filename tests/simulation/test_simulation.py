@@ -34,7 +34,7 @@ def _quiet():
 HIT: Counter[str] = Counter()
 
 
-CHUNKS = (*range(4), *(pytest.param(chunk, marks=pytest.mark.full) for chunk in range(4, 20)))
+CHUNKS = (*range(2), *(pytest.param(chunk, marks=pytest.mark.full) for chunk in range(2, 20)))
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)

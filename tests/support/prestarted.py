@@ -90,15 +90,17 @@ class ForkedProcess:
         return ANSWER.unpack(answer)[0]
 
 
-def start(module, args, stdout, stderr, *, imports, options=()):
-    """Fork a process that runs ``module``, as ``python *options -m module *args`` would.
+def start(module, args, stdout, stderr, *, imports, options=(), cwd=None):
+    """Fork a process that runs ``module`` in ``cwd``, as ``python *options -m module *args`` would.
 
     It comes from an interpreter that has imported ``imports``, which the first such call starts.
-    ``stdout`` and ``stderr`` are files that the process writes to.
+    ``stdout`` and ``stderr`` are files that the process writes to. Without ``cwd`` it runs where
+    the tests run.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(_interpreter(options, imports))
-    request = {"module": module, "args": args, "cwd": os.getcwd(), "env": dict(os.environ)}
+    cwd = str(cwd or os.getcwd())
+    request = {"module": module, "args": args, "cwd": cwd, "env": dict(os.environ)}
     message = json.dumps(request).encode()
     assert len(message) < REQUEST_BYTES_MAX
     read_end, write_end = os.pipe()
@@ -210,6 +212,7 @@ def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.current_thread()._set_native_id()  # Python 3.11 keeps the one of before the fork
     os.chdir(request["cwd"])
+    sys.path[0] = request["cwd"]
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = [request["module"], *request["args"]]

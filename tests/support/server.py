@@ -207,20 +207,26 @@ def serve_argv(*args):
     return [sys.executable, "-m", "grpc_service", "serve", *args]
 
 
+def real_process(*args):
+    """Yield `triolet serve` with these arguments, as `process` does.
+
+    It is forked from an interpreter that has imported torch.
+    """
+    command = ["serve", *(str(arg) for arg in args)]
+    return _running(partial(prestarted.start, "grpc_service", command, imports=SERVING_IMPORTS))
+
+
 @contextlib.contextmanager
 def real(*args, model=DEMO, uds=None):
     """Yield `triolet serve` with a real model, once it is ready, with an open channel.
 
     ``model`` None serves the models that the server has by itself. It listens on any free port, or
     on a Unix socket ``uds``; ``heard`` then has what health answered from the bind until it was
-    ready. It is forked from an interpreter that has imported torch.
+    ready. It is started by `real_process`.
     """
     where = ["--port", "0"] if uds is None else ["--uds", uds]
     models = [] if model is None else ["--model", model]
-    command = [str(arg) for arg in ("serve", *models, *where, *args)]
-    with _running(
-        partial(prestarted.start, "grpc_service", command, imports=SERVING_IMPORTS)
-    ) as server:
+    with real_process(*models, *where, *args) as server:
         if uds is not None:
             server.address = f"unix:{uds}"
             server.heard = listen_until_ready(server)

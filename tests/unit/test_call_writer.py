@@ -234,6 +234,34 @@ async def test_an_error_comes_after_the_last_events(serve):
     assert "planted" in served.call.status[1]
 
 
+@pytest.mark.parametrize("fails_first", [False, True])
+async def test_a_failed_call_gets_its_status_though_its_client_does_not_read(
+    serve, autojump_clock, fails_first
+):
+    """The request fails before the task tries to write the last event, or while it waits there."""
+    served = await serve()
+    served.call.is_stuck = True
+    served.make(1)
+    if not fails_first:
+        await wait_all_tasks_blocked()
+    served.stream.close(InvalidRequest([], message="planted"))
+    await wait_all_tasks_blocked()
+    assert served.call.status is None, "the client has a second to read"
+    await trio.sleep(UNREAD_AGE_S)
+    await wait_all_tasks_blocked()
+    assert "planted" in served.call.status[1]
+    assert not served.writer.is_following
+
+
+async def test_a_call_that_succeeded_waits_until_its_client_reads(serve, autojump_clock):
+    served = await serve()
+    served.call.is_stuck = True
+    served.make(1)
+    served.stream.close(None)
+    await trio.sleep(3600)
+    assert served.writer.is_following
+
+
 async def test_a_refusal_ends_the_call(serve):
     served = await serve(error=InvalidRequest([], message="refused"))
     assert "refused" in served.call.status[1]

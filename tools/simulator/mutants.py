@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NUM_REQUESTS = 60
-NUM_WORLDS = 100
+NUM_WORLDS = 200
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ MUTANTS = (
         "_promised",
         "with_next=seq.rank < first.rank",
         "with_next=bool(seq.num_pending) and seq.rank < first.rank",
-        seed=83,
+        seed=147,
     ),
     Mutant(
         "a step's prompts take as long as they take",
@@ -186,7 +186,7 @@ MUTANTS = (
         "_prompt_budget",
         "if not best or not self._target_s:",
         "if True:",
-        seed=26,
+        seed=58,
     ),
     Mutant(
         "nobody looks at the stall timeout",
@@ -275,7 +275,7 @@ MUTANTS = (
     Mutant(
         "what the task wrote gives no credit back",
         call_writer.CallWriter,
-        "run",
+        "_write_events",
         "self._give_back(num_credited)",
         "pass",
     ),
@@ -315,6 +315,14 @@ MUTANTS = (
         "end",
         "self._waiter.set()",
         "pass",
+    ),
+    Mutant(
+        "a failed call waits until its client reads",
+        call_writer.CallWriter,
+        "end",
+        "self._writing.deadline = trio.current_time() + UNREAD_AGE_S",
+        "pass",
+        seed=1,
     ),
     Mutant(
         "what came while its handler wrote is overlooked",
@@ -359,7 +367,7 @@ MUTANTS = (
         "end",
         "self._unread_calls.ended(self, address_of(self._call.peer))",
         "pass",
-        seed=4,
+        seed=10,
     ),
     Mutant(
         "a stream's end does not reach its reader",
@@ -412,7 +420,7 @@ MUTANTS = (
         "_commit",
         "            continue",
         "            break",
-        seed=11,
+        seed=36,
     ),
     Mutant(
         "the row of an encode request that has ended keeps its slot",
@@ -420,7 +428,7 @@ MUTANTS = (
         "_commit",
         "            live.credit.cancel()",
         "            live.is_ended or live.credit.cancel()",
-        seed=11,
+        seed=36,
     ),
     Mutant(
         "a cancelled encode request stays in the queue",

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from grpc_service.services.call_writer import CallWriter
     from tools.simulator.clients import Client
 
+SLACK_S = 0.1  # for what a world may do at one instant
+
 
 @dataclass
 class Reader:
@@ -216,6 +218,7 @@ class SimulatedCall:
         self._is_window_closed = is_window_closed
         self.leaving = trio.CancelScope()
         self._busy_until = -math.inf
+        self._violation: Violation | None = None
 
     def encode(self, events: Sequence[Any]) -> Sequence[Any]:
         """Return the events as they are."""
@@ -252,19 +255,29 @@ class SimulatedCall:
             self.leaving.cancel(reason="the client leaves")
 
     async def end(self, *status: object) -> None:
-        """Take the status of a call that failed, which waits for the client to read."""
-        if self.stream.error is None or not self.stream.is_closed:
+        """Take the status of a call that failed."""
+        stream = self.stream
+        if stream.error is None or stream.closed_at is None:
             self.reader.has_left = True  # a drawn bug
             return
-        self.reader.error = self.stream.error
-        await self._linger()
+        self.reader.error = stream.error
+        client = self.reader.client
+        reads_at_once = client.stall_after is None and not client.delay_s
+        late_s = trio.current_time() - stream.closed_at
+        if late_s > (0.0 if reads_at_once else UNREAD_AGE_S) + SLACK_S:
+            raise Violation(f"{client.request.request_id} got its status {late_s} s late")
 
     async def _linger(self) -> None:
         """Wait as long as a client that does not read, whose request has ended."""
-        reader = self.reader
-        await trio.sleep(reader.client.linger_s)
-        if reader.client.linger_s > UNREAD_AGE_S and not self._unread_calls.count():
-            raise Violation(f"{reader.client.request.request_id} is no unread call")
+        client = self.reader.client
+        await trio.sleep(client.linger_s)
+        if client.linger_s > UNREAD_AGE_S and not self._unread_calls.count():
+            self._violation = Violation(f"{client.request.request_id} is no unread call")
+
+    def check(self) -> None:
+        """Check what could not be raised during a write, where it would be a bug of the call."""
+        if self._violation is not None:
+            raise self._violation
 
 
 async def serve(writer: CallWriter, call: SimulatedCall) -> None:
@@ -278,4 +291,5 @@ async def serve(writer: CallWriter, call: SimulatedCall) -> None:
     except BaseException:
         reader.has_left = True
         raise
+    call.check()
     reader.has_left = reader.has_left or call.leaving.cancelled_caught
