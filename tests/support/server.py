@@ -77,16 +77,17 @@ class Server:
 
         return wait_until(found, limit_s, "the server's word")
 
-    def tell(self, command):
-        """Send the fake server a command (`fake_server.Faults`), which may end the server."""
+    def tell(self, command=""):
+        """Send the fake server a command (`fake_server.Faults`), and wait until it has carried the
+        command out or has ended."""
+        before = self.out.count("\n")
         self.process.stdin.write(f"{command}\n".encode())
         self.process.stdin.flush()
+        wait_until(lambda: self.out.count("\n") > before or not self.is_running, 10, "its answer")
 
     def ask(self, question=""):
         """Return the fake server's answer to ``question`` (`fake_server.Counter`)."""
-        before = self.out.count("\n")
         self.tell(question)
-        self.wait_for_output(lambda out: out.count("\n") > before, 10)
         return json.loads(self.out.splitlines()[-1])
 
     # ---- the server's end
