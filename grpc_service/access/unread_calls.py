@@ -1,9 +1,9 @@
-"""Unread calls: the engine has finished their requests, and their clients do not read the answers.
+"""Unread calls: their requests have succeeded, and their clients do not read the answers.
 
 Rule 1: a request that succeeded is answered in full, however late its client reads (D1, R71); a
-call that failed ends after `UNREAD_AGE_S` at the latest. An unread call holds nothing of the
-engine's, but it is counted, and while there are too many, new calls are refused. Calls that run at
-that time may still become unread ones; the bound on live requests bounds their number.
+call that failed ends soon (`grpc_service.services.call_writer`). An unread call holds nothing of
+the engine's, but it is counted, and while there are too many, new calls are refused. Calls that run
+at that time may still become unread ones; the bound on live requests bounds their number.
 Rule 2: everything here takes constant time on average, because every new call asks.
 """
 
@@ -42,7 +42,7 @@ class UnreadCalls:
         self._by_address: Counter[str] = Counter()
 
     def ended(self, call: Hashable, address: str) -> None:
-        """Note that the engine has finished a call's request, whose handler still runs."""
+        """Note that a call's request has succeeded; the call's handler still runs."""
         self._ended[call] = (self._clock(), address)
 
     def gone(self, call: Hashable) -> None:

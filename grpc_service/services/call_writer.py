@@ -9,8 +9,9 @@ Rule 1: `CallWriter.push` waits for nothing and raises nothing. A bug in it ends
 neither the step loop nor another call.
 Rule 2: an event that was written gives its credit back at once. One that cannot be written keeps
 its credit, and the core parks the stream when no credit is left (D1).
-Rule 3: once the request has failed, a client gets `UNREAD_AGE_S` to read the events before that.
-What it has not taken by then is dropped, and the status is sent (D1).
+Rule 3: once the request has failed, a client gets `FAILURE_PATIENCE_S` to take the events before
+that. Then those that it has not taken are dropped, and the status is sent; how a message ends that
+was sent in part is said at `grpc_service.rpc.call.Call.end`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import trio
 
 from engine import logs
 from engine.replica.threads import WorkerThreads
-from grpc_service.access.unread_calls import UNREAD_AGE_S, address_of
+from grpc_service.access.unread_calls import address_of
 from grpc_service.rpc.errors import Disconnected
 from grpc_service.services.error_status import status_of
 
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     EncodeShort = Callable[[Any], bytes | None]
 
 log = logging.getLogger(__name__)
+
+# guess: a client that reads has taken by then what came before. It is less than `STOP_GRACE_S`, so
+# that requests which a drain ends get their status.
+FAILURE_PATIENCE_S = 0.5
 
 _limiter = trio.CapacityLimiter(2)  # guess: large answers encoded at once, beside the models' steps
 
@@ -107,16 +112,20 @@ class CallWriter:
 
     def end(self, error: TrioletError | None) -> None:
         """Let the task end the call, once it has written what is left or, if the request failed,
-        after `UNREAD_AGE_S`."""
+        after `FAILURE_PATIENCE_S`."""
         self._has_ended, self._error = True, error
         if error is not None:
-            self._writing.deadline = trio.current_time() + UNREAD_AGE_S
+            self._writing.deadline = trio.current_time() + FAILURE_PATIENCE_S
+        else:
+            self._count_unread()
+        if self._waiter is not None:
+            self._waiter.set()
+
+    def _count_unread(self) -> None:
         try:
             self._unread_calls.ended(self, address_of(self._call.peer))
         except Exception as bug:
             self._bug = bug
-        if self._waiter is not None:
-            self._waiter.set()
 
     def _give_back(self, num_events: int) -> None:
         """Give back the credit of events that were written."""

@@ -145,7 +145,7 @@ def test_a_snippet_runs(server, folder, snippet):
         "no_grpc_proxy": "127.0.0.1",
     }
     if snippet.language == "python":
-        done = _run_python(text, folder)
+        done = _run_python(text, env, folder)
     else:
         done = subprocess.run(
             _command(snippet, text, env, folder),
@@ -159,11 +159,13 @@ def test_a_snippet_runs(server, folder, snippet):
     assert snippet.runs["prints"] in done.stdout, done.stdout + done.stderr
 
 
-def _run_python(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def _run_python(text: str, env: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run Python code, with warnings as errors, in a process that has imported torch before."""
     (folder / "snippet.py").write_text(f"import warnings; warnings.simplefilter('error')\n{text}")
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
-        process = prestarted.start("snippet", [], out, err, imports=SERVING_IMPORTS, cwd=folder)
+        process = prestarted.start(
+            "snippet", [], out, err, imports=SERVING_IMPORTS, cwd=folder, env=env
+        )
         process.stdin.close()
         try:
             code = process.wait(LIMIT_S)

@@ -90,17 +90,17 @@ class ForkedProcess:
         return ANSWER.unpack(answer)[0]
 
 
-def start(module, args, stdout, stderr, *, imports, options=(), cwd=None):
+def start(module, args, stdout, stderr, *, imports, options=(), cwd=None, env=None):
     """Fork a process that runs ``module`` in ``cwd``, as ``python *options -m module *args`` would.
 
     It comes from an interpreter that has imported ``imports``, which the first such call starts.
     ``stdout`` and ``stderr`` are files that the process writes to. Without ``cwd`` it runs where
-    the tests run.
+    the tests run, and without ``env`` in their environment.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(_interpreter(options, imports))
     cwd = str(cwd or os.getcwd())
-    request = {"module": module, "args": args, "cwd": cwd, "env": dict(os.environ)}
+    request = {"module": module, "args": args, "cwd": cwd, "env": env or dict(os.environ)}
     message = json.dumps(request).encode()
     assert len(message) < REQUEST_BYTES_MAX
     read_end, write_end = os.pipe()

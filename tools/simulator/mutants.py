@@ -320,7 +320,7 @@ MUTANTS = (
         "a failed call waits until its client reads",
         call_writer.CallWriter,
         "end",
-        "self._writing.deadline = trio.current_time() + UNREAD_AGE_S",
+        "self._writing.deadline = trio.current_time() + FAILURE_PATIENCE_S",
         "pass",
         seed=1,
     ),
@@ -364,7 +364,7 @@ MUTANTS = (
     Mutant(
         "an ended call is no unread call",
         call_writer.CallWriter,
-        "end",
+        "_count_unread",
         "self._unread_calls.ended(self, address_of(self._call.peer))",
         "pass",
         seed=10,

@@ -12,6 +12,7 @@ from engine.core.common.events import Finished
 from engine.requests.encode_values import EmbedRequest, Score
 from engine.requests.text_values import GenerateRequest, Started
 from grpc_service.access.unread_calls import UNREAD_AGE_S
+from grpc_service.services.call_writer import FAILURE_PATIENCE_S
 from tools.simulator.encode_oracle import expected_results, inputs_of
 from tools.simulator.watch import Violation
 
@@ -236,7 +237,7 @@ class SimulatedCall:
             return False
         if trio.current_time() < self._busy_until or not isinstance(event, self.stream.credited):
             return False
-        reader.see(event)
+        self._see(event)
         self._busy_until = trio.current_time() + client.delay_s
         return True
 
@@ -248,7 +249,7 @@ class SimulatedCall:
         if reader.stalls_now:
             await self.stream.wait_closed()
             await self._linger()
-        reader.see(event)
+        self._see(event)
         if reader.client.delay_s:
             await trio.sleep(reader.client.delay_s)
         if reader.leaves_now:
@@ -264,8 +265,15 @@ class SimulatedCall:
         client = self.reader.client
         reads_at_once = client.stall_after is None and not client.delay_s
         late_s = trio.current_time() - stream.closed_at
-        if late_s > (0.0 if reads_at_once else UNREAD_AGE_S) + SLACK_S:
+        if late_s > (0.0 if reads_at_once else FAILURE_PATIENCE_S) + SLACK_S:
             raise Violation(f"{client.request.request_id} got its status {late_s} s late")
+
+    def _see(self, event: Any) -> None:
+        try:
+            self.reader.see(event)
+        except Violation as violation:
+            self._violation = violation
+            raise
 
     async def _linger(self) -> None:
         """Wait as long as a client that does not read, whose request has ended."""
@@ -275,7 +283,7 @@ class SimulatedCall:
             self._violation = Violation(f"{client.request.request_id} is no unread call")
 
     def check(self) -> None:
-        """Check what could not be raised during a write, where it would be a bug of the call."""
+        """Raise what was found during a write, which takes an exception for a bug of the call."""
         if self._violation is not None:
             raise self._violation
 
@@ -291,5 +299,6 @@ async def serve(writer: CallWriter, call: SimulatedCall) -> None:
     except BaseException:
         reader.has_left = True
         raise
-    call.check()
+    finally:
+        call.check()
     reader.has_left = reader.has_left or call.leaving.cancelled_caught
