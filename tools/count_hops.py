@@ -30,9 +30,9 @@ import trio
 
 from engine.config import EngineConfig, ModelConfig
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
 from grpc_service.app.application import serve
 from grpc_service.app.server_config import ServerConfig
+from grpc_service.client import messages, stubs
 from tools.shown import Shown
 
 if TYPE_CHECKING:
@@ -180,11 +180,9 @@ def _is_send(function: Any) -> bool:
 
 def _read(port: int) -> None:
     """Read one stream as a client, in a thread."""
-    request = inference_pb2.GenerateRequest(
-        text="a", sampling=inference_pb2.SamplingParams(max_tokens=MAX_TOKENS)
-    )
+    request = messages.GenerateRequest(text="a", sampling={"max_tokens": MAX_TOKENS})
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        for _ in inference_pb2_grpc.InferenceStub(channel).Generate(request):
+        for _ in stubs.InferenceStub(channel).Generate(request):
             pass
 
 

@@ -32,8 +32,11 @@ setup() {
     python=$(find_python) || return 1
     echo "setting up .venv (once; torch is a large download) …" >&2
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || return 1
+    # --no-compile: Python compiles a module when it is first imported; compiling all of them, of
+    # which most are never imported, takes a minute.
+    local install=("$venv/bin/python" -m pip install -q --disable-pip-version-check --no-compile)
     # torch comes first and alone, in its exact version, so that no other package decides its build
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check "$(grep '^torch==' "$root/constraints.txt")" || return 1
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check -c "$root/constraints.txt" -e "$root$extras" || return 1
+    "${install[@]}" "$(grep '^torch==' "$root/constraints.txt")" || return 1
+    "${install[@]}" -c "$root/constraints.txt" -e "$root$extras" || return 1
     if [ -n "$extras" ]; then echo "$stamp" >"$venv/.triolet-dev"; else echo "$stamp" >"$venv/.triolet-serve"; fi
 }

@@ -269,7 +269,6 @@ class ModelInfo:
     memory_bytes: int  # weights, KV pool and workspace
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     is_demo: bool = False
-    has_chat_template: bool = False
     threads: int = 0  # CPU threads that a step uses
 
     @property

@@ -37,7 +37,7 @@ from engine.worker.load.checkpoint import Checkpoint
 from engine.worker.load.generation_config import read_generation
 from engine.worker.load.loader import estimate_on, load_model, pick_device, pick_dtype, read_config
 from engine.worker.load.probe import probe
-from engine.worker.load.resolve import has_chat_template, resolve, short_name
+from engine.worker.load.resolve import resolve, short_name
 from engine.worker.sampling.constraint_compiler import LEAVES_NOTHING, ConstraintCompiler, refusal
 from engine.worker.sampling.logprobs import Wanted, score
 from engine.worker.sampling.sampler import NothingToSample, sample
@@ -246,7 +246,6 @@ class TorchRunner:
             memory_bytes=model.num_bytes + pool.num_bytes + workspace,
             defaults=defaults,
             is_demo=source.is_demo,
-            has_chat_template=has_chat_template(source.directory),
             threads=spec.threads,
         )
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -202,3 +203,9 @@ def test_other_processors_get_the_same_numbers(fresh, monkeypatch, processor, le
         for shape in products.SHAPES[:3]:
             products.test_a_packed_layer_is_the_stock_one(backend, dtype, shape, True)
         products.test_a_rows_product_is_the_same_beside_any_others(backend, dtype)
+
+
+def test_without_memory_for_the_arena_there_is_an_error():
+    library = SimpleNamespace(triolet_arena_new=lambda: None)
+    with pytest.raises(MemoryError, match="arena"):
+        native.new_arena(library, library)

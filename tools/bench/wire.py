@@ -34,9 +34,10 @@ from engine.core.common.types import EndReason, SequenceId
 from engine.core.text.plan import Row as PlanRow
 from engine.core.text.plan import RowResult, StepPlan, StepResult
 from engine.worker.fakes.text import FakeRunner
-from grpc_service._generated.triolet.v1 import inference_pb2, inference_pb2_grpc
+from grpc_service._generated.triolet.v1 import inference_pb2_grpc  # the servicer of grpc.aio
 from grpc_service.app.application import serve
 from grpc_service.app.server_config import ServerConfig
+from grpc_service.client import messages as pb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -216,11 +217,11 @@ class PlainInference(inference_pb2_grpc.InferenceServicer):
         tick, self._tick = self._tick, asyncio.Event()
         tick.set()
 
-    async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Write a message at every tick, for ever."""
         while True:
             await self._tick.wait()
-            message = inference_pb2.GenerateResponse()
+            message = pb.GenerateResponse()
             message.delta.text = WORD
             await context.write(message)
 
@@ -253,7 +254,7 @@ async def _read_streams(address: str, streams: int, max_tokens: int) -> None:
     counts = [0, 0]  # messages, bytes
     is_running = asyncio.Event()
     num_running = 0
-    request = inference_pb2.GenerateRequest(
+    request = pb.GenerateRequest(
         text="a", sampling={"max_tokens": max_tokens, "ignore_eos": True}
     ).SerializeToString()
 

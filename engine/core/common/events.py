@@ -125,12 +125,11 @@ class Submit(Generic[RequestT]):
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request early; ``detail`` is for the log. An unknown id is ignored, because the request
-    has ended by itself in the meantime."""
+    """End a request early. An unknown id is ignored, because the request has ended by itself in
+    the meantime."""
 
     request_id: RequestId
     reason: EndReason
-    detail: str = ""
 
     def journal_line(self) -> str:
         """Return the event in one stable line."""

@@ -113,7 +113,7 @@ class EncodeScheduler:
                 self._submit(event, now)
             case Cancel():
                 if (live := self._requests.get(event.request_id)) is not None:
-                    self._end(live, event.reason, now, event.detail)
+                    self._end(live, event.reason, now)
             case ReaderDrained():
                 self._reader_drained(event, now)
             case Tick():

@@ -100,7 +100,7 @@ class Scheduler:
                 self._submit(event, now)
             case Cancel():
                 if (live := self._ledger.requests.get(event.request_id)) is not None:
-                    self._endings.end_request(live, event.reason, now, event.detail)
+                    self._endings.end_request(live, event.reason, now)
             case ReaderDrained():
                 if (live := self._ledger.parked.get(event.request_id)) is not None:
                     self._ledger.unpark(live, now)

@@ -9,7 +9,6 @@ reuses, so that a step that failed can be repeated.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -161,8 +160,7 @@ class NativeDecoder(torch.nn.Module):
             *(self._pack_layer(parts, layer, cache) for layer in parts.layers)
         )
         self._model = self._pack_ends(parts)
-        self._arena = library.triolet_arena_new()
-        weakref.finalize(self, library.triolet_arena_free, self._arena)
+        self._arena = native.new_arena(library, self)
         self._logits = torch.empty(0)
         for index, tensor in enumerate(packer.packed):
             self.register_parameter(f"w{index}", torch.nn.Parameter(tensor, requires_grad=False))

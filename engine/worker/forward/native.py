@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import weakref
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -173,6 +174,19 @@ def load() -> ctypes.CDLL:
     if library is None:
         raise Unavailable(reason)
     return library
+
+
+def new_arena(library: ctypes.CDLL, owner: object) -> int:
+    """Return the address of a new arena, the kernels' scratch memory. It is freed with ``owner``.
+
+    Raises:
+        MemoryError: there is no memory for it.
+    """
+    arena = library.triolet_arena_new()
+    if not arena:
+        raise MemoryError("there is no memory for the kernels' arena")
+    weakref.finalize(owner, library.triolet_arena_free, arena)
+    return int(arena)
 
 
 def kind(library: ctypes.CDLL) -> str:

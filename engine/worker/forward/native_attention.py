@@ -6,7 +6,6 @@ Rule: a step's arrays are made once, in `NativeBackend.prepare`, and live as lon
 from __future__ import annotations
 
 import ctypes
-import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,8 +24,7 @@ class NativeBackend:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.arena = library.triolet_arena_new()
-        weakref.finalize(self, library.triolet_arena_free, self.arena)
+        self.arena = native.new_arena(library, self)
 
     def prepare(self, rows: PackedRows, cache: KvCache) -> NativeStep:
         """Collect the addresses of the step's rows; nothing is computed."""

@@ -203,14 +203,6 @@ def weight_files(directory: Path) -> tuple[str, ...]:
     raise Refusal(f"it has no weights ({WEIGHTS_NAME})")
 
 
-def has_chat_template(directory: Path) -> bool:
-    """Return whether the model has a chat template."""
-    if any((directory / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
-        return True
-    name = "tokenizer_config.json"
-    return (directory / name).is_file() and bool(read_json(directory, name).get("chat_template"))
-
-
 def read_json(directory: Path, name: str) -> dict[str, Any]:
     """Read a JSON object from the model's directory.
 

@@ -32,9 +32,9 @@ class TrioletProtocol:
     method = "/triolet.v1.Inference/Generate"
 
     def __init__(self) -> None:
-        from grpc_service._generated.triolet.v1 import inference_pb2
+        from grpc_service.client import messages
 
-        self._proto: Any = inference_pb2
+        self._proto: Any = messages
 
     def request(self, name: str, ids: list[int], max_tokens: int) -> bytes:
         """Return the bytes of a request."""
