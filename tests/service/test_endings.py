@@ -156,6 +156,8 @@ def blockers(channel, are_wanted, *, are_spared=True):
             assert ids == expected_tokens([number], count=len(ids))
 
 
+TASKS_OF_A_CALL = 5  # the tasks of Trio's that a call on a new connection adds
+
 NAMES = (f"ending-{number}" for number in itertools.count())
 
 
@@ -234,6 +236,7 @@ def test_a_client_process_that_is_killed(place):
     wait_idle(server.channel)
     with blockers(server.channel, phase.blocked):
         before, ends = stats(server.channel), ended(server.channel)
+        tasks = server.ask("tasks")["trio_tasks"] + TASKS_OF_A_CALL
         fields = dict(phase.request)
         more = []
         if name == "load":
@@ -246,8 +249,7 @@ def test_a_client_process_that_is_killed(place):
             stdout=subprocess.DEVNULL,
         ) as client:
             try:
-                if name == "tokenize":
-                    time.sleep(1.0)  # the command has to start first
+                wait_until(lambda: server.ask("tasks")["trio_tasks"] >= tasks, 20, "the call")
                 wait_until(lambda: phase.is_there(server, before, fields), 20, name)
             finally:
                 client.kill()
