@@ -95,8 +95,10 @@ def test_a_hung_models_clients_get_a_status_at_their_deadline_on_abort_and_when_
         assert elapsed(start) < SOON_S
         with (
             Generation(channel, prompt_ids=[2], request_id="mine") as aborted,
-            Generation(channel, prompt_ids=[3]) as left,
+            Generation(channel, prompt_ids=[3], request_id="left") as left,
         ):
+            for name in ("mine", "left"):
+                wait_until(lambda name=name: is_live(channel, name), SOON_S, name)
             abort(channel, "mine")
             assert reason(aborted.finish().error) == "ABORTED"
             left.cancel()
@@ -108,6 +110,18 @@ def test_a_hung_models_clients_get_a_status_at_their_deadline_on_abort_and_when_
             server.tell("release")
             assert waiting.finish().ids() == expected_tokens([4], count=2)
         wait_idle(channel)
+
+
+def is_live(channel, request_id):
+    """Return whether the server has the request."""
+    request = pb.ExplainRequest(request_id=request_id)
+    try:
+        stubs.ControlStub(channel).Explain(request, timeout=SOON_S)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.NOT_FOUND:
+            raise
+        return False
+    return True
 
 
 def abort(channel, request_id):
