@@ -9,9 +9,9 @@ Rule 1: `CallWriter.push` waits for nothing and raises nothing. A bug in it ends
 neither the step loop nor another call.
 Rule 2: an event that was written gives its credit back at once. One that cannot be written keeps
 its credit, and the core parks the stream when no credit is left (D1).
-Rule 3: once the request has failed, a client gets `FAILURE_PATIENCE_S` to take the events before
-that. Then those that it has not taken are dropped, and the status is sent; how a message ends that
-was sent in part is said at `grpc_service.rpc.call.Call.end`.
+Rule 3: once the request has failed, its client gets `FAILURE_PATIENCE_S` to take the events before
+the failure. Then the events that it has not taken are dropped, and the status is sent.
+`grpc_service.rpc.call.Call.end` says what becomes of a message that was sent in part.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# guess: a client that reads has taken by then what came before. It is less than `STOP_GRACE_S`, so
-# that requests which a drain ends get their status.
+# guess: by then a client that reads has taken the events before the failure. It is less than
+# `STOP_GRACE_S`, so that the requests which a drain ends get their status.
 FAILURE_PATIENCE_S = 0.5
 
 _limiter = trio.CapacityLimiter(2)  # guess: large answers encoded at once, beside the models' steps
@@ -161,8 +161,10 @@ class CallWriter:
             self._leave()
 
     async def _write_events(self) -> None:
-        """Write every event until the end. Raises and is cancelled as `_receive` and `Call.write`
-        are."""
+        """Write every event, until the request has succeeded.
+
+        Raises what `_receive` and `Call.write` raise. Cancellation: as `Call.write`.
+        """
         stream = self._stream
         while events := await self._receive():
             for message in await self._messages_of(events):

@@ -156,7 +156,9 @@ def blockers(channel, are_wanted, *, are_spared=True):
             assert ids == expected_tokens([number], count=len(ids))
 
 
-TASKS_OF_A_CALL = 5  # the tasks of Trio's that a call on a new connection adds
+TASKS_OF_A_CALL = (
+    5  # Trio tasks, at least, that a server has more during a call on a new connection
+)
 
 NAMES = (f"ending-{number}" for number in itertools.count())
 

@@ -4,10 +4,10 @@ A fenced block is executed if the comment above it says so: ``<!-- runs, prints:
 runs with TOOL, prints: TEXT -->``. Any other block in a language that could run here must say why
 it does not: ``<!-- not run: REASON -->``.
 
-Three things differ from what a reader types. The address is the test server's. The folder is not
+Four things differ from what a reader types. The address is the test server's. The folder is not
 the repository's root, but one that has what the snippets use of it, so that what they write is gone
-afterwards. And `grpcurl`, if it is not installed, is `buf curl`, which takes the same request from
-the same reflection service.
+afterwards. Python runs in a process that has already imported torch. And `grpcurl`, if it is not
+installed, is `buf curl`, which takes the same request from the same reflection service.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from grpc_service.services.call_writer import CallWriter
     from tools.simulator.clients import Client
 
-SLACK_S = 0.1  # for what a world may do at one instant
+SLACK_S = 0.1  # seconds by which a status may be late without a violation
 
 
 @dataclass
