@@ -6,8 +6,9 @@ The public face; importing it imports neither torch nor transformers, nor asynci
 from engine.api import blocking, handles
 from engine.api.engine import Engine, Stream, open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Finished, Tokens
+from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
+from engine.core.text.types import Tokens
 from engine.errors import TrioletError
 from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
 from engine.requests.text_values import (

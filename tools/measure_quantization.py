@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.core.common.types import BlockId, PlanId, Sampling, SequenceId, Stops
+from engine.core.common.types import BlockId, PlanId, SequenceId
 from engine.core.text.plan import AdmittedSequence, BlockDelta, Logits, Row, StepPlan
+from engine.core.text.types import Sampling, Stops
 from engine.requests.text_values import SamplingParams
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.interface import RunnerSpec

@@ -20,7 +20,7 @@ import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D
 
 import torch  # isort: skip
 
-from engine.core.common.types import Sampling, Stops
+from engine.core.text.types import Sampling, Stops
 from engine.worker.sampling.edits import make_edits
 from engine.worker.sampling.logprobs import Wanted, score
 from engine.worker.sampling.sampler import SampleRow, sample

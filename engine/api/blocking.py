@@ -145,7 +145,9 @@ class _Feed(Feed):
     def __init__(self, portal: Portal) -> None:
         super().__init__(portal)
         self.queue: SimpleQueue[Any] = SimpleQueue()  # events of one kind of request, and `End`
-        self.push = self.queue.put
+
+    def push(self, item: Any) -> None:
+        self.queue.put(item)
 
 
 class Stream(_Closing, Generic[EventT]):

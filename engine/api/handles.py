@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import trio
 
 from engine.api.guard import Guard
-from engine.core.common.events import Finished, Tokens
+from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
+from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, RequestCancelled
 from engine.requests.context_truncation import without_messages
 from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score

@@ -131,18 +131,19 @@ class Feed:
     """The engine's half of a façade's stream. The engine knows the feed and not the stream, so that
     a stream that the program has dropped can be collected.
 
-    All methods run on the Trio thread. A façade sets ``push``, which hands an event, or the `End`,
-    over to the reader and never waits. Any thread may read ``credited``, the kinds of events that
+    All methods run on the Trio thread. Any thread may read ``credited``, the kinds of events that
     hold a slot of the stream's credit, after the first event, and ``has_ended``.
     """
-
-    push: Callable[[Any], None]
 
     def __init__(self, portal: Portal) -> None:
         self.credited: tuple[type, ...] = ()
         self.has_ended = False
         self._portal = portal
         self._source: Source | None = None
+
+    def push(self, item: Any) -> None:
+        """Hand an event, or the `End`, over to the reader. Never waits."""
+        raise NotImplementedError
 
     def lose(self, error: BaseException) -> None:
         """End the stream with an error that is not its request's own."""

@@ -29,6 +29,7 @@ class EncodeKind:
     capabilities = (Capability.TEXT_EMBEDDING, Capability.RERANK)
     request_types = (EmbedRequest, RerankRequest)
     default_threads = 1
+    token_event = None
 
     def make_core(self, info: EncoderInfo, config: EngineConfig, name: str) -> EncodeScheduler:
         """Return the scheduler of one replica. ``name`` is not used."""

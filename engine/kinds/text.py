@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import SchedulerConfig
 from engine.core.text.scheduler import Scheduler
+from engine.core.text.types import Tokens
 from engine.replica.compiled_constraints import CompiledConstraints
 from engine.requests.prepare_text import TextPreparer, TextTools
 from engine.requests.text_stream import TextStream
@@ -30,6 +31,7 @@ class TextKind:
     capabilities = (Capability.TEXT_TO_TEXT,)
     request_types = (GenerateRequest,)
     default_threads = 0
+    token_event = Tokens
 
     def make_core(self, info: ModelInfo, config: EngineConfig, name: str) -> Scheduler:
         """Return the scheduler of one replica. Replicas of one ``name`` share prefix-cache keys."""

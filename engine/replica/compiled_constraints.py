@@ -28,7 +28,7 @@ from engine.errors import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from engine.core.common.types import Constraint
+    from engine.core.text.types import Constraint
     from engine.replica.threads import Threads
 
 log = logging.getLogger(__name__)

@@ -93,6 +93,12 @@ class ReplicaKind(Protocol):
         library's default."""
         ...
 
+    @property
+    def token_event(self) -> type[Any] | None:
+        """The class of the events that bring tokens, whose first and whose intervals are measured;
+        None for a kind without them. Such an event has a ``choice``."""
+        ...
+
     def make_core(self, info: Any, config: EngineConfig, name: str) -> Core[Any, Any, Any]:
         """Return the scheduler of one replica of the model ``name``, which is loaded as ``info``
         says."""
@@ -260,7 +266,7 @@ class ReplicaMaker:
                 check_level=self.config.check_level,
                 on_event=self.on_event,
                 watch=self.watchdog.watch(name, on_hung) if self.watchdog else None,
-                telemetry=ReplicaTelemetry() if self.config.telemetry else None,
+                telemetry=ReplicaTelemetry(kind.token_event) if self.config.telemetry else None,
                 on_death=on_death,
                 batch=self.batch,
             ),

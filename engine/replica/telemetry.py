@@ -14,7 +14,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.core.common.events import Finished, Refused, Tokens
+from engine.core.common.events import Finished, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -129,9 +129,13 @@ class EngineTelemetry:
 
 
 class ReplicaTelemetry:
-    """The histograms of one replica, filled by its loop. All times are of Trio's clock."""
+    """The histograms of one replica, filled by its loop. All times are of Trio's clock.
 
-    def __init__(self) -> None:
+    ``token_event`` is `ReplicaKind.token_event`.
+    """
+
+    def __init__(self, token_event: type[Any] | None) -> None:
+        self._token_event = token_event
         self._live: dict[RequestId, _Live] = {}
         self._step_ended_at: float | None = None
         self._cancelled: dict[RequestId, tuple[float, str]] = {}
@@ -179,9 +183,10 @@ class ReplicaTelemetry:
         """Note that events have gone out to their requests. Most tokens of a delivery follow a
         token of the same earlier step, so equal intervals are counted together."""
         live, last_step, num_alike = self._live, None, 0
-        observe = self.inter_token.observe
+        observe, token_event = self.inter_token.observe, self._token_event
+        event: Any
         for event in events:
-            if event.__class__ is Tokens:
+            if event.__class__ is token_event:
                 one = live.get(event.request_id)
                 if one is None:
                     continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from engine.core.common.events import Tokens
+from engine.core.text.types import Tokens
 from engine.requests.answer_parser import AnswerParser
 from engine.requests.text_values import AnswerTokens, ToolCallDelta
 

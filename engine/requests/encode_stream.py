@@ -61,11 +61,11 @@ class EncodeStream(RequestStream[EncodeEvent]):
         if self._first_result_at is None:
             self._note_first_result()
         if isinstance(self.request, EmbedRequest):
-            self._emit(Embedding(event.index, event.values, event.tokens))
+            self._reader.push(Embedding(event.index, event.values, event.tokens))
             return
         score = Score(event.index, event.values[0])
         if self._top_n is None:
-            self._emit(score)
+            self._reader.push(score)
         elif not self.is_closed:
             self._scores.append(score)
             self.release(1)
@@ -73,14 +73,14 @@ class EncodeStream(RequestStream[EncodeEvent]):
     def _admit(self, event: Admitted) -> None:
         if not self._is_begun:
             self._is_begun = True
-            self._emit(Started(self.request_id, self.model, event.prompt_tokens))
+            self._reader.push(Started(self.request_id, self.model, event.prompt_tokens))
 
     def _finish(self, event: Finished) -> None:
         best = sorted(self._scores, key=lambda one: (-one.score, one.index))
         for score in best[: self._top_n]:
-            self._emit(score)
+            self._reader.push(score)
         self._scores.clear()
-        self._emit(replace(event, request_id=RequestId(self.request_id)))
+        self._reader.push(replace(event, request_id=RequestId(self.request_id)))
         self.close(None)
 
     def _progress(self) -> str:

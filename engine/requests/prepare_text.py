@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.core.common.types import Request
+from engine.core.text.types import Request
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.requests.answer_format import PLAIN, AnswerFormat, detect_format
 from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from engine.core.common.types import Sampling, Stops
+    from engine.core.text.types import Sampling, Stops
     from engine.replica.compiled_constraints import CompiledConstraints
     from engine.replica.replica import Replica
     from engine.requests.tasks import RequestTasks

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.core.common.events import Tokens
 from engine.core.common.types import RequestId
+from engine.core.text.types import Tokens
 from engine.requests.choice_parser import ChoiceParser
-from engine.requests.stream import IS_DEBUGGED, RequestStream
+from engine.requests.stream import RequestStream
 from engine.requests.text_values import Started, StreamEvent
 
 if TYPE_CHECKING:
     from engine.core.common.events import Admitted, Finished, OutputEvent
-    from engine.core.common.types import TokenLogprob
+    from engine.core.text.types import TokenLogprob
     from engine.requests.answer_format import AnswerFormat
     from engine.requests.stream import StreamOptions
     from engine.requests.text_values import GenerateRequest
@@ -78,12 +78,7 @@ class TextStream(RequestStream[StreamEvent]):
             event = tuple.__new__(Tokens, (self.request_id, *event[1:]))
         if self._parsers:
             event = self._parsers[event.choice].take(event)
-        # `_emit` inlined, because this runs for each token of each stream.
-        reader = self._reader
-        if reader is not None and not IS_DEBUGGED():
-            reader.push(event)
-        else:
-            self._emit(event)
+        self._reader.push(event)
 
     def _admit(self, event: Admitted) -> None:
         if self.request.output.prompt_logprobs is None and not self._is_begun:
@@ -95,20 +90,20 @@ class TextStream(RequestStream[StreamEvent]):
         self._is_begun = True
         chat = self.request.chat
         dropped = tuple([chat.messages[index] for index in self.dropped]) if chat else ()
-        self._emit(
+        self._reader.push(
             Started(self.request_id, self.model, self._prompt_tokens, prompt_logprobs, dropped)
         )
         if self.echo_text is not None:
             for choice in range(self._num_choices):
-                self._emit(Tokens(RequestId(self.request_id), choice, (), self.echo_text))
+                self._reader.push(Tokens(RequestId(self.request_id), choice, (), self.echo_text))
 
     def _finish(self, event: Finished) -> None:
         own_id = RequestId(self.request_id)
         if self._parsers:
             rest = self._parsers[event.choice].end(own_id, event.choice)
             if rest is not None:
-                self._emit(rest)
-        self._emit(replace(event, request_id=own_id))
+                self._reader.push(rest)
+        self._reader.push(replace(event, request_id=own_id))
         self._num_finished += 1
         if self._num_finished == self._num_choices:
             self.close(None)

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.core.common.events import Finished, Tokens
-from engine.core.common.types import Constraint, Sampling, Stops
+from engine.core.common.events import Finished
+from engine.core.text.types import Constraint, Sampling, Stops, Tokens
 from engine.errors import FieldViolation, InvalidRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.core.common.types import TokenLogprob
+    from engine.core.text.types import TokenLogprob
     from engine.worker.interface import ModelInfo, SamplingDefaults
 
 # The proto documents these limits. All are guesses, except MAX_LOGPROBS, which is vLLM's default.

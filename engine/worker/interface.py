@@ -22,7 +22,7 @@ from engine.status import Capability
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from engine.core.common.types import Constraint
+    from engine.core.text.types import Constraint
 
 
 # ---- what a runner is made from, and what it reports while it loads

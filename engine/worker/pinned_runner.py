@@ -26,7 +26,7 @@ from engine.worker.interface import EncoderInfo, InfoT, ModelInfo, PlanT, Result
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.core.common.types import Constraint
+    from engine.core.text.types import Constraint
     from engine.worker.interface import (
         EncoderTokenizer,
         EncodeRunner,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.core.common.types import TokenLogprob
+from engine.core.text.types import TokenLogprob
 from engine.errors import EngineBug
 from engine.worker.sampling.edits import make_edits
 from engine.worker.sampling.sampler import SampleRow
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engine.core.common.types import Sampling, Stops
     from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork
+    from engine.core.text.types import Sampling, Stops
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.edits import Edits
     from engine.worker.text.detokenizer import TextStep

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from engine.core.common.types import Constraint, SequenceId, TokenLogprob
+    from engine.core.common.types import SequenceId
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
+    from engine.core.text.types import Constraint, TokenLogprob
     from engine.worker.forward.attention import AttentionBackend
     from engine.worker.forward.packing import Ints
     from engine.worker.interface import MemoryEstimate, RunnerSpec

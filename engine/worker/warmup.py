@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.core.common.types import BlockId, PlanId, Sampling, SequenceId, Stops
+from engine.core.common.types import BlockId, PlanId, SequenceId
 from engine.core.text.plan import (
     SCORED_TOKENS_MAX,
     AdmittedSequence,
@@ -17,6 +17,7 @@ from engine.core.text.plan import (
     Row,
     StepPlan,
 )
+from engine.core.text.types import Sampling, Stops
 
 if TYPE_CHECKING:
     from collections.abc import Callable

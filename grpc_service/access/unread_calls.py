@@ -68,11 +68,6 @@ class UnreadCalls:
                 self._by_address[address] += 1
         return len(self._unread_calls)
 
-    @property
-    def last_count(self) -> int:
-        """The number of unread calls at the last `count`. Any thread may read it."""
-        return len(self._unread_calls)
-
     def check_room(self, address: str) -> None:
         """Check that a new call from ``address`` may be served.
 

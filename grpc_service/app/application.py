@@ -81,8 +81,7 @@ class _Ending:
 
     watchdog: Watchdog
     keys: KeyRing | None = None
-    engine: Engine | None = None
-    num_unread_calls: Callable[[], int] = lambda: 0
+    backend: Backend | None = None  # None while the engine is being opened
     is_serving: bool = False
     first: trio.Event = field(default_factory=trio.Event)
     second: trio.Event = field(default_factory=trio.Event)
@@ -101,8 +100,8 @@ class _Ending:
         """
         async for number in signals:
             if number == signal.SIGUSR1:
-                if self.engine is not None:
-                    log_statistics(self.engine.statistics(), self.num_unread_calls())
+                if self.backend is not None:
+                    log_statistics(self.backend.statistics())
             elif number == signal.SIGHUP:
                 reload_keys(self.keys)
             elif not self.first.is_set():
@@ -182,7 +181,8 @@ async def _serve(
     health = HealthServicer()
 
     def on_change() -> None:
-        if (engine := ending.engine) is not None:  # None while the engine is being opened
+        if ending.backend is not None:
+            engine = ending.backend.engine
             apply_states(health, engine.list_models(), draining=engine.is_draining)
 
     flusher = Flusher()
@@ -193,10 +193,8 @@ async def _serve(
         watchdog=ending.watchdog,
         batch=flusher,
     ) as engine:
-        ending.engine = engine
+        ending.backend = backend = Backend(engine, UnreadCalls(time.monotonic))
         on_change()
-        backend = Backend(engine, UnreadCalls(time.monotonic))
-        ending.num_unread_calls = lambda: backend.unread_calls.last_count
         async with _serving_calls(server_config, backend, flusher, ending, health) as port:
 
             async def wait_ready() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from grpc_service.client import messages
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def log_statistics(statistics: EngineStatistics, num_unread_calls: int) -> None:
+def log_statistics(statistics: EngineStatistics) -> None:
     """Log the figures in words and, in a JSON log, also by the proto's names."""
-    totals = replace(statistics.totals, unread_calls=num_unread_calls)
-    answer = encode_statistics(replace(statistics, totals=totals))
-    text = "".join(f"\n  {line}" for line in lines_of(answer))
-    log.info("statistics:%s", text, extra={"fields": {"totals": asdict(totals)}})
+    text = "".join(f"\n  {line}" for line in lines_of(encode_statistics(statistics)))
+    log.info("statistics:%s", text, extra={"fields": {"totals": asdict(statistics.totals)}})
 
 
 def lines_of(answer: messages.GetStatsResponse) -> Iterator[str]:

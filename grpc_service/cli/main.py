@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
@@ -93,17 +94,25 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     add_serve_arguments(add("serve", _serve, "start a server"))
-    _add_generate(add("generate", _generate, "continue a prompt"))
-    _add_chat(add("chat", _chat, "talk with a model, line by line"))
-    _add_embed(add("embed", _embed, "turn texts into vectors, and show how similar they are"))
-    _add_rerank(add("rerank", _rerank, "sort documents by how well they answer a query"))
-    _add_tokenize(
-        add("tokenize", _query("tokenize"), "split a text into tokens, or turn ids into text")
+    _add_generate(add("generate", _lazy("generate"), "continue a prompt"))
+    _add_chat(add("chat", _lazy("chat"), "talk with a model, line by line"))
+    _add_embed(
+        add("embed", _lazy("embed"), "turn texts into vectors, and show how similar they are")
     )
-    _add_models(add("models", _models, "list the server's models, load and unload them"))
-    _add_client(add("stats", _query("stats"), "show what the server is doing"), timeout_s=30)
+    _add_rerank(add("rerank", _lazy("rerank"), "sort documents by how well they answer a query"))
+    _add_tokenize(
+        add(
+            "tokenize",
+            _lazy("query", "tokenize"),
+            "split a text into tokens, or turn ids into text",
+        )
+    )
+    _add_models(add("models", _lazy("models"), "list the server's models, load and unload them"))
+    _add_client(
+        add("stats", _lazy("query", "stats"), "show what the server is doing"), timeout_s=30
+    )
     _add_operating(add)
-    _add_doctor(add("doctor", _doctor, "check whether this machine can serve models"))
+    _add_doctor(add("doctor", _lazy("doctor"), "check whether this machine can serve models"))
     completion = add("completion", _completion, "print the completion script of a shell")
     completion.add_argument("shell", choices=SHELLS)
     completion.epilog = (
@@ -340,7 +349,7 @@ def _leave_defaults_to_parent(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> None:
-    pause = add("pause", _query("pause"), "stop computing for one model or for all")
+    pause = add("pause", _lazy("query", "pause"), "stop computing for one model or for all")
     pause.add_argument(
         "--mode",
         choices=("keep", "wait", "abort"),
@@ -348,12 +357,16 @@ def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> N
         help="keep: freeze running requests and queue new ones; wait: let running ones finish; "
         "abort: end all requests (default: keep)",
     )
-    resume = add("resume", _query("resume"), "compute again after a pause")
-    reset = add("reset-prefix-cache", _query("reset_prefix_cache"), "forget cached prefixes")
+    resume = add("resume", _lazy("query", "resume"), "compute again after a pause")
+    reset = add(
+        "reset-prefix-cache", _lazy("query", "reset_prefix_cache"), "forget cached prefixes"
+    )
     for command in (pause, resume, reset):
         command.add_argument("--model", default="", help="name of the model (default: all)")
         _add_client(command, timeout_s=30)
-    drain = add("drain", _query("drain"), "refuse new requests and wait for the running ones")
+    drain = add(
+        "drain", _lazy("query", "drain"), "refuse new requests and wait for the running ones"
+    )
     drain.add_argument(
         "--cut-after",
         type=_number("real"),
@@ -361,10 +374,10 @@ def _add_operating(add: Callable[[str, Run, str], argparse.ArgumentParser]) -> N
         help="cut requests that run longer (default: the server's --drain-timeout)",
     )
     _add_client(drain, timeout_s=None)
-    why = add("explain", _query("explain"), "show what a request does and waits for")
+    why = add("explain", _lazy("query", "explain"), "show what a request does and waits for")
     why.add_argument("request_id", metavar="REQUEST_ID")
     _add_client(why, timeout_s=30)
-    abort = add("abort", _query("abort"), "end requests by their ids")
+    abort = add("abort", _lazy("query", "abort"), "end requests by their ids")
     abort.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")
     _add_client(abort, timeout_s=30)
 
@@ -412,59 +425,15 @@ def _serve(args: argparse.Namespace) -> int:
     return serve_forever(engine_config, server_config)
 
 
-def _query(name: str) -> Run:
-    """Return a subcommand of `grpc_service.cli.query`."""
+def _lazy(module: str, function: str = "run") -> Run:
+    """Return the subcommand that ``function`` of `grpc_service.cli`'s ``module`` is."""
 
     def run(args: argparse.Namespace) -> int:
-        from grpc_service.cli import query
-
-        command: Run = getattr(query, name)
+        command: Run = getattr(import_module(f"grpc_service.cli.{module}"), function)
         raise_on_ctrl_c()
         return command(args)
 
     return run
-
-
-def _models(args: argparse.Namespace) -> int:
-    from grpc_service.cli import models
-
-    raise_on_ctrl_c()
-    return models.run(args)
-
-
-def _generate(args: argparse.Namespace) -> int:
-    from grpc_service.cli import generate
-
-    raise_on_ctrl_c()
-    return generate.run(args)
-
-
-def _chat(args: argparse.Namespace) -> int:
-    from grpc_service.cli import chat
-
-    raise_on_ctrl_c()
-    return chat.run(args)
-
-
-def _embed(args: argparse.Namespace) -> int:
-    from grpc_service.cli import embed
-
-    raise_on_ctrl_c()
-    return embed.run(args)
-
-
-def _rerank(args: argparse.Namespace) -> int:
-    from grpc_service.cli import rerank
-
-    raise_on_ctrl_c()
-    return rerank.run(args)
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from grpc_service.cli import doctor
-
-    raise_on_ctrl_c()
-    return doctor.run(args)
 
 
 def _completion(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from engine.core.common.types import Constraint
+from engine.core.text.types import Constraint
 from engine.errors import FieldViolation, InvalidRequest
 from engine.requests.text_values import (
     Chat,

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from engine.core.common.events import Finished, Tokens
-from engine.core.common.types import EndReason, Timings, TokenLogprob
+from engine.core.common.events import Finished
+from engine.core.common.types import EndReason, Timings
+from engine.core.text.types import TokenLogprob, Tokens
 from engine.errors import RequestTooLarge
 from engine.requests.text_values import AnswerTokens, Started, StreamEvent, ToolCallDelta
 from grpc_service._generated.triolet.v1 import inference_pb2

@@ -24,8 +24,9 @@ from llguidance import LLMatcher, LLTokenizer  # noqa: E402
 
 from engine.api.engine import open_engine  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.common.events import Finished, PauseMode, Tokens  # noqa: E402
-from engine.core.common.types import Constraint, EndReason, Sampling  # noqa: E402
+from engine.core.common.events import Finished, PauseMode  # noqa: E402
+from engine.core.common.types import EndReason  # noqa: E402
+from engine.core.text.types import Constraint, Sampling, Tokens  # noqa: E402
 from engine.errors import InvalidRequest, Unsupported  # noqa: E402
 from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams  # noqa: E402
 from engine.worker.sampling import sampler  # noqa: E402

@@ -16,7 +16,8 @@ pytest.importorskip("torch")
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.core.common.types import EndReason, Stops
+from engine.core.common.types import EndReason
+from engine.core.text.types import Stops
 from engine.worker.text.detokenizer import IncrementalDecoder, StopMatcher, TextState
 from engine.worker.text.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers

@@ -34,9 +34,9 @@ from transformers.generation.logits_process import (  # noqa: E402
 
 from engine.api.engine import open_engine  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.common.events import Tokens  # noqa: E402
-from engine.core.common.types import Sampling, SequenceId, Stops  # noqa: E402
+from engine.core.common.types import SequenceId  # noqa: E402
 from engine.core.text.plan import AdmittedSequence  # noqa: E402
+from engine.core.text.types import Sampling, Stops, Tokens  # noqa: E402
 from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
 from engine.worker.sampling import candidates, draw_batch, draw_rows, sampler  # noqa: E402
 from engine.worker.sampling.edits import TokenCounts, make_edits  # noqa: E402

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Tokens
-from engine.core.common.types import Sampling
+from engine.core.text.types import Sampling, Tokens
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.load.architectures import layer_shapes
 from engine.worker.load.loader import read_config

@@ -17,9 +17,9 @@ import trio  # noqa: E402
 
 from engine.api.engine import open_engine  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.common.events import Finished, Tokens  # noqa: E402
-from engine.core.common.types import Sampling  # noqa: E402
+from engine.core.common.events import Finished  # noqa: E402
 from engine.core.text.plan import Logits  # noqa: E402
+from engine.core.text.types import Sampling, Tokens  # noqa: E402
 from engine.errors import EngineBug  # noqa: E402
 from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams, Started  # noqa: E402
 from engine.worker.sampling import logprobs as logprobs_module  # noqa: E402

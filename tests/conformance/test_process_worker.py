@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.types import Constraint
 from engine.core.encode.types import EncodeOptions, EncodePlan, EncodeRow
+from engine.core.text.types import Constraint
 from engine.errors import InvalidRequest, SpawnFailed, WorkerLost
 from engine.worker.factory import make_process_runner, make_runner
 from tests.support.process_fakes import drive, empty_plan, is_gone

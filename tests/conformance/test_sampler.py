@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (  # noqa: E402
     TopPLogitsWarper,
 )
 
-from engine.core.common.types import Sampling  # noqa: E402
+from engine.core.text.types import Sampling  # noqa: E402
 from engine.worker.sampling import candidates, draw_batch, draw_rows, noise, sampler  # noqa: E402
 from engine.worker.sampling.masks import Mask  # noqa: E402
 from engine.worker.sampling.sample_row import needs_prefix  # noqa: E402

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from engine.core.common.types import Stops  # noqa: E402
+from engine.core.text.types import Stops  # noqa: E402
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge, SpawnFailed  # noqa: E402
 from engine.worker.encoders.tokenizer import InputTokenizer  # noqa: E402
 from engine.worker.interface import Tokenizer  # noqa: E402

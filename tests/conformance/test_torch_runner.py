@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.core.common.steps import RowFailure  # noqa: E402
-from engine.core.common.types import BlockId, EndReason, PlanId, Sampling, SequenceId, Stops  # noqa: E402
+from engine.core.common.types import BlockId, EndReason, PlanId, SequenceId  # noqa: E402
 from engine.core.text.plan import (  # noqa: E402
     AdmittedSequence,
     BlockDelta,
@@ -23,6 +23,7 @@ from engine.core.text.plan import (  # noqa: E402
     RowResult,
     StepPlan,
 )
+from engine.core.text.types import Sampling, Stops  # noqa: E402
 from engine.errors import EngineBug  # noqa: E402
 from engine.worker import sequences  # noqa: E402
 from engine.worker import text_runner as runner_module  # noqa: E402

@@ -18,7 +18,8 @@ from engine.core.common.events import (
     StepFailed,
 )
 from engine.core.common.steps import FailureKind, StepFailure
-from engine.core.common.types import EndReason, Sampling
+from engine.core.common.types import EndReason
+from engine.core.text.types import Sampling
 from tests.support.core_driver import Driver, make_request
 
 PREFIXES = [tuple(range(1, 30)), tuple(range(100, 130)), ()]

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.common.credit import Credit
-from engine.core.common.events import Finished, Refused, Submit, Tokens
-from engine.core.common.types import EndReason, Request, RequestId, Sampling, Stops, Timings, Usage
+from engine.core.common.events import Finished, Refused, Submit
+from engine.core.common.types import EndReason, RequestId, Timings, Usage
+from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.errors import Overloaded
 from engine.replica.telemetry import Histogram, ReplicaTelemetry
 
@@ -39,7 +40,7 @@ def finish(number, choice, reason=EndReason.LENGTH, parked_s=0.0):
 
 def started():
     """Return a telemetry whose requests were all submitted."""
-    telemetry = ReplicaTelemetry()
+    telemetry = ReplicaTelemetry(Tokens)
     for number in range(NUM_REQUESTS):
         telemetry.submitted(submit(number))
     return telemetry
@@ -115,7 +116,7 @@ def test_a_cancelled_request_is_timed_until_it_holds_nothing():
 
 
 def test_idle_time_is_not_counted_as_a_gap_between_steps():
-    telemetry = ReplicaTelemetry()
+    telemetry = ReplicaTelemetry(Tokens)
     telemetry.step_begins(1, 1.0)
     telemetry.step_ended(1.0, 2.0)
     telemetry.step_begins(1, 2.25)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import grpc
 import trio
 
-from engine.core.common.events import Tokens
 from engine.core.common.types import Explanation
+from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, ModelNotFound, RequestNotFound
 from engine.requests.text_values import validate_tokenize
 from engine.status import (

@@ -20,7 +20,8 @@ import pytest
 
 from engine.api import aio, blocking, portal
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Finished, PauseMode, Tokens
+from engine.core.common.events import Finished, PauseMode
+from engine.core.text.types import Tokens
 from engine.errors import (
     InvalidRequest,
     ModelNotFound,

@@ -14,8 +14,9 @@ import sys
 
 import pytest
 
-from engine.core.common.events import Finished, Tokens
+from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
+from engine.core.text.types import Tokens
 from engine.errors import Overloaded
 from engine.requests.text_values import AnswerTokens, Started
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts

@@ -12,8 +12,9 @@ import time
 
 import pytest
 
-from engine.core.common.events import Finished, Tokens
+from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
+from engine.core.text.types import Tokens
 from engine.errors import Overloaded
 from engine.requests.text_values import OutputOptions, SamplingParams, Started
 from grpc_service.cli.main import main

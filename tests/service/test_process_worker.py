@@ -25,9 +25,8 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Tokens
-from engine.core.common.types import Constraint
 from engine.core.encode.types import EncodeInput, EncodeOptions, EncodePlan, EncodeRow
+from engine.core.text.types import Constraint, Tokens
 from engine.errors import (
     EngineBug,
     InvalidRequest,

@@ -11,8 +11,9 @@ from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from grpc_status.rpc_status import GRPC_DETAILS_METADATA_KEY
 
-from engine.core.common.events import Finished, Tokens
+from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
+from engine.core.text.types import Tokens
 from engine.errors import DeadlineExceeded, ModelNotFound, Overloaded, ReaderStalled
 from engine.requests.text_values import Started
 from grpc_service.client import messages as pb

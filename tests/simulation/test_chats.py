@@ -10,8 +10,8 @@ import trio
 from engine.api.engine import open_engine
 from engine.api.handles import Chat
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Finished, Tokens
-from engine.core.common.types import Constraint
+from engine.core.common.events import Finished
+from engine.core.text.types import Constraint, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.requests.text_values import (
     AnswerTokens,

@@ -9,7 +9,8 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.types import Constraint, EndReason
+from engine.core.common.types import EndReason
+from engine.core.text.types import Constraint
 from engine.errors import (
     DeadlineExceeded,
     EngineBug,

@@ -9,7 +9,7 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.types import Constraint
+from engine.core.text.types import Constraint
 from engine.errors import ShuttingDown, WorkerLost
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import LEVELS, Counts

@@ -7,7 +7,7 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Tokens
+from engine.core.text.types import Tokens
 from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically

@@ -10,8 +10,8 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Finished, PauseMode, Tokens
-from engine.core.common.types import Constraint
+from engine.core.common.events import Finished, PauseMode
+from engine.core.text.types import Constraint, Tokens
 from engine.errors import RequestNotFound
 from engine.requests.text_values import Chat, GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript

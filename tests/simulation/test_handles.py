@@ -11,7 +11,8 @@ import trio
 from engine.api.engine import open_engine
 from engine.api.handles import Chat, CrossEncoder, Encoder
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Finished, Tokens
+from engine.core.common.events import Finished
+from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, ModelNotFound, RequestCancelled, ShuttingDown, StepFailed
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript, FakeTokenizer

@@ -12,8 +12,8 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Finished, Tokens
-from engine.core.common.types import Sampling, Stops
+from engine.core.common.events import Finished
+from engine.core.text.types import Sampling, Stops, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.requests.text_values import (
     MAX_PROMPT_LOGPROBS,

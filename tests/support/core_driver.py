@@ -18,11 +18,11 @@ from engine.core.common.events import (
     StepFailed,
     Submit,
     Tick,
-    Tokens,
 )
 from engine.core.common.steps import FailureKind, StepFailure
-from engine.core.common.types import EndReason, Request, RequestId, Sampling, Stops
+from engine.core.common.types import EndReason, RequestId
 from engine.core.text.scheduler import Scheduler
+from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.worker.fakes.text import EOS, FakeRunner, FakeScript, digest_after, next_token
 from tools.simulator.watch import gave_way_for_nobody
 

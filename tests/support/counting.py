@@ -125,7 +125,7 @@ class CountStream(RequestStream):
         super().__init__(options, num_beside=1, credited=(int,))
 
     def push(self, event):
-        self._emit(event.left) if isinstance(event, Count) else super().push(event)
+        self._reader.push(event.left) if isinstance(event, Count) else super().push(event)
 
     def _admit(self, event):
         pass
@@ -135,7 +135,8 @@ class CountStream(RequestStream):
 
 
 class CountKind:
-    capabilities, request_types, default_threads = (COUNTING,), (CountRequest,), 1
+    capabilities, request_types = (COUNTING,), (CountRequest,)
+    default_threads, token_event = 1, None
     capability_for = staticmethod(lambda request: COUNTING)
     make_core = staticmethod(lambda info, config, name: CountCore())
     make_tools = holding = staticmethod(lambda *_: None)

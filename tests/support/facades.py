@@ -14,7 +14,7 @@ from pathlib import Path
 import trio
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Tokens
+from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript

@@ -12,7 +12,7 @@ import re
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from engine.core.common.types import Constraint
+from engine.core.text.types import Constraint
 
 # ---- regular expressions ---------------------------------------------------------------------
 

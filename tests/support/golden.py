@@ -19,7 +19,8 @@ empty one, as in etcd raft's interaction tests. The commands, one per line:
 from __future__ import annotations
 
 from engine.core.common.events import Cancel, Pause, PauseMode, Refused, ResetPrefixCache, Resume
-from engine.core.common.types import EndReason, RequestId, Sampling, SequenceId
+from engine.core.common.types import EndReason, RequestId, SequenceId
+from engine.core.text.types import Sampling
 from tests.support.core_driver import Driver, make_request
 
 

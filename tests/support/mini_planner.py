@@ -12,14 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from engine.core.common.steps import RowFailure
-from engine.core.common.types import BlockId, PlanId, Sampling, SequenceId, Stops
+from engine.core.common.types import BlockId, PlanId, SequenceId
 from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork, Logits, Row, StepPlan
+from engine.core.text.types import Sampling, Stops
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.core.common.types import TokenLogprob
     from engine.core.text.plan import StepResult
+    from engine.core.text.types import TokenLogprob
     from engine.worker.interface import ModelInfo, TextRunner
 
 GREEDY = Sampling(temperature=0.0)

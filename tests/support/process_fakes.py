@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from engine.core.common.types import Sampling, Stops
 from engine.core.text.plan import AdmittedSequence, BlockDelta, Logits, Row, StepPlan
+from engine.core.text.types import Sampling, Stops
 from engine.errors import FieldViolation, InvalidRequest, Unsupported
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript

@@ -11,8 +11,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from engine.core.common.events import Tokens
 from engine.core.common.types import RequestId
+from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, Overloaded
 from engine.requests.stream import StreamOptions
 from engine.requests.text_stream import TextStream
@@ -24,6 +24,7 @@ from grpc_service.access.unread_calls import (
     UNREAD_CALLS_PER_ADDRESS_MAX,
     UnreadCalls,
 )
+from grpc_service.app.application import STOP_GRACE_S
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S, CallWriter
 from grpc_service.services.inference import Inference
@@ -96,7 +97,7 @@ class Served:
         for number in numbers:
             assert self.stream.credit.try_reserve()
             self.stream.credit.fill()
-            self.stream._emit(token(number))
+            self.stream._reader.push(token(number))
 
 
 def token(number):
@@ -151,7 +152,7 @@ async def test_events_that_are_not_written_yet_hold_their_credit(serve):
 async def test_events_without_credit_give_none_back(serve):
     served = await serve()
     served.make(1)
-    served.stream._emit(STARTED)
+    served.stream._reader.push(STARTED)
     await wait_all_tasks_blocked()
     assert served.call.written == [[token(1), STARTED]]
     assert served.stream.credit.free == BUFFER
@@ -253,6 +254,10 @@ async def test_a_failed_call_gets_its_status_though_its_client_does_not_read(
     assert not served.writer.is_following
 
 
+def test_a_failed_call_gets_its_status_before_a_drain_ends():
+    assert FAILURE_PATIENCE_S < STOP_GRACE_S
+
+
 async def test_a_call_that_succeeded_waits_until_its_client_reads(serve, autojump_clock):
     served = await serve()
     served.call.is_stuck = True
@@ -328,7 +333,7 @@ async def test_a_bug_in_a_delivery_ends_only_its_call(serve, unread_calls, monke
     uncounted = await serve()
     good = await serve()
     broken.make(1)
-    unpaid.stream._emit(token(2))  # there is no slot to give back
+    unpaid.stream._reader.push(token(2))  # there is no slot to give back
     good.make(4)
     monkeypatch.setattr(unread_calls, "ended", lambda *_: 1 / 0)
     uncounted.stream.close(None)
@@ -368,7 +373,7 @@ async def test_a_call_that_is_left_is_no_garbage_in_a_cycle(nursery, unread_call
 
     async def give(stream):
         await wait_all_tasks_blocked()
-        stream._emit(STARTED)
+        stream._reader.push(STARTED)
         await wait_all_tasks_blocked(0.001)
         stream.close(None)
 

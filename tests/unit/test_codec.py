@@ -11,15 +11,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.common.events import Finished, Tokens
-from engine.core.common.types import (
-    Alternative,
-    Constraint,
-    EndReason,
-    Timings,
-    TokenLogprob,
-    Usage,
-)
+from engine.core.common.events import Finished
+from engine.core.common.types import EndReason, Timings, Usage
+from engine.core.text.types import Alternative, Constraint, TokenLogprob, Tokens
 from engine.errors import InvalidRequest, TrioletError
 from engine.requests.text_values import (
     MAX_PROMPT_LOGPROBS,

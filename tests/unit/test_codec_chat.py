@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.common.events import Tokens
+from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest
 from engine.requests.text_values import AnswerTokens, ToolCallDelta, validate_tokenize
 from grpc_service.client import messages as pb

@@ -403,7 +403,7 @@ def test_a_planted_import_is_an_offence(module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("engine.core.text.step_builder", "from engine.core.common.types import Request"),
+        ("engine.core.text.step_builder", "from engine.core.text.types import Request"),
         (
             "engine.core.text.step_builder",
             "if TYPE_CHECKING:\n    from engine.config import EngineConfig",
@@ -411,7 +411,7 @@ def test_a_planted_import_is_an_offence(module, source):
         ("engine.replica.loop", "import trio"),
         ("engine.api.engine", "def f():\n    from engine.worker.factory import make_runner"),
         ("engine.worker.text_runner", "import torch"),
-        ("grpc_service.services.inference", "from engine.core.common.events import Tokens"),
+        ("grpc_service.services.inference", "from engine.core.text.types import Tokens"),
     ],
 )
 def test_what_a_layer_may_is_no_offence(module, source):

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from engine.core.common.types import Constraint
 from engine.core.text.plan import StepPlan
+from engine.core.text.types import Constraint
 from engine.errors import EngineBug, ShuttingDown
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 
 from engine import errors
 from engine.core.common.steps import RowFailure, StepTimings
-from engine.core.common.types import (
-    Alternative,
-    Constraint,
-    EndReason,
-    Sampling,
-    Stops,
-    TokenLogprob,
-)
+from engine.core.common.types import EndReason
 from engine.core.encode.types import (
     EncodeInput,
     EncodeOptions,
@@ -40,6 +33,7 @@ from engine.core.text.plan import (
     StepPlan,
     StepResult,
 )
+from engine.core.text.types import Alternative, Constraint, Sampling, Stops, TokenLogprob
 from engine.worker.process import channel, messages
 from engine.worker.process.channel import (
     HEADER,

@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.core.common.events import (
-    Pause,
-    PauseMode,
-    Preempted,
-    Resume,
-    StepDone,
-    StepFailed,
-    Tokens,
-)
+from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFailed
 from engine.core.common.step_budget import CLEAN_STEPS
 from engine.core.common.steps import FailureKind, StepFailure
-from engine.core.common.types import EndReason, Sampling
+from engine.core.common.types import EndReason
 from engine.core.text.plan import SCORED_TOKENS_MAX, RowResult, StepResult
+from engine.core.text.types import Preempted, Sampling, Tokens
 from engine.errors import DeadlineInfeasible, EngineBug, Overloaded
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.core_driver import Driver, make_request

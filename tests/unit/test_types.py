@@ -2,7 +2,8 @@
 
 import pytest
 
-from engine.core.common.types import EndReason, Sampling
+from engine.core.common.types import EndReason
+from engine.core.text.types import Sampling
 
 
 def test_only_a_temperature_of_zero_is_greedy():

@@ -9,20 +9,10 @@ from array import array
 import pytest
 
 from engine.core.common import steps as s
-from engine.core.common.types import (
-    Alternative,
-    BlockId,
-    Constraint,
-    EndReason,
-    PlanId,
-    RequestId,
-    Sampling,
-    SequenceId,
-    Stops,
-    TokenLogprob,
-)
+from engine.core.common.types import BlockId, EndReason, PlanId, RequestId, SequenceId
 from engine.core.encode import types as e
 from engine.core.text import plan as p
+from engine.core.text.types import Alternative, Constraint, Sampling, Stops, TokenLogprob
 from engine.worker import interface as w
 
 SAMPLING = Sampling(0.7, 5, 0.9, seed=3, logit_bias=((1, 2.0),), bad_words=((4, 5),), logprobs=2)

@@ -13,8 +13,9 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.core.common.events import Submit, Tokens
-from engine.core.common.types import Request, RequestId, Sampling, Stops
+from engine.core.common.events import Submit
+from engine.core.common.types import RequestId
+from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.replica.telemetry import ReplicaTelemetry
 from tools.bench.frame import Row, repeat, repeat_in_turn, row_of
 from tools.bench.front import TICK_S, measure, settings
@@ -52,7 +53,7 @@ def compare(streams: int, name: str, bar: float) -> list[Row]:
 def alone(num_rows: int) -> float:
     """Return the time in µs of the telemetry's calls for a step that gives ``num_rows`` choices
     one token each."""
-    telemetry = ReplicaTelemetry()
+    telemetry = ReplicaTelemetry(Tokens)
     for number in range(num_rows):
         name = RequestId(str(number))
         request = Request(name, (1,), Sampling(), Stops(max_tokens=1), arrival=0.0)

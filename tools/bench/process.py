@@ -12,16 +12,10 @@ import pickle
 import time
 from typing import TYPE_CHECKING, Any
 
-from engine.core.common.types import (
-    Alternative,
-    BlockId,
-    Constraint,
-    PlanId,
-    SequenceId,
-    TokenLogprob,
-)
+from engine.core.common.types import BlockId, PlanId, SequenceId
 from engine.core.text.plan import BlockDelta, Logits, RowResult, StepPlan, StepResult
 from engine.core.text.plan import Row as PlanRow
+from engine.core.text.types import Alternative, Constraint, TokenLogprob
 from engine.worker.fakes.text import FakeRunner
 from engine.worker.interface import RunnerSpec
 from engine.worker.process import messages

@@ -14,11 +14,12 @@ import time
 
 from engine.config import SchedulerConfig
 from engine.core.common.credit import Credit
-from engine.core.common.events import StepDone, Submit, Tokens
-from engine.core.common.types import Request, RequestId, Sampling, SequenceId, Stops
+from engine.core.common.events import StepDone, Submit
+from engine.core.common.types import RequestId, SequenceId
 from engine.core.text.plan import Logits, RowResult, StepResult
 from engine.core.text.plan import Row as PlanRow
 from engine.core.text.scheduler import Scheduler
+from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.gc_tuning import freeze_after_load
 from tools.bench.frame import Row, repeat_in_turn, row_of
 

@@ -24,7 +24,7 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig, WorkerConfig
-from engine.core.common.events import Tokens
+from engine.core.text.types import Tokens
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.bench.checkpoints import checkpoint

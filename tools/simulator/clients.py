@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from engine.core.common.types import Constraint
+from engine.core.text.types import Constraint
 from engine.requests.text_values import (
     Chat,
     GenerateRequest,

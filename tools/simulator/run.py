@@ -68,7 +68,7 @@ from tools.simulator.workload import Client, World, draw_world
 if TYPE_CHECKING:
     from engine.api.engine import Engine
     from engine.config import EngineConfig, ModelConfig
-    from engine.core.common.types import Constraint
+    from engine.core.text.types import Constraint
     from engine.replica.replica import AnyRunner
     from engine.requests.stream import RequestStream
 

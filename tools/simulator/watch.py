@@ -19,19 +19,18 @@ from engine.core.common.events import (
     Finished,
     Pause,
     PauseMode,
-    Preempted,
     Refused,
     Resume,
     StepDone,
     StepFailed,
     Submit,
-    Tokens,
 )
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import Encoded
 from engine.core.text.plan import StepPlan
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.sequence import Sequence
+from engine.core.text.types import Preempted, Tokens
 from tools.simulator.encode_watch import EncodeWatch
 from tools.simulator.pace_watch import PaceWatch
 

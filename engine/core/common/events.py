@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
         EndReason,
         PlanId,
         RequestId,
-        SequenceId,
         Timings,
-        TokenLogprob,
         Usage,
     )
     from engine.errors import FieldViolation, TrioletError
@@ -222,36 +220,6 @@ class Admitted:
     def journal_line(self) -> str:
         """Return the event in one stable line."""
         return f"  admitted {self.request_id} {self.prompt_tokens}"
-
-
-class Tokens(NamedTuple):
-    """The tokens that one step generated for one choice. ``text`` may be empty while a character is
-    incomplete or a stop string may still form."""
-
-    request_id: RequestId
-    choice: int
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        ids = ",".join(map(str, self.token_ids))
-        return f"  tokens {self.request_id}/{self.choice} {ids}"
-
-
-@dataclass(frozen=True, slots=True)
-class Preempted:
-    """A sequence lost its blocks and will be recomputed; what it has sent stays as it is."""
-
-    request_id: RequestId
-    sequence: SequenceId
-    choice: int
-
-    def journal_line(self) -> str:
-        """Return the event in one stable line."""
-        return f"  preempted {self.request_id}/{self.choice} {self.sequence}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.core.common.events import Tokens
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import EndReason
 from engine.core.text.lifecycle import State
 from engine.core.text.plan import RowResult
+from engine.core.text.types import Tokens
 from engine.errors import EngineBug
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from engine.errors import DeadlineInfeasible, FieldViolation, RequestTooLarge
 if TYPE_CHECKING:
     from engine.core.common.events import PauseMode
     from engine.core.common.rate import RecentRate
-    from engine.core.common.types import Request
     from engine.core.text.best_rate import BestRate
     from engine.core.text.ledger import Ledger
+    from engine.core.text.types import Request
     from engine.errors import TrioletError
 
 

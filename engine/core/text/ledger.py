@@ -15,7 +15,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import TYPE_CHECKING
 
-from engine.core.common.types import Request, RequestId, SequenceId
+from engine.core.common.types import RequestId, SequenceId
 from engine.core.text.blocks import BlockPool, blocks_for
 from engine.core.text.lifecycle import Event, State
 from engine.core.text.prefix import PrefixCache
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engine.core.common.credit import Credit
     from engine.core.common.types import BlockId
     from engine.core.text.blocks import Reservation
+    from engine.core.text.types import Request
 
 
 class Ledger:

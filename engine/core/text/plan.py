@@ -22,16 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.core.common.steps import RowFailure, StepTimings
 
 if TYPE_CHECKING:
-    from engine.core.common.types import (
-        BlockId,
-        Constraint,
-        EndReason,
-        PlanId,
-        Sampling,
-        SequenceId,
-        Stops,
-        TokenLogprob,
-    )
+    from engine.core.common.types import BlockId, EndReason, PlanId, SequenceId
+    from engine.core.text.types import Constraint, Sampling, Stops, TokenLogprob
 
 
 # How many prompt positions one step scores for their log-probabilities, all rows together, but at

@@ -24,7 +24,6 @@ from engine.core.common.events import (
     OutputEvent,
     Pause,
     PauseMode,
-    Preempted,
     ReaderDrained,
     Refused,
     ResetPrefixCache,
@@ -47,16 +46,17 @@ from engine.core.text.ledger import Ledger
 from engine.core.text.lifecycle import State
 from engine.core.text.recovery import Recovery
 from engine.core.text.step_builder import StepBuilder
+from engine.core.text.types import Preempted
 from engine.errors import EngineBug
 
 if TYPE_CHECKING:
     from engine.config import SchedulerConfig
     from engine.core.common.events import InputEvent
     from engine.core.common.steps import StepFailure
-    from engine.core.common.types import Request
     from engine.core.text.plan import StepPlan, StepResult
     from engine.core.text.planned_step import PlannedStep
     from engine.core.text.sequence import LiveRequest, Sequence
+    from engine.core.text.types import Request
 
 
 class Scheduler:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.core.common.types import BlockId, Request, SequenceId, Timings, Usage
+from engine.core.common.types import BlockId, SequenceId, Timings, Usage
 from engine.core.text.lifecycle import Event, State, advance
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
+    from engine.core.text.types import Request
 
 Rank = tuple[int, float, int]
 

@@ -12,8 +12,8 @@ from engine.core.text.prefix import extend_keys, root_key
 
 if TYPE_CHECKING:
     from engine.config import SchedulerConfig
-    from engine.core.common.types import Request
     from engine.core.text.sequence import Sequence
+    from engine.core.text.types import Request
 
 
 class SequenceKeys:

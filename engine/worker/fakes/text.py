@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from engine.core.common.steps import RowFailure, StepTimings
-from engine.core.common.types import Alternative, BlockId, EndReason, SequenceId, TokenLogprob
+from engine.core.common.types import BlockId, EndReason, SequenceId
 from engine.core.text.plan import RowResult, StepResult
+from engine.core.text.types import Alternative, TokenLogprob
 from engine.errors import InvalidRequest
 from engine.worker.interface import (
     LoadProgress,
@@ -31,9 +32,9 @@ from engine.worker.interface import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from engine.core.common.types import Constraint
     from engine.core.encode.types import EncodePlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
+    from engine.core.text.types import Constraint
 
 _WRITTEN = re.compile(r"<(\d+)>")
 BYTE_OFFSET = 1  # ids 1 to 256 are the bytes of text that is not written as <id>

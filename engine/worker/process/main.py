@@ -36,7 +36,7 @@ from engine.worker.process.channel import BadMessage, Channel, ChannelClosed
 from engine.worker.process.messages import Estimated, Loaded, raised
 
 if TYPE_CHECKING:
-    from engine.core.common.types import Constraint
+    from engine.core.text.types import Constraint
     from engine.worker.process.messages import Compile, Setup
 
 EXIT_LOST = 70  # EX_SOFTWARE of sysexits.h

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
-from engine.core.common.types import Alternative, TokenLogprob
 from engine.core.text.plan import Row, RowResult, StepPlan, StepResult
+from engine.core.text.types import Alternative, TokenLogprob
 from engine.errors import TrioletError
 from engine.worker.process.channel import PROTOCOL
 
 if TYPE_CHECKING:
-    from engine.core.common.types import Constraint
+    from engine.core.text.types import Constraint
     from engine.status import Capability
     from engine.worker.interface import (
         EncoderInfo,

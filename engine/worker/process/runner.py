@@ -47,7 +47,7 @@ from engine.worker.process.worker_process import DEATH_LIMIT_S, WorkerProcess
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.core.common.types import Constraint
+    from engine.core.text.types import Constraint
     from engine.status import Capability
     from engine.worker.interface import (
         EncoderTokenizer,

@@ -17,7 +17,7 @@ from engine.worker.sampling.sample_row import has_top_k
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.core.common.types import Sampling
+    from engine.core.text.types import Sampling
 
 # Length of the first prefix for a top_p without top_k. For a row of 151,936 tokens, a topk of 256
 # costs 0.17 ms and one of 1,024 costs 0.34 ms (2 cores, EPYC). In most real rows, 256 tokens hold

@@ -36,7 +36,8 @@ from engine.worker.sampling.masks import Mask
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-    from engine.core.common.types import Constraint, SequenceId
+    from engine.core.common.types import SequenceId
+    from engine.core.text.types import Constraint
     from engine.worker.text.tokenizer import HfTokenizer
 
 # llguidance's limits. The first is a tenth of its default, which lets `((a{100}){100}){100}` take

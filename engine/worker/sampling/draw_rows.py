@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.core.common.types import Sampling
+from engine.core.text.types import Sampling
 from engine.worker.sampling import noise
 from engine.worker.sampling.sample_row import (
     LOGIT_MAX,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engine.core.common.types import Sampling
+    from engine.core.text.types import Sampling
 
     Floats = NDArray[np.float32]
     Ids = NDArray[np.int64]

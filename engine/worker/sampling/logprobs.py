@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from engine.core.common.types import Alternative, TokenLogprob
+from engine.core.text.types import Alternative, TokenLogprob
 from engine.worker.sampling.draw_rows import likeliest
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.worker.sampling import noise
 
 if TYPE_CHECKING:
-    from engine.core.common.types import Sampling
+    from engine.core.text.types import Sampling
     from engine.worker.sampling.edits import Edits
     from engine.worker.sampling.masks import Mask
 

@@ -39,7 +39,7 @@ from engine.core.common.types import EndReason
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.core.common.types import Stops
+    from engine.core.text.types import Stops
     from engine.worker.text.tokenizer import HfTokenizer
 
 _REPLACEMENT = "\ufffd"

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.core.common.credit import Credit
-from engine.core.common.events import Cancel, StepDone, Submit, Tokens
+from engine.core.common.events import Cancel, StepDone, Submit
 from engine.core.common.steps import RowFailure
-from engine.core.common.types import EndReason, Request, RequestId, Sampling, Stops
+from engine.core.common.types import EndReason, RequestId
 from engine.core.text.scheduler import Scheduler
+from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.gc_tuning import freeze_after_load
 from engine.worker.factory import make_runner
 from tools.bench.peers.asked import answer

@@ -1,0 +1,169 @@
+"""The values of generated text: a request with its sampling and stops, and what its steps report.
+
+Rule 1: everything here is a frozen value that pickles without torch.
+Rule 2: fields that a client left unset are resolved before (`engine.requests.text_values`). In a
+`Request`, None only means that there is no deadline, or no constraint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from engine.core.common.types import RequestId, SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen, with every value resolved."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None  # None: the fastest sampler, which is not reproducible
+    choice: int = 0  # the choice's index, which is part of a seeded draw (D10)
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all tokens are allowed
+    banned_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output never holds
+    logprobs: int | None = None  # alternatives per token; 0: only the chosen token's
+    prompt_logprobs: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always chosen: ``temperature`` is 0."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """When a sequence ends; the worker decides this inside the step (D8).
+
+    ``token_ids`` holds the model's end-of-sequence ids, unless the client ignores them.
+    ``max_tokens`` is at least 1. A token in ``token_ids`` cannot be sampled before ``min_tokens``
+    tokens exist. ``include``: the text keeps the stop string or stop token. ``skip_special`` leaves
+    special tokens out of the text, except those in ``shown``.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    strings: tuple[str, ...] = ()
+    token_ids: frozenset[int] = frozenset()
+    include: bool = False
+    skip_special: bool = True
+    shown: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A grammar that the output must follow (D15). ``kind`` is json_schema, json_object, regex,
+    lark or choice; ``source`` is its text, for a choice the texts joined by NUL."""
+
+    kind: str
+    source: str
+
+    @property
+    def field(self) -> str:
+        """The path of the proto field that holds it."""
+        return "constraint.choice.choices" if self.kind == "choice" else f"constraint.{self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the core schedules: one prompt, and ``n`` choices.
+
+    ``arrival`` and ``deadline`` are seconds of the engine's one clock (D18). The request with the
+    lowest ``priority`` starts first. Requests share cached prefixes only within one ``cache_salt``;
+    with ``bypass_prefix_cache`` a request neither reads nor publishes cached prefixes.
+    """
+
+    request_id: RequestId
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    stops: Stops
+    arrival: float
+    n: int = 1
+    priority: int = 0
+    deadline: float | None = None
+    constraint: Constraint | None = None
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        """How many sequences the request becomes: ``n``."""
+        return self.n
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Tokens of the prompt and, at most, of every choice's output."""
+        return len(self.prompt) + self.n * self.stops.max_tokens
+
+    def journal_line(self) -> str:
+        """Return the request in one stable line, without its prompt."""
+        return (
+            f"{self.request_id} prompt={len(self.prompt)} n={self.n} "
+            f"max={self.stops.max_tokens} priority={self.priority}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One of the likeliest tokens at a position; ``rank`` 0 is the likeliest."""
+
+    token_id: int
+    text: str
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability and its alternatives. ``logprob`` is None for the first token of a
+    prompt."""
+
+    token_id: int
+    text: str
+    logprob: float | None
+    alternatives: tuple[Alternative, ...] = field(default=())
+
+
+class Tokens(NamedTuple):
+    """The tokens that one step generated for one choice. ``text`` may be empty while a character is
+    incomplete or a stop string may still form."""
+
+    request_id: RequestId
+    choice: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        ids = ",".join(map(str, self.token_ids))
+        return f"  tokens {self.request_id}/{self.choice} {ids}"
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A sequence lost its blocks and will be recomputed; what it has sent stays as it is."""
+
+    request_id: RequestId
+    sequence: SequenceId
+    choice: int
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"  preempted {self.request_id}/{self.choice} {self.sequence}"
