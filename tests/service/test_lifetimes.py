@@ -146,12 +146,12 @@ def test_a_client_that_leaves_ends_its_request_within_a_step(slow, how, phase):
 
 
 def test_a_client_that_leaves_during_a_load_ends_its_request_and_not_the_load():
-    with fake(models=[{"name": "late", "lazy": True}], script={"load_s": 0.8}) as server:
+    with fake(models=[{"name": "late", "lazy": True}], script={"load_s": 2.0}) as server:
         channel = server.channel
         with connect(server.address) as own, Generation(own, max_tokens=3) as call:
             wait_until(lambda: list_models(channel)[0].state == LOADING)
             call.cancel()
-            wait_until(lambda: ended(channel) == {"cancelled": 1}, 0.5, "the end, before the load")
+            wait_until(lambda: ended(channel) == {"cancelled": 1}, 1.8, "the end, before the load")
         assert generate(channel, prompt_ids=[1], max_tokens=3).error is None
         assert server.log.count("is ready") == 1
 
