@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from engine.errors import SpawnFailed
 from engine.memory_limit import default_limit
 from engine.status import Capability
 from engine.worker.interface import RunnerSpec
 from engine.worker.load import capability
 from engine.worker.load.refusal import Refusal
-from engine.worker.load.resolve import resolve
+from engine.worker.load.resolve import resolve, short_name
 from engine.worker.pinned_runner import PinnedEncodeRunner, PinnedTextRunner
 from engine.worker.process.runner import ProcessRunner
 
@@ -65,7 +66,11 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
 
 def make_runner(model: ModelConfig, config: EngineConfig) -> TextRunner | EncodeRunner:
     """Return an unloaded runner that works where ``model.runner`` says: in any thread, on one
-    thread, or in a process of its own."""
+    thread, or in a process of its own.
+
+    Raises:
+        SpawnFailed: as `find_kind`, unless the runner is a process, which finds it out by itself.
+    """
     if model.runner == "process":
         return make_process_runner(model, config)
     spec = runner_spec(model, config)
@@ -83,7 +88,11 @@ def pinned_runner_of(
     spec: RunnerSpec, kind: Capability | None, name: str
 ) -> PinnedTextRunner | PinnedEncodeRunner:
     """Return an unloaded runner that works on one thread, whose name contains ``name``. Without a
-    kind, `find_kind` decides."""
+    kind, `find_kind` decides.
+
+    Raises:
+        SpawnFailed: as `find_kind`.
+    """
     kind = kind or find_kind(spec)
     if kind in ENCODERS:
         return PinnedEncodeRunner(_encode_runner(spec, kind), name)
@@ -91,17 +100,33 @@ def pinned_runner_of(
 
 
 def runner_of(spec: RunnerSpec, kind: Capability | None) -> TextRunner | EncodeRunner:
-    """Return an unloaded runner that works in any thread. Without a kind, `find_kind` decides."""
+    """Return an unloaded runner that works in any thread. Without a kind, `find_kind` decides.
+
+    Raises:
+        SpawnFailed: as `find_kind`.
+    """
     kind = kind or find_kind(spec)
     return _encode_runner(spec, kind) if kind in ENCODERS else _text_runner(spec)
 
 
 def find_kind(spec: RunnerSpec) -> Capability:
     """Return a model's capability, as its files show. A Hugging Face model that is not cached is
-    downloaded. If there are no such files, the model counts as a text model, whose runner will
-    refuse to load it and say why."""
+    downloaded. A model whose files show none counts as a text model, whose runner will refuse to
+    load it and say why.
+
+    Raises:
+        SpawnFailed: there are no such files. This is known before torch is imported, which takes
+            seconds.
+    """
     try:
-        return capability.capability_of(resolve(spec.model, spec.revision).directory)
+        directory = resolve(spec.model, spec.revision).directory
+    except Refusal as refusal:
+        name = short_name(spec.model)
+        raise SpawnFailed(
+            f"the model {name!r} cannot be loaded: {refusal}", log_detail=refusal.detail
+        ) from refusal
+    try:
+        return capability.capability_of(directory)
     except Refusal:
         return Capability.TEXT_TO_TEXT
 

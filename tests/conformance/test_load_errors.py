@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -164,6 +166,24 @@ def test_a_broken_checkpoint_is_refused(stock, tmp_path, breaker, sentence):
 
 def test_a_missing_directory_is_refused(tmp_path):
     assert "'nowhere' cannot be loaded: there is no such directory" in failure(tmp_path / "nowhere")
+
+
+def test_a_missing_directory_is_refused_before_torch_is_imported(tmp_path):
+    """Importing torch takes seconds, which a mistyped path should not cost."""
+    code = f"""
+import sys
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import SpawnFailed
+from engine.worker.factory import make_runner
+model = ModelConfig({str(tmp_path / "nowhere")!r})
+try:
+    make_runner(model, EngineConfig(models=(model,)))
+except SpawnFailed as failed:
+    assert "'nowhere' cannot be loaded: there is no such directory" in str(failed)
+    sys.exit("torch was imported" if "torch" in sys.modules else 0)
+sys.exit("it was not refused")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_file_is_refused(stock):

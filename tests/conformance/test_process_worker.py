@@ -48,6 +48,9 @@ def both():
     """Load the same model in this process and in another, and return both runners."""
     runners = make_runner(STORIES, CONFIG), make_process_runner(STORIES, CONFIG)
     try:
+        estimate, more = (one.estimate() for one in runners)
+        assert (more.device, more.limit) == (estimate.device, estimate.limit)
+        assert 20 << 20 < more.num_bytes - estimate.num_bytes < 1000 << 20
         infos = [load(one) for one in runners]
         assert same_but_for_the_process(*infos)
         yield runners
@@ -64,18 +67,6 @@ def test_every_row_is_the_same_to_the_last_bit_in_both_processes(both):
         assert rows[0] == rows[1]
         assert "TokenLogprob" in rows[0]
         assert "RowFailure" not in rows[0]
-
-
-def test_an_estimate_is_that_of_this_process_and_its_own():
-    own, apart = make_runner(STORIES, CONFIG), make_process_runner(STORIES, CONFIG)
-    try:
-        estimate, more = own.estimate(), apart.estimate()
-        assert (more.device, more.limit) == (estimate.device, estimate.limit)
-        assert 20 << 20 < more.num_bytes - estimate.num_bytes < 1000 << 20
-        print(f"torch's own: {(more.num_bytes - estimate.num_bytes) / 1e6:.0f} MB")
-    finally:
-        own.close()
-        apart.close()
 
 
 def test_the_tokenizer_is_the_same_in_both_processes(both):
@@ -96,7 +87,9 @@ def test_a_constraint_that_cannot_be_followed_is_refused_by_its_field(both):
     assert apart.compile(FORM) > 0
 
 
-@pytest.mark.parametrize("name", ["demo-embed", "demo-rerank"])
+@pytest.mark.parametrize(
+    "name", ["demo-embed", pytest.param("demo-rerank", marks=pytest.mark.full)]
+)
 def test_an_encoders_numbers_are_the_same_to_the_last_bit(name):
     model = ModelConfig(name)
     config = EngineConfig(models=(model,))
@@ -123,9 +116,8 @@ def test_a_missing_model_is_refused_by_the_same_sentence(tmp_path):
     model = ModelConfig(str(tmp_path))
     said = []
     for make in (make_runner, make_process_runner):
-        runner = make(model, EngineConfig(models=(model,)))
         with pytest.raises(SpawnFailed) as failed:
-            load(runner)
+            load(make(model, EngineConfig(models=(model,))))
         said.append((str(failed.value), failed.value.log_detail))
     assert said[0] == said[1]
 
@@ -174,11 +166,11 @@ def load_and_step(runner, caught):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_kills", [1, pytest.param(5, marks=pytest.mark.full)])
-def test_killed_workers_are_reported_and_the_next_one_works(num_kills):
+@pytest.mark.full
+def test_killed_workers_are_reported_and_the_next_one_works():
     """Each worker is killed at an instant of its load, or of its steps."""
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for number in range(num_kills):
+    for number in range(5):
         rng = random.Random(f"demo {number}")
         runner, caught = make_process_runner(STORIES, CONFIG), []
         worker = threading.Thread(target=load_and_step, args=(runner, caught))

@@ -586,22 +586,26 @@ def test_the_interpreter_exits_with_an_engine_left_open(text):
     assert out == ("SHUTTING_DOWN\n" if "print" in text else "")
 
 
-REAL = {
-    "while torch is imported": """
+WHILE_TORCH_IS_IMPORTED = """
 while "torch" not in sys.modules:
     time.sleep(0.01)
-""",
-    "while it generates": """
+"""
+WHILE_IT_GENERATES = """
 sampling = engine.SamplingParams(ignore_eos=True)
 stream = eng.generate(engine.GenerateRequest(text="Once", sampling=sampling))
 next(stream)
-""",
-}
+"""
 
 
 @pytest.mark.model
 @pytest.mark.timeout(200)  # importing torch from a cold disk takes half a minute
-@pytest.mark.parametrize("text", REAL.values(), ids=REAL.keys())
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(WHILE_TORCH_IS_IMPORTED, marks=pytest.mark.full, id="while torch is imported"),
+        pytest.param(WHILE_IT_GENERATES, id="while it generates"),
+    ],
+)
 def test_the_interpreter_exits_with_a_real_model(text):
     """The engine must close before torch's own exit handlers run.
 
