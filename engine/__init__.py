@@ -1,26 +1,13 @@
 """Triolet's engine: structured-concurrency scheduling of language models on Trio.
 
-The public face; importing it imports neither torch nor transformers, nor asyncio (`engine.aio`).
+`engine.public` has what the package offers. It is imported when one of its names is first used,
+because it brings the whole engine with it: a worker process, or a command that only asks a server,
+needs a few modules of `engine` and would wait for all of them.
 """
 
-from engine.api import blocking, handles
-from engine.api.engine import Engine, Stream, open_engine
-from engine.config import EngineConfig, ModelConfig
-from engine.core.common.events import Finished
-from engine.core.common.types import EndReason
-from engine.core.text.types import Tokens
-from engine.errors import TrioletError
-from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
-from engine.requests.text_values import (
-    AnswerTokens,
-    Chat,
-    GenerateRequest,
-    OutputOptions,
-    PromptOptions,
-    SamplingParams,
-    Started,
-    ToolCallDelta,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 __all__ = [
     "AnswerTokens",
@@ -47,3 +34,41 @@ __all__ = [
     "handles",
     "open_engine",
 ]
+
+if TYPE_CHECKING:
+    from engine.public import (
+        AnswerTokens,
+        Chat,
+        Embedding,
+        EmbedRequest,
+        EndReason,
+        Engine,
+        EngineConfig,
+        Finished,
+        GenerateRequest,
+        ModelConfig,
+        OutputOptions,
+        PromptOptions,
+        RerankRequest,
+        SamplingParams,
+        Score,
+        Started,
+        Stream,
+        Tokens,
+        ToolCallDelta,
+        TrioletError,
+        blocking,
+        handles,
+        open_engine,
+    )
+else:
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from engine import public
+
+        return getattr(public, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

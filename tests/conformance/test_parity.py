@@ -89,13 +89,14 @@ def test_a_machine_with_a_compiler_runs_the_listed_models_compiled(zoo):
         assert isinstance(runner._backend, NativeBackend)
 
 
+@pytest.mark.parametrize("num_new", [24, pytest.param(NUM_NEW, marks=pytest.mark.full)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ZOO)
-def test_alone_and_packed_are_transformers_own_tokens(zoo, name, way):
+def test_alone_and_packed_are_transformers_own_tokens(zoo, name, way, num_new):
     loaded = zoo.load(name, way)
     tally = TALLIES.setdefault(f"{name} ({way})", Tally())
-    loaded.oracle.compare(run_alone(loaded, ALONE_LENGTHS), tally)
-    packed, planner = run_packed(loaded)
+    loaded.oracle.compare(run_alone(loaded, ALONE_LENGTHS, num_new), tally)
+    packed, planner = run_packed(loaded, num_new)
     loaded.oracle.compare(packed, tally)
     tally.check()
     assert any(mixes_chunks_and_decodes(plan) for plan in planner.plans)

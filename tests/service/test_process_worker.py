@@ -1,6 +1,6 @@
 """A runner in a process of its own: its results and its deaths, and nothing stays behind.
 
-Fakes compute there (`tests.support.process_fakes`); the conformance tests run real models in
+Fakes compute there (`tests.support.worker_fakes`); the conformance tests run real models in
 processes. Every test ends with as many descriptors, threads and children as it began with.
 """
 
@@ -42,7 +42,7 @@ from engine.worker.interface import RunnerSpec
 from engine.worker.process import worker_process
 from engine.worker.process.messages import WorkerProcessError
 from engine.worker.process.runner import ProcessRunner
-from tests.support import process_fakes
+from tests.support import process_fakes, worker_fakes
 from tests.support.core_driver import expected_tokens
 from tests.support.process_fakes import (
     BLOCK_SIZE,
@@ -155,7 +155,7 @@ def test_every_row_of_many_varied_plans_is_the_same_as_in_this_process():
 
 @pytest.mark.parametrize("kind", ["embedding", "rerank"])
 def test_an_encoder_computes_in_its_process_what_it_computes_here(kind):
-    own = FakeEncoder(process_fakes.EncoderKind(kind))
+    own = FakeEncoder(worker_fakes.EncoderKind(kind))
     info = own.load(lambda progress: None)
     rows = tuple(
         EncodeRow(number, EncodeInput(tuple(range(1, number + 2))), EncodeOptions())
@@ -351,7 +351,7 @@ def test_constraints_are_compiled_while_a_step_runs_several_at_once(tmp_path):
 
 
 def test_a_slow_compilation_delays_neither_a_step_nor_another_one(tmp_path):
-    with loaded(folder=str(tmp_path), compile_s=process_fakes.HANG_S) as runner:
+    with loaded(folder=str(tmp_path), compile_s=worker_fakes.HANG_S) as runner:
         slow = Call(runner.compile, FORM)
         wait_for(tmp_path / "compiling")
         for number in range(20):
@@ -428,7 +428,7 @@ def test_output_of_the_process_goes_to_standard_error_and_harms_nothing(capfd):
     with loaded(fault="print") as runner:
         runner.execute(empty_plan())
     written = capfd.readouterr()
-    assert written.err == process_fakes.STDERR_TEXT
+    assert written.err == worker_fakes.STDERR_TEXT
     assert written.out == ""
 
 
@@ -465,8 +465,8 @@ def test_a_load_that_fails_says_why_and_keeps_nothing(asked, kind, text):
 @pytest.mark.parametrize(
     ("factory", "text"),
     [
-        ("tests.support.process_fakes:make_nothing", "LookupError: nothing is made here"),
-        ("tests.support.process_fakes:is_not_there", "AttributeError"),
+        ("tests.support.worker_fakes:make_nothing", "LookupError: nothing is made here"),
+        ("tests.support.worker_fakes:is_not_there", "AttributeError"),
         ("there.is.no.such.module:make", "ModuleNotFoundError"),
     ],
 )
@@ -490,7 +490,7 @@ def test_without_a_descriptor_left_a_load_fails_with_the_reason(left):
 
 
 def test_a_close_during_a_load_ends_it(tmp_path):
-    runner = process_runner(folder=str(tmp_path), load_s=process_fakes.HANG_S)
+    runner = process_runner(folder=str(tmp_path), load_s=worker_fakes.HANG_S)
     call = Call(load, runner)
     wait_for(tmp_path / "loading")
     runner.close()
@@ -523,7 +523,7 @@ def kill_starting(rng, folder):
 
 def kill_loading(rng, folder):
     """Kill a worker while it loads."""
-    runner = process_runner(folder=str(folder), load_s=process_fakes.HANG_S)
+    runner = process_runner(folder=str(folder), load_s=worker_fakes.HANG_S)
     call = Call(load, runner)
     wait_for(folder / "loading")
     time.sleep(rng.uniform(0, 0.02))
@@ -555,7 +555,7 @@ def kill_idle(rng, folder):
 
 def kill_executing(rng, folder):
     """Kill a worker in a long step, or at any instant of short steps without end."""
-    step_s = rng.choice([0.0, 0.001, process_fakes.HANG_S])
+    step_s = rng.choice([0.0, 0.001, worker_fakes.HANG_S])
     runner = process_runner(folder=str(folder), step_s=step_s)
     load(runner)
     call = Call(repeat, runner.execute, empty_plan())
@@ -568,7 +568,7 @@ def kill_executing(rng, folder):
 
 def kill_compiling(rng, folder):
     """Kill a worker while it compiles a constraint."""
-    runner = process_runner(folder=str(folder), compile_s=rng.choice([0.0, process_fakes.HANG_S]))
+    runner = process_runner(folder=str(folder), compile_s=rng.choice([0.0, worker_fakes.HANG_S]))
     load(runner)
     calls = [Call(repeat, runner.compile, FORM) for _ in range(2)]
     calls.append(Call(repeat, runner.execute, empty_plan()))
@@ -581,7 +581,7 @@ def kill_compiling(rng, folder):
 
 def kill_closing(rng, folder):
     """Kill a worker while it closes."""
-    runner = process_runner(folder=str(folder), close_s=rng.choice([0.0, process_fakes.HANG_S]))
+    runner = process_runner(folder=str(folder), close_s=rng.choice([0.0, worker_fakes.HANG_S]))
     load(runner)
     process = os.pidfd_open(runner.process.pid)  # the worker may end, and its number be reused
     try:

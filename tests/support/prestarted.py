@@ -35,7 +35,7 @@ ANSWER = struct.Struct("<q")
 START_LIMIT_S = 120.0
 REQUEST_BYTES_MAX = 1 << 20
 
-_running = {}  # the socket of each prestarted interpreter, by arguments
+_running = {}  # the socket of each prestarted interpreter, by its options and imports
 
 
 class ForkedProcess:
@@ -98,7 +98,7 @@ def start(module, args, stdout, stderr, *, imports, options=(), cwd=None, env=No
     the tests run, and without ``env`` in their environment.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(_interpreter(options, imports))
+    connection.connect(_interpreter(tuple(options), frozenset(imports)))
     cwd = str(cwd or os.getcwd())
     request = {"module": module, "args": args, "cwd": cwd, "env": env or dict(os.environ)}
     message = json.dumps(request).encode()
@@ -112,23 +112,25 @@ def start(module, args, stdout, stderr, *, imports, options=(), cwd=None, env=No
 
 
 def _interpreter(options, imports):
-    """Return the socket of the interpreter with these options and imports. Start it if need be."""
-    key = (*options, *imports)
-    if key not in _running:
-        directory = tempfile.TemporaryDirectory(prefix="triolet-prestarted-")
-        path = str(Path(directory.name, "socket"))
-        argv = [sys.executable, *options, "-m", __name__, path, *imports]
-        # Numpy's OpenBLAS starts threads when it is imported, and threads do not survive a fork.
-        env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-        process = subprocess.Popen(argv, stdin=subprocess.PIPE, env=env)
-        atexit.register(_end, process, directory)
-        limit = time.monotonic() + START_LIMIT_S
-        while not os.path.exists(path):
-            assert process.poll() is None, "the prestarted interpreter has ended"
-            assert time.monotonic() < limit
-            time.sleep(0.01)
-        _running[key] = path
-    return _running[key]
+    """Return the socket of an interpreter with these options and imports, and perhaps more imports.
+    Start one if need be."""
+    for (others, imported), path in _running.items():
+        if others == options and imports <= imported:
+            return path
+    directory = tempfile.TemporaryDirectory(prefix="triolet-prestarted-")
+    path = str(Path(directory.name, "socket"))
+    argv = [sys.executable, *options, "-m", __name__, path, *sorted(imports)]
+    # Numpy's OpenBLAS starts threads when it is imported, and threads do not survive a fork.
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, env=env)
+    atexit.register(_end, process, directory)
+    limit = time.monotonic() + START_LIMIT_S
+    while not os.path.exists(path):
+        assert process.poll() is None, "the prestarted interpreter has ended"
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    _running[options, imports] = path
+    return path
 
 
 def _end(process, directory):

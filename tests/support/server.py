@@ -23,12 +23,12 @@ import grpc
 from tests.support import prestarted
 from tests.support.wire import SERVING, connect, health, wait_until
 
-SERVING_IMPORTS = (  # what `triolet serve` imports, with real models of every kind
-    "engine.worker.text_runner",
-    "engine.worker.encoders.runner",
-    "grpc_service.app.application",
-    "grpc_service.cli.main",
+# What `triolet serve` imports for text models, and for models of every kind.
+TEXT_IMPORTS = (
+    *("engine.public", "engine.worker.text_runner"),
+    *("grpc_service.app.application", "grpc_service.cli.main"),
 )
+SERVING_IMPORTS = (*TEXT_IMPORTS, "engine.worker.encoders.runner")
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "engine" / "demo" / "stories"
 START_LIMIT_S = 30.0
@@ -208,13 +208,13 @@ def serve_argv(*args):
     return [sys.executable, "-m", "grpc_service", "serve", *args]
 
 
-def real_process(*args):
+def real_process(*args, imports=SERVING_IMPORTS):
     """Yield `triolet serve` with these arguments, as `process` does.
 
-    It is forked from an interpreter that has imported torch.
+    It is forked from an interpreter that has imported ``imports``.
     """
     command = ["serve", *(str(arg) for arg in args)]
-    return _running(partial(prestarted.start, "grpc_service", command, imports=SERVING_IMPORTS))
+    return _running(partial(prestarted.start, "grpc_service", command, imports=imports))
 
 
 @contextlib.contextmanager
@@ -227,7 +227,8 @@ def real(*args, model=DEMO, uds=None):
     """
     where = ["--port", "0"] if uds is None else ["--uds", uds]
     models = [] if model is None else ["--model", model]
-    with real_process(*models, *where, *args) as server:
+    imports = SERVING_IMPORTS if model is None or "--model" in args else TEXT_IMPORTS
+    with real_process(*models, *where, *args, imports=imports) as server:
         if uds is not None:
             server.address = f"unix:{uds}"
             server.heard = listen_until_ready(server)

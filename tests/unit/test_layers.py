@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import engine
+from engine import public
 from tools.rooms import (
     FIRST_PARTY,
     PRODUCT,
@@ -215,10 +217,20 @@ def test_lazy_imports_are_still_there():
         assert Import(target, is_in_function=True) in found, f"{module} → {target}: {reason}"
 
 
-def test_engine_only_re_exports():
-    tree = ast.parse(modules()["engine"].read_text())
-    kinds = {type(node) for node in tree.body}
-    assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, "engine/__init__.py only re-exports"
+def test_engine_only_re_exports_and_imports_nothing_before_it_is_used():
+    assert engine.__all__ == public.__all__
+    assert set(engine.__all__) <= set(dir(engine))
+    assert all(getattr(engine, name) is getattr(public, name) for name in engine.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = engine.nothing
+    kinds = {type(node) for node in ast.parse(modules()["engine.public"].read_text()).body}
+    assert kinds <= {ast.Expr, ast.ImportFrom, ast.Assign}, "engine/public.py only re-exports"
+    code = (
+        "import sys, engine.errors, grpc_service.cli.main, engine.worker.process.main\n"
+        "heavy = {'trio', 'numpy', 'grpc', 'engine.public', 'engine.api'}\n"
+        "sys.exit(', '.join(heavy & {*sys.modules}) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 THREAD_ENTRY = "engine.replica.threads"

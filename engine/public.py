@@ -1,0 +1,47 @@
+"""What the package `engine` offers. It imports neither torch nor transformers, nor asyncio
+(`engine.aio`)."""
+
+from engine.api import blocking, handles
+from engine.api.engine import Engine, Stream, open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.common.events import Finished
+from engine.core.common.types import EndReason
+from engine.core.text.types import Tokens
+from engine.errors import TrioletError
+from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
+from engine.requests.text_values import (
+    AnswerTokens,
+    Chat,
+    GenerateRequest,
+    OutputOptions,
+    PromptOptions,
+    SamplingParams,
+    Started,
+    ToolCallDelta,
+)
+
+__all__ = [
+    "AnswerTokens",
+    "Chat",
+    "EmbedRequest",
+    "Embedding",
+    "EndReason",
+    "Engine",
+    "EngineConfig",
+    "Finished",
+    "GenerateRequest",
+    "ModelConfig",
+    "OutputOptions",
+    "PromptOptions",
+    "RerankRequest",
+    "SamplingParams",
+    "Score",
+    "Started",
+    "Stream",
+    "Tokens",
+    "ToolCallDelta",
+    "TrioletError",
+    "blocking",
+    "handles",
+    "open_engine",
+]
