@@ -133,8 +133,14 @@ def test_a_cancel_while_a_constraint_compiles_frees_everything(demo):
 
 
 def test_a_deadline_that_passes_while_a_constraint_compiles_says_where(demo):
-    error = generate(demo.channel, constraint=costly(2), max_tokens=5, timeout=0.4).error
-    assert error.code() is StatusCode.DEADLINE_EXCEEDED
+    for number in range(20, 25):
+        constraint = costly(number)
+        error = generate(demo.channel, constraint=constraint, max_tokens=5, timeout=0.4).error
+        assert error.code() is StatusCode.DEADLINE_EXCEEDED
+        if "ErrorInfo" in details(
+            error
+        ):  # on a busy machine, the client's own timer may come first
+            break
     assert details(error)["ErrorInfo"].metadata["phase"] == "compile"
     wait_idle(demo.channel)
 
