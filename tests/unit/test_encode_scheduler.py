@@ -371,3 +371,36 @@ def test_timings_add_up():
 def test_bounds_that_allow_no_request_are_refused(field):
     with pytest.raises(ConfigError):
         EncoderConfig(**{"max_model_len": 8, field: 0})
+
+
+# ---- explaining
+
+
+def test_an_encode_request_says_what_it_waits_for():
+    driver = EncodeDriver(max_num_batched_tokens=10)
+    driver.submit("a", [10, 10])
+    driver.submit("b", [5])
+
+    def said(name):
+        explained = driver.scheduler.explain(name, driver.now)
+        return explained.state, explained.waiting_for, explained.position
+
+    assert said("a") == ("WAITING", "a step", 1)
+    assert said("b") == ("WAITING", "token budget: the next steps compute what is ahead", 2)
+    driver.begin_step()
+    assert said("a") == ("RUNNING", "", 0)
+    driver.apply(Pause(PauseMode.WAIT))
+    assert said("a") == ("RUNNING", "", 0)  # what has begun goes on
+    assert said("b")[:2] == ("WAITING", "resume: the model is paused (wait)")
+    driver.apply(Resume())
+    driver.apply(Pause(PauseMode.KEEP))
+    assert said("a") == ("RUNNING", "resume: the model is paused (keep)", 0)
+    assert said("b")[:2] == ("WAITING", "resume: the model is paused (keep)")
+
+
+def test_the_tokens_of_all_accepted_requests_are_counted():
+    driver = EncodeDriver(max_model_len=50)
+    driver.submit("a", [5, 2])
+    driver.submit("b", [3])
+    driver.submit("too long", [51])
+    assert driver.scheduler.statistics().prompt_tokens_total == 10

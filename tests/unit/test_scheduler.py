@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFailed
 from engine.core.common.step_budget import CLEAN_STEPS
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason
+from engine.core.text.admission import _has_tokens_left
 from engine.core.text.plan import SCORED_TOKENS_MAX, RowResult, StepResult
 from engine.core.text.types import Preempted, Sampling, Tokens
 from engine.errors import DeadlineInfeasible, EngineBug, Overloaded
@@ -490,3 +493,58 @@ def test_a_device_with_little_memory_does_not_run_out_at_every_other_step():
     # 20 chunks of 16, and a try at 32 after every 16 clean steps
     assert runner.steps <= 20 + 4 + 6
     driver.check_tokens()
+
+
+# ---- explaining, and the parts of a decision that no other test sees
+
+
+def test_a_waiting_request_says_what_it_waits_for():
+    driver = Driver(
+        num_blocks=6, block_size=4, max_model_len=24, max_num_seqs=4, prepared_plans=False
+    )
+
+    def said(name):
+        explained = driver.scheduler.explain(name, driver.now)
+        return explained.state, explained.waiting_for, explained.position
+
+    driver.submit(make_request("a", range(1, 17), max_tokens=3))
+    driver.submit(make_request("b", range(101, 117), max_tokens=3))
+    driver.submit(make_request("c", range(201, 217), max_tokens=3))
+    assert said("a") == ("WAITING", "a step", 1)
+    assert said("b") == ("WAITING", "token budget: the next steps compute what is ahead", 2)
+    driver.begin_step()
+    state, reason, position = said("b")
+    assert (state, position) == ("WAITING", 1)
+    assert reason == "KV blocks: 3 are lacking, 2 are free"
+    assert said("c")[1] == reason  # it waits for the same
+
+
+def running(*prompts, decodes=0):
+    """Return sequences with so many prompt tokens left, and ``decodes`` that have one token."""
+    counts = [*prompts, *[1] * decodes]
+    return [SimpleNamespace(num_tokens=n, num_computed=0, is_scoring=False) for n in counts]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "decodes", "budget", "limit", "is_left"),
+    [
+        ([], 0, 16, 16, True),
+        ([15], 0, 16, 16, True),
+        ([16], 0, 16, 16, False),
+        ([14], 1, 16, 16, True),
+        ([15], 1, 16, 16, False),
+        ([2], 1, 3, 3, False),
+        ([4], 0, 16, 5, True),
+        ([5], 0, 16, 5, False),
+        ([], 16, 16, 16, False),
+    ],
+)
+def test_running_prompts_leave_tokens_of_a_step(prompts, decodes, budget, limit, is_left):
+    ledger = SimpleNamespace(
+        config=SimpleNamespace(max_num_batched_tokens=budget),
+        running=running(*prompts, decodes=decodes),
+    )
+    assert _has_tokens_left(ledger, [], limit) == is_left
+    with_victim = [*ledger.running, *running(100)]
+    ledger.running = with_victim
+    assert _has_tokens_left(ledger, with_victim[-1:], limit) == is_left

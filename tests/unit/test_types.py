@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.core.common.types import EndReason
-from engine.core.text.types import Sampling
+from engine.core.common.types import EndReason, RequestId
+from engine.core.text.types import Request, Sampling, Stops
 
 
 def test_only_a_temperature_of_zero_is_greedy():
@@ -15,3 +15,8 @@ def test_only_a_temperature_of_zero_is_greedy():
 @pytest.mark.parametrize("reason", EndReason)
 def test_two_ends_are_successes(reason):
     assert reason.is_success == (reason.value in ("stop", "length"))
+
+
+def test_a_requests_journal_line_is_stable_and_shows_no_prompt():
+    request = Request(RequestId("r1"), (7, 8, 9), Sampling(), Stops(5), 2.5, n=2, priority=-1)
+    assert request.journal_line() == "r1 prompt=3 n=2 max=5 priority=-1"
