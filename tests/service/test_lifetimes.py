@@ -157,8 +157,13 @@ def test_a_client_that_leaves_during_a_load_ends_its_request_and_not_the_load():
 
 
 def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output():
-    """100 cancels at seeded moments; there are so few blocks that requests are preempted."""
+    """There are so few blocks that requests are preempted.
+
+    A hundred calls are cancelled at least, and more until the server has seen 51 cancels: a very
+    early one comes before its request.
+    """
     seed = 20
+    made = []
     moments = random.Random(seed)
     with fake(
         script={"step_s": 0.002},
@@ -172,7 +177,9 @@ def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output
         def cancel_some(number):
             draw = random.Random(number)
             with connect(server.address) as own:
-                for _ in range(20):
+                while len(made) < 100 or ended(own).get("cancelled", 0) <= 50:
+                    made.append(number)
+                    assert len(made) < 2000
                     prompt = [draw.randrange(1, 900)] * draw.randrange(1, 200)
                     with Generation(own, prompt_ids=prompt, max_tokens=200, n=draw.choice((1, 3))):
                         time.sleep(draw.random() * 0.05)
@@ -190,7 +197,7 @@ def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output
         assert heard.ids() == expected_tokens([77], count=500), f"seed {seed}"
         wait_idle(server.channel)
         ends = ended(server.channel)
-        assert sum(ends.values()) <= 102  # a very early cancel may come first
+        assert sum(ends.values()) <= len(made) + 2
         assert ends["cancelled"] > 50
         wait_until(lambda: server.num_files() <= files, 5, "the connections' files are closed")
 
