@@ -1,5 +1,5 @@
-"""What the package `engine` offers. It imports neither torch nor transformers, nor asyncio
-(`engine.aio`)."""
+"""What the package `engine` offers. Importing it imports neither torch, transformers nor asyncio;
+programs for asyncio import `engine.aio`."""
 
 from engine.api import blocking, handles
 from engine.api.engine import Engine, Stream, open_engine

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from engine.errors import SpawnFailed
 from engine.memory_limit import default_limit
 from engine.status import Capability
 from engine.worker.interface import RunnerSpec
@@ -121,10 +120,7 @@ def find_kind(spec: RunnerSpec) -> Capability:
     try:
         directory = resolve(spec.model, spec.revision).directory
     except Refusal as refusal:
-        name = short_name(spec.model)
-        raise SpawnFailed(
-            f"the model {name!r} cannot be loaded: {refusal}", log_detail=refusal.detail
-        ) from refusal
+        raise refusal.for_model(short_name(spec.model)) from refusal
     try:
         return capability.capability_of(directory)
     except Refusal:

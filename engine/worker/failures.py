@@ -63,7 +63,7 @@ def spawn_failed(name: str, error: Exception, *, needs: str) -> SpawnFailed:
     """Return the error of a failed load: one sentence for the client, and for the operator alone
     the details in ``log_detail``."""
     if isinstance(error, Refusal):
-        return SpawnFailed(f"the model {name!r} cannot be loaded: {error}", log_detail=error.detail)
+        return error.for_model(name)
     if is_out_of_memory(error):
         return SpawnFailed(
             f"the model {name!r} cannot be loaded: the device has too little free memory for its "

@@ -426,7 +426,8 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _lazy(module: str, function: str = "run") -> Run:
-    """Return the subcommand that ``function`` of `grpc_service.cli`'s ``module`` is."""
+    """Return a subcommand that imports a module of `grpc_service.cli` when it is run, and calls the
+    module's ``function``."""
 
     def run(args: argparse.Namespace) -> int:
         command: Run = getattr(import_module(f"grpc_service.cli.{module}"), function)

@@ -156,9 +156,8 @@ def blockers(channel, are_wanted, *, are_spared=True):
             assert ids == expected_tokens([number], count=len(ids))
 
 
-TASKS_OF_A_CALL = (
-    5  # Trio tasks, at least, that a server has more during a call on a new connection
-)
+# How many Trio tasks a server has more, at least, during a call on a new connection.
+TASKS_OF_A_CALL = 5
 
 NAMES = (f"ending-{number}" for number in itertools.count())
 

@@ -1,7 +1,7 @@
 """Runners in worker processes, which import little: a test starts many such processes.
 
-The spec's model name is JSON that says what the fake does. It reports to the test through files in
-``folder``: each phase that it reaches creates a file with the phase's name.
+The spec's model name is JSON that says what the fake does. The fake reports to the test through
+files in ``folder``: each phase that it reaches creates a file with the phase's name.
 """
 
 from __future__ import annotations
