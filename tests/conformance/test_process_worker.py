@@ -122,30 +122,28 @@ def test_a_missing_model_is_refused_by_the_same_sentence(tmp_path):
     assert said[0] == said[1]
 
 
-def test_a_server_of_processes_never_imports_torch():
+def test_a_server_of_processes_never_imports_torch_and_a_killed_workers_processes_end():
     code = (
         "import sys\n"
-        "from tests.conformance.test_process_worker import CHAT, CONFIG, FORM, STORIES\n"
-        "from engine.worker.factory import make_process_runner\n"
-        "runner = make_process_runner(STORIES, CONFIG)\n"
-        "info = runner.load(lambda progress: None)\n"
-        "runner.tokenizer.encode(runner.tokenizer.render_chat(CHAT))\n"
-        "runner.compile(FORM)\n"
-        "there = runner.rss_bytes()\n"
-        "runner.close()\n"
-        "assert info.memory_bytes > 0 and there > 100 << 20, (info, there)\n"
+        "from tests.conformance.test_process_worker import use_and_kill_a_worker\n"
+        "use_and_kill_a_worker()\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_a_killed_workers_processes_end_with_it():
-    """The processes that try constraints end first, when their pipe does."""
+def use_and_kill_a_worker():
+    """Use a worker as a server does, kill it, and check that all its processes end.
+
+    Those that try constraints end when their pipe to the worker does.
+    """
     runner = make_process_runner(STORIES, CONFIG)
     try:
-        load(runner)
+        assert load(runner).memory_bytes > 0
+        runner.tokenizer.encode(runner.tokenizer.render_chat(CHAT))
         runner.compile(FORM)
+        assert runner.rss_bytes() > 100 << 20
         tasks = Path(f"/proc/{runner.process.pid}/task").iterdir()
         pids = [pid for task in tasks for pid in (task / "children").read_text().split()]
         assert pids

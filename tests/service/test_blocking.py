@@ -602,10 +602,11 @@ next(stream)
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param(WHILE_TORCH_IS_IMPORTED, marks=pytest.mark.full, id="while torch is imported"),
+        pytest.param(WHILE_TORCH_IS_IMPORTED, id="while torch is imported"),
         pytest.param(WHILE_IT_GENERATES, id="while it generates"),
     ],
 )
+@pytest.mark.full
 def test_the_interpreter_exits_with_a_real_model(text):
     """The engine must close before torch's own exit handlers run.
 

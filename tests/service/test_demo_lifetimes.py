@@ -108,6 +108,7 @@ def test_a_cancel_frees_the_blocks(narrow, phase, free_within):
     assert generate(channel, text="Once", max_tokens=3, temperature=0.0).error is None
 
 
+@pytest.mark.full
 def test_a_cancel_while_the_model_loads(tmp_path, free_within):
     uds = tmp_path / "socket"
     with process(serve_argv("--model", DEMO, "--uds", str(uds))) as server:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -653,22 +653,35 @@ def test_a_hung_worker_can_be_killed_and_every_waiting_call_ends(fault, tmp_path
         assert error.retry_after_s is not None
 
 
-def test_a_hung_worker_prints_its_stacks_on_request(tmp_path, capfd):
-    with loaded(fault="hang", folder=str(tmp_path)) as runner:
+def test_a_hung_worker_prints_its_stacks_on_request(tmp_path):
+    printed = tmp_path / "stderr"
+    with (
+        standard_error_to(printed),
+        loaded(fault="hang", folder=str(tmp_path)) as runner,
+    ):
         step = Call(runner.execute, empty_plan())
         wait_for(tmp_path / "executing")
         runner.process.dump_stacks()
-        said = []
-        wait_until(lambda: "in do_wrong" in "".join(said + keep(said, capfd)), SHORT_S)
+        wait_until(lambda: "in do_wrong" in printed.read_text(), SHORT_S)
         assert runner.is_alive
         runner.kill()
         assert isinstance(step.outcome(), WorkerLost)
 
 
-def keep(said, capfd):
-    """Keep what was printed on standard error, and return all of it."""
-    said.append(capfd.readouterr().err)
-    return said
+@contextmanager
+def standard_error_to(path):
+    """Let this process and those that it starts write their standard error to a file.
+
+    pytest's own capture may lose what a process writes while the test reads.
+    """
+    usual = os.dup(2)
+    with open(path, "ab") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(usual, 2)
+        os.close(usual)
 
 
 @pytest.mark.parametrize("fault", ["garbage", "a lie", "huge"])
