@@ -156,9 +156,6 @@ def blockers(channel, are_wanted, *, are_spared=True):
             assert ids == expected_tokens([number], count=len(ids))
 
 
-# How many Trio tasks a server has more, at least, during a call on a new connection.
-TASKS_OF_A_CALL = 5
-
 NAMES = (f"ending-{number}" for number in itertools.count())
 
 
@@ -235,9 +232,9 @@ def test_a_client_process_that_is_killed(place):
     if name == "parked":
         return  # test_peers.py kills a client that has stopped reading; this command always reads
     wait_idle(server.channel)
-    with blockers(server.channel, phase.blocked):
+    with blockers(server.channel, phase.blocked) as num_others:
         before, ends = stats(server.channel), ended(server.channel)
-        tasks = server.ask("tasks")["trio_tasks"] + TASKS_OF_A_CALL
+        wait_until(lambda: server.ask("calls") == num_others, 20, "the end of earlier calls")
         fields = dict(phase.request)
         more = []
         if name == "load":
@@ -250,7 +247,7 @@ def test_a_client_process_that_is_killed(place):
             stdout=subprocess.DEVNULL,
         ) as client:
             try:
-                wait_until(lambda: server.ask("tasks")["trio_tasks"] >= tasks, 20, "the call")
+                wait_until(lambda: server.ask("calls") == num_others + 1, 20, "the call")
                 wait_until(lambda: phase.is_there(server, before, fields), 20, name)
             finally:
                 client.kill()

@@ -28,6 +28,7 @@ from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind
 from grpc_service.app.application import serve, serve_forever
 from grpc_service.app.server_config import ServerConfig
+from grpc_service.rpc.connection import Connection
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.call_writer import CallWriter
 
@@ -166,19 +167,25 @@ class Counter(trio.abc.Instrument):
 
     def answer(self, question):
         """Return the answer to one line of standard input."""
-        if question == "tasks":
-            return self.living()
+        if question == "calls":
+            calls = trio.from_thread.run_sync(
+                lambda: list(running_calls(trio.lowlevel.current_root_task())),
+                trio_token=self.faults.trio_token,
+            )
+            return len(calls)
         return {
             "task_steps": self.task_steps,
             "switches": dict(all_switches()),
         }
 
-    def living(self):
-        """Return the numbers of Trio's tasks and of Python's threads."""
-        statistics = trio.from_thread.run_sync(
-            trio.lowlevel.current_statistics, trio_token=self.faults.trio_token
-        )
-        return {"trio_tasks": statistics.tasks_living, "threads": threading.active_count()}
+
+def running_calls(task):
+    """Yield the tasks below ``task`` that serve a gRPC call."""
+    if task.name == f"{Connection.__module__}.{Connection._serve.__qualname__}":
+        yield task
+    for nursery in task.child_nurseries:
+        for child in nursery.child_tasks:
+            yield from running_calls(child)
 
 
 def all_switches():
@@ -199,7 +206,7 @@ def answer_questions(counter):
     """Answer standard input line by line, and kill the process at its end."""
     for line in sys.stdin:
         command = line.strip()
-        if command and command != "tasks":
+        if command and command != "calls":
             getattr(counter.faults, command)()
         print(json.dumps(counter.answer(command)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
