@@ -290,7 +290,7 @@ def test_a_drain_lets_running_requests_finish_and_cuts_the_rest():
         wait_serving(server.channel)
         with (
             Encode(server.channel, embed_request(MANY[:20])) as short,
-            Encode(server.channel, embed_request(MANY)) as long,
+            Encode(server.channel, embed_request(MANY * 6)) as long,
         ):
             assert short.read() is not None
             server.signal()

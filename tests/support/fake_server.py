@@ -167,6 +167,8 @@ class Counter(trio.abc.Instrument):
 
     def answer(self, question):
         """Return the answer to one line of standard input."""
+        if question == "tasks":
+            return self.living()
         if question == "calls":
             calls = trio.from_thread.run_sync(
                 lambda: list(running_calls(trio.lowlevel.current_root_task())),
@@ -177,6 +179,13 @@ class Counter(trio.abc.Instrument):
             "task_steps": self.task_steps,
             "switches": dict(all_switches()),
         }
+
+    def living(self):
+        """Return the numbers of Trio's tasks and of Python's threads."""
+        statistics = trio.from_thread.run_sync(
+            trio.lowlevel.current_statistics, trio_token=self.faults.trio_token
+        )
+        return {"trio_tasks": statistics.tasks_living, "threads": threading.active_count()}
 
 
 def running_calls(task):
@@ -206,7 +215,7 @@ def answer_questions(counter):
     """Answer standard input line by line, and kill the process at its end."""
     for line in sys.stdin:
         command = line.strip()
-        if command and command != "calls":
+        if command and command not in ("tasks", "calls"):
             getattr(counter.faults, command)()
         print(json.dumps(counter.answer(command)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
