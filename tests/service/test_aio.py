@@ -1061,7 +1061,7 @@ def test_the_interpreter_exits_with_an_engine_left_open(text):
     assert out == ("SHUTTING_DOWN\n" if "print" in text else "")
 
 
-WAITS = {"iterator": "await anext(stream)", "call": "await eng.drain()"}
+WAITS = {"iterator": "[event async for event in stream]", "call": "await eng.drain()"}
 
 
 @pytest.mark.parametrize("text", WAITS.values(), ids=WAITS.keys())
