@@ -60,6 +60,15 @@ def open_files():
     return count_files()
 
 
+@pytest.fixture(autouse=True)
+def files_are_closed_before_the_next_test():
+    """A descriptor is closed by its last job's thread, which may be a moment later than its task
+    goes on: the next test must not count it."""
+    before = open_files()
+    yield
+    wait_until(lambda: open_files() <= before, LIMIT_S, "the descriptors' end")
+
+
 class Held:
     """A job that runs until the test releases it."""
 
