@@ -262,8 +262,9 @@ def test_a_deadline(place):
         check_end(place, asked, how, is_now=False)
         heard = asked.call.finish()
         assert heard.error.code() is Code.DEADLINE_EXCEEDED
-        is_ours = heard.error.details().startswith("the deadline passed")
-        if is_ours and (info := details(heard.error).get("ErrorInfo")) is not None:
+        # otherwise another timer came first, as in test_endings.py
+        if heard.error.details().startswith("the deadline passed in phase"):
+            info = details(heard.error)["ErrorInfo"]
             assert info.metadata["phase"] == name.split(",")[0]
         check_values(place, heard)
 
@@ -289,7 +290,7 @@ def test_a_drain_lets_running_requests_finish_and_cuts_the_rest():
     with fake(models=models(step_s=STEP_S), engine={"max_num_seqs": 2}) as server:
         wait_serving(server.channel)
         with Encode(server.channel, embed_request(MANY[:20])) as short:
-            assert short.read() is not None  # it is the first one, whatever the server does next
+            assert short.read() is not None  # it runs, so the long one waits behind it
             with Encode(server.channel, embed_request(MANY)) as long:
                 wait_until(lambda: stats(server.channel).waiting, 10, "the long one")
                 server.signal()

@@ -155,10 +155,14 @@ def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), **field
     return script
 
 
+CALL = f"{Connection.__module__}.{Connection._serve.__qualname__}"  # the name of a call's task
+
+
 class Counter(trio.abc.Instrument):
-    """Count how often Trio runs a task."""
+    """Count how often Trio runs a task, and answer ``questions`` on Trio's thread."""
 
     def __init__(self, faults):
+        self.questions = {"tasks": living, "calls": count_calls}
         self.faults = faults
         self.task_steps = 0
 
@@ -167,34 +171,33 @@ class Counter(trio.abc.Instrument):
 
     def answer(self, question):
         """Return the answer to one line of standard input."""
-        if question == "tasks":
-            return self.living()
-        if question == "calls":
-            calls = trio.from_thread.run_sync(
-                lambda: list(running_calls(trio.lowlevel.current_root_task())),
-                trio_token=self.faults.trio_token,
+        if question in self.questions:
+            return trio.from_thread.run_sync(
+                self.questions[question], trio_token=self.faults.trio_token
             )
-            return len(calls)
         return {
             "task_steps": self.task_steps,
             "switches": dict(all_switches()),
         }
 
-    def living(self):
-        """Return the numbers of Trio's tasks and of Python's threads."""
-        statistics = trio.from_thread.run_sync(
-            trio.lowlevel.current_statistics, trio_token=self.faults.trio_token
-        )
-        return {"trio_tasks": statistics.tasks_living, "threads": threading.active_count()}
+
+def living():
+    """Return the numbers of Trio's tasks and of Python's threads."""
+    num_tasks = trio.lowlevel.current_statistics().tasks_living
+    return {"trio_tasks": num_tasks, "threads": threading.active_count()}
 
 
-def running_calls(task):
-    """Yield the tasks below ``task`` that serve a gRPC call."""
-    if task.name == f"{Connection.__module__}.{Connection._serve.__qualname__}":
-        yield task
+def count_calls():
+    """Return the number of gRPC calls that run."""
+    return sum(task.name == CALL for task in tasks_below(trio.lowlevel.current_root_task()))
+
+
+def tasks_below(task):
+    """Yield ``task`` and all tasks that it and its children have started."""
+    yield task
     for nursery in task.child_nurseries:
         for child in nursery.child_tasks:
-            yield from running_calls(child)
+            yield from tasks_below(child)
 
 
 def all_switches():
@@ -215,7 +218,7 @@ def answer_questions(counter):
     """Answer standard input line by line, and kill the process at its end."""
     for line in sys.stdin:
         command = line.strip()
-        if command and command not in ("tasks", "calls"):
+        if command and command not in counter.questions:
             getattr(counter.faults, command)()
         print(json.dumps(counter.answer(command)), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
