@@ -112,6 +112,7 @@ def test_an_encoders_numbers_are_the_same_to_the_last_bit(name):
         apart.close()
 
 
+@pytest.mark.full
 def test_a_missing_model_is_refused_by_the_same_sentence(tmp_path):
     model = ModelConfig(str(tmp_path))
     said = []

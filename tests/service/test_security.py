@@ -273,15 +273,7 @@ def test_a_request_goes_on_when_its_key_is_taken_away(keys):
             assert call.finish().error is None
 
 
-@pytest.fixture
-def hangups():
-    """Let new processes react to SIGHUP, even if this one was started to ignore it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-def test_without_keys_a_hangup_ends_the_server(hangups):
+def test_without_keys_a_hangup_ends_the_server():
     with fake() as server:
         server.signal(signal.SIGHUP)
         assert server.wait() == -signal.SIGHUP

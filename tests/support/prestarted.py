@@ -212,6 +212,7 @@ def main():
     if request is None:
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     threading.current_thread()._set_native_id()  # Python 3.11 keeps the one of before the fork
     os.chdir(request["cwd"])
     sys.path[0] = request["cwd"]
