@@ -131,6 +131,7 @@ class Counts:
     requests_total: RequestsTotal = field(default_factory=RequestsTotal)
     memory_reserved: int = 0  # bytes
     memory_limit: int = 0  # bytes
+    peak_waiting: int = 0  # the most in the queue at once since the load (R69)
 
 
 @dataclass(frozen=True, slots=True)

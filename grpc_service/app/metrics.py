@@ -59,6 +59,9 @@ def _histogram(name: str, meaning: str, labels: tuple[str, ...] = REPLICA) -> Me
 OF_COUNTS = {
     "running": _gauge("num_requests_running", "sequences that the next steps compute"),
     "waiting": _gauge("num_requests_waiting", "sequences that wait to be computed"),
+    "peak_waiting": _gauge(
+        "num_requests_waiting_peak", "the most sequences in the queue at once since the load"
+    ),
     "parked": _gauge(
         "num_requests_parked", "sequences whose clients must read more before they go on"
     ),

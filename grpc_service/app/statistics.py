@@ -48,7 +48,8 @@ def paused_text(entry: messages.ReplicaStats) -> str:
 
 def _totals(totals: messages.Totals) -> Iterator[tuple[str, str]]:
     ends = totals.requests_total
-    yield "sequences", _named(totals, ("running", "waiting", "parked", "ending", "unread_calls"))
+    levels = ("running", "waiting", "parked", "ending", "unread_calls", "peak_waiting")
+    yield "sequences", _named(totals, levels)
     yield "requests", _named(ends, [field.name for field in ends.DESCRIPTOR.fields])
     yield (
         "tokens",

@@ -245,7 +245,7 @@ CAUSES = {
         {},
     ),
     a_running_request: ({"num_requests_running", "kv_cache_usage_perc", "kv_blocks_free"}, SLOW),
-    a_waiting_request: ({"num_requests_waiting"}, {}),
+    a_waiting_request: ({"num_requests_waiting", "num_requests_waiting_peak"}, {}),
     a_reader_that_stops: ({"num_requests_parked"}, {"engine": {"stream_buffer": 16}}),
     a_reader_that_stops_and_goes_on: ({"parked_seconds"}, {"engine": {"stream_buffer": 16}}),
     a_reader_that_never_reads: ({"unread_calls"}, {"engine": {"stream_buffer": 400}}),

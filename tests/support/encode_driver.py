@@ -210,6 +210,7 @@ class EncodeDriver:
             if name not in self.finished and name not in self.refused
         )
         assert stats.running + stats.waiting + stats.parked == left
+        assert stats.waiting <= stats.peak_waiting
         assert stats.step_count == len(self.plans)
         for name, credit in self.credits.items():
             assert credit.filled == self.unread[name]

@@ -48,7 +48,7 @@ STATS = """
     free_blocks:uint32 total_blocks:uint32 cached_blocks:uint32
     prefix_queries:uint64 prefix_hits:uint64 step_count:uint64 step_rows_total:uint64
     preemptions:uint64 prompt_tokens_total:uint64 completion_tokens_total:uint64
-    requests_total:RequestsTotal memory_reserved:uint64 memory_limit:uint64
+    requests_total:RequestsTotal memory_reserved:uint64 memory_limit:uint64 peak_waiting:uint32
 """
 
 MESSAGES = {

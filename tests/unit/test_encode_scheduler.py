@@ -398,6 +398,23 @@ def test_an_encode_request_says_what_it_waits_for():
     assert said("b")[:2] == ("WAITING", "resume: the model is paused (keep)")
 
 
+def test_the_peak_of_the_queue_counts_inputs_and_stays():
+    """R69: also of a request that comes back from a failed step, or from its reader."""
+    driver = EncodeDriver(max_num_seqs=4)
+    driver.submit("a", [5, 2, 3])
+    driver.submit("b", [3, 1])
+    driver.begin_step()
+    fail(driver)
+    stats = driver.scheduler.statistics()
+    assert (stats.waiting, stats.peak_waiting) == (5, 5)
+    driver.run()
+    driver.submit("slow", [1] * 6, buffer=2)
+    driver.run()
+    stats = driver.scheduler.statistics()
+    assert (stats.parked, stats.waiting, stats.peak_waiting) == (0, 0, 6)
+    driver.check_idle()
+
+
 def test_the_tokens_of_all_accepted_requests_are_counted():
     driver = EncodeDriver(max_model_len=50)
     driver.submit("a", [5, 2])

@@ -208,6 +208,17 @@ def test_statistics_count_what_happened(driver):
     driver.check_idle()
 
 
+def test_the_peak_of_the_queue_stays_when_the_queue_is_empty_again(driver):
+    """R69."""
+    assert driver.scheduler.statistics().peak_waiting == 0
+    for index in range(7):
+        driver.submit(make_request(f"r{index}", [index + 1], max_tokens=2))
+    driver.run()
+    driver.submit(make_request("alone", [9], max_tokens=2))
+    stats = driver.scheduler.statistics()
+    assert (stats.waiting, stats.peak_waiting) == (1, 7)
+
+
 def test_phases_add_up_to_a_choices_life(driver):
     driver.submit(make_request("r", range(1, 40), max_tokens=3), buffer=1)
     driver.tick(1.0)  # queued

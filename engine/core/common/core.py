@@ -48,9 +48,9 @@ class CoreStatistics:
 
     The first four count sequences or, for an encoder, inputs: those in a step or ready for one,
     those that wait for their start, those parked because of their reader, and those that have ended
-    while a step still uses what they hold. ``queued_tokens`` are the tokens of those that wait.
-    Blocks are of the KV pool. The other fields count since the start; ``late_results`` are results
-    for sequences that had ended.
+    while a step still uses what they hold. ``queued_tokens`` are the tokens of those that wait, and
+    ``peak_waiting`` is how many have been in the queue at most. Blocks are of the KV pool. The
+    other fields count since the start; ``late_results`` are results for sequences that had ended.
     """
 
     running: int = 0
@@ -58,6 +58,7 @@ class CoreStatistics:
     parked: int = 0
     ending: int = 0
     queued_tokens: int = 0
+    peak_waiting: int = 0
     free_blocks: int = 0
     total_blocks: int = 0
     cached_blocks: int = 0

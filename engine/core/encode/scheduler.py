@@ -367,7 +367,7 @@ class EncodeScheduler:
         return 0
 
     def statistics(self) -> CoreStatistics:
-        """Return the counters as they stand. The time grows with the number of live requests and
+        """Return the counters as they stand. The time grows with the number of parked requests and
         of rows in the step.
 
         ``running``, ``waiting``, ``parked`` and ``ending`` count inputs: those in the step, those
@@ -376,14 +376,14 @@ class EncodeScheduler:
         """
         rows = [] if self._step is None else self._step.rows
         ending = sum(live.is_ended for live, _ in rows)
-        left = sum(len(live.left) for live in self._requests.values())
         parked = sum(len(live.left) for live in self._parked.values())
         return CoreStatistics(
             running=len(rows) - ending,
-            waiting=left - parked,
+            waiting=self._queue.num_inputs,
             parked=parked,
             ending=ending,
             queued_tokens=self._queue.num_tokens,
+            peak_waiting=self._queue.peak_inputs,
             step_count=self._steps,
             step_rows_total=self._rows,
             prompt_tokens_total=self._tokens,

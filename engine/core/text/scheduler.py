@@ -291,6 +291,7 @@ class Scheduler:
             parked=sum(1 for seq in ledger.live_sequences() if seq.state is State.PARKED),
             ending=ending,
             queued_tokens=ledger.waiting.num_tokens,
+            peak_waiting=ledger.waiting.peak,
             free_blocks=ledger.pool.num_free,
             total_blocks=ledger.pool.num_blocks,
             cached_blocks=ledger.pool.num_cached,

@@ -30,12 +30,13 @@ class WaitingQueue:
     """WAITING sequences, sorted by `waiting_key`. Not thread-safe.
 
     ``sequences`` is sorted by the keys as they were at the last sorting; ``num_tokens`` is the sum
-    of their tokens. Both are read-only outside.
+    of their tokens; ``peak`` is how many there have been at most. All are read-only outside.
     """
 
     def __init__(self, aging_s: float) -> None:
         self.sequences: list[Sequence] = []
         self.num_tokens = 0
+        self.peak = 0
         self._aging_s = aging_s
         self._sorted_at = 0.0
 
@@ -47,6 +48,7 @@ class WaitingQueue:
         seq.waiting_key = self.key_of(seq, now)
         insort(self.sequences, seq, key=_waiting_key)
         self.num_tokens += seq.num_tokens
+        self.peak = max(self.peak, len(self.sequences))
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out of the queue."""

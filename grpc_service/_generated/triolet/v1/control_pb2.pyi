@@ -68,7 +68,7 @@ class RequestsTotal(_message.Message):
     def __init__(self, finished: _Optional[int] = ..., cancelled: _Optional[int] = ..., deadline: _Optional[int] = ..., aborted: _Optional[int] = ..., stalled: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit")
+    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "peak_waiting")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,7 @@ class Totals(_message.Message):
     REQUESTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     MEMORY_RESERVED_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    PEAK_WAITING_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     parked: int
@@ -105,10 +106,11 @@ class Totals(_message.Message):
     requests_total: RequestsTotal
     memory_reserved: int
     memory_limit: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ...) -> None: ...
+    peak_waiting: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., peak_waiting: _Optional[int] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
-    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "model", "replica", "state", "pause")
+    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "model", "replica", "state", "pause", "peak_waiting")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
@@ -131,6 +133,7 @@ class ReplicaStats(_message.Message):
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     PAUSE_FIELD_NUMBER: _ClassVar[int]
+    PEAK_WAITING_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     parked: int
@@ -153,7 +156,8 @@ class ReplicaStats(_message.Message):
     replica: int
     state: _common_pb2.ReplicaState
     pause: PauseMode
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., model: _Optional[str] = ..., replica: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ReplicaState, str]] = ..., pause: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+    peak_waiting: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., model: _Optional[str] = ..., replica: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ReplicaState, str]] = ..., pause: _Optional[_Union[PauseMode, str]] = ..., peak_waiting: _Optional[int] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("mode", "model")
