@@ -103,6 +103,8 @@ class Serving:
                     log.error("a worker of %s has died: %s", entry.config.name, error)
                 except EngineBug as error:
                     log.error("a worker of %s has died", entry.config.name, exc_info=error)
+                else:
+                    _log_end(replica)
                 nursery.cancel_scope.cancel(reason="the replica's loop has ended")
         finally:
             await self._jobs.close(runner)
@@ -131,3 +133,17 @@ class Serving:
         if replica.loop.is_hung and replica.process is not None:
             replica.process.kill(f"took more than {self._step_timeout_s:g} s for a step")
         self._on_change()
+
+
+def _log_end(replica: AnyReplica) -> None:
+    """Log what a replica has done whose loop has ended in order (R49)."""
+    log.info(
+        "replica %d of %s has ended: it finished %d requests, %d failed and %d were cancelled; "
+        "its steps took %.1f s",
+        replica.replica_id,
+        replica.model,
+        replica.processed,
+        replica.failed,
+        replica.cancelled,
+        replica.loop.busy_s,
+    )

@@ -4,10 +4,10 @@ Rule 1: the loop never waits for a reader. A stream whose credit is used up is p
 Rule 2: no lock of ours is held or taken around a step (R35, R66).
 Rule 3: an idle or paused engine makes no wake-ups.
 
-Phases of a turn (R172): apply commands · plan · start the step · deliver what the last step caused
-· prepare the next plan · wait for the step · commit. Between two steps, the loop does only what
-decides the second one; delivering the tokens of 128 readers takes 0.3 ms and preparing takes 0.1 ms
-(`python -m tools.bench gap`).
+Phases of a turn (R172), each of which is timed: apply commands · plan · start the step · deliver
+what the last step caused · prepare the next plan · wait for the step · commit. Between two steps,
+the loop does only what decides the second one; delivering the tokens of 128 readers takes 0.3 ms
+and preparing takes 0.1 ms (`python -m tools.bench gap`).
 """
 
 from __future__ import annotations
@@ -285,6 +285,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         nothing is live."""
         if self._lost is not None:
             raise self._lost
+        began = self._time()
         self._drain_commands()
         now = self._time()
         if (due := self.core.next_wakeup(now)) is not None and due <= now:
@@ -292,6 +293,8 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         plan, events = self.core.plan(now)
         self._outbox += events
         if self.telemetry is not None:
+            self.telemetry.loop_spent("commands", now - began)
+            self.telemetry.loop_spent("plan", self._time() - now)
             self.telemetry.look_at_cancelled(self.core.is_live, now)
         if plan is not None:
             if self._on_event is not None:
@@ -343,9 +346,10 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
                 self._watch.end()
         ended = self._time()
         self.busy_s += ended - started
+        self._apply(outcome, ended)
         if self.telemetry is not None:
             self.telemetry.step_ended(started, ended)
-        self._apply(outcome, ended)
+            self.telemetry.loop_spent("commit", self._time() - ended)
         if self._check_level >= 2:
             self.core.check()
 
@@ -353,7 +357,10 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         """Do what needs no result of the step: deliver what the last one caused, and prepare the
         next plan."""
         self._deliver()
-        self.core.prepare(self._time())
+        now = self._time()
+        self.core.prepare(now)
+        if self.telemetry is not None:
+            self.telemetry.loop_spent("prepare", self._time() - now)
 
     def _execute(self, plan: PlanT) -> StepDone[ResultT] | StepFailed:
         """Execute the plan, in the worker's thread. What the model raises becomes a value (R51,
@@ -392,6 +399,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         """Push every event into its request's stream, in order; then send what readers wrote."""
         if not self._outbox:
             return
+        began = self._time()
         events, self._outbox = self._outbox, []
         if self._on_event is not None:
             for event in events:
@@ -408,4 +416,6 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         finally:
             self._batch.release()
         if self.telemetry is not None:
-            self.telemetry.delivered(events, self._time())
+            now = self._time()
+            self.telemetry.loop_spent("deliver", now - began)
+            self.telemetry.delivered(events, now)

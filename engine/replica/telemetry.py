@@ -1,11 +1,11 @@
-"""Histograms of how long things took, filled while they happen.
+"""Histograms and sums of how long things took, filled while they happen.
 
 Rule 1: everything here runs on the Trio thread and takes no lock; a reader takes a frozen copy
 there. Rule 2: the loop calls once per step and per delivery, not per token, which costs a fraction
 of a microsecond per token (`python -m tools.bench metrics`). Rule 3: no label comes from a client:
 the labels are models, replicas, phases and ends.
 
-`grpc_service.app.metrics` exports the histograms.
+`grpc_service.app.metrics` exports them.
 """
 
 from __future__ import annotations
@@ -93,12 +93,13 @@ class _Live:
 
 @dataclass(frozen=True, slots=True)
 class TelemetrySnapshot:
-    """One replica's distributions by name, the time from cancel to free by phase, and the number of
-    its requests by end."""
+    """One replica's distributions by name, the time from cancel to free by phase, the number of its
+    requests by end, and the seconds that its loop has spent in each phase of its turns."""
 
     distributions: dict[str, Distribution]
     cancel_to_free: dict[str, Distribution]
     ends: dict[str, int]
+    loop_s: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,7 @@ class ReplicaTelemetry:
         self._cancelled: dict[RequestId, tuple[float, str]] = {}
         self._cancel_to_free: dict[str, Histogram] = {}
         self._ends: dict[str, int] = {}
+        self._loop_s = dict.fromkeys(self.PHASES, 0.0)
         self.first_token = Histogram(FIRST_BOUNDS)
         self.inter_token = Histogram(TOKEN_BOUNDS)
         self.request = Histogram(REQUEST_BOUNDS)
@@ -171,6 +173,15 @@ class ReplicaTelemetry:
     def idles(self) -> None:
         """Note that there is no work, so that the time until the next step is no gap."""
         self._step_ended_at = None
+
+    # ---- what the loop does itself
+
+    PHASES: Sequence[str] = ("commands", "plan", "prepare", "deliver", "commit")
+
+    def loop_spent(self, phase: str, seconds: float) -> None:
+        """Add to the time that the loop has spent in one of the `PHASES` of its turns (R172). The
+        step itself has a histogram."""
+        self._loop_s[phase] += seconds
 
     # ---- requests
 
@@ -261,4 +272,5 @@ class ReplicaTelemetry:
             {name: getattr(self, name).snapshot() for name in self.NAMES},
             {phase: one.snapshot() for phase, one in self._cancel_to_free.items()},
             dict(self._ends),
+            dict(self._loop_s),
         )

@@ -103,6 +103,9 @@ DISCARDED = _counter("plan_discarded_total", "steps that were planned ahead and 
 CANCEL_TO_FREE = _histogram(
     "cancel_to_free_seconds", "from an early end until its blocks are free", (*REPLICA, "phase")
 )
+LOOP = _counter(
+    "loop_seconds_total", "time that the loop took itself, beside its steps", (*REPLICA, "phase")
+)
 PROCESS_BYTES = _gauge(
     "worker_resident_bytes", "memory in use by a worker with a process of its own"
 )
@@ -124,8 +127,9 @@ RPCS = _counter("rpcs_total", "RPCs that ended", ("method", "code"))
 METRICS = (
     *OF_COUNTS.values(),
     *OF_TELEMETRY.values(),
-    *(CACHE_USAGE, SUCCESS, DISCARDED, CANCEL_TO_FREE, PROCESS_BYTES, MODEL_READY),
-    *(DEGRADED, DEATHS, ENDED, DEADLINES, UNREAD_CALLS, DRAINING, MEMORY, MEMORY_LIMIT, RPCS),
+    *(CACHE_USAGE, SUCCESS, DISCARDED, CANCEL_TO_FREE, LOOP, PROCESS_BYTES),
+    *(MODEL_READY, DEGRADED, DEATHS, ENDED, DEADLINES, UNREAD_CALLS),
+    *(DRAINING, MEMORY, MEMORY_LIMIT, RPCS),
 )
 
 
@@ -183,6 +187,8 @@ def _of_replica(
         yield CANCEL_TO_FREE, (*labels, phase), distribution
     for reason, count in telemetry.ends.items():
         yield SUCCESS, (*labels, reason), count
+    for phase, seconds in telemetry.loop_s.items():
+        yield LOOP, (*labels, phase), seconds
 
 
 # ---- for prometheus_client -------------------------------------------------------------------

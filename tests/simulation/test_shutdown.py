@@ -1,0 +1,176 @@
+"""The end of an engine in virtual time: what runs then, what waits, and what comes too late.
+
+`tests/service/test_signals.py` ends whole servers, and `test_pool.py` unloads models.
+"""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from engine.api.engine import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import RequestAborted, ShuttingDown, WorkerLost
+from engine.replica.loop import EngineLoop
+from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker.fakes.text import FakeRunner, FakeScript
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+
+STEP_S = 1.0
+
+seeds = pytest.mark.parametrize("seed", range(4))  # for the order of tasks
+
+
+class LeftError(Exception):
+    """What a program raises in the block of its engine."""
+
+
+def request(max_tokens):
+    """Return a request that takes as many steps as it has tokens."""
+    return GenerateRequest(token_ids=(5, 6), sampling=SamplingParams(max_tokens=max_tokens))
+
+
+def run(body, seed, *, root=None, step_faults=None, **settings):
+    """Run ``body(engine)`` in an engine whose steps take a second.
+
+    Return the seconds from then to the engine's end, and the number of steps. ``root`` is the scope
+    around the engine.
+    """
+    threads, times = VirtualThreads(), []
+    script = FakeScript(step_s=STEP_S, step_faults=step_faults or {}, sleep=threads.note_sleep)
+    runner = FakeRunner(script=script)
+
+    async def main():
+        config = EngineConfig(
+            models=(ModelConfig("fake"),), check_level=2, max_num_seqs=1, **settings
+        )
+        with root or trio.CancelScope():
+            try:
+                async with open_engine(
+                    config, make_runner=lambda *_: runner, threads=threads
+                ) as engine:
+                    await engine.wait_ready()
+                    times.append(trio.current_time())
+                    await body(engine)
+            except* LeftError:
+                pass
+        times.append(trio.current_time())
+
+    run_deterministically(main, seed)
+    return round(times[1] - times[0], 6), runner.steps
+
+
+@seeds
+@pytest.mark.parametrize(
+    ("timeout_s", "num_whole", "took"), [(100, 3, 8.5), (4.5, 1, 4.5), (0, 0, 0)]
+)
+def test_shutdown_with_work_pending(seed, timeout_s, num_whole, took):
+    """R12, R61, R67: what runs and what waits may finish until the timeout; the rest is cut."""
+
+    async def body(engine):
+        asked = [engine.submit(request(3), buffer=9) for _ in range(3)]
+        await trio.sleep(0.5)
+        began = trio.current_time()
+        cut = []
+
+        async def drain():
+            cut.append(await engine.drain(timeout_s))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(drain)
+            await trio.sleep(0.25)
+            assert isinstance(engine.submit(request(1), buffer=9).error, ShuttingDown)
+        assert trio.current_time() - began == pytest.approx(max(took, 0.25))
+        errors = [one.error for one in asked]
+        assert errors.count(None) == num_whole
+        assert all(isinstance(error, ShuttingDown) for error in errors if error is not None)
+        assert cut == [3 - num_whole]
+
+    run(body, seed)
+
+
+@seeds
+@pytest.mark.parametrize("how", ["cancel", "raise", "drain"])
+def test_the_step_in_flight_is_waited_for_and_no_other_begins(seed, how):
+    """R14, R44, R181: however the engine ends, and though two more requests wait."""
+
+    root = trio.CancelScope()
+
+    async def body(engine):
+        for _ in range(3):
+            engine.submit(request(1000), buffer=2000)
+        await trio.sleep(2.5)
+        if how == "raise":
+            raise LeftError
+        if how == "drain":
+            await engine.drain(0.0)
+        else:
+            root.cancel()
+            await trio.sleep_forever()
+
+    assert run(body, seed, root=root) == (3.0, 3)
+
+
+@seeds
+def test_a_worker_that_is_to_drain_finishes_what_it_can_and_logs_how_much_it_did(seed, caplog):
+    """R49: the short request finishes, and the long one is cut."""
+    caplog.set_level("INFO", logger="engine.pool.serving")
+
+    async def body(engine):
+        short = engine.submit(request(3), buffer=9)
+        await trio.sleep(0.25)
+        long = engine.submit(request(1000), buffer=2000)
+        await trio.sleep(0.25)
+        await engine.unload_model("fake", 5.0)
+        assert short.error is None
+        assert isinstance(long.error, RequestAborted)
+
+    run(body, seed)
+    [said] = [one for one in caplog.messages if "has ended" in one]
+    assert said == (
+        "replica 0 of fake has ended: it finished 1 requests, 0 failed and 0 were cancelled; "
+        "its steps took 6.0 s"
+    )
+
+
+@seeds
+def test_ending_twice_or_with_a_dead_worker_is_no_error(seed):
+    """R62."""
+
+    async def body(engine):
+        lost = engine.submit(request(9), buffer=9)
+        await lost.wait_closed()
+        assert isinstance(lost.error, WorkerLost)
+        for _ in range(2):
+            assert await engine.drain(1.0) == 0
+            await engine.drain_in_background(0.0)
+        assert isinstance(engine.submit(request(1), buffer=9).error, ShuttingDown)
+
+    run(body, seed, step_faults={1: WorkerLost("planted")}, max_worker_deaths=1)
+
+
+@seeds
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_worker_that_gets_no_more_work_ends_and_does_not_spin(seed, is_busy, monkeypatch):
+    """R12, R48, R182: at once if it is idle, otherwise after the step in flight."""
+    turns, turn = [], EngineLoop._turn
+
+    async def counted(loop):
+        turns.append(trio.current_time())
+        return await turn(loop)
+
+    monkeypatch.setattr(EngineLoop, "_turn", counted)
+
+    async def body(engine):
+        began = trio.current_time()
+        asked = engine.submit(request(1000 if is_busy else 1), buffer=2000)
+        await trio.sleep(2.5)
+        before = len(turns)
+        await engine.unload_model("fake", 0.0)
+        assert trio.current_time() - began == (3.0 if is_busy else 2.5)
+        assert isinstance(asked.error, RequestAborted) is is_busy
+        assert len(turns) <= before + 1
+        await trio.sleep(100)
+        assert len(turns) <= before + 1
+
+    run(body, seed)
