@@ -199,7 +199,8 @@ class Stream(_Closing, Generic[EventT]):
                 item = queue.get(timeout=portal.RELEASE_AFTER_S)
                 return item
             with self._lock:
-                self._give_back()
+                taken = self._count_anew()
+            self._give_back(taken)
         item = queue.get()
         return item
 
@@ -217,16 +218,27 @@ class Stream(_Closing, Generic[EventT]):
         credit of each event."""
         if self._feed.has_ended:
             return  # the stream has ended and needs no credit
+        taken = 0
         with self._lock:
             self._num_taken += 1
             is_late = time.monotonic() - self._released_at >= portal.RELEASE_AFTER_S
             if is_late or self._num_taken >= self._release_at:
-                self._give_back()
+                taken = self._count_anew()
+        self._give_back(taken)
 
-    def _give_back(self) -> None:
-        feed, taken = self._feed, self._num_taken  # the command must not hold the stream
-        self._num_taken, self._released_at = 0, time.monotonic()
-        self._caller.portal.try_post(lambda: feed.release(taken))
+    def _count_anew(self) -> int:
+        """Return how many taken events still hold credit, and count from 0 again. The caller holds
+        the lock."""
+        taken, self._num_taken = self._num_taken, 0
+        self._released_at = time.monotonic()
+        return taken
+
+    def _give_back(self, taken: int) -> None:
+        """Give the credit of so many events back. The caller does not hold the lock, for which
+        another thread would have to wait until the engine's thread is woken (R154)."""
+        feed = self._feed  # the command must not hold the stream
+        if taken:
+            self._caller.portal.try_post(lambda: feed.release(taken))
 
 
 # ---- the engine

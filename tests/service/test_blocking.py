@@ -129,6 +129,21 @@ def test_credit_that_comes_back_late_delays_no_step(monkeypatch, n, buffer):
         assert len(ids_of(events)) == 60 * n
 
 
+def test_the_engines_thread_is_woken_without_a_lock_held(eng, monkeypatch):
+    """R154: a thread that shares the stream does not wait for a wake-up of another one."""
+    held, post = [], eng._portal.post
+    stream = eng.generate(request(sampling=SamplingParams(max_tokens=200)))
+
+    def note(command):
+        held.append(stream._lock.locked())
+        post(command)
+
+    monkeypatch.setattr(eng._portal, "post", note)
+    assert len(ids_of(stream)) == 200
+    assert held
+    assert not any(held)
+
+
 def test_threads_may_share_a_stream(eng):
     with eng.generate(request(sampling=SamplingParams(max_tokens=200))) as stream:
         started = [start(lambda: list(stream)) for _ in range(3)]
@@ -140,6 +155,7 @@ def test_threads_may_share_a_stream(eng):
 
 
 def test_a_refusal_is_raised_at_the_first_event_and_then_the_stream_has_ended(eng):
+    """R123."""
     stream = eng.generate(GenerateRequest())
     with pytest.raises(InvalidRequest):
         next(stream)
@@ -265,7 +281,7 @@ def test_no_thread_is_left_but_trios_cached_ones():
 
 
 def test_closing_while_threads_wait():
-    """Threads in an iterator, in a call, and in `close` itself all wake."""
+    """R170: threads in an iterator, in a call, and in `close` itself all wake."""
     eng = open_fake(blocking, script=FakeScript(load_s=0.2))
     eng.pause(PauseMode.KEEP)
     stream = eng.generate(request())
@@ -437,7 +453,7 @@ def test_a_conversation(eng):
 
 
 def test_a_thread_that_reads_an_answer_late_misses_nothing_of_it(eng, monkeypatch):
-    """R7: the answer begins with the question, however late the calling thread runs again."""
+    """R7, R145: the answer begins with the question, however late the calling thread runs again."""
     ask = eng._caller.ask
 
     def ask_and_dawdle(question):
