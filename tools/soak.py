@@ -99,6 +99,11 @@ class Report:
         return [one for one in self.samples if one.requests >= (first + last) / 2]
 
     @property
+    def grown_mib(self) -> float:
+        """How much more memory the last sample has than the first, in MiB."""
+        return (self.samples[-1].memory - self.samples[0].memory) / MIB
+
+    @property
     def growth_mib(self) -> float:
         """The growth of memory per 1,000 requests over the second half, in MiB."""
         return slope(self.second_half, "memory") / MIB

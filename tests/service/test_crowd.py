@@ -1,7 +1,9 @@
-"""Five hundred streams at once, of which some vanish and some stall: the others do not notice."""
+"""Hundreds of streams at once: they share workers fairly, and some vanish and stall alone."""
 
 from __future__ import annotations
 
+import json
+import statistics
 import time
 
 from grpc_service.client import messages as pb
@@ -9,7 +11,17 @@ from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
 from tests.support.crowd import crowd
 from tests.support.server import fake
-from tests.support.wire import ended, generate, stats, wait_serving, wait_until
+from tests.support.wire import (
+    ended,
+    generate,
+    list_models,
+    replica_states,
+    stats,
+    wait_serving,
+    wait_until,
+)
+from tools.bench import load
+from tools.bench.frame import report
 
 FINISH, VANISH, STALL = 350, 100, 50
 TOKENS = 40
@@ -18,7 +30,7 @@ DRAIN_S = 1.0
 
 
 def test_of_500_streams_100_vanish_and_50_stall_and_the_other_350_finish_unchanged():
-    """The server's end does not wait for the streams that stall."""
+    """R72: the server's end does not wait for the streams that stall."""
     total = FINISH + VANISH + STALL
     engine = {
         "max_num_seqs": total,
@@ -46,7 +58,7 @@ def test_of_500_streams_100_vanish_and_50_stall_and_the_other_350_finish_unchang
                 wait_until(lambda: live(stats(channel)) == total, 30, "all at once")
                 control.Resume(pb.ResumeRequest())
                 vanishing.kill()
-                heard = finishing.heard()
+                heard, _ = finishing.heard()
             expected = {n: expected_tokens([n], count=TOKENS, seed=1) for n in range(201, 551)}
             assert heard == expected
             wait_until(lambda: live(stats(channel)) == STALL, 20, "only those that stall")
@@ -62,3 +74,37 @@ def test_of_500_streams_100_vanish_and_50_stall_and_the_other_350_finish_unchang
 def live(totals):
     """Return the number of live requests."""
     return totals.running + totals.waiting + totals.parked + totals.ending
+
+
+def test_a_hundred_requests_on_four_workers_are_shared_fairly_and_end_within_ten_seconds():
+    """R65, R67: equal requests at once take about as long as each other, whichever worker serves
+    them."""
+    with fake(models=[{"name": "fake", "replicas": 4}], script={"step_s": 0.02}) as server:
+        wait_until(lambda: replica_states(server.channel) == [pb.REPLICA_STATE_READY] * 4)
+        with crowd(server.address, streams=100, tokens=20) as clients:
+            heard, seconds = clients.heard()
+        [model] = list_models(server.channel)
+    assert heard == {n: expected_tokens([n], count=20, seed=1) for n in range(1, 101)}
+    served = [replica.processed for replica in model.replicas]
+    assert sum(served) == 100
+    assert min(served) >= 15
+    assert max(seconds.values()) < 10
+    assert max(seconds.values()) < 3 * statistics.median(seconds.values())
+
+
+def test_a_hundred_clients_for_a_while_give_throughput_and_percentiles_as_json(tmp_path, capsys):
+    """R73: the bench `load` does the same for a minute."""
+    with fake(script={"step_s": 0.01}, engine={"check_level": 1}) as server:
+        wait_serving(server.channel)
+        answer = load.measure(server.address, clients=100, seconds=1.5)
+        assert ended(server.channel) == {"finished": answer["requests"]}
+    assert answer["requests"] >= 100
+    assert answer["tokens"] == answer["requests"] * load.OUTPUT
+    assert report("load", load.rows_of("all", [answer]), str(tmp_path / "load.json")) == 0
+    rows = json.loads((tmp_path / "load.json").read_text())["rows"]
+    found = {row["name"]: row["value"] for row in rows}
+    assert found["all, requests"] == answer["requests"] / answer["seconds"]
+    for figure, times in (("first token", answer["first"]), ("whole request", answer["whole"])):
+        assert len(times) == answer["requests"]
+        p50, p90, p99 = (found[f"all, {figure} {share}"] / 1e3 for share in ("p50", "p90", "p99"))
+        assert 0 < p50 == sorted(times)[len(times) // 2] <= p90 <= p99 <= max(times)

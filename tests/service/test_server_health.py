@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2 as v1_pb2
 from grpc_service._generated.grpc_reflection_v1 import reflection_pb2_grpc as v1_pb2_grpc
 from grpc_service.client import messages as pb
+from tests.support.fake_server import BROKEN_STEP
 from tests.support.server import fake, fake_process
 from tests.support.wire import (
     NOT_SERVING,
@@ -25,6 +26,7 @@ from tests.support.wire import (
     health,
     list_models,
     reason,
+    replica_states,
     wait_serving,
     wait_until,
 )
@@ -139,6 +141,31 @@ def test_a_model_that_cannot_load_shows_under_its_own_name_and_others_serve():
         assert generate(channel, model="good", max_tokens=1).error is None
 
 
+def test_a_model_is_serving_as_long_as_one_of_its_replicas_lives(watch):
+    """R68: GetStats says which replica is DEGRADED; health says whether to send requests."""
+    both = [pb.REPLICA_STATE_READY] * 2
+    # A replica's second death in a row keeps it away for two seconds.
+    with fake(models=[{"name": "fake", "replicas": 2}], may_log=".") as server:
+        channel = server.channel
+        wait_until(lambda: replica_states(channel) == both)
+        watcher = watch(channel, "model/fake")
+        assert watcher.next() == SERVING
+
+        def are_both_dead():
+            assert generate(channel, prompt_ids=[BROKEN_STEP]).error is not None
+            return health(channel, "model/fake") == NOT_SERVING
+
+        wait_until(are_both_dead)
+        assert watcher.next() == NOT_SERVING
+        assert watcher.next() == SERVING
+        wait_until(lambda: replica_states(channel) == both)
+        assert generate(channel, prompt_ids=[BROKEN_STEP]).error is not None
+        one_left = [pb.REPLICA_STATE_READY, pb.REPLICA_STATE_DEGRADED]
+        wait_until(lambda: replica_states(channel) == one_left)
+        assert health(channel, "model/fake") == health(channel) == SERVING
+        assert generate(channel, max_tokens=2).error is None
+
+
 def test_the_summary_says_which_models_are_missing():
     bad = {"name": "bad", "script": {"load_error": "a secret"}}
     failures = "model bad failed|Traceback"
@@ -172,6 +199,7 @@ def test_a_server_whose_models_all_fail_ends_with_one_sentence():
     ("messages", "stubs"), [(v1_pb2, v1_pb2_grpc), (reflection_pb2, reflection_pb2_grpc)]
 )
 def test_reflection_lists_every_service(messages, stubs):
+    """R205."""
     with fake() as server:
         stub = stubs.ServerReflectionStub(server.channel)
         ask = iter([messages.ServerReflectionRequest(list_services="")])

@@ -3,7 +3,8 @@
 The process sends ``streams`` requests at once on one connection, each with a prompt of its own, for
 ``tokens`` tokens. Each client stops reading after ``reads`` Deltas; None means that it reads all.
 When every client has stopped or its stream has ended, the process prints one line of JSON: the
-token ids by prompt. Clients that have stopped keep their streams open until standard input ends.
+token ids and the seconds of each client, by prompt. Clients that have stopped keep their streams
+open until standard input ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 
 import grpc
 
@@ -34,10 +36,12 @@ class Crowd:
         )
 
     def heard(self):
-        """Return the token ids by prompt, once every client has stopped reading."""
+        """Return the token ids and the seconds by prompt, once every client has stopped reading."""
         line = self.process.stdout.readline()
         assert line, "the clients' process died"
-        return {int(first): ids for first, ids in json.loads(line).items()}
+        heard = {int(first): found for first, found in json.loads(line).items()}
+        ids, seconds = ({first: found[at] for first, found in heard.items()} for at in (0, 1))
+        return ids, seconds
 
     def kill(self):
         """Kill the process."""
@@ -58,7 +62,9 @@ def crowd(address, **settings):
 
 
 async def listen(channel, first, tokens, reads):
-    """Send one client's request; return its call and the token ids that it received."""
+    """Send one client's request; return its call, the token ids that it received, and the seconds
+    until then."""
+    began = time.monotonic()
     stub = stubs.InferenceStub(channel)
     request = generate_request(
         prompt_ids=[first], max_tokens=tokens, output={"token_ids": True}, sampling={"seed": 1}
@@ -70,17 +76,17 @@ async def listen(channel, first, tokens, reads):
         if message.HasField("delta"):
             num_deltas += 1
             ids += message.delta.token_ids
-    return call, ids
+    return call, ids, time.monotonic() - began
 
 
 async def main(address, streams, first=1, tokens=20, reads=None):
-    """Run all clients, and print the token ids by prompt."""
+    """Run all clients, and print the token ids and the seconds by prompt."""
     options = [*NO_PROXY, *(SMALL_WINDOW if reads is not None else ())]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         firsts = range(first, first + streams)
         heard = await asyncio.gather(*[listen(channel, one, tokens, reads) for one in firsts])
-        ids = {one: ids for one, (_, ids) in zip(firsts, heard, strict=True)}
-        print(json.dumps(ids), flush=True)
+        found = {one: (ids, took) for one, (_, ids, took) in zip(firsts, heard, strict=True)}
+        print(json.dumps(found), flush=True)
         if reads is not None:
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 

@@ -220,6 +220,13 @@ def stats(channel, timeout=10):
     return stub.GetStats(pb.GetStatsRequest(), timeout=timeout).totals
 
 
+def replica_states(channel):
+    """Return the states of all replicas, sorted."""
+    stub = stubs.ControlStub(channel)
+    found = stub.GetStats(pb.GetStatsRequest(), timeout=10).replicas
+    return sorted(replica.state for replica in found)
+
+
 def ended(channel):
     """Return how many requests have ended since the server's start, by reason, without zeros."""
     totals = stats(channel).requests_total

@@ -1,5 +1,5 @@
 """Measures a whole server under load, beside vLLM's gRPC server: requests/s, output tokens/s, the
-time to the first token, and the time between tokens.
+time to the first token, and the time between tokens (R77).
 
 The model is s135 in bfloat16. Prompts have 128 ids that no cache has, and the output is 64 tokens,
 greedy. The clients are a process of their own on the same cores. Closed loop: each of 1, 8 or 32

@@ -2,9 +2,10 @@
 VOCAB`, in the environment that has the server's protocol.
 
 A line of JSON asks for a load; the answer has the clients' measurements. In a closed loop, each of
-a number of clients sends the next request as soon as the last is answered. In an open loop,
-requests are sent at random instants (Poisson), however many are running. Every prompt is new to the
-server. Prompts are ids, and the output is counted in ids.
+a number of clients sends the next request as soon as the last is answered, a number of times or for
+a time. In an open loop, requests are sent at random instants (Poisson), however many are running.
+The clients take turns with the connections, of which there is one by default. Every prompt is new
+to the server. Prompts are ids, and the output is counted in ids.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import random
 import sys
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +25,8 @@ import grpc
 
 from tools.bench.peers.asked import prompts
 
-NO_PROXY = [("grpc.enable_http_proxy", 0)]
+# Each connection is one of its own, and not shared with others of this process.
+OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
 
 
 class TrioletProtocol:
@@ -86,10 +89,11 @@ class Seen:
     requests: int = 0
     first: list[float] = field(default_factory=list)  # from the call until the first token
     gaps: list[float] = field(default_factory=list)  # between a request's tokens
+    whole: list[float] = field(default_factory=list)  # from the call until its end
 
 
 class Load:
-    """Sends requests over one connection."""
+    """Sends requests to a server."""
 
     def __init__(self, kind: str, address: str, vocab: int) -> None:
         self._protocol = PROTOCOLS[kind]()
@@ -98,9 +102,14 @@ class Load:
 
     async def run(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Send a load and return its measurements. Cancellation: at once."""
-        async with grpc.aio.insecure_channel(self._address, options=NO_PROXY) as channel:
-            await channel.channel_ready()
-            self._call = channel.unary_stream(self._protocol.method)
+        async with AsyncExitStack() as stack:
+            calls = []
+            for _ in range(asked.get("connections", 1)):
+                channel = grpc.aio.insecure_channel(self._address, options=OPTIONS)
+                await stack.enter_async_context(channel)
+                await channel.channel_ready()
+                calls.append(channel.unary_stream(self._protocol.method))
+            self._calls = itertools.cycle(calls)
             seen = Seen()
             start = time.perf_counter()
             if "rate" in asked:
@@ -111,9 +120,14 @@ class Load:
         return {"seconds": seconds, **vars(seen)}
 
     async def _closed_loop(self, asked: dict[str, Any], seen: Seen) -> None:
+        end = time.perf_counter() + asked.get("seconds", float("inf"))
+
         async def client() -> None:
-            for _ in range(asked["requests"]):
-                await self._ask(asked, seen)
+            call = next(self._calls)
+            for _ in range(asked.get("requests", sys.maxsize)):
+                if time.perf_counter() >= end:
+                    break
+                await self._ask(call, asked, seen)
 
         await asyncio.gather(*(client() for _ in range(asked["clients"])))
 
@@ -121,16 +135,16 @@ class Load:
         draw = random.Random(asked["seed"])
         async with asyncio.TaskGroup() as group:
             for _ in range(asked["requests"]):
-                group.create_task(self._ask(asked, seen))
+                group.create_task(self._ask(next(self._calls), asked, seen))
                 await asyncio.sleep(draw.expovariate(asked["rate"]))
 
-    async def _ask(self, asked: dict[str, Any], seen: Seen) -> None:
+    async def _ask(self, call: Any, asked: dict[str, Any], seen: Seen) -> None:
         name = f"{os.getpid()}-{next(self._names)}"
         ids = prompts(name, 1, asked["prompt"], self._vocab)[0]
         request = self._protocol.request(name, ids, asked["output"])
-        last = time.perf_counter()
+        began = last = time.perf_counter()
         tokens = 0
-        async for message in self._call(request):
+        async for message in call(request):
             count = self._protocol.count(message)
             if not count:
                 continue
@@ -145,6 +159,7 @@ class Load:
             raise RuntimeError(f"a request for {asked['output']} tokens got {tokens}")
         seen.tokens += tokens
         seen.requests += 1
+        seen.whole.append(time.perf_counter() - began)
 
 
 def main() -> None:
