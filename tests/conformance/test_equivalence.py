@@ -125,6 +125,7 @@ def reference(request):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_schedule_does_not_change_a_token(reference, schedule):
+    """R192."""
     wanted, expected, lengths = reference
     config = {**BASE, **SCHEDULES[schedule]}
     if schedule == "preempted":

@@ -17,6 +17,7 @@ from engine.worker.forward.packing import pack  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend, first_visible  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load.architectures import LayerShape, layer_shapes  # noqa: E402
+from engine.worker.load.loader import pick_device  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.text.tokenizer import load_tokenizer  # noqa: E402
 from tools.make_model import PRESETS, Shape, main, make, make_config  # noqa: E402
@@ -46,6 +47,20 @@ def test_importing_the_package_sets_the_spin_count_and_imports_no_torch(users, s
         [sys.executable, "-c", said], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [seen, "False"]
+
+
+@pytest.mark.parametrize(
+    ("present", "picked"),
+    [((), "cpu"), (("mps",), "mps"), (("cuda",), "cuda"), (("cuda", "mps"), "cuda")],
+)
+def test_auto_picks_the_best_device_there_is_and_the_cpu_can_always_be_asked_for(
+    monkeypatch, present, picked
+):
+    """R89, R90."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in present)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in present)
+    assert pick_device("auto") == torch.device(picked)
+    assert pick_device("cpu") == torch.device("cpu")
 
 
 # --- the pool's arithmetic and the cache ------------------------------------------------------

@@ -210,7 +210,7 @@ def test_impossible_int8_is_refused(zoo, name, fields, why):
 
 
 def test_the_reported_memory_covers_the_largest_step(zoo):
-    """Four chunks of long prompts nearly fill a step; other steps follow."""
+    """R118: four chunks of long prompts nearly fill a step; other steps follow."""
     runner = TorchRunner(RunnerSpec(str(zoo.directory("llama")), kv_bytes=1 << 24, threads=2,
                                     max_num_seqs=4, max_num_batched_tokens=2048))  # fmt: skip
     info = runner.load(lambda _progress: None)

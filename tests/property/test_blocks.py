@@ -1,4 +1,4 @@
-"""BlockPool and PrefixCache against naive models of both (D5, R80-R86)."""
+"""BlockPool and PrefixCache against naive models of both (D5)."""
 
 import hypothesis.strategies as st
 import pytest
@@ -161,6 +161,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.references(block) == count
 
 
+# R79, R80, R81, R82
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 

@@ -1,4 +1,4 @@
-"""The scheduler against a plain model of it, on drawn schedules (R79-R87, R195).
+"""The scheduler against a plain model of it, on drawn schedules.
 
 Every reader gets its own tokens, in order, and one end. The invariants hold after every event.
 """
@@ -234,5 +234,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(ends) == (0 if name in driver.refused else request.n), name
 
 
+# R80, R82, R85, R151, R191, R192, R195, R197
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)

@@ -116,6 +116,7 @@ def test_a_cancelled_request_is_timed_until_it_holds_nothing():
 
 
 def test_idle_time_is_not_counted_as_a_gap_between_steps():
+    """R172."""
     telemetry = ReplicaTelemetry(Tokens)
     telemetry.step_begins(1, 1.0)
     telemetry.step_ended(1.0, 2.0)

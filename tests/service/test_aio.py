@@ -521,7 +521,7 @@ def test_the_end_of_a_loop_ends_its_requests():
 
 
 def test_a_loop_that_is_closed_without_its_tasks_ends_its_requests():
-    """Nothing can be handed over to the loop any more: the next event finds this out."""
+    """R161: nothing can be handed over to the loop any more: the next event finds this out."""
 
     async def body(eng):
         await eng.pause(PauseMode.KEEP)

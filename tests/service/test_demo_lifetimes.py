@@ -1,4 +1,4 @@
-"""Clients that leave, in every phase, with the demo model behind `triolet serve` (R201-R211).
+"""Clients that leave, in every phase, with the demo model behind `triolet serve`.
 
 The blocks are free when GetStats is next called, or a few milliseconds later.
 """

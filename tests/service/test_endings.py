@@ -1,7 +1,7 @@
 """Every phase of a request and every way to end it from outside, over real gRPC.
 
 Whoever ends it learns of the end at once, all choices end, the blocks are free after at most a
-step, the end is counted once, and the next request works (R1-R23, R201-R211; D1, D18).
+step, the end is counted once, and the next request works (D1, D18).
 
 test_signals.py has what ends the server, test_faults.py what the server does to itself.
 """
@@ -218,6 +218,7 @@ def control(channel):
 
 @pytest.mark.parametrize("how", ["cancel", "close", "reset"])
 def test_a_client_that_leaves(place, how):
+    """R9, R13, R152, R166, R179, R207, R208."""
     with in_phase(place) as asked:
         {
             "cancel": asked.call.call.cancel,
@@ -228,6 +229,7 @@ def test_a_client_that_leaves(place, how):
 
 
 def test_a_client_process_that_is_killed(place):
+    """R166."""
     name, phase, server = place
     if name == "parked":
         return  # test_peers.py kills a client that has stopped reading; this command always reads
@@ -257,6 +259,7 @@ def test_a_client_process_that_is_killed(place):
 
 
 def test_an_operators_abort(place):
+    """R6."""
     with in_phase(place) as asked:
         start = time.monotonic()
         results = (
@@ -296,6 +299,7 @@ def test_a_pause_that_aborts(place):
 
 
 def test_a_deadline(place):
+    """R206."""
     name, phase, server = place
     with contextlib.ExitStack() as stack:
         if name == "prefill":  # a server without a measured step; else it refuses

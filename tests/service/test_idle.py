@@ -39,6 +39,7 @@ def settled(server):
 
 
 def test_an_idle_server_makes_no_wake_ups():
+    """R159, R183."""
     script = {"step_s": 0.001}
     with (
         fake(script=script, counts=True) as counted,

@@ -157,7 +157,7 @@ def test_a_client_that_leaves_during_a_load_ends_its_request_and_not_the_load():
 
 
 def test_clients_that_cancel_at_random_moments_do_not_change_another_ones_output():
-    """There are so few blocks that requests are preempted.
+    """R209, R211: there are so few blocks that requests are preempted.
 
     A hundred calls are cancelled at least, and more until the server has seen 51 cancels: a very
     early one comes before its request.
@@ -369,6 +369,7 @@ def buffered():
 
 
 def test_a_reader_that_stops_parks_itself_alone_and_then_gets_every_token(buffered):
+    """R70, R196."""
     channel = buffered.channel
     with stalling(buffered) as call:
         parked = stats(channel)
@@ -388,6 +389,7 @@ def test_a_reader_that_stops_parks_itself_alone_and_then_gets_every_token(buffer
 
 
 def test_a_reader_that_stops_is_ahead_by_its_buffer_and_window_only(buffered):
+    """R7, R203."""
     before = wait_idle(buffered.channel)
     with stalling(buffered):
         made = stats(buffered.channel).completion_tokens_total - before.completion_tokens_total
@@ -402,6 +404,29 @@ def test_several_choices_of_a_stopped_reader_park_together_and_all_arrive(buffer
     for choice in range(3):
         assert heard.ids(choice) == expected_tokens([42], count=900, choice=choice)
     wait_idle(buffered.channel)
+
+
+def test_fifty_rounds_of_four_cancelled_streams_leave_memory_files_and_health_as_they_were(
+    buffered,
+):
+    """R167, R200: each client leaves after its first tokens."""
+    channel = buffered.channel
+
+    def run(num_rounds):
+        for _ in range(num_rounds):
+            with contextlib.ExitStack() as stack:
+                for number in range(4):
+                    call = Generation(channel, prompt_ids=[number], max_tokens=LONG)
+                    stack.enter_context(call).read_deltas(1)
+        wait_idle(channel)
+
+    run(10)
+    memory, files, ends = buffered.memory_bytes(), buffered.num_files(), ended(channel)
+    run(50)
+    assert ended(channel)["cancelled"] - ends["cancelled"] == 200
+    assert buffered.memory_bytes() - memory < 4 * 2**20
+    assert buffered.num_files() <= files
+    assert health(channel) == SERVING
 
 
 @pytest.mark.parametrize("how", ["cancel", "close"])
@@ -442,6 +467,7 @@ def test_stopped_readers_give_their_blocks_to_those_who_read():
 
 
 def test_a_reader_that_stops_for_too_long_is_ended_and_gets_the_status_if_it_reads_again():
+    """R71."""
     engine = {"stream_buffer": BUFFER, "stall_timeout_s": 3.0}
     with fake(engine=engine) as server:
         channel = server.channel
@@ -625,6 +651,7 @@ def failing():
 
 @pytest.mark.parametrize(("first", "num_tokens"), [(POISONED_STEP, 0), (POISONED_ROW, 2)])
 def test_a_step_that_fails_ends_the_request_to_blame_and_no_other(failing, first, num_tokens):
+    """R51, R194."""
     channel = failing.channel
     ends = ended(channel)
     with (
@@ -647,6 +674,7 @@ def test_a_step_that_fails_ends_the_request_to_blame_and_no_other(failing, first
 
 
 def test_a_choice_that_fails_ends_its_request_with_one_status(failing):
+    """R149."""
     bad = generate(failing.channel, prompt_ids=[POISONED_ROW], max_tokens=20, n=4)
     assert reason(bad.error) == "STEP_FAILED"
     wait_idle(failing.channel)
@@ -673,6 +701,7 @@ def test_a_step_out_of_memory_is_tried_again_and_nobody_notices():
 
 
 def test_a_port_in_use_is_one_sentence_and_a_failure():
+    """R158."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with fake_process(is_command=True, server={"port": port}) as server:

@@ -85,6 +85,7 @@ def check_failed(server, code=1):
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_model_that_cannot_be_served_is_one_sentence_and_a_failure(ended, name):
+    """R158."""
     assert "'model'" in check_failed(ended[name])
 
 

@@ -77,6 +77,7 @@ def ask(address):
 
 
 async def test_all_steps_of_a_pinned_model_come_from_one_named_thread(calls):
+    """R57."""
     argv = ["serve", "--runner", "pinned", "--port", "0", "--host", "127.0.0.1", "--insecure"]
     argv += ["--model", "demo-stories", "--model", "demo-embed"]
     config, server = flags.configs_of(build_parser().parse_args(argv), {})

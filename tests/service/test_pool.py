@@ -1,4 +1,4 @@
-"""Cold starts, memory, loading and unloading over real gRPC (R120, R130–R133, R135)."""
+"""Cold starts, memory, loading and unloading over real gRPC."""
 
 from __future__ import annotations
 

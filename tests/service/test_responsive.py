@@ -67,6 +67,7 @@ def generating(channel, count, **fields):
 
 
 def test_calls_are_answered_within_20_ms_while_200_ms_steps_run(capsys):
+    """R143, R180, R188."""
     with fake(script={"step_s": STEP_S}, engine={"check_level": 1}) as server:
         wait_serving(server.channel)
         with generating(server.channel, 8, prompt_ids=[1, 2, 3]):

@@ -137,6 +137,7 @@ def test_the_clients_deadline_is_the_requests_timeout():
 
 
 def test_an_error_is_sent_after_the_events_before_it():
+    """R123."""
     backend = FakeBackend(
         [STARTED],
         [tokens("Once")],
@@ -342,7 +343,7 @@ def test_a_client_that_leaves_during_a_blocked_write_cancels_the_call(caplog):
 
 
 def test_nothing_is_sent_or_logged_after_the_client_has_gone(caplog):
-    """The backend swallows the handler's one cancellation; the next write ends the handler."""
+    """R53: the backend swallows the handler's one cancellation; the next write ends the handler."""
     for afterwards in ([tokens("too late")], []):
         backend = FakeBackend([STARTED], hangs=True, afterwards=afterwards)
 
@@ -404,6 +405,8 @@ def test_detokenize_skips_special_tokens_by_default():
 
 
 def test_models_are_listed_and_found_by_alias():
+    """R128."""
+
     async def main(channel):
         stub = stubs.ModelsStub(channel)
         listed = await stub.ListModels(pb.ListModelsRequest())

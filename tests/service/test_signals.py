@@ -126,6 +126,7 @@ CHECKS = dict.fromkeys(PHASES, check_cut) | {"parked": check_cut_silently}
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_one_signal_lets_every_phase_come_to_its_end(phase):
+    """R167."""
     with in_phase(phase, FEW) as (server, calls):
         server.signal()
         wait_until(lambda: "draining: " in server.log, SOON_S, "the drain")

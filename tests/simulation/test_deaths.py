@@ -165,5 +165,49 @@ def test_a_dead_replica_holds_nothing_while_its_worker_is_closed():
     run_deterministically(main, 0)
 
 
+class LookingReader:
+    """A reader that calls ``look`` when it hears of the end."""
+
+    def __init__(self, look):
+        self._look = look
+
+    def push(self, event):
+        pass
+
+    def end(self, error):
+        self._look(error)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_dead_worker_has_left_the_routing_when_its_requests_hear_of_its_death(seed):
+    """R141: a request that comes in that moment waits for the next worker."""
+    threads, workers, seen = VirtualThreads(), [], []
+
+    def make_runner(model, config):
+        faults = {} if workers else {DIES_AT_STEP: WorkerLost("planted")}
+        script = FakeScript(step_s=STEP_S, step_faults=faults, sleep=threads.note_sleep)
+        workers.append(FakeRunner(script=script))
+        return workers[-1]
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+
+            def look(error):
+                entry = engine.registry.entries["fake"]
+                seen.append((error, entry.ready, engine.submit(asked(), buffer=99)))
+
+            await engine.wait_ready()
+            await engine.submit(asked(), buffer=99, reader=LookingReader(look)).wait_closed()
+            [(error, ready, later)] = seen
+            assert isinstance(error, WorkerLost)
+            assert list(ready) == []
+            await later.wait_closed()
+            assert later.error is None
+
+    run_deterministically(main, seed)
+    assert len(workers) == 2
+
+
 def test_the_levels_are_counts():
     assert {field.name for field in fields(Counts)} > LEVELS

@@ -446,7 +446,7 @@ def test_a_bad_input_fails_only_its_own_call(seed, kind):
 @pytest.mark.parametrize("after_s", [0.0, CALL_S / 2])
 @pytest.mark.parametrize("how", ["stop", "close", "aclose"])
 def test_a_call_is_ended_however_early(seed, kind, after_s, how):
-    """R3, R21: calls end, begun or not; after `stop`, later calls do not."""
+    """R3, R5, R21: calls end, begun or not; after `stop`, later calls do not."""
 
     async def body(engine):
         fakes = Fakes()

@@ -1,4 +1,4 @@
-"""A request id that is used again at once never gets events of the first request."""
+"""What submit answers, and that an id used again never gets events of the first request."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from dataclasses import replace
 
 import pytest
 import trio
+from trio.testing import assert_no_checkpoints
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.types import EndReason
-from engine.errors import DuplicateRequest, InvalidRequest, ModelNotFound, Overloaded
+from engine.errors import (
+    DuplicateRequest,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    ShuttingDown,
+)
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import AbortOutcome
 from engine.worker.fakes.text import FakeRunner, FakeScript
@@ -194,6 +201,32 @@ def test_submit_raises_nothing_for_an_impossible_number(wrong):
     run_engine(body, 0)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_submit_answers_at_once_whatever_became_of_the_queue_and_the_engine(seed):
+    """R2, R59, R60: a full one and a closed one have different answers, which are the stream's
+    error. The stream of `Engine.generate`, which is waited for, raises the same."""
+
+    async def raised(engine):
+        with pytest.raises((Overloaded, ShuttingDown)) as caught:
+            async with engine.generate(asked) as stream:
+                await anext(stream)
+        return type(caught.value)
+
+    asked = replace(REQUEST, request_id="")
+
+    async def body(engine):
+        with assert_no_checkpoints():
+            errors = [engine.submit(asked, buffer=9).error for _ in range(3)]
+        assert [type(error) for error in errors] == [type(None), type(None), Overloaded]
+        assert await raised(engine) is Overloaded
+        await engine.drain(0.0)
+        with assert_no_checkpoints():
+            assert isinstance(engine.submit(asked, buffer=9).error, ShuttingDown)
+        assert await raised(engine) is ShuttingDown
+
+    run_engine(body, seed, max_num_seqs=1, max_queued_requests=1)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_name_used_again_while_a_step_hangs_for_longer_than_ids_are_remembered(seed):
     """The first request's cancel still waits for the step when the second request comes."""
@@ -212,6 +245,8 @@ def test_a_name_used_again_while_a_step_hangs_for_longer_than_ids_are_remembered
 
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_that_wait_for_a_load_are_bounded_too(seed):
+    """R211."""
+
     async def body(engine):
         asked = [engine.submit(replace(REQUEST, request_id=f"r{i}"), buffer=99) for i in range(9)]
         refused = [one for one in asked if one.is_closed]

@@ -26,6 +26,7 @@ def check_in_order(seed):
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.title)
 def test_a_planted_bug_is_found(mutant):
+    """R153."""
     check_in_order(mutant.seed)
     if shows(mutant, mutant.seed) is None:  # worlds are drawn differently now: look for another
         assert find(mutant) is not None, "no watcher finds the bug"

@@ -1,4 +1,4 @@
-"""The pool in virtual time: cold starts, memory, eviction, unloading and failure (R101–R142)."""
+"""The pool in virtual time: cold starts, memory, eviction, unloading and failure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trio.testing import assert_no_checkpoints
 
 from engine.errors import (
     EngineBug,
@@ -34,7 +35,7 @@ def state(world, name="a"):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ten_clients_of_a_cold_model_of_two_replicas_load_it_twice(seed):
-    """R130: 2 loads and 4 GB, not 20 and 40."""
+    """R102, R130: 2 loads and 4 GB, not 20 and 40."""
     world = World(Model("a", 2 * GB, replicas=2))
 
     async def body(world):
@@ -48,7 +49,7 @@ def test_ten_clients_of_a_cold_model_of_two_replicas_load_it_twice(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_three_clients_at_drawn_instants_load_two_replicas(seed):
-    """R131: the third comes after the load has begun, and a fourth after it has ended."""
+    """R105, R131: the third comes after the load has begun, and a fourth after it has ended."""
     world = World(Model("a", 2 * GB, replicas=2, load_s=1.0))
 
     async def body(world):
@@ -68,11 +69,43 @@ async def later(at, job, *args):
 
 
 def test_waiters_wake_at_the_instant_of_ready():
-    """R109, R132: nobody polls."""
+    """R107, R109, R132: nobody polls."""
     world = World(Model("a", load_s=1.5))
 
     async def body(world):
         assert [at for _, at in await world.hold_all(*[("a",)] * 10)] == [1.5] * 10
+
+    world.run(body)
+
+
+def test_memory_is_reserved_before_a_load_and_the_model_serves_only_after_it():
+    """R112, R118, R127."""
+    world = World(Model("a", 2 * GB, prepare_s=1.0, load_s=1.0))
+
+    async def body(world):
+        entry = world.pool.registry.entries["a"]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "a")
+            await trio.sleep(0.5)  # it is estimated
+            assert (world.num_loads("a"), world.pool.memory.total_reserved) == (0, 0)
+            await trio.sleep(1.0)  # it loads
+            assert (world.num_loads("a"), world.pool.memory.total_reserved) == (1, 2 * GB)
+            assert (entry.state, entry.ready, entry.replicas) == (ModelState.LOADING, [], [])
+            await trio.sleep(1.0)
+            assert (entry.state, len(entry.ready)) == (ModelState.READY, 1)
+
+    world.run(body)
+
+
+def test_a_warm_model_is_leased_without_a_wait():
+    """R134."""
+    world = World(Model("a"))
+
+    async def body(world):
+        await world.hold("a")
+        with assert_no_checkpoints():
+            async with world.pool.leases.acquire("a") as replica:
+                assert replica.model == "a"
 
     world.run(body)
 
@@ -90,7 +123,7 @@ def test_models_load_in_parallel():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_five_models_of_two_replicas_at_once_stay_below_the_limit(seed):
-    """R120: the limit holds five replicas; a request that comes too late is refused at once."""
+    """R84, R120: the limit holds five replicas; a request that comes too late is refused."""
     models = [Model(f"m{i}", GB, replicas=2) for i in range(5)]
     world = World(*models, limit=5 * GB)
 
@@ -121,7 +154,7 @@ def test_a_load_survives_its_requester():
 
 
 def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on():
-    """R108: 30 s for each request, from when its wait began."""
+    """R107, R108: 30 s for each request, from when its wait began."""
     world = World(Model("a", load_s=100.0))
 
     async def body(world):
@@ -151,7 +184,7 @@ def test_the_spawn_timeout_is_the_waiters_and_the_load_goes_on():
     ids=repr,
 )
 def test_a_failed_load_raises_an_own_error_for_each_waiter_at_once(cause):
-    """R110, R133, R140: after the second that the failure took, and not after 30."""
+    """R107, R110, R111, R122, R133, R140: after the second that the failure took, not after 30."""
     world = World(Model("a", load_s=1.0, load_errors=[cause]))
 
     async def body(world):
@@ -344,7 +377,7 @@ def test_a_load_is_not_over_while_its_replica_is_dead_and_comes_back():
 
 
 def test_a_worker_that_dies_leaves_the_routing_and_comes_back_after_its_backoff():
-    """R141: requests that come meanwhile wait; the worker comes back without a request, too."""
+    """R126, R141: requests that come meanwhile wait; the worker comes back without one, too."""
     world = World(Model("a"))
 
     async def body(world):
@@ -380,6 +413,7 @@ def test_one_replica_of_two_that_dies_leaves_the_other_and_comes_back():
 
 
 def test_a_replica_that_died_five_times_is_given_up_until_the_operator_acts():
+    """R68."""
     world = World(Model("a", load_s=0.0))
 
     async def body(world):
@@ -427,6 +461,7 @@ def test_unloading_a_model_that_waits_for_its_restart_ends_the_restart():
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic():
+    """R122."""
     world = World(Model("a", 3 * GB), Model("b", 2 * GB), limit=4 * GB)
 
     async def body(world):
@@ -460,6 +495,7 @@ def test_a_model_larger_than_the_limit_evicts_nobody():
 
 
 def test_the_least_recently_used_idle_model_makes_room():
+    """R135."""
     world = World(*[Model(name) for name in "abcd"], limit=3 * GB)
 
     async def body(world):
@@ -601,6 +637,7 @@ def test_loading_adds_replicas_up_to_the_requested_number():
 
 
 def test_unloading_lets_requests_finish_and_then_cuts_them():
+    """R49."""
     world = World(Model("a"))
 
     async def body(world):
@@ -669,6 +706,7 @@ def test_unloading_waits_for_a_load_under_way():
 
 
 def test_closing_while_a_load_is_under_way_ends_its_waiters():
+    """R129."""
     world = World(Model("a", load_s=10.0), Model("b"))
 
     async def body(world):
@@ -744,6 +782,7 @@ def test_a_model_that_waits_for_a_thread_is_not_loaded_after_the_end(end):
 
 
 def test_a_death_with_a_reason_is_one_log_line_and_a_bug_is_a_traceback(caplog):
+    """R63."""
     world = World(Model("lost"), Model("broken"))
 
     async def body(world):
@@ -850,7 +889,7 @@ def drawn_worlds(draw):
 @settings(max_examples=300, deadline=None)
 @given(drawn_worlds())
 def test_whatever_happens_the_invariants_hold_and_nobody_waits_for_ever(drawn):
-    """`World.run` and `World.check` do the checks."""
+    """R103, R106, R113, R119: `World.run` and `World.check` do the checks."""
     models, operations, limit, ttl, closes_at, seed = drawn
     world = World(*models, limit=limit, idle_ttl_s=ttl)
     ended = []

@@ -9,6 +9,7 @@ import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig, WorkerConfig
+from engine.core.common.types import SequenceId
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
@@ -57,6 +58,7 @@ def served(routing, asks, *, gap_s, seed=0, **config):
 
 @pytest.mark.parametrize("routing", ["least-tokens", "round-robin", "prefix"])
 def test_equal_requests_are_spread_evenly(routing):
+    """R46."""
     asks = [request(own + 1, own) for own in range(30)]
     counts, _ = served(routing, asks, gap_s=0.01)
     assert sum(counts) == 30
@@ -64,6 +66,7 @@ def test_equal_requests_are_spread_evenly(routing):
 
 
 def test_a_replica_with_a_long_request_gets_fewer():
+    """R46."""
     asks = [request(900, 0, max_tokens=900), *[request(i + 1, i, max_tokens=5) for i in range(40)]]
     counts, _ = served("least-tokens", asks, gap_s=0.3)
     assert min(counts) == 1
@@ -72,6 +75,7 @@ def test_a_replica_with_a_long_request_gets_fewer():
 
 
 def test_requests_of_a_family_go_where_their_prefix_is_cached():
+    """R41."""
     asks = [request(1 + own % FAMILIES, own) for own in range(60)]
     by_routing = {
         routing: served(routing, asks, gap_s=1.0)
@@ -86,3 +90,30 @@ def test_many_requests_of_one_family_are_spread():
     asks = [request(1, own, max_tokens=50) for own in range(30)]
     counts, _ = served("prefix", asks, gap_s=0.01)
     assert min(counts) >= 5
+
+
+def test_a_replica_counts_what_it_served_what_failed_what_was_cancelled_and_its_time_in_steps():
+    """R50."""
+    threads = VirtualThreads()
+    faults = {SequenceId(2): (1, "decode")}  # the second request fails after a token
+    script = FakeScript(step_s=STEP_S, row_faults=faults, sleep=threads.note_sleep)
+
+    async def main():
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+        async with open_engine(
+            config, make_runner=lambda *_: FakeRunner(script=script), threads=threads
+        ) as engine:
+            await engine.wait_ready()
+            await engine.submit(request(1, 1), buffer=9).wait_closed()
+            await engine.submit(request(2, 2), buffer=9).wait_closed()
+            left = engine.submit(request(3, 3, max_tokens=100), buffer=200)
+            await trio.sleep(2.5 * STEP_S)
+            left.close_reader()
+            await engine.wait_idle()
+            [replica] = engine.list_models()[0].replicas
+            counts = (replica.processed, replica.failed, replica.cancelled)
+            return counts, replica.busy_s, engine.statistics().totals.step_count
+
+    counts, busy_s, num_steps = run_deterministically(main, 0)
+    assert counts == (1, 1, 1)
+    assert busy_s == pytest.approx(num_steps * STEP_S)

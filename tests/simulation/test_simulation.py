@@ -39,6 +39,7 @@ CHUNKS = (*range(2), *(pytest.param(chunk, marks=pytest.mark.full) for chunk in 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_drawn_worlds_keep_every_promise(chunk):
+    """R136, R155, R169, R195."""
     for seed in range(chunk * SEEDS_PER_CHUNK, (chunk + 1) * SEEDS_PER_CHUNK):
         try:
             outcome = simulate(seed, num_requests=200)

@@ -1,18 +1,23 @@
-"""Streams of a Trio program, read after their block was left."""
+"""Streams of a Trio program: who may read them, whom a token wakes, and how they end."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import trio
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import ReaderStalled, RequestCancelled
+from engine.core.common.types import EndReason
+from engine.core.text.types import Tokens
+from engine.errors import DeadlineExceeded, ReaderStalled, RequestAborted, RequestCancelled
 from engine.requests.encode_values import EmbedRequest
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import Capability
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript
+from tests.support.core_driver import expected_tokens
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.01
@@ -77,3 +82,143 @@ def test_a_reader_that_stalls_is_ended_however_busy_the_model_is(seed, encodes):
             assert isinstance(stalled.error, ReaderStalled)
 
     run_deterministically(main, seed)
+
+
+def run(body, seed=0, *, instruments=(), **settings):
+    """Run ``body(engine)`` in an engine with a fake model that is ready."""
+    threads = VirtualThreads()
+    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+
+    async def main():
+        for instrument in instruments:
+            trio.lowlevel.add_instrument(instrument)
+        config = EngineConfig(models=(ModelConfig("fake"),), check_level=2, **settings)
+        async with open_engine(config, make_runner=lambda *_: runner, threads=threads) as engine:
+            await engine.wait_ready()
+            await body(engine)
+
+    run_deterministically(main, seed)
+
+
+def asked(max_tokens=20, **fields):
+    """Return a request with this many tokens."""
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return GenerateRequest(token_ids=(1, 2), sampling=sampling, **fields)
+
+
+def test_a_stream_is_for_one_request_and_is_read_inside_its_block():
+    """R146: it is single-use."""
+
+    async def body(engine):
+        stream = engine.generate(asked(3))
+        with pytest.raises(RuntimeError, match="inside its block"):
+            await anext(stream)
+        async with stream:
+            with pytest.raises(RuntimeError, match="entered once"):
+                await stream.__aenter__()
+            assert len([event async for event in stream]) == 5
+        with pytest.raises(RuntimeError, match="entered once"):
+            await stream.__aenter__()
+        assert engine.statistics().totals.requests_total.finished == 1
+
+    run(body)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tasks_that_share_a_stream_get_each_event_once_and_all_of_them_the_end(seed):
+    """R146: departure l lets a stream have several readers."""
+    ids, num_ended = [], 0
+
+    async def body(engine):
+        async def read(stream):
+            nonlocal num_ended
+            async for event in stream:
+                if isinstance(event, Tokens):
+                    ids.extend(event.token_ids)
+            num_ended += 1
+
+        async with engine.generate(asked(60)) as stream, trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(read, stream)
+
+    run(body, seed, in_process_buffer=4)
+    assert ids == expected_tokens((1, 2), count=60)
+    assert num_ended == 3
+
+
+class TaskSteps(trio.abc.Instrument):
+    """Counts how often each task ran, by its name."""
+
+    def __init__(self):
+        self.counts = Counter()
+
+    def before_task_step(self, task):
+        self.counts[task.name] += 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_token_wakes_its_own_reader_alone(seed):
+    """R144: the other reader's request waits for the only seat."""
+    steps = TaskSteps()
+
+    async def read(engine):
+        async with engine.generate(asked(40)) as stream:
+            async for _event in stream:
+                pass
+
+    async def body(engine):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read, engine, name="speaks")
+            await trio.sleep(0.5 * STEP_S)
+            nursery.start_soon(read, engine, name="waits")
+            await trio.sleep(5 * STEP_S)
+            before = steps.counts.copy()
+            await trio.sleep(20 * STEP_S)
+            assert steps.counts["speaks"] - before["speaks"] >= 20
+            assert steps.counts["waits"] == before["waits"]
+
+    run(body, seed, instruments=[steps], max_num_seqs=1)
+
+
+def test_what_is_ready_is_taken_without_waiting():
+    """R148: all events of a request that is over are taken at one instant."""
+
+    async def body(engine):
+        stream = engine.submit(asked(20), buffer=99)
+        await stream.wait_closed()
+        await trio.sleep(1.0)
+        now = trio.current_time()
+        for _ in range(22):
+            await stream.receive()
+        assert trio.current_time() == now
+
+    run(body)
+
+
+ENDS = {
+    EndReason.CANCELLED: RequestCancelled,
+    EndReason.ABORTED: RequestAborted,
+    EndReason.DEADLINE: DeadlineExceeded,
+    EndReason.STALLED: ReaderStalled,
+}
+
+
+@pytest.mark.parametrize("later", ENDS)
+@pytest.mark.parametrize("first", ENDS)
+def test_the_first_reason_for_an_end_decides_its_error_and_its_count(first, later):
+    """R204."""
+
+    async def body(engine):
+        stream = engine.submit(asked(1000), buffer=2000)
+        await trio.sleep(3.5 * STEP_S)
+        stream.cancel(first)
+        stream.cancel(later)
+        await stream.wait_closed()
+        assert type(stream.error) is ENDS[first]
+        await engine.wait_idle()
+        ends = engine.statistics().totals.requests_total
+        counted = {name: getattr(ends, name) for name in ends.__slots__}
+        assert {name for name, count in counted.items() if count} == {first.value}
+        assert sum(counted.values()) == 1
+
+    run(body)

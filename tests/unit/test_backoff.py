@@ -34,6 +34,7 @@ def test_one_success_closes_a_breaker_that_was_not_open():
 
 
 def test_three_successes_close_an_open_breaker_and_a_failure_between_opens_it_again():
+    """R114."""
     breaker = failed(FAILURES_TO_OPEN)
     breaker.succeeded()
     breaker.succeeded()

@@ -334,6 +334,7 @@ def test_other_refusals():
 
 
 def test_a_result_for_another_plan_or_row_is_a_bug():
+    """R150."""
     driver = EncodeDriver()
     driver.submit("a", [1])
     plan = driver.begin_step()

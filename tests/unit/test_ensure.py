@@ -47,7 +47,7 @@ def uses():
 
 
 def test_every_way_to_a_load_begins_with_ensure():
-    """A load may also begin with the death of a replica that `ensure` had loaded."""
+    """R101, R105: a load may also begin with the death of a replica that `ensure` had loaded."""
     found = {name: set() for name in CALLERS}
     for node, where in uses():
         if node.attr in found and not isinstance(node.ctx, ast.Store):
@@ -56,7 +56,7 @@ def test_every_way_to_a_load_begins_with_ensure():
 
 
 def test_only_the_pool_loads_a_runner():
-    """Only a runner's `load` counts; `json.load` and similar functions load no model."""
+    """R37: only a runner's `load` counts; `json.load` and similar functions load no model."""
     found = {
         where
         for node, where in uses()

@@ -116,6 +116,7 @@ def _has_arrow(own: Line, other: Line) -> bool:
 
 @pytest.mark.parametrize("module", product_modules())
 def test_imports_only_what_its_layer_may(module):
+    """R90, R173, R189."""
     assert offences(module, modules()[module].read_text()) == []
 
 
@@ -246,6 +247,7 @@ def _enters_a_thread(tree: ast.AST) -> bool:
 
 
 def test_only_threads_enters_a_thread():
+    """R138."""
     found = {m for m in product_modules() if _enters_a_thread(ast.parse(modules()[m].read_text()))}
     assert found == {THREAD_ENTRY}
 
@@ -271,6 +273,53 @@ def _makes_a_thread(tree: ast.AST) -> bool:
 def test_only_these_make_threads_beside_those_of_trio():
     found = {m for m in product_modules() if _makes_a_thread(ast.parse(modules()[m].read_text()))}
     assert found == OWN_THREADS.keys()
+
+
+# What hands a request to a worker, and who may: R4, R174, R175. A name with a dot stands for an
+# attribute of anything of that name, another name for that attribute of anything.
+ONE_WAY_IN = {
+    "loop.submit": {"engine.requests.supervisor"},
+    "_commands": {"engine.replica.loop"},
+    "execute": {
+        "engine.replica.loop",
+        "engine.worker.pinned_runner",  # on the model's own thread, for the loop
+        "engine.worker.process.main",  # in the worker's own process
+    },
+}
+
+
+def _named(node: ast.AST) -> str:
+    """Return an attribute with the name of its owner, or alone; "" for anything else."""
+    if not isinstance(node, ast.Attribute):
+        return ""
+    owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+    return f"{owner}.{node.attr}" if f"{owner}.{node.attr}" in ONE_WAY_IN else node.attr
+
+
+def test_there_is_one_way_to_a_worker_and_only_its_loop_executes_a_step():
+    """R4, R37, R174, R175: handles and services submit to the supervisor, and it to the loop."""
+    found: dict[str, set[str]] = {name: set() for name in ONE_WAY_IN}
+    for module in product_modules():
+        for node in ast.walk(ast.parse(modules()[module].read_text())):
+            if (name := _named(node)) in found:
+                found[name].add(module)
+    assert found == ONE_WAY_IN
+
+
+def _synchronises(tree: ast.AST) -> bool:
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    made = {f"{ast.unparse(call)}" for call in calls}
+    return bool(made & {"threading.Lock", "threading.RLock", "threading.Event"})
+
+
+def test_each_file_in_which_threads_meet_says_which_may_touch_what():
+    """R163: its docstring has the rule."""
+    silent = []
+    for module in product_modules():
+        tree = ast.parse(modules()[module].read_text())
+        if _makes_a_thread(tree) or _synchronises(tree) or _enters_a_thread(tree):
+            silent += [module] if "Rule" not in (ast.get_docstring(tree) or "") else []
+    assert silent == []
 
 
 def _core() -> dict[str, ast.Module]:

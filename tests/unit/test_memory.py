@@ -1,9 +1,10 @@
-"""The ledger of memory, and how many replicas fit (R116–R119)."""
+"""The ledger of memory, and how many replicas fit (R116, R117, R119)."""
 
 from __future__ import annotations
 
 import pytest
 
+from engine import memory_limit
 from engine.errors import EngineBug
 from engine.pool.memory import MemoryLedger, plan_workers
 
@@ -27,7 +28,20 @@ def test_how_many_of_two_replicas_fit(reserved, each, limit, granted):
     assert plan_workers(reserved, each, limit, wanted=2) == granted
 
 
+@pytest.mark.parametrize(("container", "usable"), [("max", 1000), ("600", 600), ("5000", 1000)])
+def test_the_default_limit_is_four_fifths_of_what_the_process_may_use(
+    tmp_path, monkeypatch, container, usable
+):
+    """R116: a container's limit counts if it is less than the machine's memory."""
+    (tmp_path / "memory.max").write_text(f"{container}\n")
+    monkeypatch.setattr(memory_limit, "_CGROUP_FILES", (tmp_path / "memory.max", tmp_path / "no"))
+    monkeypatch.setattr(memory_limit, "_machine_bytes", lambda: 1000)
+    assert memory_limit.usable_bytes() == usable
+    assert memory_limit.default_limit() == 0.8 * usable
+
+
 def test_each_device_has_its_own_limit():
+    """R87."""
     ledger = MemoryLedger(10)
     ledger.add_device("cuda:0", 5)
     ledger.add_device("cuda:0", 99)  # has a limit already
@@ -47,6 +61,7 @@ def test_a_device_without_a_limit_of_its_own_has_the_cpus():
 
 
 def test_never_is_more_reserved_than_the_limit():
+    """R81."""
     ledger = MemoryLedger(10)
     ledger.reserve("a", "cpu", 8)
     with pytest.raises(EngineBug):
@@ -61,6 +76,7 @@ def test_measured_memory_may_exceed_the_limit_and_nothing_is_free_then():
 
 
 def test_a_reservation_is_released_once():
+    """R119."""
     reservation = MemoryLedger(10).reserve("a", "cpu", 8)
     reservation.release()
     for job in (reservation.release, lambda: reservation.measured(1)):

@@ -259,6 +259,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_every_name_exists(path):
+    """R99."""
     assert [name for text in texts(path) for name in unknown(text)] == []
 
 

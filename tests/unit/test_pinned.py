@@ -54,6 +54,7 @@ def names():
 
 
 def test_every_call_but_compiling_comes_from_one_thread_of_its_own_which_close_joins():
+    """R55."""
     runner = Traced()
     pinned = PinnedTextRunner(runner, "a")
     assert "inference-worker-a_0" not in names()
@@ -74,6 +75,7 @@ def test_every_call_but_compiling_comes_from_one_thread_of_its_own_which_close_j
 
 
 def test_a_thread_gets_its_stack_and_others_the_size_they_had(monkeypatch):
+    """R56."""
     sizes, set_size = [], threading.stack_size
     monkeypatch.setattr(threading, "stack_size", lambda *n: (sizes.append(n), set_size(*n))[1])
     pinned = PinnedTextRunner(FakeRunner(), "a")

@@ -1,8 +1,8 @@
 """Measures many waiters for one cold model of two replicas: loads, memory, and their extra wait.
 
 The model is a fake of 2 GB whose load sleeps in its thread (R130, R132). A waiter's extra wait
-begins when the load returns in the loading thread, and ends when the waiter has a replica. The
-reference is a bare event that a thread sets for as many waiters.
+begins when the load returns in the loading thread, and ends when the waiter has a replica (R109).
+The reference is a bare event that a thread sets for as many waiters.
 """
 
 from __future__ import annotations

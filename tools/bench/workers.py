@@ -1,9 +1,11 @@
 """Measures several replicas side by side: simulated devices against a common lock, and real CPUs.
 
 Simulated: a device's step sleeps `STEP_S` with the GIL released, like an accelerator's. There is
-one client per device in a closed loop, and a request takes `STEPS` steps. "Waiting" is the share of
-a request's time outside of steps (R25). The baseline is the same engine with a lock that every step
-takes.
+one client per device in a closed loop, and a request takes `STEPS` steps. The throughput of several
+devices is given against that of one (R24, R27, R28, R29). "Waiting" is the share of a request's
+time outside of steps, so that its rest is the time inside the model (R25, R31). p99 is that of
+whole requests, against the time that one takes alone (R30). The baseline is the same engine with a
+lock that every step takes (R76).
 
 Real: replicas of s135 in bfloat16 with one thread each, and `REAL_CLIENTS` clients per replica in a
 closed loop, in tokens per second; as threads of one process, and as processes.

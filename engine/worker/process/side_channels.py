@@ -2,6 +2,9 @@
 
 Each compilation of a constraint has a channel of its own, which is kept for the next. A channel is
 made here, and one of its ends passed to the worker process over the control socket.
+
+Rule: a channel that is lent belongs to the thread that it was lent to; all else is guarded by the
+lock, which no step takes.
 """
 
 from __future__ import annotations
