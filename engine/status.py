@@ -71,6 +71,8 @@ class ModelStatus:
     device: str = ""
     architecture: str = ""
     max_model_len: int = 0  # tokens
+    context_note: str = ""  # why that is less than the model's own length
+    full_sequences: int = 0  # of max_model_len, that the KV pools hold at once
     is_demo: bool = False
     is_lazy: bool = False  # a request loads it: it is configured so, or was loaded before
     is_hung: bool = False  # a step takes longer than the step timeout (D17)

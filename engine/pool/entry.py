@@ -190,6 +190,8 @@ class Entry:
             device=", ".join(dict.fromkeys(one.info.device for one in self.replicas)),
             architecture=info.architecture if info else "",
             max_model_len=info.max_model_len if info else 0,
+            context_note=info.context_note if info else "",
+            full_sequences=sum(replica.info.full_sequences for replica in self.replicas),
             is_demo=info.is_demo if info else False,
             is_lazy=self.config.lazy or self.was_loaded,
             is_restarting=bool(self.degraded_ids) and not self.ready,

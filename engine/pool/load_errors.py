@@ -39,10 +39,11 @@ def error_for_request(model: str, cause: BaseException | None, hint: str = "") -
 
 
 def log_failed_load(model: str, error: Exception) -> None:
-    """Log why a replica did not load, with the detail that only the operator may see. A load that
-    was given up, because its model or the server is going, has not failed and is not logged."""
+    """Log why a replica did not load, with the detail that only the operator may see, which the
+    record also has by itself as ``detail``. A load that was given up, because its model or the
+    server is going, has not failed and is not logged."""
     if isinstance(error, ShuttingDown | NoWorkers):
         return
-    detail = error.log_detail if isinstance(error, TrioletError) else ""
-    shown = f" [{' '.join(detail.split())}]" if detail else ""
-    log.warning("a worker of %s did not load: %s%s", model, error, shown)
+    detail = " ".join(error.log_detail.split()) if isinstance(error, TrioletError) else ""
+    shown, extra = f" [{detail}]" if detail else "", {"detail": detail}
+    log.warning("a worker of %s did not load: %s%s", model, error, shown, extra=extra)

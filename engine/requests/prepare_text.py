@@ -126,12 +126,10 @@ class TextPreparer:
         self, replica: TextReplica, asked: GenerateRequest
     ) -> tuple[int, ...]:
         """Return the indices of the messages to leave out so that the chat fits the context."""
-        chat = asked.chat
+        chat, info = asked.chat, replica.info
         assert chat is not None
-        counts = choose_dropped(
-            chat.messages,
-            *truncation_limits(replica.info.max_model_len, asked.sampling.max_tokens),
-        )
+        most = asked.sampling.max_tokens or info.defaults.max_tokens
+        counts = choose_dropped(chat.messages, *truncation_limits(info.max_model_len, most))
         messages = next(counts)
         adds = bool(asked.prompt.add_special_tokens)
         while True:

@@ -378,11 +378,14 @@ def resolve_stops(
 ) -> Stops:
     """Return the stop conditions of a request whose prompt has ``num_prompt`` tokens.
 
-    ``max_tokens`` is the rest of the context if it is unset or larger than that.
+    An unset ``max_tokens`` comes from the model's generation_config, but does not cut a request's
+    own ``min_tokens``. It is the rest of the context if there is none, or if it is larger.
     """
-    room = info.max_model_len - num_prompt
-    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    asked = params.min_tokens
+    room, asked = info.max_model_len - num_prompt, params.min_tokens
+    wanted = params.max_tokens
+    if wanted is None and info.defaults.max_tokens is not None:
+        wanted = max(info.defaults.max_tokens, asked or 0)
+    max_tokens = room if wanted is None else min(wanted, room)
     eos = frozenset() if params.ignore_eos else info.eos_token_ids
     return Stops(
         max_tokens=max_tokens,

@@ -1,7 +1,7 @@
 """Makes unloaded runners from the configuration, which decides their kind, place and resources.
 
-Rule: torch is imported only to make a runner that works in this process, and sentence-transformers
-only when an encoder is loaded.
+Rule: torch is imported only to make a runner that works in this process, after a look at the
+model's files, and sentence-transformers only when an encoder is loaded.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING
 from engine.memory_limit import default_limit
 from engine.status import Capability
 from engine.worker.interface import RunnerSpec
-from engine.worker.load import capability
+from engine.worker.load import architectures, capability
+from engine.worker.load.foreign import refuse_pointers
 from engine.worker.load.refusal import Refusal
-from engine.worker.load.resolve import resolve, short_name
+from engine.worker.load.resolve import (
+    WANTED_FILES,
+    read_json,
+    resolve,
+    resolve_local,
+    weight_files,
+)
 from engine.worker.pinned_runner import PinnedEncodeRunner, PinnedTextRunner
 from engine.worker.process.runner import ProcessRunner
 
@@ -24,6 +31,9 @@ if TYPE_CHECKING:
 
 RUNNER_OF = "engine.worker.factory:runner_of"  # the function that a worker process calls
 ENCODERS = (Capability.TEXT_EMBEDDING, Capability.RERANK)
+# The default size of a shipped model's KV pool. It holds 32 sequences of the story teller's full
+# length; a pool for --max-num-seqs sequences would reserve a gigabyte for a model of 4 MB.
+DEMO_KV_BYTES = 128 << 20
 
 
 def threads_for(model: ModelConfig, config: EngineConfig) -> int:
@@ -43,6 +53,13 @@ def _known_capability(model: ModelConfig) -> Capability | None:
     return model.capability or capability.find(model.model, model.revision)
 
 
+def _kv_bytes(model: ModelConfig, config: EngineConfig) -> int | None:
+    """Return the size of a model's KV pool in bytes; None lets the runner decide."""
+    source = resolve_local(model.model, model.revision)
+    is_demo = source is not None and source.is_demo
+    return config.kv_cache_memory or (DEMO_KV_BYTES if is_demo else None)
+
+
 def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
     """Return one model's share of the configuration, as its runner needs it."""
     limit = config.memory_limit or default_limit()
@@ -53,7 +70,7 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
         dtype=model.dtype,
         threads=threads_for(model, config),
         block_size=config.block_size,
-        kv_bytes=config.kv_cache_memory or None,
+        kv_bytes=_kv_bytes(model, config),
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -68,7 +85,7 @@ def make_runner(model: ModelConfig, config: EngineConfig) -> TextRunner | Encode
     thread, or in a process of its own.
 
     Raises:
-        SpawnFailed: as `find_kind`, unless the runner is a process, which finds it out by itself.
+        SpawnFailed: as `look_at_files`, unless the runner is a process, which does that by itself.
     """
     if model.runner == "process":
         return make_process_runner(model, config)
@@ -87,44 +104,49 @@ def pinned_runner_of(
     spec: RunnerSpec, kind: Capability | None, name: str
 ) -> PinnedTextRunner | PinnedEncodeRunner:
     """Return an unloaded runner that works on one thread, whose name contains ``name``. Without a
-    kind, `find_kind` decides.
+    kind, the model's files decide.
 
     Raises:
-        SpawnFailed: as `find_kind`.
+        SpawnFailed: as `look_at_files`.
     """
-    kind = kind or find_kind(spec)
+    kind = look_at_files(spec, kind)
     if kind in ENCODERS:
         return PinnedEncodeRunner(_encode_runner(spec, kind), name)
     return PinnedTextRunner(_text_runner(spec), name)
 
 
 def runner_of(spec: RunnerSpec, kind: Capability | None) -> TextRunner | EncodeRunner:
-    """Return an unloaded runner that works in any thread. Without a kind, `find_kind` decides.
+    """Return an unloaded runner that works in any thread. Without a kind, the model's files decide.
 
     Raises:
-        SpawnFailed: as `find_kind`.
+        SpawnFailed: as `look_at_files`.
     """
-    kind = kind or find_kind(spec)
+    kind = look_at_files(spec, kind)
     return _encode_runner(spec, kind) if kind in ENCODERS else _text_runner(spec)
 
 
-def find_kind(spec: RunnerSpec) -> Capability:
-    """Return a model's capability, as its files show. A Hugging Face model that is not cached is
-    downloaded. A model whose files show none counts as a text model, whose runner will refuse to
-    load it and say why.
+def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
+    """Refuse a model that its small files alone exclude, before torch is imported, which takes
+    seconds. Return its capability: ``kind`` or, if that is None, what the files show. A Hugging
+    Face model that is not cached is downloaded.
 
     Raises:
-        SpawnFailed: there are no such files. This is known before torch is imported, which takes
-            seconds.
+        SpawnFailed: there are no such files, or they are not those of a model that is served.
     """
     try:
         directory = resolve(spec.model, spec.revision).directory
+        refuse_pointers(directory, WANTED_FILES)
+        kind = kind or capability.capability_of(directory)
+        if kind in ENCODERS:
+            from engine.worker.encoders.files import check
+
+            check(directory, kind)
+        else:
+            architectures.find(read_json(directory, "config.json"))
+            weight_files(directory)
     except Refusal as refusal:
-        raise refusal.for_model(short_name(spec.model)) from refusal
-    try:
-        return capability.capability_of(directory)
-    except Refusal:
-        return Capability.TEXT_TO_TEXT
+        raise refusal.spawn_failed() from refusal
+    return kind
 
 
 def _text_runner(spec: RunnerSpec) -> TextRunner:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def load_failures(name: str, close: Callable[[], None], *, needs: str) -> Iterator[None]:
     """Wrap the load of a model: on any exception call ``close`` and raise one sentence.
 
-    ``name`` is the model's name for clients. ``needs`` says what its memory is for.
+    ``name`` is the model's name for the log. ``needs`` says what its memory is for.
 
     Raises:
         SpawnFailed: the load failed. A BaseException that is not an Exception passes unchanged.
@@ -63,17 +63,15 @@ def spawn_failed(name: str, error: Exception, *, needs: str) -> SpawnFailed:
     """Return the error of a failed load: one sentence for the client, and for the operator alone
     the details in ``log_detail``."""
     if isinstance(error, Refusal):
-        return error.for_model(name)
+        return error.spawn_failed()
     if is_out_of_memory(error):
         return SpawnFailed(
-            f"the model {name!r} cannot be loaded: the device has too little free memory for its "
-            f"{needs}",
+            f"the device has too little free memory for its {needs}",
             log_detail=describe(error),
         )
     log.error("the load of %s failed in an unexpected way", name, exc_info=error)
     return SpawnFailed(
-        f"the model {name!r} cannot be loaded: it failed in an unexpected way "
-        f"({type(error).__name__}); the log has the details",
+        f"its load failed in an unexpected way ({type(error).__name__}); the log has the details",
         log_detail=describe(error),
     )
 

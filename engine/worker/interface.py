@@ -119,8 +119,19 @@ class WorkerInfo(Protocol):
         ...
 
     @property
+    def context_note(self) -> str:
+        """Why ``max_model_len`` is less than the model's own length; empty if it is not."""
+        ...
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of the device that the model takes."""
+        ...
+
+    @property
+    def full_sequences(self) -> int:
+        """How many sequences of ``max_model_len`` that memory holds at once; 0 if the runner keeps
+        nothing between steps."""
         ...
 
     @property
@@ -252,6 +263,7 @@ class SamplingDefaults:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     min_tokens: int | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +282,17 @@ class ModelInfo:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     is_demo: bool = False
     threads: int = 0  # CPU threads that a step uses
+    context_note: str = ""  # why max_model_len is less than the model's own length
 
     @property
     def capability(self) -> Capability:
         """What the model can do."""
         return Capability.TEXT_TO_TEXT
+
+    @property
+    def full_sequences(self) -> int:
+        """How many sequences of ``max_model_len`` the KV pool holds at once."""
+        return self.num_blocks // -(-self.max_model_len // self.block_size)
 
 
 class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):
@@ -329,6 +347,9 @@ class EncoderInfo:
     prompt_names: tuple[str, ...] = ()
     is_demo: bool = False
     threads: int = 0  # CPU threads that a step uses
+
+    context_note = ""
+    full_sequences = 0
 
     @property
     def capability(self) -> Capability:

@@ -32,7 +32,7 @@ from engine.worker.forward.kv_cache import KvCache, size_pool
 from engine.worker.forward.thread_state import thread_state
 from engine.worker.forward.transfer import send
 from engine.worker.interface import LoadProgress, ModelInfo
-from engine.worker.load.architectures import context_limit, layer_shapes
+from engine.worker.load.architectures import context_limit, context_note, layer_shapes
 from engine.worker.load.checkpoint import Checkpoint
 from engine.worker.load.generation_config import read_generation
 from engine.worker.load.loader import estimate_on, load_model, pick_device, pick_dtype, read_config
@@ -212,7 +212,7 @@ class TorchRunner:
         architecture, config = read_config(source.directory)
         limit = context_limit(config, spec.max_model_len)
         shapes = layer_shapes(config)
-        defaults, ends = read_generation(source.directory, config)
+        defaults, ends = read_generation(source, config)
         with Checkpoint(source.directory) as checkpoint:
             dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
             pool = size_pool(spec, shapes, dtype.itemsize, limit)
@@ -248,6 +248,7 @@ class TorchRunner:
             defaults=defaults,
             is_demo=source.is_demo,
             threads=spec.threads,
+            context_note=context_note(config, spec.max_model_len, pool.max_model_len),
         )
 
     def _thread_state(self) -> AbstractContextManager[None]:

@@ -1,13 +1,14 @@
 """Runs the first steps of a loaded model, and estimates a step's own memory.
 
 Rule: warming up runs the runner's own steps on blocks that nobody owns yet, and leaves no sequence
-behind. An error here fails the load, and not the first user's request.
+behind. An error here, or a row without a token, fails the load, and not the first user's request.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.core.common.steps import RowFailure
 from engine.core.common.types import BlockId, PlanId, SequenceId
 from engine.core.text.plan import (
     SCORED_TOKENS_MAX,
@@ -18,6 +19,7 @@ from engine.core.text.plan import (
     StepPlan,
 )
 from engine.core.text.types import Sampling, Stops
+from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,18 +42,30 @@ LOGITS_COPIES = 3
 
 def warm_up(execute: Callable[[StepPlan], StepResult], pool: PoolSize) -> None:
     """Compute a prompt of two tokens and one greedy decode, which calls every kernel and reads
-    every weight for the first time."""
+    every weight for the first time.
+
+    Raises:
+        Refusal: A step gave no token, as when its results overflow.
+    """
     count = min(2, pool.max_model_len)
     new = AdmittedSequence(
         WARM_UP_SEQUENCE, (0,) * count, Sampling(temperature=0.0), Stops(max_tokens=2)
     )
     blocks = BlockDelta(0, tuple(BlockId(i) for i in range(min(2, pool.num_blocks))))
-    execute(StepPlan(WARM_UP_PLAN, (Row(new.sequence, 0, count, blocks, Logits.LAST),),
-                     admitted=(new,)))  # fmt: skip
+    _check(execute(StepPlan(WARM_UP_PLAN, (Row(new.sequence, 0, count, blocks, Logits.LAST),),
+                            admitted=(new,))))  # fmt: skip
     if len(blocks.append) * pool.block_size > count:
         kept = BlockDelta(len(blocks.append))
-        execute(StepPlan(WARM_UP_PLAN, (Row(new.sequence, count, 1, kept, Logits.LAST),)))
+        row = Row(new.sequence, count, 1, kept, Logits.LAST)
+        _check(execute(StepPlan(WARM_UP_PLAN, (row,))))
     execute(StepPlan(WARM_UP_PLAN, (), released=(new.sequence,)))
+
+
+def _check(result: StepResult) -> None:
+    for row in result.rows:
+        if isinstance(row, RowFailure):
+            what = "its results are not finite numbers" if row.phase == "sample" else row.phase
+            raise Refusal(f"its first step gave no token ({what})", detail=row.detail)
 
 
 def workspace_bytes(

@@ -109,8 +109,9 @@ def open_keys(config: ServerConfig) -> KeyRing | None:
 
 def reload_keys(keys: KeyRing | None) -> None:
     """Read the keys again, as SIGHUP asks. An error in the file is logged, and the keys stay as
-    they were."""
+    they were. A server without keys logs that there is nothing to read."""
     if keys is None:
+        log.info("SIGHUP changes nothing: without --api-key-file there is no file to read again")
         return
     try:
         log.info("the key file was read again: %d keys", keys.reload())

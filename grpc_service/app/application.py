@@ -39,7 +39,7 @@ from grpc_service.app.health import SERVICE_NAME as HEALTH_NAME
 from grpc_service.app.health import HealthServicer, apply_states, health_methods
 from grpc_service.app.listening import check_free, listen
 from grpc_service.app.metrics import serving_metrics
-from grpc_service.app.startup import awaited, show_loading, show_ready
+from grpc_service.app.startup import awaited, reasons_held_back, show_loading, show_ready
 from grpc_service.app.statistics import log_statistics
 from grpc_service.app.tls import server_context
 from grpc_service.app.tracing import open_tracing
@@ -60,11 +60,12 @@ if TYPE_CHECKING:
     from engine.pool.loader import RunnerFactory
     from grpc_service.access.keys import KeyRing
     from grpc_service.app.server_config import ServerConfig
+    from grpc_service.app.startup import HeldBack
 
 log = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED, EXIT_INTERNAL, EXIT_CUT = 0, 1, EXIT_HUNG, 75
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOP_GRACE_S = 1.0  # guess: for statuses that are being written; everything else has ended by then
 LEAVE_PATIENCE_S = 3.0  # guess: for a load that runs, although no request waits for it any more
 CUT_PATIENCE_S = 3.0  # guess: `STOP_GRACE_S` and a step of ordinary length
@@ -152,9 +153,7 @@ async def serve(
     server_context(server_config)  # so that a broken file is reported before models load
     keys = open_keys(server_config)
     ending = _Ending(Watchdog(engine_config.step_timeout_s, exit_process=exit_process), keys)
-    # Without keys to read again, SIGHUP ends the server, as it ends other programs.
-    numbers = SIGNALS if keys is None else (*SIGNALS, signal.SIGHUP)
-    with trio.open_signal_receiver(*numbers) as signals:
+    with trio.open_signal_receiver(*SIGNALS) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ending.watch, signals)  # also while the engine ends
             await _serve(
@@ -186,33 +185,34 @@ async def _serve(
             apply_states(health, engine.list_models(), draining=engine.is_draining)
 
     flusher = Flusher()
-    async with open_engine(
-        engine_config,
-        make_runner=make_runner,
-        on_change=on_change,
-        watchdog=ending.watchdog,
-        batch=flusher,
-    ) as engine:
-        ending.backend = backend = Backend(engine, UnreadCalls(time.monotonic))
-        on_change()
-        async with _serving_calls(server_config, backend, flusher, ending, health) as port:
+    with reasons_held_back(engine_config) as reasons:
+        async with open_engine(
+            engine_config,
+            make_runner=make_runner,
+            on_change=on_change,
+            watchdog=ending.watchdog,
+            batch=flusher,
+        ) as engine:
+            ending.backend = backend = Backend(engine, UnreadCalls(time.monotonic))
+            on_change()
+            async with _serving_calls(server_config, backend, flusher, ending, health) as port:
 
-            async def wait_ready() -> None:
-                await _wait_loaded(engine)
-                freeze_after_load()
-                if shows_progress and not engine.is_draining:
-                    show_ready(engine, server_config, port)
-                if await _wait_settled(engine.registry.entries.values()):
-                    freeze_after_load()  # again, because encoders load last (D14)
+                async def wait_ready() -> None:
+                    await _wait_loaded(engine, reasons)
+                    freeze_after_load()
+                    if shows_progress and not engine.is_draining:
+                        show_ready(engine, server_config, port)
+                    if await _wait_settled(engine.registry.entries.values()):
+                        freeze_after_load()  # again, because encoders load last (D14)
 
-            ending.is_serving = True
-            task_status.started(Server(engine, port))
-            async with trio.open_nursery() as watched:
-                if shows_progress:
-                    watched.start_soon(show_loading, engine)
-                watched.start_soon(wait_ready)
-                ending.served = await _serve_until_signal(engine, ending)
-                watched.cancel_scope.cancel(reason="served")
+                ending.is_serving = True
+                task_status.started(Server(engine, port))
+                async with trio.open_nursery() as watched:
+                    if shows_progress:
+                        watched.start_soon(show_loading, engine)
+                    watched.start_soon(wait_ready)
+                    ending.served = await _serve_until_signal(engine, ending)
+                    watched.cancel_scope.cancel(reason="served")
 
 
 @asynccontextmanager
@@ -257,9 +257,9 @@ def _limits_of(config: ServerConfig) -> Limits:
     )
 
 
-async def _wait_loaded(engine: Engine) -> None:
+async def _wait_loaded(engine: Engine, reasons: HeldBack) -> None:
     """Wait until every preloaded model that the start waits for is READY or FAILED; if all of
-    these FAILED, also for the others.
+    these FAILED, also for the others. Then release the ``reasons`` of those that FAILED.
 
     Raises:
         ConfigError: every model FAILED.
@@ -271,13 +271,24 @@ async def _wait_loaded(engine: Engine) -> None:
     await _wait_settled(first)
     if all(entry.state is ModelState.FAILED for entry in first):
         await _wait_settled(entries)
+    told = _failure(engine)
+    reasons.release(told)
+    if told:
+        raise ConfigError(told)
+
+
+def _failure(engine: Engine) -> str:
+    """Return why no model was loaded; empty if one was or will be."""
     models = engine.list_models()
-    if all(model.state is ModelState.FAILED for model in models):
-        raise ConfigError(models[0].error + _where(engine))
+    if any(model.state is not ModelState.FAILED for model in models):
+        return ""
+    if len(models) > 1:
+        return f"none of the {len(models)} models was loaded; the log says why"
+    return models[0].error + _where(engine)
 
 
 def _where(engine: Engine) -> str:
-    """Return the directory in which the first model was looked for. Clients never see it."""
+    """Return the directory in which the only model was looked for. Clients never see it."""
     model = next(iter(engine.registry.entries.values())).config.model
     is_path = model.startswith((".", "/", "~"))
     return f" [{Path(os.path.expanduser(model)).absolute()}]" if is_path else ""

@@ -6,8 +6,10 @@ plain lines are printed.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import trio
@@ -19,10 +21,54 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from engine.api.engine import Engine
+    from engine.config import EngineConfig
     from engine.pool.entry import Entry
+    from engine.status import ModelStatus
     from grpc_service.app.server_config import ServerConfig
 
 REFRESH_S = 0.1
+LOAD_ERRORS = "engine.pool.load_errors"  # the logger of failed loads
+
+
+class HeldBack(logging.Filter):
+    """Keeps the reasons of failed loads out of the log until `release`, if it ``begins`` so."""
+
+    def __init__(self, *, begins: bool) -> None:
+        super().__init__()
+        self._records: list[logging.LogRecord] | None = [] if begins else None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged now; otherwise keep it."""
+        if self._records is None:
+            return True
+        self._records.append(record)
+        return False
+
+    def release(self, told: str = "") -> None:
+        """Log what was kept, and keep nothing from now on. Of a reason that the start itself has
+        ``told``, log only the details that it left out. Idempotent."""
+        records, self._records = self._records, None
+        for record in records or ():
+            detail = getattr(record, "detail", "")
+            if told and detail in told:
+                continue
+            if told:
+                record.msg, record.args = "details of the failed load: %s", (detail,)
+            logging.getLogger(LOAD_ERRORS).handle(record)
+
+
+@contextmanager
+def reasons_held_back(config: EngineConfig) -> Iterator[HeldBack]:
+    """Hold back why the only model did not load, until the caller releases it or leaves the block:
+    a start that fails tells the reason itself, and the log would repeat it. With several models the
+    log has each reason at once, and the start does not repeat them."""
+    held, logger = HeldBack(begins=len(config.models) == 1), logging.getLogger(LOAD_ERRORS)
+    logger.addFilter(held)
+    try:
+        yield held
+    finally:
+        held.release()
+        logger.removeFilter(held)
 
 
 def awaited(entries: Collection[Entry]) -> list[Entry]:
@@ -73,11 +119,9 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
     lines = [f"Triolet is ready on {where} after {_seconds_since_start():.1f} s{without}."]
     for model in models:
         if model.state is ModelState.READY:
-            size = model.memory_bytes / 2**20
-            has_pool = model.capability is Capability.TEXT_TO_TEXT
             lines.append(
                 f"  {model.name}: {model.architecture}, {model.dtype} on {model.device}, "
-                f"context {model.max_model_len}, {size:.0f} MiB{' with its KV pool' * has_pool}"
+                f"{_context(model)}, {_memory(model)}"
             )
         else:
             lines.append(f"  {model.name}: {model.state.value}{_because(model.error)}")
@@ -87,6 +131,18 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
         "Ctrl-C drains; a second Ctrl-C cuts.",
     ]
     print("\n".join(lines), flush=True)
+
+
+def _context(model: ModelStatus) -> str:
+    note = f" ({model.context_note})" if model.context_note else ""
+    return f"context {model.max_model_len}{note}"
+
+
+def _memory(model: ModelStatus) -> str:
+    size, count = f"{model.memory_bytes / 2**20:.0f} MiB", model.full_sequences
+    if not count:
+        return size
+    return f"{size} with its KV pool for {count} sequence{'s' * (count != 1)} of full length"
 
 
 def _first_requests(engine: Engine, where: str, config: ServerConfig) -> Iterator[str]:

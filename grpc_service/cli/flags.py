@@ -174,7 +174,7 @@ FLAGS = (
         "kv_cache_memory",
         BYTES,
         "size of the KV pool (default: what --max-num-seqs sequences need, at most 4 GiB and a "
-        "quarter of the memory limit)",
+        "quarter of the memory limit; 128 MiB for a shipped model)",
     ),
     Flag(
         "memory-limit",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from engine.errors import ConfigError
 from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT
 from grpc_service.cli.flags import add_serve_arguments, configs_of
-from grpc_service.cli.interrupts import raise_on_ctrl_c
+from grpc_service.cli.interrupts import ignore_hangups, raise_on_ctrl_c
 from grpc_service.cli.security import add_security_arguments
 from grpc_service.cli.values import COUNT, SECONDS
 
@@ -418,6 +418,7 @@ def _number(kind: str) -> Callable[[str], float]:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    ignore_hangups()
     engine_config, server_config = configs_of(args, os.environ)
     from grpc_service.app.application import serve_forever
 

@@ -102,7 +102,7 @@ def _bar(args: argparse.Namespace) -> Iterator[Callable[[messages.LoadModelRespo
 
 
 def print_models(listed: Sequence[messages.Model], pauses: Mapping[str, str]) -> None:
-    """Print a table of the models, and the error of each that failed."""
+    """Print a table of the models, the error of each that failed, and why a context is short."""
     rows = [
         (
             ", ".join((model.name, *model.aliases)),
@@ -122,6 +122,8 @@ def print_models(listed: Sequence[messages.Model], pauses: Mapping[str, str]) ->
     for model in listed:
         if model.error:
             print(f"{model.name}: {model.error}")
+        if model.context_note:
+            print(f"{model.name}: context {model.max_model_len} {model.context_note}")
 
 
 def _words(name: str) -> str:

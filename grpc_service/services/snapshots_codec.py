@@ -66,6 +66,7 @@ def encode_model(status: ModelStatus) -> models_pb2.Model:
         architecture=status.architecture,
         max_model_len=status.max_model_len,
         demo=status.is_demo,
+        context_note=status.context_note,
     )
 
 

@@ -196,13 +196,8 @@ def test_a_cross_encoder_that_the_library_saved_is_recognised(tmp_path):
 
 
 def test_a_row_that_is_not_finite_fails_alone(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     make_embedder(tmp_path)
-    path = tmp_path / "model.safetensors"
-    weights = load_file(path)
-    weights["embeddings.word_embeddings.weight"][599] = float("nan")
-    save_file(weights, path, metadata={"format": "pt"})
+    edit_tensors(lambda w: w["embeddings.word_embeddings.weight"][599].fill_(3e38))(tmp_path)
     runner, _ = load(tmp_path)
     rows = tuple(
         EncodeRow(SequenceId(i), EncodeInput((2, token, 3)), EncodeOptions())
@@ -230,17 +225,22 @@ def edit_json(path, change):
     path.write_text(json.dumps(data))
 
 
-def drop_tensor(name, file="model.safetensors"):
-    """Return a change of a model's folder that removes one tensor."""
+def edit_tensors(edit, file="model.safetensors"):
+    """Return a change of a model's folder that edits its tensors."""
 
     def change(directory):
         from safetensors.torch import load_file, save_file
 
         weights = load_file(directory / file)
-        del weights[name]
+        edit(weights)
         save_file(weights, directory / file, metadata={"format": "pt"})
 
     return change
+
+
+def drop_tensor(name):
+    """Return a change of a model's folder that removes one tensor."""
+    return edit_tensors(lambda weights: weights.pop(name))
 
 
 def pickle_instead(folder):
@@ -277,6 +277,10 @@ BROKEN = {
     "a missing weight": (
         drop_tensor("encoder.layer.1.output.dense.weight"),
         "lacks the tensor encoder.layer.1.output.dense.weight",
+    ),
+    "a NaN": (
+        edit_tensors(lambda w: w["embeddings.word_embeddings.weight"].fill_(float("nan"))),
+        "its tensor embeddings.word_embeddings.weight in model.safetensors holds NaN",
     ),
     "an activation of somebody's own": (
         lambda d: edit_json(

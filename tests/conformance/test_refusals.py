@@ -61,7 +61,7 @@ REFUSED = {
     ),
     "unknown": (
         {"architectures": ["FalconForCausalLM"], "model_type": "falcon"},
-        "FalconForCausalLM is not served; these are, each tested token for token: Llama, Qwen2",
+        "the architecture FalconForCausalLM is not served; docs/features.md lists those that are",
     ),
     "not a language model": ({"architectures": ["LlamaModel"]}, "LlamaModel is not served"),
     "no architecture": ({"model_type": "llama"}, "names no architecture"),
@@ -123,10 +123,14 @@ def test_a_length_beyond_the_models_is_refused():
         context_limit(rotary("default"), 1025)
 
 
-def test_longrope_is_capped_at_load(tmp_path):
+def test_longrope_is_capped_at_load_and_the_model_says_why(tmp_path):
     make(tmp_path, "phi3", TINY, extra=LONG_PHI3)
     _, info = load_runner(tmp_path)
     assert info.max_model_len == 600
+    assert info.context_note == (
+        "of 1024, because beyond 600 its longrope embedding would change every sequence of a batch"
+    )
+    assert load_runner(tmp_path, max_model_len=500)[1].context_note == ""  # the operator knows
     with pytest.raises(SpawnFailed, match="601 is more than the original length"):
         load_runner(tmp_path, max_model_len=601)
 

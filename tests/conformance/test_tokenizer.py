@@ -173,6 +173,95 @@ def test_no_tokenizer_json_fails_the_spawn_in_one_sentence(tmp_path):
     assert str(tmp_path) in caught.value.log_detail
 
 
+def save_older(name, directory, model_type, vocab_size):
+    """Write a toy tokenizer of GPT-2's kind into the folder as its vocabulary and merges."""
+    state = json.loads(toy_tokenizers.ALL[name]().to_str())
+    model = state["model"]
+    added = {token["content"]: token["id"] for token in state["added_tokens"]}
+    (directory / "vocab.json").write_text(json.dumps(added | model["vocab"]))
+    (directory / "merges.txt").write_text("\n".join(map(" ".join, model["merges"])))
+    config = {"model_type": model_type, "vocab_size": vocab_size}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def check_equal(ours, theirs):
+    """Check that ours has the ids, the texts and the special tokens of transformers'."""
+    for text in TEXTS:
+        for add in (True, False):
+            ids = ours.encode(text, add_special_tokens=add)
+            assert ids == ids_of(theirs, text, add)
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert ours.special_ids == set(theirs.all_special_ids)
+
+
+def test_a_vocabulary_with_merges_is_converted_as_in_transformers(tmp_path):
+    save_older("byte_level", tmp_path, "gpt2", 600)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "hi"}))
+    ours = load_tokenizer(tmp_path)
+    check_equal(ours, transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert ours.vocab_size == toy_tokenizers.byte_level().get_vocab_size()
+    assert ours.encode("Once upon a time") == tuple(
+        toy_tokenizers.byte_level().encode("Once upon a time").ids
+    )
+    assert ours.render_chat(MESSAGES) == "hi"
+
+
+def test_a_sentencepiece_model_is_converted_as_in_transformers(tmp_path):
+    import sentencepiece
+
+    texts = iter([text for text in toy_tokenizers.TEXTS for _ in range(3)])
+    with (tmp_path / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=texts, model_writer=file, model_type="bpe", vocab_size=450,
+            byte_fallback=True, minloglevel=2,
+        )  # fmt: skip
+    config = {"model_type": "llama", "vocab_size": 450}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ours = load_tokenizer(tmp_path)
+    check_equal(ours, transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert ours.vocab_size == 450
+    assert ours.decode(ours.encode("Once upon a time 🌶")) == "Once upon a time 🌶"
+
+
+def test_a_sentencepiece_model_without_the_package_names_it(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setattr("engine.worker.text.tokenizer.find_spec", lambda name: None)
+    with pytest.raises(SpawnFailed) as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value) == (
+        "Worker spawn failed: the model has tokenizer.model instead of tokenizer.json, which "
+        'cannot be converted here; pip install "triolet[sentencepiece]"'
+    )
+
+
+CONVERT = (
+    "Worker spawn failed: the model has vocab.json and merges.txt instead of tokenizer.json, which "
+    "cannot be converted here; where transformers can, AutoTokenizer's save_pretrained writes "
+    "tokenizer.json"
+)
+
+
+def test_files_of_a_class_that_does_not_know_them_are_refused(tmp_path):
+    """LlamaTokenizer makes a tokenizer of three tokens from them."""
+    save_older("byte_level", tmp_path, "llama", 600)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(SpawnFailed) as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value) == CONVERT
+
+
+def test_code_of_the_checkpoint_is_not_run_to_convert_a_tokenizer(tmp_path):
+    save_older("byte_level", tmp_path, "gpt2", 600)
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    config = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(SpawnFailed) as caught:
+        load_tokenizer(tmp_path)
+    assert str(caught.value) == CONVERT
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_broken_file_fails_the_spawn(directory, name):
     (directory / name).write_text("{")
@@ -229,7 +318,7 @@ def test_loading_imports_neither_torch_nor_transformers(directory):
     code = (
         "import sys; from engine.worker.text.tokenizer import load_tokenizer;"
         f"load_tokenizer({str(directory)!r}).encode('hi');"
-        "banned = {'torch', 'transformers', 'grpc', 'asyncio', 'jinja2'};"
+        "banned = {'torch', 'transformers', 'grpc', 'asyncio'};"
         "sys.exit(', '.join(banned & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -302,7 +391,6 @@ def test_a_list_of_templates_in_the_config(directory):
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ raise_exception('x' * 999) }}", "x" * 200),
         ("{{ messages[5].content }}", ""),
-        ("{% if %}", ""),
         ("{{ messages.append(1) }}", ""),
         ("{{ ''.__class__.__mro__ }}", ""),
         ("{{ 1 / 0 }}", ""),
@@ -314,6 +402,31 @@ def test_a_template_that_refuses_is_the_clients_mistake(directory, template, tol
     expected = "the model's chat template refused the chat" + (f": {told}" if told else "")
     assert [(v.field, v.description) for v in caught.value.violations] == [("chat", expected)]
     assert caught.value.log_detail
+
+
+BROKEN_TEMPLATE = "{% for message in messages %}\n{{ message.content }}\n{% if %}{% endfor %}"
+
+
+def test_a_template_with_a_syntax_error_fails_the_spawn_with_file_and_line(directory):
+    with pytest.raises(SpawnFailed) as caught:
+        write_template(directory, BROKEN_TEMPLATE)
+    assert str(caught.value) == (
+        "Worker spawn failed: the model's chat template in chat_template.jinja is wrong at line 3 "
+        "of the template: Expected an expression, got 'end of statement block'"
+    )
+    (directory / "chat_template.jinja").unlink()
+    config = {"chat_template": [{"name": "tool_use", "template": BROKEN_TEMPLATE}]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(SpawnFailed, match=r"in tokenizer_config\.json is wrong at line 3"):
+        load_tokenizer(directory)
+
+
+def test_the_tags_that_transformers_knows_are_no_syntax_errors(directory):
+    template = (
+        "{% for message in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
+    )
+    assert write_template(directory, template).render_chat(MESSAGES) == "Be brief."
 
 
 def test_a_chat_that_cannot_be_rendered_at_all(directory):

@@ -14,7 +14,14 @@ import engine
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tests.support.server import real
-from tests.support.wire import broken_fields, connect, error_of, reason, wait_idle
+from tests.support.wire import (
+    broken_fields,
+    connect,
+    error_of,
+    list_models,
+    reason,
+    wait_idle,
+)
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 STORY = "Once upon a time there was a small dog named Ada who lived by the sea. "
@@ -24,8 +31,13 @@ WORDS = 20  # tokens of each answer
 @pytest.fixture(scope="module")
 def server():
     """Yield a server with the demo model."""
-    with real() as one:
+    with real(model="demo-stories") as one:
         yield one
+
+
+def test_the_shipped_model_takes_little_memory_and_the_summary_says_what_it_holds(server):
+    assert "with its KV pool for 32 sequences of full length" in server.out
+    assert list_models(server.channel)[0].memory_bytes < 200 * 2**20
 
 
 @pytest.mark.alone

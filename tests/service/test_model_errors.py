@@ -86,7 +86,17 @@ def check_failed(server, code=1):
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_model_that_cannot_be_served_is_one_sentence_and_a_failure(ended, name):
     """R158."""
-    assert "'model'" in check_failed(ended[name])
+    told = check_failed(ended[name])
+    assert told.startswith("triolet: Worker spawn failed: model: ")
+    reason = told.removeprefix("triolet: Worker spawn failed: model: ").partition(" [")[0]
+    assert "model:" not in reason, "the model is named once"
+    assert ended[name].log.count(reason) == 1, "the log does not repeat the sentence"
+
+
+def test_the_log_has_the_details_that_the_sentence_leaves_out(ended):
+    server = ended["with truncated weights"]
+    server.wait(MODEL_START_LIMIT_S)
+    assert "details of the failed load: SafetensorError" in server.log
 
 
 def test_a_port_in_use_is_one_sentence_and_a_failure_before_the_model_is_loaded():

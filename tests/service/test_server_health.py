@@ -171,6 +171,8 @@ def test_the_summary_says_which_models_are_missing():
     failures = "model bad failed|Traceback"
     with fake(models=[{"name": "good"}, bad], is_command=True, may_log=failures) as server:
         assert re.match(r"Triolet is ready on \S+ after [\d.]+ s, but without bad\.\n", server.out)
+        holds = "with its KV pool for 4 sequences of full length"  # 512 blocks of 16 tokens
+        assert f"  good: fake, none on cpu, context 2048, 0 MiB {holds}\n" in server.out
 
 
 def test_if_no_text_model_loads_the_server_serves_its_encoders():
@@ -184,6 +186,7 @@ def test_if_no_text_model_loads_the_server_serves_its_encoders():
     with fake_process(models=[bad, vectors], is_command=True, may_log=failures) as server:
         assert server.wait() == 1
         assert "is ready" not in server.out
+        assert "triolet: none of the 2 models was loaded; the log says why" in server.log
 
 
 def test_a_server_whose_models_all_fail_ends_with_one_sentence():

@@ -144,7 +144,8 @@ CONFIGURED = {  # a model's own value, and a request's, which is zero or turns i
 
 
 def test_every_default_that_a_model_may_have_is_in_the_table():
-    assert {field.name for field in dataclasses.fields(SamplingDefaults)} == {*CONFIGURED}
+    names = {field.name for field in dataclasses.fields(SamplingDefaults)}
+    assert names == {*CONFIGURED, "max_tokens"}
 
 
 @pytest.mark.parametrize("name", CONFIGURED)
@@ -160,6 +161,17 @@ def test_unset_is_the_models_default_and_zero_is_zero(name):
     usual = getattr(Stops(1) if name == "min_tokens" else Sampling(), name)
     assert used(None) == usual
     assert own not in (asked, usual)
+
+
+def test_the_models_most_tokens_count_where_the_request_names_none():
+    def most(asked=None, *, own=4, **fields):
+        params = SamplingParams(max_tokens=asked, **fields)
+        return sampled(params, max_tokens=own).stops.max_tokens
+
+    assert most() == 4
+    assert most(6) == 6
+    assert most(own=99_999) == FakeRunner()._info.max_model_len - 1  # what the context has room for
+    assert most(min_tokens=9) == 9  # the request's own field counts more than the model's default
 
 
 def test_bad_words_become_their_tokens_with_and_without_a_space_before():

@@ -105,10 +105,9 @@ class CountRunner:
         return MemoryEstimate(1)
 
     def load(self, progress):
-        return SimpleNamespace(
-            **{"capability": COUNTING, "memory_bytes": 1, "threads": 1, "device": "cpu"},
-            **{"architecture": "counter", "dtype": "", "max_model_len": 1, "is_demo": False},
-        )
+        info = dict.fromkeys(("memory_bytes", "threads", "max_model_len", "full_sequences"), 1)
+        info |= dict.fromkeys(("architecture", "dtype", "device", "context_note"), "")
+        return SimpleNamespace(**info, capability=COUNTING, is_demo=False)
 
     def execute(self, plan):
         if plan.left == 13:

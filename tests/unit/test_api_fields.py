@@ -132,6 +132,7 @@ MESSAGES = {
         name:string aliases:string* capability:Capability state:ModelState error:string
         memory_bytes:uint64 replicas:Replica* leases:uint32 last_used:Timestamp
         dtype:string device:string architecture:string max_model_len:uint32 demo:bool
+        context_note:string
     """,
     "Replica": """
         id:uint32 state:ReplicaState device:string threads:uint32 restarts:uint32

@@ -1,10 +1,14 @@
-"""The tables of `docs/performance.md` are made from the benches' JSON; nothing else changes."""
+"""The benches' command line, and the tables of `docs/performance.md` that are made from their JSON:
+nothing else of the page changes."""
 
 import json
+import sys
 from pathlib import Path
 
+import pytest
+
 from tools.bench import tables
-from tools.bench.__main__ import names
+from tools.bench.__main__ import main, names
 from tools.bench.frame import Row, report
 
 PAGE = """Before.
@@ -79,3 +83,24 @@ def test_json_holds_what_a_bar_decides(tmp_path, capsys):
     assert "missed: missed" in capsys.readouterr().err
     found = json.loads((tmp_path / "j").read_text())["rows"]
     assert [row["pass"] for row in found] == [True, False, None]
+
+
+def test_a_bench_without_the_development_tools_is_one_sentence_with_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvloop", None)  # importing it fails, as if it were missing
+    for name in ("front", "wire"):
+        monkeypatch.delitem(sys.modules, f"tools.bench.{name}", raising=False)
+    monkeypatch.setattr("sys.argv", ["python -m tools.bench", "front"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == (
+        "the bench front needs the Python module uvloop; "
+        "install the development tools: pip install -e '.[dev,measure]' -c constraints.txt"
+    )
+
+
+def test_a_missing_module_of_ours_is_no_missing_tool(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tools.bench.wire", None)
+    monkeypatch.delitem(sys.modules, "tools.bench.front", raising=False)
+    monkeypatch.setattr("sys.argv", ["python -m tools.bench", "front"])
+    with pytest.raises(ModuleNotFoundError):
+        main()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 
 import pytest
@@ -13,7 +14,9 @@ from engine.errors import ConfigError
 from grpc_service.app.server_config import ServerConfig
 from grpc_service.cli import client, flags
 from grpc_service.cli.main import build_parser, main
+from grpc_service.cli.models import print_models
 from grpc_service.cli.values import BYTES, COUNT, SECONDS, SWITCH, TEXT
+from grpc_service.client import messages
 
 # An accepted value of each flag that differs from its default, as argument and as TOML.
 OTHER = {
@@ -412,10 +415,36 @@ def test_tokenize_takes_one_text(capsys):
     assert "either a text or --detokenize" in capsys.readouterr().err
 
 
-def test_serve_hands_its_configs_to_the_server(monkeypatch):
+@pytest.fixture
+def hangups():
+    """Restore how this process reacts to SIGHUP, which `triolet serve` changes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_serve_hands_its_configs_to_the_server(monkeypatch, hangups):
     seen = []
     server = argparse.Namespace(serve_forever=lambda *configs: seen.append(configs) or 75)
     monkeypatch.setitem(sys.modules, "grpc_service.app.application", server)
     monkeypatch.delenv("ENGINE_CHECK", raising=False)
     assert main(["serve", "--seed", "3", "--port", "0"]) == 75
     assert seen == [(EngineConfig(seed=3), ServerConfig(port=0))]
+
+
+def test_a_hangup_does_not_end_a_server_that_is_still_importing(monkeypatch, hangups):
+    """`systemctl reload` may come before the server listens for signals."""
+    seen = []
+    server = argparse.Namespace(
+        serve_forever=lambda *_: seen.append(signal.getsignal(signal.SIGHUP)) or 0
+    )
+    monkeypatch.setitem(sys.modules, "grpc_service.app.application", server)
+    assert main(["serve"]) == 0
+    assert seen == [signal.SIG_IGN]
+
+
+def test_the_list_of_models_says_why_a_context_is_short(capsys):
+    note = "of 4800, because its KV pool holds no more"
+    short = messages.Model(name="short", max_model_len=600, context_note=note)
+    print_models([messages.Model(name="whole", max_model_len=2048), short], {})
+    assert capsys.readouterr().out.splitlines()[-1] == f"short: context 600 {note}"

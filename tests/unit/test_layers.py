@@ -58,6 +58,10 @@ LAZY: dict[tuple[str, str], str] = {
         "engine.worker.factory",
         "engine.worker.encoders.runner",
     ): "the spec's arithmetic needs no torch",
+    (
+        "engine.worker.factory",
+        "engine.worker.encoders.files",
+    ): "as the runner; this file reads no weights, and needs no torch either",
 }
 
 

@@ -47,6 +47,7 @@ def test_a_model_is_encoded_completely():
         device="cpu",
         architecture="Llama",
         max_model_len=2048,
+        context_note="of 4096",
         is_demo=True,
     )
     message = snapshots_codec.encode_model(status)
@@ -78,6 +79,7 @@ def test_a_model_is_encoded_completely():
         architecture="Llama",
         max_model_len=2048,
         demo=True,
+        context_note="of 4096",
     )
     assert not snapshots_codec.encode_model(ModelStatus("m", ModelState.READY)).HasField(
         "last_used"

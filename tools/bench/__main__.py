@@ -11,6 +11,7 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 NOT_BENCHES = {"__init__", "__main__", "checkpoints", "frame", "plots", "served", "tables", "wire"}
+OURS = {"engine", "grpc_service", "tests", "tools"}
 
 
 def names() -> list[str]:
@@ -25,10 +26,19 @@ def main() -> int:
     parser.add_argument("name", choices=names())
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
-    bench = importlib.import_module(f"tools.bench.{args.name.replace('-', '_')}")
+    try:
+        bench = importlib.import_module(f"tools.bench.{args.name.replace('-', '_')}")
+        rows = bench.run()
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] in OURS:
+            raise
+        sys.exit(
+            f"the bench {args.name} needs the Python module {error.name}; install the development "
+            "tools: pip install -e '.[dev,measure]' -c constraints.txt"
+        )
     from tools.bench.frame import report
 
-    return report(args.name, bench.run(), args.json)
+    return report(args.name, rows, args.json)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,8 @@ class EncoderRunner:
         folder = check(source.directory, self._capability)
         with Checkpoint(folder) as checkpoint:
             stored, main_dtype = list(checkpoint.tensors), checkpoint.main_dtype
+            for name in stored:
+                checkpoint.check_finite(name)
         dtype = pick_dtype(spec.dtype, main_dtype, device)
         progress(LoadProgress("weights"))
         is_rerank = self._capability is Capability.RERANK

@@ -65,11 +65,8 @@ MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "image_token_
 # Rotary embeddings whose frequencies depend on the config alone. The type "dynamic" computes them
 # from the longest position of the batch, so that one request would change another's output.
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-
-
-def served_names() -> str:
-    """Return the names of all served architectures, for the refusal of an unknown one."""
-    return ", ".join(entry.label for entry in SERVED.values())
+LONGROPE = "longrope"  # served up to its original length
+OLD_LONGROPE = "su"  # what the first configs of Phi-3 call it; transformers renames it
 
 
 def find(config: Mapping[str, Any]) -> Architecture:
@@ -86,8 +83,7 @@ def find(config: Mapping[str, Any]) -> Architecture:
         raise Refusal("its config.json names no architecture (the field 'architectures')")
     if name not in SERVED:
         raise Refusal(
-            f"the architecture {name} is not served; these are, each tested token for token: "
-            f"{served_names()}"
+            f"the architecture {name} is not served; docs/features.md lists those that are"
         )
     _refuse_fields(config, name)
     return SERVED[name]
@@ -124,31 +120,30 @@ def _refuse_fields(config: Mapping[str, Any], name: str) -> None:
         raise Refusal(f"this {name} attends in both directions; only causal ones are served")
     if config.get("add_cross_attention"):
         raise Refusal(f"this {name} has cross-attention; only decoder-only ones are served")
+    for field in ("rope_parameters", "rope_scaling"):
+        for rope in _rotary_settings(config.get(field)):
+            kind = str(rope.get("rope_type") or rope.get("type") or "default")
+            if kind != OLD_LONGROPE:
+                _refuse_rotary(kind)
+
+
+def _refuse_rotary(kind: str) -> None:
+    if kind != LONGROPE and kind not in STATIC_ROPE_TYPES:
+        raise Refusal(
+            f"its rotary embedding is of type {kind!r}, which is untested or whose frequencies "
+            "depend on the other sequences of the batch"
+        )
 
 
 def context_limit(config: Any, requested: int | None) -> int:
     """Return the most tokens that a sequence may have, prompt and output together.
 
-    ``config`` is transformers' config object. The limit is ``requested``, or else the model's own:
-    for a longrope model its original length, because a longer sequence would change the
-    frequencies of all sequences in the batch.
+    ``config`` is transformers' config object. The limit is ``requested``, or else the model's own.
 
     Raises:
         Refusal: The rotary embedding is not served, or ``requested`` exceeds the model's limit.
     """
-    limit = int(config.max_position_embeddings)
-    why = "the model's max_position_embeddings"
-    for rope in _rope_parameters(config):
-        kind = str(rope.get("rope_type", "default"))
-        if kind == "longrope":
-            original = rope.get("original_max_position_embeddings") or limit
-            if int(original) < limit:
-                limit, why = int(original), "the original length of its longrope embedding"
-        elif kind not in STATIC_ROPE_TYPES:
-            raise Refusal(
-                f"its rotary embedding is of type {kind!r}, which is untested or whose frequencies "
-                "depend on the other sequences of the batch"
-            )
+    limit, why = _own_limit(config)
     if requested is None:
         return limit
     if requested > limit:
@@ -156,10 +151,46 @@ def context_limit(config: Any, requested: int | None) -> int:
     return requested
 
 
-def _rope_parameters(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary settings: none, one, or one for each layer type (Gemma 3)."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in rope or "rope_theta" in rope:
+def context_note(config: Any, requested: int | None, served: int) -> str:
+    """Return why a model is served with ``served`` tokens and not with all of its positions; empty
+    if it has all of them, or if the operator ``requested`` a length."""
+    positions, (limit, _) = int(config.max_position_embeddings), _own_limit(config)
+    if requested is not None or served == positions:
+        return ""
+    if served < limit:
+        return f"of {limit}, because its KV pool holds no more (--kv-cache-memory)"
+    return (
+        f"of {positions}, because beyond {limit} its longrope embedding would change every "
+        "sequence of a batch"
+    )
+
+
+def _own_limit(config: Any) -> tuple[int, str]:
+    """Return the most tokens that the model itself allows, and what sets that limit. For a longrope
+    model it is the original length, because a longer sequence would change the frequencies of all
+    sequences in the batch.
+
+    Raises:
+        Refusal: The rotary embedding is not served.
+    """
+    limit = int(config.max_position_embeddings)
+    why = "the model's max_position_embeddings"
+    for rope in _rotary_settings(getattr(config, "rope_parameters", None)):
+        kind = str(rope.get("rope_type", "default"))
+        _refuse_rotary(kind)
+        if kind == LONGROPE:
+            original = rope.get("original_max_position_embeddings") or limit
+            if int(original) < limit:
+                limit, why = int(original), "the original length of its longrope embedding"
+    return limit, why
+
+
+def _rotary_settings(rope: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary settings of a field of the config: none, one, or one for each layer type
+    (Gemma 3)."""
+    if not isinstance(rope, dict):
+        return
+    if {"rope_type", "type", "rope_theta"} & rope.keys():
         yield rope
         return
     for value in rope.values():

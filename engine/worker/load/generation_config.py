@@ -1,11 +1,13 @@
 """Reads end tokens and sampling defaults from a model's generation_config.json.
 
-Rule: a field that is missing becomes None and is decided elsewhere. A value outside its range
-(`RANGES`) makes the model be refused, since every request would inherit that value.
+Rule 1: a field that is missing becomes None and is decided elsewhere. A value outside its range
+(`RANGES`) makes the model be refused, since every request would inherit that value. Rule 2: a field
+that would change answers in transformers and is not followed here is named in the log.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from engine.worker.interface import SamplingDefaults
@@ -14,7 +16,8 @@ from engine.worker.load.resolve import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
+
+    from engine.worker.load.resolve import Source
 
 FILE_NAME = "generation_config.json"
 # The lowest and the highest value of each field, by transformers' names. The ranges are those of
@@ -29,24 +32,52 @@ RANGES: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "top_k": (0, 2**31 - 1),
     "min_new_tokens": (0, 2**31 - 1),
+    "max_new_tokens": (1, 2**31 - 1),
+}
+# Fields that change no answer: what the file says of itself, and how transformers keeps and returns
+# things. The tokenizer's files decide the first token and the padding.
+WITHOUT_EFFECT = frozenset(
+    {
+        *("transformers_version", "bos_token_id", "pad_token_id", "decoder_start_token_id"),
+        *("use_cache", "cache_implementation", "cache_config", "return_legacy_cache"),
+        *("return_dict_in_generate", "output_attentions", "output_hidden_states"),
+        *("output_scores", "output_logits", "disable_compile", "compile_config"),
+        *("prefill_chunk_size", "low_memory"),
+        *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("assistant_confidence_threshold", "prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    }
+)
+# Values of fields that are not followed with which they change nothing either; so do false, 0,
+# null and empty lists.
+NEUTRAL = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "length_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "guidance_scale": 1,
+    "top_h": 1,
 }
 
+log = logging.getLogger(__name__)
 
-def read_generation(directory: Path, config: Any) -> tuple[SamplingDefaults, frozenset[int]]:
+
+def read_generation(source: Source, config: Any) -> tuple[SamplingDefaults, frozenset[int]]:
     """Return the sampling defaults and the end-of-sequence ids. If the file has no such ids, they
-    come from the model's config.
+    come from the model's config. ``do_sample`` false is a temperature of 0.
 
     Raises:
         Refusal: The file is broken, or a value is outside its range.
     """
     raw: Mapping[str, Any] = {}
-    if (directory / FILE_NAME).is_file():
-        raw = read_json(directory, FILE_NAME)
+    if (source.directory / FILE_NAME).is_file():
+        raw = read_json(source.directory, FILE_NAME)
+    _log_unfollowed(source.name, raw)
     ends = raw.get("eos_token_id")
     if ends is None:
         ends = getattr(config, "eos_token_id", None)
     defaults = SamplingDefaults(
-        temperature=_number(raw, "temperature"),
+        temperature=_temperature(raw),
         top_k=_integer(raw, "top_k"),
         top_p=_number(raw, "top_p") or None,
         min_p=_number(raw, "min_p"),
@@ -55,8 +86,32 @@ def read_generation(directory: Path, config: Any) -> tuple[SamplingDefaults, fro
         presence_penalty=_number(raw, "presence_penalty"),
         frequency_penalty=_number(raw, "frequency_penalty"),
         min_tokens=_integer(raw, "min_new_tokens"),
+        max_tokens=_integer(raw, "max_new_tokens"),
     )
     return defaults, _end_ids(ends, int(config.vocab_size))
+
+
+def _log_unfollowed(model: str, raw: Mapping[str, Any]) -> None:
+    followed = {*RANGES, "do_sample", "eos_token_id"}
+    names = sorted(
+        name
+        for name, value in raw.items()
+        if not (name in followed or name in WITHOUT_EFFECT or name.startswith("_"))
+        and value
+        and value != NEUTRAL.get(name)
+    )
+    if names:
+        text = "%s: its %s has fields that are not followed: %s"
+        log.warning(text, model, FILE_NAME, ", ".join(names))
+
+
+def _temperature(raw: Mapping[str, Any]) -> float | None:
+    temperature, samples = _number(raw, "temperature"), raw.get("do_sample")
+    if samples is not None and not isinstance(samples, bool):
+        raise Refusal(
+            f"its {FILE_NAME} has do_sample = {samples!r}, which is neither true nor false"
+        )
+    return 0.0 if samples is False else temperature
 
 
 def _number(raw: Mapping[str, Any], name: str) -> float | None:

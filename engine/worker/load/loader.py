@@ -23,7 +23,7 @@ from engine.memory_limit import LIMIT_FRACTION
 from engine.worker.forward import attention
 from engine.worker.interface import LoadProgress, MemoryEstimate
 from engine.worker.load.architectures import find
-from engine.worker.load.checkpoint import FLOAT_SIZES
+from engine.worker.load.checkpoint import FLOAT_SIZES, is_finite
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 
@@ -199,7 +199,11 @@ def _assign_weights(
     device: torch.device,
     progress: Callable[[LoadProgress], None],
 ) -> None:
-    """Assign the checkpoint's tensors to the parameters, after every check of Rule 1."""
+    """Assign the checkpoint's tensors to the parameters, after every check of Rule 1.
+
+    Raises:
+        Refusal: A check of Rule 1 failed, or a tensor holds a number that is not finite.
+    """
     expected = dict(module.named_parameters(remove_duplicate=False))
     tied: dict[str, str] = dict(module.all_tied_weights_keys)
     sources = _find_sources(expected, tied, checkpoint, module.base_model_prefix)
@@ -210,10 +214,21 @@ def _assign_weights(
         pieces = [checkpoint.read(part.name) for part in parts]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         whole = _place(whole.view(expected[name].shape), dtype, device, is_view=len(pieces) == 1)
+        if not is_finite(whole):
+            for part in parts:
+                checkpoint.check_finite(part.name)
+            raise Refusal(
+                f"its tensor {parts[0].name} has numbers that {_name_of(dtype)} cannot hold; "
+                "choose another --dtype"
+            )
         _set_parameter(module, name, torch.nn.Parameter(whole, requires_grad=False))
         bytes_done += sum(part.num_bytes for part in parts)
     _tie(module, tied, sources)
     progress(LoadProgress("weights", bytes_total, bytes_total, len(sources), len(sources)))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _place(

@@ -10,15 +10,13 @@ from engine.errors import SpawnFailed
 
 
 class Refusal(Exception):
-    """The model cannot be served; ``str(self)`` completes "the model 'NAME' cannot be loaded: ".
-
-    ``detail`` is for the operator's log only.
-    """
+    """The model cannot be served; ``str(self)`` is a sentence about "it", the model, before which
+    `engine.pool.load_errors` puts the model's name. ``detail`` is for the operator's log only."""
 
     def __init__(self, sentence: str, *, detail: str = "") -> None:
         super().__init__(sentence)
         self.detail = detail
 
-    def for_model(self, name: str) -> SpawnFailed:
-        """Return the error that a client gets who asks for the model ``name``."""
-        return SpawnFailed(f"the model {name!r} cannot be loaded: {self}", log_detail=self.detail)
+    def spawn_failed(self) -> SpawnFailed:
+        """Return the error of a load that ends with this refusal."""
+        return SpawnFailed(str(self), log_detail=self.detail)

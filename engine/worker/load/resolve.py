@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.worker.load.foreign import ADAPTER_NAME, refusal_of_directory, refusal_of_file
 from engine.worker.load.refusal import Refusal
 
 # Demo models, as package data under engine/demo/.
@@ -25,13 +26,14 @@ DEMO_ROOT = Path(__file__).resolve().parents[2] / "demo"
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
 # The files of a repository that a model needs, including an encoder's modules such as
-# 1_Pooling/config.json. Pickled and original weights are not downloaded.
+# 1_Pooling/config.json, and the file by which an adapter is recognised. Pickled and original
+# weights are not downloaded.
 WANTED_FILES = (
     "config.json", "generation_config.json", WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
     "vocab.txt", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
-    "[0-9]_*/*.json", "[0-9]_*/*.txt", "[0-9]_*/*.safetensors",
+    "[0-9]_*/*.json", "[0-9]_*/*.txt", "[0-9]_*/*.safetensors", ADAPTER_NAME,
 )  # fmt: skip
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # A first check of Hub ids; the Hub's own rules are stricter (`_is_hub_id`).
@@ -69,7 +71,7 @@ def resolve(model: str, revision: str = "") -> Source:
             raise Refusal("this demo model is not part of the installation", detail=str(directory))
         return Source(directory, model, is_demo=True)
     if path.exists():
-        raise Refusal("it is a file, and a model is a directory", detail=str(path))
+        raise refusal_of_file(path)
     if not _is_hub_id(model):
         raise Refusal("there is no such directory", detail=str(path.absolute()))
     return Source(_hub_directory(model, revision), model)
@@ -155,10 +157,10 @@ def _hub_directory(model: str, revision: str) -> Path:
             detail=f"{type(error).__name__}: {error}",
         ) from error
     if not _is_whole(directory):  # without a network, the Hub's client returns what is cached
-        raise Refusal(
+        raise refusal_of_directory(
+            directory,
             "its repository has no safetensors weights, or its download is unfinished and the "
             "Hub cannot be reached",
-            detail=str(directory),
         )
     return directory
 
@@ -182,7 +184,7 @@ def weight_files(directory: Path) -> tuple[str, ...]:
     """Return the names of the checkpoint's safetensors files, by its index if it has one.
 
     Raises:
-        Refusal: There are none, or only pickled ones.
+        Refusal: There are none, or only pickled ones; or the directory is not that of a model.
     """
     if (directory / INDEX_NAME).is_file():
         index = read_json(directory, INDEX_NAME).get("weight_map")
@@ -195,12 +197,13 @@ def weight_files(directory: Path) -> tuple[str, ...]:
     if (directory / WEIGHTS_NAME).is_file():
         return (WEIGHTS_NAME,)
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLED)
-    if pickled:
-        raise Refusal(
-            f"its weights are pickled ({pickled[0]}), which can run code when read; only "
-            "safetensors are loaded"
-        )
-    raise Refusal(f"it has no weights ({WEIGHTS_NAME})")
+    raise refusal_of_directory(
+        directory,
+        f"its weights are pickled ({pickled[0]}), which can run code when read; only safetensors "
+        "are loaded"
+        if pickled
+        else f"it has no weights ({WEIGHTS_NAME})",
+    )
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
@@ -213,8 +216,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        empty = not any(directory.iterdir())
-        raise Refusal("its directory is empty" if empty else f"it has no {name}") from None
+        raise refusal_of_directory(directory, f"it has no {name}") from None
     except OSError as error:
         raise Refusal(f"its {name} cannot be read ({error.strerror})", detail=str(path)) from error
     except ValueError as error:

@@ -279,9 +279,7 @@ class ProcessRunner:
                 self._process = WorkerProcess(self._name, self._spec.threads)
             except OSError as error:
                 raise SpawnFailed(
-                    f"the model {self._name!r} cannot be loaded: no process can be started "
-                    f"({error.strerror})",
-                    log_detail=repr(error),
+                    f"no process can be started ({error.strerror})", log_detail=repr(error)
                 ) from error
             channel = self._channel = self._process.channel
         with contextlib.suppress(ChannelClosed):  # the request that follows raises it again
@@ -323,7 +321,7 @@ class ProcessRunner:
         if isinstance(lost, ShuttingDown):
             return lost
         how = self._require_process().end(DEATH_LIMIT_S)
-        return SpawnFailed(f"the model {self._name!r} cannot be loaded: its worker process {how}")
+        return SpawnFailed(f"its worker process {how}")
 
     def _take_forgets(self) -> list[tuple[Constraint, int]]:
         taken = []

@@ -18,11 +18,14 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InvalidRequest, RequestTooLarge
+from engine.errors import InvalidRequest, RequestTooLarge, SpawnFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
+
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
 
 SECONDS_MAX = 10.0  # guess: 5 times what 4 MiB of messages of 60 characters took
 CHARS_MAX = 16 * 2**20  # guess: four times the largest request; indented JSON may grow that much
@@ -34,6 +37,35 @@ TEMPLATE_FILE = "<template>"  # Jinja's file name for a template that comes from
 class _TooLong(BaseException):
     """The template took too long. It derives from BaseException because the filters that a template
     calls may catch every Exception."""
+
+
+def check_syntax(template: str, place: str) -> None:
+    """Check that Jinja can parse a template, with the same tags as in transformers. Nothing of the
+    template runs. ``place`` says in which of the model's files the template is.
+
+    Raises:
+        SpawnFailed: it cannot be parsed; the message has the line.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2.ext import Extension, loopcontrols
+
+    class GenerationTag(Extension):
+        """The tag of transformers around what the model itself has written."""
+
+        tags = {"generation"}  # noqa: RUF012  (Jinja declares it as a set)
+
+        def parse(self, parser: Parser) -> list[Node]:
+            """Return the nodes between the tag and its end."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        Environment(extensions=[GenerationTag, loopcontrols]).parse(template)
+    except TemplateSyntaxError as error:
+        raise SpawnFailed(
+            f"the model's chat template in {place} is wrong at line {error.lineno} of the "
+            f"template: {str(error.message)[:MESSAGE_MAX]}"
+        ) from error
 
 
 def render(

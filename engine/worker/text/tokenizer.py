@@ -1,8 +1,9 @@
 """Turns text into token ids and back, by the files of a model's directory.
 
 Rule 1: tokenizer.json decides. The `tokenizers` library reads it; transformers is imported only
-when the first chat is rendered. Rule 2: nothing changes the tokenizer after `load_tokenizer`, so
-every method may be called from any thread.
+when the first chat is rendered, or for a model that has the files of an older kind of tokenizer,
+which transformers converts by its own code, never by the checkpoint's. Rule 2: nothing changes the
+tokenizer after `load_tokenizer`, so every method may be called from any thread.
 
 This file agrees with transformers' AutoTokenizer in these points. Special tokens that stand in a
 user's text are parsed as special tokens. ``add_special_tokens`` runs the post-processor of
@@ -15,6 +16,7 @@ up spaces after decoding.
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from tokenizers import Tokenizer as Backend
 
 from engine.errors import InvalidRequest, SpawnFailed
 from engine.worker.interface import TokenSpan
-from engine.worker.text.templates import render
+from engine.worker.text.templates import check_syntax, render
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,6 +53,8 @@ _RESERVED_ARGS = frozenset(
         "tools",
     }
 )
+# The files of older kinds of tokenizers, either of which may stand in for tokenizer.json.
+_OLDER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.model",))
 _ANCHOR_LETTERS = "aeionstrAEINOST0123456789.,"
 
 
@@ -225,12 +229,13 @@ def load_tokenizer(path: str | Path) -> HfTokenizer:
     """Read the tokenizer of a model directory.
 
     Raises:
-        SpawnFailed: tokenizer.json is missing or unreadable, or a file beside it is not JSON.
+        SpawnFailed: tokenizer.json is missing or unreadable, a file beside it is not JSON, or a
+            chat template cannot be parsed.
     """
     directory = Path(path)
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise SpawnFailed("the model has no tokenizer.json", log_detail=str(file))
+        return _convert(directory)
     try:
         backend = Backend.from_file(str(file))
     except Exception as error:
@@ -245,6 +250,44 @@ def load_tokenizer(path: str | Path) -> HfTokenizer:
         special_tokens={n: _content(config[n]) for n in _SPECIAL_NAMES if config.get(n)},
         chat_templates=_read_templates(directory, config),
     )
+
+
+def _convert(directory: Path) -> HfTokenizer:
+    """Have transformers convert the files of an older kind of tokenizer.
+
+    Raises:
+        SpawnFailed: there are no such files, or they cannot be converted here.
+    """
+    found = [names for names in _OLDER_FILES if all((directory / one).is_file() for one in names)]
+    if not found:
+        raise SpawnFailed("the model has no tokenizer.json", log_detail=str(directory))
+    files = " and ".join(found[0])
+    if files == "tokenizer.model" and find_spec("sentencepiece") is None:
+        raise _not_converted(files, 'pip install "triolet[sentencepiece]"')
+    from transformers import AutoTokenizer
+
+    elsewhere = "where transformers can, AutoTokenizer's save_pretrained writes tokenizer.json"
+    try:
+        made = AutoTokenizer.from_pretrained(
+            directory, use_fast=True, trust_remote_code=False, local_files_only=True
+        )
+        backend = Backend.from_str(made.backend_tokenizer.to_str())
+        special = {n: t for n, t in made.special_tokens_map.items() if n in _SPECIAL_NAMES}
+    except Exception as error:  # each kind of tokenizer raises errors of its own
+        raise _not_converted(files, elsewhere, f"{type(error).__name__}: {error}") from error
+    # A class that does not know the files makes a tokenizer of its few special tokens from them.
+    wanted = _read_json(directory / "config.json").get("vocab_size", 0)
+    if 2 * (size := backend.get_vocab_size()) < wanted:
+        detail = f"{type(made).__name__} has {size} tokens of {wanted}"
+        raise _not_converted(files, elsewhere, detail)
+    config = _read_json(directory / "tokenizer_config.json")
+    templates = _read_templates(directory, config)
+    return HfTokenizer(backend, special_tokens=special, chat_templates=templates)
+
+
+def _not_converted(files: str, way_out: str, detail: str = "") -> SpawnFailed:
+    what = f"the model has {files} instead of tokenizer.json, which cannot be converted here"
+    return SpawnFailed(f"{what}; {way_out}", log_detail=detail)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -289,18 +332,24 @@ def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
 
 def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates by name. As in transformers, files take precedence over
-    tokenizer_config.json."""
-    templates = {}
-    if (file := directory / "chat_template.jinja").is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
-    for file in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
-    if templates:
-        return templates
-    written = config.get("chat_template")
-    if isinstance(written, str):
-        return {"default": written}
-    return {str(one["name"]): str(one["template"]) for one in written or ()}
+    tokenizer_config.json.
+
+    Raises:
+        SpawnFailed: as `check_syntax`.
+    """
+    files = {"default": directory / "chat_template.jinja"}
+    folder = directory / "additional_chat_templates"
+    files |= {file.stem: file for file in sorted(folder.glob("*.jinja"))}
+    templates = {
+        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()
+    }
+    if not templates:
+        files, written = {}, config.get("chat_template")
+        named = [{"name": "default", "template": written}] if isinstance(written, str) else written
+        templates = {str(one["name"]): str(one["template"]) for one in named or ()}
+    for name, template in templates.items():
+        check_syntax(template, files[name].name if files else "tokenizer_config.json")
+    return templates
 
 
 def _find_anchor(backend: Backend) -> tuple[int, ...]:

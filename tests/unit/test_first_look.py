@@ -1,0 +1,138 @@
+"""A model that its small files alone exclude is refused as what it is, before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.worker.load.architectures import SERVED
+
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+GGUF = "GGUF\x03\x00\x00\x00"
+WHOLE = {"config.json": LLAMA, "model.safetensors": "", "tokenizer.json": {}}
+MODULES = [{"path": "", "type": "sentence_transformers.models.Transformer"}, {"type": "os.system"}]
+
+# The files of a directory, and how the error ends.
+DIRECTORIES = {
+    "nowhere": (None, "there is no such directory"),
+    "unknown": (
+        {"config.json": {"architectures": ["FalconForCausalLM"], "model_type": "falcon"}},
+        "the architecture FalconForCausalLM is not served; docs/features.md lists those that are",
+    ),
+    "recurrent": (
+        {"config.json": {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}},
+        "MambaForCausalLM has recurrent layers, whose state the paged cache cannot hold",
+    ),
+    "dynamic": (
+        {"config.json": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}},
+        "its rotary embedding is of type 'dynamic', which is untested or whose frequencies depend "
+        "on the other sequences of the batch",
+    ),
+    "dynamic-layers": (
+        {"config.json": LLAMA | {"rope_parameters": {"full": {"rope_type": "dynamic"}}}},
+        "its rotary embedding is of type 'dynamic', which is untested or whose frequencies depend "
+        "on the other sequences of the batch",
+    ),
+    "weightless": ({"config.json": LLAMA}, "it has no weights (model.safetensors)"),
+    "file.gguf": (
+        GGUF,
+        "file.gguf is a GGUF file, which llama.cpp serves; serve the checkpoint here that it was "
+        "made from, a directory with config.json and safetensors",
+    ),
+    "ggufs": (
+        {"tiny-q4.gguf": GGUF, "README.md": ""},
+        "tiny-q4.gguf is a GGUF file, which llama.cpp serves; serve the checkpoint here that it "
+        "was made from, a directory with config.json and safetensors",
+    ),
+    "lora": (
+        {
+            "adapter_config.json": {"base_model_name_or_path": "some-org/base"},
+            "adapter_model.bin": "",
+        },
+        "it is an adapter of PEFT, such as LoRA (adapter_config.json), and not a whole model; "
+        "merge it into its base model, some-org/base, by PEFT's merge_and_unload, save that, and "
+        "serve the result",
+    ),
+    "lora-of-a-path": (
+        {
+            "config.json": LLAMA,
+            "adapter_config.json": {"base_model_name_or_path": "/home/me/base-7b/"},
+            "adapter_model.safetensors": "",
+        },
+        "it is an adapter of PEFT, such as LoRA (adapter_config.json), and not a whole model; "
+        "merge it into its base model, base-7b, by PEFT's merge_and_unload, save that, and serve "
+        "the result",
+    ),
+    "pointer": (
+        WHOLE | {"model.safetensors": POINTER, "pytorch_model.bin": POINTER},
+        "its model.safetensors is a pointer of git-LFS, without the content; run 'git lfs pull' in "
+        "the model's directory",
+    ),
+    "pointers": (
+        WHOLE | {"model.safetensors": POINTER, "tokenizer.json": POINTER},
+        "its model.safetensors and 1 more are pointers of git-LFS, without the content; run 'git "
+        "lfs pull' in the model's directory",
+    ),
+    "encoder": (
+        {"config.json": {}, "modules.json": MODULES},
+        "its modules.json names a module of type 'os.system', which is not one of Dense, "
+        "LayerNorm, Normalize, Pooling, Transformer",
+    ),
+}
+LOOK = """
+import json, sys
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import SpawnFailed
+from engine.worker.factory import make_runner
+
+said = {}
+for name, path in json.load(sys.stdin).items():
+    model = ModelConfig(path)
+    try:
+        make_runner(model, EngineConfig(models=(model,)))
+    except SpawnFailed as refused:
+        said[name] = [str(refused), sorted({"torch", "transformers"} & sys.modules.keys())]
+print(json.dumps(said))
+"""
+
+
+def write(path, files):
+    """Write a directory's files, or a file; None writes nothing."""
+    if files is None:
+        return
+    if isinstance(files, str):
+        path.write_text(files)
+        return
+    path.mkdir()
+    for name, content in files.items():
+        (path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """Return what a fresh interpreter says of each directory, and which libraries it imported."""
+    root = tmp_path_factory.mktemp("models")
+    for name, (files, _) in DIRECTORIES.items():
+        write(root / name, files)
+    paths = json.dumps({name: str(root / name) for name in DIRECTORIES})
+    command = [sys.executable, "-c", LOOK]
+    done = subprocess.run(command, input=paths, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_a_directory_is_refused_as_what_it_is_before_torch_is_imported(said, name):
+    """Importing torch and transformers takes seconds, which a mistake should not cost."""
+    assert said[name] == [f"Worker spawn failed: {DIRECTORIES[name][1]}", []]
+
+
+def test_the_page_of_features_lists_the_architectures_that_are_served():
+    page = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
+    names = ", ".join(entry.label for entry in SERVED.values())
+    assert " ".join(page.split()).count(f"token for token against transformers: {names} (") == 1
