@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 __all__ = [
     "AnswerTokens",
     "Chat",
+    "Constraint",
     "EmbedRequest",
     "Embedding",
     "EndReason",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from engine.public import (
         AnswerTokens,
         Chat,
+        Constraint,
         Embedding,
         EmbedRequest,
         EndReason,

@@ -1,14 +1,16 @@
 """The engine's configuration.
 
 Rule 1: a configuration that exists is valid. Making an invalid one raises `ConfigError`, which
-names the flag and what to change. Rule 2: the defaults of what an operator can set stand here, and
-`serve --help` shows each.
+names the flag and what to change; a model that is neither a name nor a `ModelConfig` raises
+TypeError. Rule 2: the defaults of what an operator can set stand here, and `serve --help` shows
+each.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError
 
@@ -76,6 +78,7 @@ class ModelConfig:
     quantization: str = "none"  # of a text model's weights; encoders ignore it
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", os.fspath(self.model))
         if not self.model:
             raise ConfigError("--model is empty")
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
@@ -172,7 +175,9 @@ class EncoderConfig:
 class EngineConfig:
     """Everything of the engine that an operator can set.
 
-    The limits of schedulers are explained at `SchedulerConfig`; each replica has a scheduler.
+    A name or a path in ``models`` stands for the `ModelConfig` of that model, and one model for a
+    tuple of one. The limits of schedulers are explained at `SchedulerConfig`; each replica has a
+    scheduler.
     """
 
     models: tuple[ModelConfig, ...] = field(
@@ -204,6 +209,7 @@ class EngineConfig:
     check_level: int = 1  # ENGINE_CHECK: 0 asserts, 1 also invariants when idle, 2 after each step
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "models", _models_of(self.models))
         if not self.models:
             raise ConfigError("no --model is given")
         names = [name for model in self.models for name in (model.name, *model.aliases)]
@@ -237,3 +243,38 @@ class EngineConfig:
         if self.max_model_len is not None:
             _at_least("max-model-len", self.max_model_len, 2)
         _require_room_for_prompts(self.max_num_batched_tokens, self.max_num_seqs)
+
+
+def _models_of(given: Any) -> tuple[ModelConfig, ...]:
+    """Return the models that ``EngineConfig.models`` stands for.
+
+    Raises:
+        TypeError: there is something else than models, names and paths.
+    """
+    models = (given,) if isinstance(given, str | os.PathLike | ModelConfig) else tuple(given)
+    for model in models:
+        if not isinstance(model, str | os.PathLike | ModelConfig):
+            raise TypeError(
+                f"EngineConfig.models takes names, paths and ModelConfigs, not {model!r}"
+            )
+    return tuple(
+        model if isinstance(model, ModelConfig) else ModelConfig(os.fspath(model))
+        for model in models
+    )
+
+
+def engine_config(given: EngineConfig | ModelConfig | str | None) -> EngineConfig:
+    """Return the configuration that ``open_engine`` was given: as it is, of one model, or the
+    default.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if given is None:
+        return EngineConfig()
+    if isinstance(given, str | os.PathLike | ModelConfig):
+        return EngineConfig(models=_models_of(given))
+    if not isinstance(given, EngineConfig):
+        kind = type(given).__name__
+        raise TypeError(f"open_engine takes an EngineConfig or a model's name, not {kind}")
+    return given

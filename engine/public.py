@@ -6,7 +6,7 @@ from engine.api.engine import Engine, Stream, open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
-from engine.core.text.types import Tokens
+from engine.core.text.types import Constraint, Tokens
 from engine.errors import TrioletError
 from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
 from engine.requests.text_values import (
@@ -23,6 +23,7 @@ from engine.requests.text_values import (
 __all__ = [
     "AnswerTokens",
     "Chat",
+    "Constraint",
     "EmbedRequest",
     "Embedding",
     "EndReason",

@@ -19,17 +19,25 @@ from weakref import WeakValueDictionary
 
 from engine.api import engine as api
 from engine.api import handles
+from engine.api.asked import (
+    completion_request,
+    embed_request,
+    generate_request,
+    rerank_request,
+)
 from engine.api.crossing import Caller, Crossing, Reply, Stream
 from engine.api.portal import Portal
-from engine.config import EngineConfig
+from engine.config import engine_config
+from engine.core.text.types import Tokens
 from engine.errors import ShuttingDown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
     from engine.api.portal import Feed, Source
+    from engine.config import EngineConfig, ModelConfig
     from engine.core.common.events import PauseMode
     from engine.core.common.types import Explanation
     from engine.pool.loader import RunnerFactory
@@ -117,17 +125,24 @@ class Engine(_Block):
 
     # ---- generating and encoding
 
-    def generate(self, request: GenerateRequest) -> Stream[StreamEvent]:
-        """Run a request, which begins at once; a refusal is raised at the first event."""
-        return self._submit(request)
+    def generate(self, request: GenerateRequest | str) -> Stream[StreamEvent]:
+        """Run a request, or continue a prompt; it begins at once, and a refusal is raised at the
+        first event."""
+        return self._submit(generate_request(request))
+
+    async def complete(self, request: GenerateRequest | str, **sampling: Any) -> str:
+        """Return the whole text for a prompt, or for a request of one choice
+        (`engine.api.engine.Engine.complete`)."""
+        async with self.generate(completion_request(request, sampling)) as stream:
+            return "".join([event.text async for event in stream if isinstance(event, Tokens)])
 
     def embed(self, request: EmbedRequest) -> Stream[EmbedEvent]:
         """Make one vector per input (`engine.api.engine.Engine.embed`); as `generate`."""
-        return self._submit(request)
+        return self._submit(embed_request(request))
 
     def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
         """Score every document (`engine.api.engine.Engine.rerank`); as `generate`."""
-        return self._submit(request)
+        return self._submit(rerank_request(request))
 
     def _submit(self, request: AnyRequest) -> Stream[Any]:
         buffer = self.config.in_process_buffer
@@ -147,7 +162,11 @@ class Engine(_Block):
     # ---- handles
 
     def chat(
-        self, model: str = "", *, system: str = "", sampling: SamplingParams | None = None
+        self,
+        model: str = "",
+        *,
+        system: str = "",
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
     ) -> Chat:
         """Return a conversation (`engine.api.handles.Chat`)."""
         engine = self._portal.engine
@@ -278,9 +297,12 @@ class _Opening:
 
 
 def open_engine(
-    config: EngineConfig | None = None, *, make_runner: RunnerFactory = api.make_torch_runner
+    config: EngineConfig | ModelConfig | str | None = None,
+    *,
+    make_runner: RunnerFactory = api.make_torch_runner,
 ) -> _Opening:
-    """Start an engine in a thread of its own; its models load in the background.
+    """Start an engine in a thread of its own; its models load in the background. ``config`` may
+    also be a model, or its name or path.
 
     ``async with`` the result closes the engine at the block's end. ``await`` of it returns an
     engine that is closed by `Engine.close`, when it is collected, or at exit: for a notebook or an
@@ -290,7 +312,7 @@ def open_engine(
         Exception: what keeps it from starting; nothing is left running.
     Cancellation: the engine does not start.
     """
-    return _Opening(config or EngineConfig(), make_runner)
+    return _Opening(engine_config(config), make_runner)
 
 
 # ---- handles

@@ -21,15 +21,23 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from engine.api import engine as api
 from engine.api import handles, portal
+from engine.api.asked import (
+    completion_request,
+    embed_request,
+    generate_request,
+    rerank_request,
+)
 from engine.api.portal import End, Feed, Portal
-from engine.config import EngineConfig
+from engine.config import engine_config
+from engine.core.text.types import Tokens
 from engine.errors import ShuttingDown
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
     from types import TracebackType
     from typing import Self
 
+    from engine.config import EngineConfig, ModelConfig
     from engine.core.common.events import PauseMode
     from engine.core.common.types import Explanation
     from engine.pool.loader import RunnerFactory
@@ -279,17 +287,24 @@ class Engine(_Closing):
 
     # ---- generating and encoding
 
-    def generate(self, request: GenerateRequest) -> Stream[StreamEvent]:
-        """Run a request; a refusal is raised at the first event. Does not wait."""
-        return self._submit(request)
+    def generate(self, request: GenerateRequest | str) -> Stream[StreamEvent]:
+        """Run a request, or continue a prompt; a refusal is raised at the first event. Does not
+        wait."""
+        return self._submit(generate_request(request))
+
+    def complete(self, request: GenerateRequest | str, **sampling: Any) -> str:
+        """Return the whole text for a prompt, or for a request of one choice
+        (`engine.api.engine.Engine.complete`)."""
+        with self.generate(completion_request(request, sampling)) as stream:
+            return "".join([event.text for event in stream if isinstance(event, Tokens)])
 
     def embed(self, request: EmbedRequest) -> Stream[EmbedEvent]:
         """Make one vector per input (`engine.api.engine.Engine.embed`). Does not wait."""
-        return self._submit(request)
+        return self._submit(embed_request(request))
 
     def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
         """Score every document (`engine.api.engine.Engine.rerank`). Does not wait."""
-        return self._submit(request)
+        return self._submit(rerank_request(request))
 
     def _submit(self, request: AnyRequest) -> Stream[Any]:
         buffer = self.config.in_process_buffer
@@ -304,7 +319,11 @@ class Engine(_Closing):
     # ---- handles
 
     def chat(
-        self, model: str = "", *, system: str = "", sampling: SamplingParams | None = None
+        self,
+        model: str = "",
+        *,
+        system: str = "",
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
     ) -> Chat:
         """Return a conversation (`engine.api.handles.Chat`)."""
         engine = self._get_engine()
@@ -394,16 +413,18 @@ class Engine(_Closing):
 
 
 def open_engine(
-    config: EngineConfig | None = None, *, make_runner: RunnerFactory = api.make_torch_runner
+    config: EngineConfig | ModelConfig | str | None = None,
+    *,
+    make_runner: RunnerFactory = api.make_torch_runner,
 ) -> Engine:
-    """Start an engine in a thread of its own; its models load in the background. Leaving its
-    ``with`` block closes it; an engine that is left open is closed when it is collected, or at
-    exit.
+    """Start an engine in a thread of its own; its models load in the background. ``config`` may
+    also be a model, or its name or path. Leaving the engine's ``with`` block closes it; an engine
+    that is left open is closed when it is collected, or at exit.
 
     Raises:
         Exception: what keeps it from starting; nothing is left running.
     """
-    config = config or EngineConfig()
+    config = engine_config(config)
     started: _Reply[None] = _Reply()
     portal = Portal(config, make_runner, started)
     portal.launch()

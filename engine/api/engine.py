@@ -12,14 +12,22 @@ Rule 2: an error that a client may receive is a `TrioletError`; any other except
 from __future__ import annotations
 
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
+from engine.api.asked import (
+    completion_request,
+    embed_request,
+    generate_request,
+    rerank_request,
+)
 from engine.api.snapshots import Snapshots
-from engine.config import EngineConfig
+from engine.api.stream import Stream
+from engine.config import engine_config
 from engine.core.common.events import Pause, PauseMode, ResetPrefixCache, Resume
-from engine.errors import RequestCancelled, ShuttingDown
+from engine.core.text.types import Tokens
+from engine.errors import ShuttingDown
 from engine.kinds.encode import EncodeKind
 from engine.kinds.text import TextKind
 from engine.pool.pool import Pool
@@ -34,10 +42,8 @@ from engine.status import Capability, ModelState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-    from types import TracebackType
-    from typing import Self
 
-    from engine.config import ModelConfig
+    from engine.config import EngineConfig, ModelConfig
     from engine.core.common.types import Explanation
     from engine.pool.load_watch import LoadWatch
     from engine.pool.loader import RunnerFactory
@@ -45,20 +51,10 @@ if TYPE_CHECKING:
     from engine.replica.loop import OnEvent, WriteBatch
     from engine.replica.replica import AnyRunner
     from engine.replica.telemetry import EngineTelemetry
-    from engine.requests.encode_values import (
-        EmbedEvent,
-        EmbedRequest,
-        RerankEvent,
-        RerankRequest,
-    )
-    from engine.requests.kind import ClientRequest
-    from engine.requests.stream import RequestStream
+    from engine.requests.encode_values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
     from engine.requests.text_values import Chat, GenerateRequest, StreamEvent
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
     from engine.worker.interface import TokenSpan
-
-
-EventT = TypeVar("EventT")
 
 
 class Kind(ReplicaKind, RequestKind, Protocol):
@@ -66,67 +62,6 @@ class Kind(ReplicaKind, RequestKind, Protocol):
 
 
 KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind())
-
-
-class Stream(Generic[EventT]):
-    """The events of one request: Started; Tokens, or an Embedding or Score for each input; and one
-    Finished for each choice.
-
-    The request begins when the block of ``async with`` is entered, and ends at the latest when the
-    block is left. Iterating ends after the last event of a request that succeeded, and raises its
-    `TrioletError` after the last event of one that did not.
-    """
-
-    def __init__(self, engine: Engine, request: ClientRequest) -> None:
-        self._engine = engine
-        self._request = request
-        self._entered: RequestStream[Any] | None = None
-
-    async def __aenter__(self) -> Self:
-        if self._entered is not None:
-            raise RuntimeError("a stream is of one request: its block can be entered once")
-        self._entered = self._engine.submit(
-            self._request, buffer=self._engine.config.in_process_buffer
-        )
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stream.close_reader()
-
-    @property
-    def _stream(self) -> RequestStream[Any]:
-        if self._entered is None:
-            raise RuntimeError("a stream is read inside its block: `async with … as stream`")
-        return self._entered
-
-    @property
-    def request_id(self) -> str:
-        """The request's id: the client's, or one that was made for it."""
-        return self._stream.request_id
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> EventT:
-        """Return the next event.
-
-        Cancellation: no event is lost.
-        """
-        stream = self._stream
-        try:
-            event: EventT = await stream.receive()
-            return event
-        except trio.EndOfChannel:
-            if stream.error is not None:
-                raise stream.error from None
-            raise StopAsyncIteration from None
-        except trio.ClosedResourceError:
-            raise RequestCancelled("the block of the stream was left") from None
 
 
 class Engine:
@@ -146,13 +81,24 @@ class Engine:
 
     # ---- generating and encoding
 
-    def generate(self, request: GenerateRequest) -> Stream[StreamEvent]:
-        """Return the stream of a request; a refusal is raised at the first event.
+    def generate(self, request: GenerateRequest | str) -> Stream[StreamEvent]:
+        """Return the stream of a request, or of a prompt; a refusal is raised at the first event.
 
         Cancellation, or leaving the block early: the request ends; its blocks are free after at
         most one step.
         """
-        return Stream(self, request)
+        return Stream(self, generate_request(request))
+
+    async def complete(self, request: GenerateRequest | str, **sampling: Any) -> str:
+        """Return the whole text for a prompt, or for a request of one choice. ``sampling`` are
+        fields of `SamplingParams`, and override the request's.
+
+        Raises:
+            TrioletError: as the stream of `generate`. TypeError: there is no such option.
+        Cancellation: the request ends, as with `generate`.
+        """
+        async with self.generate(completion_request(request, sampling)) as stream:
+            return "".join([event.text async for event in stream if isinstance(event, Tokens)])
 
     def embed(self, request: EmbedRequest) -> Stream[EmbedEvent]:
         """Return a stream of one vector per input, each sent as it is ready; a refusal is raised at
@@ -161,12 +107,12 @@ class Engine:
         Cancellation, or leaving the block early: the request ends, and the encoder is done with it
         after at most one step.
         """
-        return Stream(self, request)
+        return Stream(self, embed_request(request))
 
     def rerank(self, request: RerankRequest) -> Stream[RerankEvent]:
         """Return a stream of one score per document; as `embed`. With ``top_n`` the scores come
         sorted, at the end."""
-        return Stream(self, request)
+        return Stream(self, rerank_request(request))
 
     # ---- text and tokens
 
@@ -270,7 +216,7 @@ class Engine:
             ModelNotFound: no such model. ShuttingDown: everything is being unloaded.
         Cancellation: the unload goes on.
         """
-        await self._pool.unload(name, self._drain_limit(drain_s))
+        await self._pool.unload(name, _drain_limit(self.config, drain_s))
 
     def pause(self, mode: PauseMode, model: str = "") -> None:
         """Pause a model's scheduler or, without a name, all schedulers (D19). Pausing again changes
@@ -316,17 +262,15 @@ class Engine:
 
         Cancellation: cuts the rest at once.
         """
-        return await self._supervisor.drain(self._drain_limit(timeout_s))
+        return await self._supervisor.drain(_drain_limit(self.config, timeout_s))
 
     async def drain_in_background(self, timeout_s: float | None = None) -> None:
         """Drain as `drain` does, in a task that goes on if the caller leaves; wait for its end.
 
         Cancellation: only the waiting ends.
         """
-        await self._supervisor.drain_in_background(self._drain_limit(timeout_s))
-
-    def _drain_limit(self, timeout_s: float | None) -> float:
-        return self.config.drain_timeout_s if timeout_s is None else timeout_s
+        limit_s = _drain_limit(self.config, timeout_s)
+        await self._supervisor.drain_in_background(limit_s)
 
     async def wait_idle(self) -> None:
         """Wait until no request is live and no scheduler has a step in flight.
@@ -347,6 +291,10 @@ class Engine:
     def num_live(self) -> int:
         """Requests that have not ended."""
         return self._supervisor.num_live
+
+
+def _drain_limit(config: EngineConfig, timeout_s: float | None) -> float:
+    return config.drain_timeout_s if timeout_s is None else timeout_s
 
 
 def _text_if_unnamed(model: str) -> Capability | None:
@@ -371,7 +319,7 @@ def capability_by_files(model: ModelConfig) -> Capability | None:
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig | None = None,
+    config: EngineConfig | ModelConfig | str | None = None,
     *,
     make_runner: RunnerFactory = make_torch_runner,
     threads: Threads | None = None,
@@ -382,7 +330,8 @@ async def open_engine(
     kinds: Sequence[Kind] = KINDS,
     batch: WriteBatch | None = None,
 ) -> AsyncIterator[Engine]:
-    """Start an engine; its models load in the background (`Engine.wait_ready`).
+    """Start an engine; its models load in the background (`Engine.wait_ready`). ``config`` may also
+    be a model, or its name or path.
 
     ``make_runner`` and ``threads`` can be replaced by fakes and virtual time. ``on_change`` is
     called on the Trio thread whenever a model's state changes, ``on_event`` with everything that
@@ -395,7 +344,7 @@ async def open_engine(
     Cancellation, or an exception from the block: running requests are cut at once; otherwise
     leaving the block drains for the configured time.
     """
-    config = config or EngineConfig()
+    config = engine_config(config)
     if watchdog is None and threads is None:  # virtual time has no hung steps
         watchdog = Watchdog(config.step_timeout_s)
     own_threads = WorkerThreads()

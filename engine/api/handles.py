@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
+from engine.api.asked import require_list, sampling_of
 from engine.api.guard import Guard
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
@@ -33,7 +34,7 @@ from engine.errors import InvalidRequest, RequestCancelled
 from engine.requests.context_truncation import without_messages
 from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
 from engine.requests.text_stream import TextStream
-from engine.requests.text_values import AnswerTokens, GenerateRequest, SamplingParams
+from engine.requests.text_values import AnswerTokens, GenerateRequest
 from engine.requests.text_values import Chat as ChatMessages
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from engine.api.engine import Engine
     from engine.errors import TrioletError
     from engine.requests.stream import Reader
-    from engine.requests.text_values import StreamEvent
+    from engine.requests.text_values import SamplingParams, StreamEvent
 
 
 class EmbedFunction(Protocol):
@@ -128,12 +129,12 @@ class Chat(Handle):
         model: str = "",
         *,
         system: str = "",
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__("chat")
         self._engine = engine
         self._model = model
-        self._sampling = sampling or SamplingParams()
+        self._sampling = sampling_of(sampling)
         self._asked: weakref.ref[Answer] | None = None
         self._messages: list[Mapping[str, Any]] = []
         self.reset(system=system)
@@ -411,13 +412,14 @@ class Encoder(Handle):
         """Return a coroutine for one vector per text, in their order.
 
         Raises:
-            TrioletError: as `Engine.embed` and `Guard.call`.
+            TrioletError: as `Engine.embed` and `Guard.call`. TypeError: ``texts`` is one text.
         Cancellation: ends the call.
         """
 
         async def job() -> tuple[tuple[float, ...], ...]:
             return tuple([tuple(one) for one in await self._function(self._model, texts)])
 
+        require_list("texts", texts)
         return self._guard.call(job)
 
 
@@ -436,11 +438,12 @@ class CrossEncoder(Handle):
         query.
 
         Raises:
-            TrioletError: as `Engine.rerank` and `Guard.call`.
+            TrioletError: as `Engine.rerank` and `Guard.call`. TypeError: ``documents`` is one text.
         Cancellation: ends the call.
         """
 
         async def job() -> tuple[float, ...]:
             return tuple(await self._function(self._model, query, documents))
 
+        require_list("documents", documents)
         return self._guard.call(job)

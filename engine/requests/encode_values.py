@@ -1,17 +1,27 @@
 """The public values of encoders: what a client asks for and what it receives.
 
-The rules of `engine.requests.text_values` hold: None means unset, and `EmbedRequest.validate` and
-`RerankRequest.validate` are the one place for ranges that need no model. Those that need it are
-checked by `engine.requests.prepare_inputs`, before the first result.
+The rules of `engine.requests.text_values` hold: None means unset, `EmbedRequest.validate` and
+`RerankRequest.validate` are the one place for ranges that need no model, and a request calls its
+own when it is made. Ranges that need the model are checked by `engine.requests.prepare_inputs`,
+before the first result.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from engine.core.common.events import Finished
 from engine.errors import FieldViolation, InvalidRequest
+from engine.requests.field_types import (
+    INPUTS,
+    NAME,
+    NUMBER,
+    SWITCH,
+    TEXTS,
+    WHOLE,
+    convert_fields,
+)
 from engine.requests.text_values import GenerateRequest, Started, common_violations
 
 if TYPE_CHECKING:
@@ -21,6 +31,25 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048  # OpenAI's
 MAX_PROMPT_NAME_CHARS = 128  # guess
 
+COMMON_TYPES = {
+    **dict.fromkeys(("model", "request_id"), NAME),
+    "truncate": SWITCH,
+    "priority": WHOLE,
+    "timeout_s": NUMBER,
+}
+EMBED_TYPES = COMMON_TYPES | {
+    "inputs": INPUTS,
+    "dimensions": WHOLE,
+    "normalize": SWITCH,
+    "prompt_name": NAME,
+}
+RERANK_TYPES = COMMON_TYPES | {
+    "query": NAME,
+    "documents": TEXTS,
+    "raw_scores": SWITCH,
+    "top_n": WHOLE,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class EmbedRequest:
@@ -28,8 +57,8 @@ class EmbedRequest:
 
     ``dimensions`` cuts each vector to that many numbers. ``normalize`` says whether to scale
     vectors to length 1; unset: as the model does. ``truncate`` says whether inputs that are too
-    long lose their end (unset: True) or are refused. ``timeout_s`` and ``request_id`` are as in
-    `GenerateRequest`.
+    long lose their end (unset: True) or are refused. ``timeout_s``, ``request_id``, ``check`` and
+    what is raised are as in `GenerateRequest`.
     """
 
     model: str = ""
@@ -41,6 +70,12 @@ class EmbedRequest:
     request_id: str = ""
     priority: int | None = None
     timeout_s: float | None = None
+    check: InitVar[bool] = True
+
+    def __post_init__(self, check: bool) -> None:
+        convert_fields(self, EMBED_TYPES)
+        if check:
+            self.validate()
 
     def validate(self) -> None:
         """Check every range that needs no model.
@@ -81,6 +116,12 @@ class RerankRequest:
     request_id: str = ""
     priority: int | None = None
     timeout_s: float | None = None
+    check: InitVar[bool] = True
+
+    def __post_init__(self, check: bool) -> None:
+        convert_fields(self, RERANK_TYPES)
+        if check:
+            self.validate()
 
     def validate(self) -> None:
         """Check every range that needs no model.

@@ -14,14 +14,16 @@ from engine.core.text.types import Request
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.requests.answer_format import PLAIN, AnswerFormat, detect_format
 from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
-from engine.requests.text_values import MAX_PROMPT_LOGPROBS, resolve_sampling, resolve_stops
+from engine.requests.resolve_text import resolve_sampling, resolve_stops
+from engine.requests.text_values import MAX_PROMPT_LOGPROBS
 from engine.requests.tokenizing import check_ids
+from engine.requests.tool_grammar import tool_constraint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from engine.core.text.types import Sampling, Stops
+    from engine.core.text.types import Constraint, Sampling, Stops
     from engine.replica.compiled_constraints import CompiledConstraints
     from engine.replica.replica import Replica
     from engine.requests.tasks import RequestTasks
@@ -59,6 +61,7 @@ class TextPreparer:
         """
         asked, info = stream.request, replica.info
         ids, form = await self._prompt_ids(stream, replica)
+        constraint = asked.constraint or _tool_constraint(asked, form, replica)
         prompt = _truncate(asked.prompt, ids)
         self._check_prompt(asked, prompt, info)
         bad_words = await self._check_sampling(asked.sampling, replica)
@@ -85,7 +88,7 @@ class TextPreparer:
             n=asked.n or 1,
             priority=asked.priority or 0,
             deadline=None if math.isinf(deadline) else deadline,
-            constraint=asked.constraint,
+            constraint=constraint,
             cache_salt=asked.prompt.cache_salt,
             bypass_prefix_cache=bool(asked.prompt.bypass_prefix_cache),
         )
@@ -114,9 +117,10 @@ class TextPreparer:
             stream.dropped = await self._messages_to_drop(replica, asked)
             chat = replace(chat, messages=without_messages(chat.messages, stream.dropped))
         text = await self._tokenizing.render_chat(replica, chat)
+        has_tools = bool(chat.offered_tools)
         form = detect_format(
-            replica.tokenizer.chat_template(has_tools=bool(chat.tools)),
-            has_tools=bool(chat.tools),
+            replica.tokenizer.chat_template(has_tools=has_tools),
+            has_tools=has_tools,
             prompt=text,
             constraint=None if asked.constraint is None else asked.constraint.source,
         )
@@ -178,7 +182,7 @@ class TextPreparer:
                     f"sampling.{name}", f"has {len(ids)} ids, of a vocabulary of {vocab}"
                 )
             check_ids(f"sampling.{name}", ids, vocab)
-        for token_id, _ in sampling.logit_bias:
+        for token_id in sampling.logit_bias:
             if not 0 <= token_id < vocab:
                 raise InvalidRequest.of(
                     f"sampling.logit_bias[{token_id}]", f"is outside the vocabulary of {vocab}"
@@ -190,6 +194,18 @@ class TextPreparer:
             lambda: _tokens_of_words(replica.tokenizer, sampling.bad_words),
         )
         return tuple(word for word in words if max(word) < vocab)
+
+
+def _tool_constraint(
+    asked: GenerateRequest, form: AnswerFormat, replica: TextReplica
+) -> Constraint | None:
+    """Return the constraint of an answer that must be a call of a tool; None if it need not be."""
+    chat, tokenizer = asked.chat, replica.tokenizer
+    if chat is None or not chat.must_call:
+        return None
+    only = "" if chat.tool_choice == "required" else chat.tool_choice
+    template = tokenizer.chat_template(has_tools=True)
+    return tool_constraint(chat.tools, only, template, form, tokenizer.added_id_of)
 
 
 def _tokens_of_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

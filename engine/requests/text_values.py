@@ -1,9 +1,11 @@
 """The public values of text models: what a client asks for and what it receives.
 
-Rule 1: None means unset. `resolve_sampling` fills unset fields from the model's generation_config,
-then from the usual defaults. Rule 2: ranges that need no model are checked in one place,
-`GenerateRequest.validate`, which `engine.requests.supervisor` calls for every request. It takes
-constant time per field and lists every broken field by its proto path.
+Rule 1: None means unset; `engine.requests.resolve_text` fills unset fields. Rule 2: ranges that
+need no model are checked in one place, `GenerateRequest.validate`, which takes constant time per
+field and lists every broken field by its proto path. A request calls it when it is made. One that
+was made with ``check=False``, as the gRPC server makes them, is checked by
+`engine.requests.supervisor` instead, so that its refusal is an end like any other. Rule 3: types
+are converted or refused when a value is made (`engine.requests.field_types`).
 Source of ranges and defaults: the comments in inference.proto.
 """
 
@@ -11,18 +13,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.core.common.events import Finished
-from engine.core.text.types import Constraint, Sampling, Stops, Tokens
+from engine.core.text.types import Constraint, Tokens
 from engine.errors import FieldViolation, InvalidRequest
+from engine.requests.field_types import (
+    BIASES,
+    IDS,
+    MAPPING,
+    MESSAGES,
+    NAME,
+    NUMBER,
+    OPTIONAL_IDS,
+    SWITCH,
+    TEXT,
+    TEXTS,
+    TOOLS,
+    WHOLE,
+    convert_fields,
+    instance,
+    options,
+    wrong_type,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.core.text.types import TokenLogprob
-    from engine.worker.interface import ModelInfo, SamplingDefaults
 
 # The proto documents these limits. All are guesses, except MAX_LOGPROBS, which is vLLM's default.
 MAX_CHOICES = 16
@@ -38,10 +58,29 @@ CONSTRAINT_KINDS = frozenset({"json_schema", "json_object", "regex", "lark", "ch
 MAX_REQUEST_ID_CHARS = 128  # guess: room for two UUIDs and a prefix
 INT32 = (-(2**31), 2**31 - 1)
 
+RANGES = (  # of numbers; the last value says whether the lower bound itself is excluded
+    ("temperature", 0.0, 100.0, False),
+    ("top_p", 0.0, 1.0, True),
+    ("min_p", 0.0, 1.0, False),
+    ("typical_p", 0.0, 1.0, False),
+    ("repetition_penalty", 0.0, math.inf, True),
+    ("presence_penalty", -2.0, 2.0, False),
+    ("frequency_penalty", -2.0, 2.0, False),
+)
+SAMPLING_TYPES = {
+    **dict.fromkeys([name for name, *_ in RANGES], NUMBER),
+    **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "seed"), WHOLE),
+    **dict.fromkeys(("ignore_eos", "include_stop"), SWITCH),
+    **dict.fromkeys(("stop", "bad_words"), TEXTS),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "banned_token_ids"), IDS),
+    "logit_bias": BIASES,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling options of a request. Every scalar is optional."""
+    """The sampling options of a request. Every scalar is optional. ``logit_bias`` maps token ids to
+    numbers that are added to their logits."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -58,22 +97,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        convert_fields(self, SAMPLING_TYPES)
+
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""
-        for name, low, high, low_open in (
-            ("temperature", 0.0, 100.0, False),
-            ("top_p", 0.0, 1.0, True),
-            ("min_p", 0.0, 1.0, False),
-            ("typical_p", 0.0, 1.0, False),
-            ("repetition_penalty", 0.0, math.inf, True),
-            ("presence_penalty", -2.0, 2.0, False),
-            ("frequency_penalty", -2.0, 2.0, False),
-        ):
+        for name, low, high, low_open in RANGES:
             value = getattr(self, name)
             if value is not None:
                 yield from _outside(f"sampling.{name}", value, low, high, low_open=low_open)
@@ -89,7 +123,7 @@ class SamplingParams:
         yield from _texts_outside("sampling.bad_words", self.bad_words, MAX_BAD_WORDS)
         if (count := len(self.logit_bias)) > MAX_BIASES:
             yield FieldViolation("sampling.logit_bias", f"has {count} of at most {MAX_BIASES}")
-        for token_id, bias in self.logit_bias[:MAX_BIASES]:
+        for token_id, bias in islice(self.logit_bias.items(), MAX_BIASES):
             path = f"sampling.logit_bias[{token_id}]"
             yield from _outside(path, bias, -MAX_BIAS, MAX_BIAS, low_open=False)
 
@@ -116,13 +150,22 @@ def _outside(
     yield FieldViolation(path, f"is {value:g}, outside {bracket}{low:g}, {top}")
 
 
+CHAT_TYPES = {
+    "messages": MESSAGES,
+    "tools": TOOLS,
+    "template_args": MAPPING,
+    "tool_choice": NAME,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation for the model's own chat template.
 
     A message is a dict with role and content in transformers' (OpenAI's) form; an assistant's
     message may have tool_calls, and a tool's message has tool_call_id. ``tools`` have the same
-    form: ``{"type": "function", "function": {…}}``.
+    form: ``{"type": "function", "function": {…}}``. ``tool_choice`` is auto, none, required (at
+    least one call), or the name of the one function that must be called.
 
     ``truncates``: if the chat leaves too little room for an answer, turns are left out
     (`engine.requests.context_truncation`), and `Started.dropped` lists their messages.
@@ -133,6 +176,20 @@ class Chat:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     truncates: bool = False
+    tool_choice: str = "auto"
+
+    def __post_init__(self) -> None:
+        convert_fields(self, CHAT_TYPES)
+
+    @property
+    def offered_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the model may know of."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice not in ("auto", "none")
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""
@@ -143,20 +200,35 @@ class Chat:
             if not message.get("role"):
                 yield FieldViolation(f"{path}.role", "is empty")
             for number, call in enumerate(message.get("tool_calls") or ()):
-                function, call_path = _function_of(call), f"{path}.tool_calls[{number}]"
+                function, call_path = function_of(call), f"{path}.tool_calls[{number}]"
                 if not function.get("name"):
                     yield FieldViolation(f"{call_path}.name", "is empty")
                 if function.get("arguments", {}) is None:
                     yield FieldViolation(f"{call_path}.arguments_json", "is not a JSON object")
-        for number, tool in enumerate(self.tools):
-            if not _function_of(tool).get("name"):
+        names = [function_of(tool).get("name") for tool in self.tools]
+        for number, name in enumerate(names):
+            if not name:
                 yield FieldViolation(f"chat.tools[{number}].name", "is empty")
+        if self.must_call and self.tool_choice not in names + ["required"][: len(names)]:
+            what = "must be auto, none, required or the name of one of the tools"
+            yield FieldViolation("chat.tool_choice", f"is {self.tool_choice!r}, but {what}")
 
 
-def _function_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def function_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the function of a tool or a tool call; transformers also takes it bare."""
     function = entry.get("function", entry)
     return function if isinstance(function, Mapping) else {}
+
+
+PROMPT_TYPES = {
+    "truncate_to": WHOLE,
+    "cache_salt": NAME,
+    **dict.fromkeys(("truncate_left", "bypass_prefix_cache", "add_special_tokens"), SWITCH),
+}
+OUTPUT_TYPES = {
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), WHOLE),
+    **dict.fromkeys(("token_ids", "echo", "skip_special_tokens"), SWITCH),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +241,9 @@ class PromptOptions:
     bypass_prefix_cache: bool | None = None
     add_special_tokens: bool | None = None
 
+    def __post_init__(self) -> None:
+        convert_fields(self, PROMPT_TYPES)
+
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
@@ -180,13 +255,35 @@ class OutputOptions:
     echo: bool | None = None
     skip_special_tokens: bool | None = None
 
+    def __post_init__(self) -> None:
+        convert_fields(self, OUTPUT_TYPES)
+
+
+GENERATE_TYPES = {
+    **dict.fromkeys(("model", "request_id"), NAME),
+    "text": TEXT,
+    "token_ids": OPTIONAL_IDS,
+    "chat": instance(Chat, "an engine.Chat"),
+    "sampling": options(SamplingParams),
+    **dict.fromkeys(("n", "priority"), WHOLE),
+    "constraint": instance(Constraint, "an engine.Constraint"),
+    "prompt": options(PromptOptions),
+    "output": options(OutputOptions),
+    "timeout_s": NUMBER,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One Generate call. Exactly one of ``text``, ``token_ids`` and ``chat`` must be set.
 
+    ``sampling``, ``prompt`` and ``output`` may also be given as mappings of their fields.
     ``timeout_s`` is the time left until the client's deadline, None without a deadline. The
     engine makes an id for a request whose ``request_id`` is empty.
+
+    Raises:
+        InvalidRequest: a field is out of range, unless ``check`` is False; as `validate`.
+        TypeError: a field has a value of a type that it cannot take.
     """
 
     model: str = ""
@@ -201,6 +298,12 @@ class GenerateRequest:
     prompt: PromptOptions = field(default_factory=PromptOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
     timeout_s: float | None = None
+    check: InitVar[bool] = True
+
+    def __post_init__(self, check: bool) -> None:
+        convert_fields(self, GENERATE_TYPES)
+        if check:
+            self.validate()
 
     def validate(self) -> None:
         """Check every range that needs no model.
@@ -229,6 +332,9 @@ class GenerateRequest:
         yield from common_violations(self.priority, self.request_id, self.timeout_s)
         if self.constraint is not None:
             yield from _constraint_violations(self.constraint)
+            if self.chat is not None and self.chat.must_call:
+                what = f"cannot be {self.chat.tool_choice!r} beside a constraint"
+                yield FieldViolation("chat.tool_choice", what)
         if self.prompt.truncate_to is not None and self.prompt.truncate_to < 1:
             yield FieldViolation("prompt.truncate_to", "must be at least 1")
         for name in ("logprobs", "prompt_logprobs"):
@@ -256,7 +362,12 @@ def validate_tokenize(text: str | None, chat: Chat | None) -> None:
 
     Raises:
         InvalidRequest: Not exactly one of ``text`` and ``chat`` is given, or the chat is broken.
+        TypeError: One of them is neither a text nor a chat.
     """
+    if not isinstance(text, str | None):
+        raise wrong_type("text", "a text", text)
+    if not isinstance(chat, Chat | None):
+        raise wrong_type("chat", "an engine.Chat", chat)
     found = [] if chat is None else list(chat.violations())
     if (text is None) == (chat is None):
         found.append(FieldViolation("input", "set exactly one of text and chat"))
@@ -335,63 +446,3 @@ class AnswerTokens(Tokens):
 
 
 StreamEvent = Started | Tokens | Finished
-
-
-def resolve_sampling(
-    params: SamplingParams,
-    output: OutputOptions,
-    defaults: SamplingDefaults,
-    bad_words: tuple[tuple[int, ...], ...] = (),
-) -> Sampling:
-    """Return the sampling of a request: unset fields come from the model's generation_config,
-    then from the usual defaults. ``bad_words`` are the request's, as the tokenizer splits them.
-    """
-
-    def pick(name: str, usual: float) -> Any:
-        asked = getattr(params, name)
-        if asked is not None:
-            return asked
-        configured = getattr(defaults, name, None)
-        return usual if configured is None else configured
-
-    return Sampling(
-        temperature=pick("temperature", 1.0),
-        top_k=pick("top_k", 0),
-        top_p=pick("top_p", 1.0),
-        min_p=pick("min_p", 0.0),
-        typical_p=pick("typical_p", 1.0),
-        repetition_penalty=pick("repetition_penalty", 1.0),
-        presence_penalty=pick("presence_penalty", 0.0),
-        frequency_penalty=pick("frequency_penalty", 0.0),
-        seed=params.seed,
-        logit_bias=params.logit_bias,
-        allowed_token_ids=params.allowed_token_ids,
-        banned_token_ids=params.banned_token_ids,
-        bad_words=bad_words,
-        logprobs=output.logprobs,
-        prompt_logprobs=output.prompt_logprobs,
-    )
-
-
-def resolve_stops(
-    params: SamplingParams, output: OutputOptions, info: ModelInfo, num_prompt: int
-) -> Stops:
-    """Return the stop conditions of a request whose prompt has ``num_prompt`` tokens.
-
-    An unset ``max_tokens`` comes from the model's generation_config, but does not cut a request's
-    own ``min_tokens``. It is the rest of the context if there is none, or if it is larger.
-    """
-    room, asked = info.max_model_len - num_prompt, params.min_tokens
-    wanted = params.max_tokens
-    if wanted is None and info.defaults.max_tokens is not None:
-        wanted = max(info.defaults.max_tokens, asked or 0)
-    max_tokens = room if wanted is None else min(wanted, room)
-    eos = frozenset() if params.ignore_eos else info.eos_token_ids
-    return Stops(
-        max_tokens=max_tokens,
-        min_tokens=min(asked if asked is not None else info.defaults.min_tokens or 0, max_tokens),
-        strings=params.stop,
-        token_ids=eos | frozenset(params.stop_token_ids),
-        include=bool(params.include_stop),
-        skip_special=output.skip_special_tokens is not False,
-    )

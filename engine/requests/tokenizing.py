@@ -150,7 +150,7 @@ class Tokenizing:
         return await self._in_thread(
             lambda: replica.tokenizer.render_chat(
                 chat.messages,
-                tools=chat.tools,
+                tools=chat.offered_tools,
                 template_args=chat.template_args,
                 add_generation_prompt=chat.add_generation_prompt,
             ),

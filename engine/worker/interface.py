@@ -246,6 +246,11 @@ class Tokenizer(Protocol):
         """Return the ids of those texts that are special tokens."""
         ...
 
+    def added_id_of(self, text: str) -> int | None:
+        """Return the id of a text that is one token beside the vocabulary, special or not; None for
+        any other text."""
+        ...
+
 
 # ---- runners of text models
 

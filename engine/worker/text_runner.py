@@ -390,8 +390,9 @@ class TorchRunner:
         each is drawn alone, so that one choice's failure does not affect the others."""
         drawn: dict[SequenceId, int | RowFailure] = {}
         for choice in choices:
-            if choice.row.mask is not None and choice.row.mask.trouble:
-                drawn[choice.sequence] = refusal(choice.sequence, choice.row.mask.trouble)
+            mask = choice.row.mask
+            if mask is not None and mask.trouble:
+                drawn[choice.sequence] = refusal(choice.sequence, mask, mask.trouble)
         left = [choice for choice in choices if choice.sequence not in drawn]
         if not left:
             return drawn
@@ -513,5 +514,5 @@ def _failure(choice: _Choice, logits: torch.Tensor, error: Exception) -> RowFail
     logits are finite and its constraint and its other settings together exclude every token."""
     is_left_none = isinstance(error, NothingToSample) and error.is_empty
     if is_left_none and choice.row.mask is not None and bool(logits.isfinite().any()):
-        return refusal(choice.sequence, LEAVES_NOTHING)
+        return refusal(choice.sequence, choice.row.mask, LEAVES_NOTHING)
     return RowFailure(choice.sequence, "sample", describe(error))

@@ -32,9 +32,10 @@ def lines_of(answer: messages.GetStatsResponse) -> Iterator[str]:
     for entry in answer.replicas:
         state = messages.ReplicaState.Name(entry.state).removeprefix("REPLICA_STATE_")
         state += paused_text(entry)
+        blocks = f", {entry.free_blocks} of {entry.total_blocks} blocks free"
         yield (
             f"{entry.model}/{entry.replica} {state}: {entry.running} running, {entry.waiting} "
-            f"waiting, {entry.free_blocks} of {entry.total_blocks} blocks free"
+            f"waiting{blocks if entry.total_blocks else ''}"
         )
 
 
@@ -55,15 +56,16 @@ def _totals(totals: messages.Totals) -> Iterator[tuple[str, str]]:
         "tokens",
         f"{totals.prompt_tokens_total} of prompts, {totals.completion_tokens_total} generated",
     )
-    yield (
-        "blocks",
-        f"{totals.free_blocks} of {totals.total_blocks} free, {totals.cached_blocks} cached",
-    )
-    share = totals.prefix_hits / totals.prefix_queries if totals.prefix_queries else 0.0
-    yield (
-        "prefixes",
-        f"{totals.prefix_hits} of {totals.prefix_queries} tokens found ({share:.0%})",
-    )
+    if totals.total_blocks:  # encoders have no KV pool
+        yield (
+            "blocks",
+            f"{totals.free_blocks} of {totals.total_blocks} free, {totals.cached_blocks} cached",
+        )
+        share = totals.prefix_hits / totals.prefix_queries if totals.prefix_queries else 0.0
+        yield (
+            "prefixes",
+            f"{totals.prefix_hits} of {totals.prefix_queries} tokens found ({share:.0%})",
+        )
     rows = totals.step_rows_total / totals.step_count if totals.step_count else 0.0
     yield (
         "steps",

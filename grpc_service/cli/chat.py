@@ -32,6 +32,7 @@ HELP = """\
 Ctrl-C ends an answer, and Ctrl-D ends the chat. To send a line that begins with /, put a space
 before it."""
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+TERMINAL_LINE_BYTES = 4096  # Linux's N_TTY: of a longer line the rest is dropped, without editing
 TOO_MANY = 2**31  # the count of a conversation that the server refuses to count
 
 
@@ -75,6 +76,9 @@ class Conversation:
                 if self._is_terminal:
                     print(PROMPT, end="", file=sys.stderr, flush=True)
                 line = sys.stdin.readline()
+                if self._is_terminal and len(line.encode(errors="replace")) >= TERMINAL_LINE_BYTES:
+                    kept = TERMINAL_LINE_BYTES - 1
+                    _note(f"The terminal passed on only the first {kept} bytes of this line.")
                 return line.removesuffix("\n") if line else None
             except EOFError:
                 print()
@@ -108,14 +112,15 @@ class Conversation:
     def _ask(self, question: str) -> None:
         """Ask one question and print the answer. If no answer comes, the question is
         forgotten."""
-        turns = [*self._turns, {"role": "user", "content": question}]
+        asked = [*self._turns, {"role": "user", "content": question}]
         try:
-            turns = self._truncated(turns)
-            answer = self._answer(turns)
+            turns = self._truncated(asked)
+            answer = self._answer(turns, len(asked) - len(turns))
         except CallError as error:
             if not self._is_terminal:
                 raise
             _note(f"triolet: {explain(error, self._args.server, self._args.timeout)}")
+            self._note_kept()
             return
         except KeyboardInterrupt:  # while the turns were counted
             return
@@ -126,10 +131,13 @@ class Conversation:
         """Return the turns without those that must go so that an answer has room."""
         count, max_model_len = self._count(turns)
         search = choose_dropped(turns, *truncation_limits(max_model_len, self._args.max_tokens))
-        dropped = self._search(search, count)
-        if dropped:
-            _note(f"(The context is full: {len(dropped)} earlier messages were left out.)")
-        return list(without_messages(turns, dropped))
+        return list(without_messages(turns, self._search(search, count)))
+
+    def _note_kept(self) -> None:
+        """Say what is left of the conversation after a message that was not answered."""
+        count = sum(turn["role"] != "system" for turn in self._turns)
+        before = f"; the conversation before it was, with {count} messages" if count else ""
+        _note(f"This message was not kept{before}.")
 
     def _search(
         self, search: Generator[Sequence[Turn], int, tuple[int, ...]], count: int
@@ -156,8 +164,9 @@ class Conversation:
                 raise
             return TOO_MANY, self._count(turns[-1:])[1]
 
-    def _answer(self, turns: Sequence[Turn]) -> str:
-        """Print the answer as it comes. Return as much as came, also when Ctrl-C ended it."""
+    def _answer(self, turns: Sequence[Turn], num_dropped: int) -> str:
+        """Print the answer as it comes, after a note if messages were left out to make room for it.
+        Return as much as came, also when Ctrl-C ended it."""
         stream = self._client.chat(
             turns,
             model=self._args.model,
@@ -167,6 +176,8 @@ class Conversation:
         printer = _Printer(is_json=self._args.json)
         try:
             for event in stream:
+                if num_dropped and event.HasField("started"):
+                    _note(f"(The context is full: {num_dropped} earlier messages were left out.)")
                 printer.show(event)
         except KeyboardInterrupt:
             if not self._is_terminal:

@@ -31,6 +31,9 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "asimd", "sve")
 BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang")
 TORCH_TIMEOUT_S = 120  # guess: a first import from a slow disk
+# The process imports from where this one does, and not from its working directory: there, a file
+# called engine.py would be taken for ours.
+SAME_PATH = "import json, sys\nsys.path[:] = json.loads(sys.argv[1])\n"
 ASK_TORCH = """
 import json, torch
 devices = []
@@ -147,7 +150,7 @@ def _processor(flags: set[str]) -> Finding:
 
 
 def _torch() -> Iterator[Finding]:
-    command = [sys.executable, "-c", ASK_TORCH]
+    command = [sys.executable, "-P", "-c", SAME_PATH + ASK_TORCH, json.dumps(sys.path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:

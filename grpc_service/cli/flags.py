@@ -374,7 +374,27 @@ def _models(
         )
     for table, name in zip(tables, names, strict=False):
         table["name"] = name
-    return tuple(ModelConfig(**common | table) for table in tables)
+    models = tuple(ModelConfig(**common | table) for table in tables)
+    if "model" not in args and not names:  # otherwise flags gave the names
+        _check_names(args.config, models)
+    return models
+
+
+def _check_names(path: str, models: tuple[ModelConfig, ...]) -> None:
+    """Check that no two models of the file share a name.
+
+    Raises:
+        ConfigError: two do; the message names the keys that have the name.
+    """
+    keys: dict[str, str] = {}
+    for index, model in enumerate(models):
+        for key, names in (("name", (model.name,)), ("aliases", model.aliases)):
+            own = f"models[{index}].{key}"
+            for name in names:
+                if name in keys:
+                    what = f"is taken by {keys[name]}; give one of them another name"
+                    raise ConfigError(f"{path}: {own}: {name!r} {what}")
+                keys[name] = own
 
 
 def _check_level(text: str) -> int:

@@ -40,7 +40,9 @@ UINT64_MAX = 2**64 - 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.run is None:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
@@ -85,12 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
-    parser.set_defaults(run=None)
+    parser.set_defaults(run=None, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
 
     def add(name: str, run: Run, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, parser=command)
         return command
 
     add_serve_arguments(add("serve", _serve, "start a server"))
@@ -113,6 +115,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_operating(add)
     _add_doctor(add("doctor", _lazy("doctor"), "check whether this machine can serve models"))
+    proto = add("proto", _lazy("proto"), "write the .proto files of the API, to make clients from")
+    proto.add_argument("directory", metavar="DIR", help="where to; made if it is missing")
     completion = add("completion", _completion, "print the completion script of a shell")
     completion.add_argument("shell", choices=SHELLS)
     completion.epilog = (
@@ -314,7 +318,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         action = actions.add_parser(name, help=text, description=text, allow_abbrev=False)
-        action.set_defaults(action=name)
+        action.set_defaults(action=name, parser=action)
         return action
 
     listing = add("list", "list the server's models; the default action")

@@ -57,6 +57,7 @@ def decode_embed(
         request_id=message.request_id,
         priority=message.priority if message.HasField("priority") else None,
         timeout_s=timeout_s,
+        check=False,
     )
     if found:
         raise InvalidRequest([*found, *request.violations()])
@@ -83,6 +84,7 @@ def decode_rerank(
         request_id=message.request_id,
         priority=message.priority if message.HasField("priority") else None,
         timeout_s=timeout_s,
+        check=False,
     )
 
 

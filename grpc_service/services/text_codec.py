@@ -61,6 +61,7 @@ def decode_generate(
         prompt=PromptOptions(**_set_fields(message.prompt)),
         output=OutputOptions(**_set_fields(message.output)),
         timeout_s=timeout_s,
+        check=False,
     )
     if message.HasField("constraint"):
         found = list(_constraint_violations(message.constraint))
@@ -70,14 +71,15 @@ def decode_generate(
 
 
 def _set_fields(message: Message) -> dict[str, Any]:
-    """Return the fields that are set, by name: lists as tuples, maps as sorted pairs."""
+    """Return the fields that are set, by name: lists as tuples, maps as dicts in their keys'
+    order."""
     return {field.name: _plain(value) for field, value in message.ListFields()}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (str, int, float)):
         return value
-    return tuple(sorted(value.items())) if hasattr(value, "items") else tuple(value)
+    return dict(sorted(value.items())) if hasattr(value, "items") else tuple(value)
 
 
 def _decode_chat(message: inference_pb2.Chat) -> Chat:
@@ -88,6 +90,7 @@ def _decode_chat(message: inference_pb2.Chat) -> Chat:
         add_generation_prompt=message.add_generation_prompt
         if message.HasField("add_generation_prompt")
         else True,
+        tool_choice=message.tool_choice or "auto",
     )
 
 

@@ -237,7 +237,7 @@ COMBINED = {
         "presence_penalty": 0.5,
         "frequency_penalty": 0.7,
     },
-    "bias": {"logit_bias": ((END, 5.0), (100, 90.0))},
+    "bias": {"logit_bias": {END: 5.0, 100: 90.0}},
     "bans": {"banned_token_ids": tuple(range(300, 500)), "bad_words": ("ab", "ca")},
     "min_tokens": {"min_tokens": 6},
     "ignore_eos": {"ignore_eos": True},
@@ -266,7 +266,7 @@ def test_the_end_is_one_more_token_only_where_the_form_may_go_on(llama):
     assert (done.reason, done.matched, done.text) == (EndReason.STOP, None, "abc")
     assert END not in done.tokens
     open_ended = Constraint("regex", "a+")
-    [one] = ask_one(llama, request_of(open_ended, logit_bias=((END, 50.0),)))
+    [one] = ask_one(llama, request_of(open_ended, logit_bias={END: 50.0}))
     assert (one.reason, one.matched, one.tokens[-1]) == (EndReason.STOP, END, END)
     assert one.text == "a" * (len(one.tokens) - 1) or re.fullmatch("a+", one.text)
 

@@ -369,10 +369,22 @@ def test_template_files_win_over_the_config_and_tools_choose_theirs(directory):
     ours = write_template(directory, "file")
     assert ours.render_chat(MESSAGES) == "file"
     (directory / "additional_chat_templates").mkdir()
-    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}")
     ours = load_tokenizer(directory)
     assert ours.render_chat(MESSAGES) == "file"
-    assert ours.render_chat(MESSAGES, tools=[{"name": "x"}]) == "tools"
+    assert ours.render_chat(MESSAGES, tools=[{"name": "x"}]) == "x"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["hello", "You have tools. {# tools #}", "{{ messages[0].tool_calls }} tools {{ 1 }}"],
+)
+def test_tools_for_a_template_that_would_drop_them_are_refused_by_name(directory, template):
+    ours = write_template(directory, template)
+    assert ours.render_chat(MESSAGES)
+    with pytest.raises(InvalidRequest, match="this model's chat template has no tools") as caught:
+        ours.render_chat(MESSAGES, tools=[WEATHER])
+    assert [violation.field for violation in caught.value.violations] == ["chat.tools"]
 
 
 def test_a_list_of_templates_in_the_config(directory):

@@ -34,13 +34,14 @@ from engine.errors import (
 )
 from engine.requests.encode_values import EmbedRequest, RerankRequest
 from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams, Started
-from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.fakes.text import VOCAB_SIZE, FakeRunner, FakeScript
 from tests.support.core_driver import expected_tokens
 from tests.support.facades import (
     ENDLESS,
     LIMIT_S,
     SHORT,
     STEP_S,
+    broken_config,
     engine_threads,
     fake_embed,
     fake_rank,
@@ -201,10 +202,25 @@ def test_tasks_may_share_a_stream():
 
 def test_a_refusal_is_raised_at_the_first_event_and_then_the_stream_has_ended():
     async def body(eng):
-        stream = eng.generate(GenerateRequest())
+        stream = eng.generate(GenerateRequest(token_ids=(VOCAB_SIZE,)))
         with pytest.raises(InvalidRequest):
             await anext(stream)
         assert await read(stream) == []
+
+    run(body)
+
+
+def test_a_prompt_in_and_its_text_out():
+    async def body(eng):
+        want = "".join(f"<{token}>" for token in expected_tokens((98, 99), count=5))
+        assert await eng.complete("ab", max_tokens=5) == want
+        assert await eng.complete(GenerateRequest(text="ab", sampling={"max_tokens": 5})) == want
+        async with eng.generate("ab") as stream:
+            assert (await anext(stream)).prompt_tokens == 2
+        with pytest.raises(InvalidRequest, match=r"sampling\.top_p"):
+            await eng.complete("ab", top_p=7)
+        with pytest.raises(ModelNotFound):
+            await eng.complete(GenerateRequest(text="ab", model="nobody"))
 
     run(body)
 
@@ -620,7 +636,7 @@ def test_a_model_that_fails_to_load_is_an_error_for_every_waiting_request():
 def test_an_engine_that_cannot_start_raises_and_leaves_no_thread():
     async def main():
         with pytest.raises(AttributeError):
-            await aio.open_engine("no configuration")
+            await aio.open_engine(broken_config())
         wait_no_engine_threads()
 
     run_loop(main)

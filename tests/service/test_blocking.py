@@ -30,13 +30,14 @@ from engine.errors import (
     StepFailed,
 )
 from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams, Started
-from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.fakes.text import VOCAB_SIZE, FakeRunner, FakeScript
 from tests.support.core_driver import expected_tokens
 from tests.support.facades import (
     ENDLESS,
     LIMIT_S,
     SHORT,
     STEP_S,
+    broken_config,
     engine_threads,
     fake_embed,
     fake_rank,
@@ -156,10 +157,22 @@ def test_threads_may_share_a_stream(eng):
 
 def test_a_refusal_is_raised_at_the_first_event_and_then_the_stream_has_ended(eng):
     """R123."""
-    stream = eng.generate(GenerateRequest())
+    stream = eng.generate(GenerateRequest(token_ids=(VOCAB_SIZE,)))
     with pytest.raises(InvalidRequest):
         next(stream)
     assert list(stream) == []
+
+
+def test_a_prompt_in_and_its_text_out(eng):
+    want = "".join(f"<{token}>" for token in expected_tokens((98, 99), count=5))
+    assert eng.complete("ab", max_tokens=5) == want
+    assert eng.complete(GenerateRequest(text="ab", sampling={"max_tokens": 5})) == want
+    with eng.generate("ab") as stream:
+        assert next(stream).prompt_tokens == 2
+    with pytest.raises(InvalidRequest, match=r"sampling\.top_p"):
+        eng.complete("ab", top_p=7)
+    with pytest.raises(ModelNotFound):
+        eng.complete(GenerateRequest(text="ab", model="nobody"))
 
 
 def test_leaving_the_block_ends_the_generation(eng):
@@ -249,7 +262,7 @@ def test_a_model_that_fails_to_load_is_an_error_for_every_waiting_request():
 
 def test_an_engine_that_cannot_start_raises_and_leaves_no_thread():
     with pytest.raises(AttributeError):
-        blocking.open_engine("no configuration")
+        blocking.open_engine(broken_config())
     wait_no_engine_threads()
 
 

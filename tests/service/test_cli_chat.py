@@ -17,7 +17,7 @@ import pytest
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Tokens
-from engine.errors import Overloaded
+from engine.errors import Overloaded, RequestTooLarge
 from engine.requests.text_values import AnswerTokens, Started
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from grpc_service.cli.main import SHELLS, main
@@ -46,7 +46,9 @@ def chat(capsys, monkeypatch):
     """Return a function that talks by pipe and returns exit code, output and error output."""
 
     def call(backend, typed, *argv):
-        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        stdin = typed if isinstance(typed, Tty) else io.StringIO(typed)
+        monkeypatch.setattr("sys.stdin", stdin)
+        monkeypatch.setattr("grpc_service.cli.chat._enable_line_editing", lambda: None)
 
         async def command(channel):
             given = ["chat", *argv, "--server", channel.address]
@@ -116,6 +118,49 @@ def test_turns_that_exceed_the_context_are_left_out_with_a_note(chat):
     questions = [text[0] for role, text in said(backend.streams[-1]) if role == "user"]
     assert questions == ["0", "5"]
     assert said(backend.streams[-1])[0] == ("system", "Brief.")
+
+
+class Tty(io.StringIO):
+    """What is typed on a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_message_that_is_too_long_says_what_was_kept(chat):
+    backend = FakeBackend(*ANSWER)
+
+    async def tokenize(model, *, text, chat, add_special_tokens):
+        from engine.worker.interface import TokenSpan
+
+        count = sum(len(message["content"]) for message in chat.messages)
+        return (TokenSpan(1, "x", 0, 1),) * count, 400
+
+    def script(request):
+        if len(request.chat.messages[-1]["content"]) > 400:
+            return {"batches": [], "error": RequestTooLarge.of("input", "has 999 tokens")}
+        return {"batches": list(ANSWER)}
+
+    backend.engine.tokenize, backend.engine.script_of = tokenize, script
+    typed = f"{'x' * 999}\none\n{'y' * 999}\ntwo\n"
+    code, out, err = chat(backend, Tty(typed), "--system", "Brief.")
+    assert (code, out) == (0, "Yes, so.\nYes, so.\n")
+    assert "triolet: input: has 999 tokens\nThis message was not kept.\n" in err
+    assert (
+        "triolet: input: has 999 tokens\n"
+        "This message was not kept; the conversation before it was, with 2 messages.\n" in err
+    )
+    assert "The context is full" not in err  # nothing was left out
+    assert [text for _, text in said(backend.streams[-1])] == ["Brief.", "one", "Yes, so.", "two"]
+
+
+def test_a_line_that_the_terminal_cut_is_told(chat):
+    """Without line editing, a terminal passes on 4095 bytes of a line and drops the rest."""
+    backend = FakeBackend(*ANSWER)
+    code, _, err = chat(backend, Tty(f"{'x' * 4095}\n{'x' * 4094}\n"))
+    assert code == 0
+    assert err.count("The terminal passed on only the first 4095 bytes of this line.") == 1
+    assert "4095 bytes" not in chat(backend, f"{'x' * 4095}\n")[2]  # a pipe cuts nothing
 
 
 def test_a_call_that_fails_ends_a_pipe(chat):

@@ -17,7 +17,9 @@ from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Tokens
 from engine.errors import Overloaded
 from engine.requests.text_values import OutputOptions, SamplingParams, Started
+from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from grpc_service.cli.main import main
+from tests.service import fake_backend
 from tests.service.fake_backend import FakeBackend, run, runner
 
 STARTED = Started("r1", "stories", 4)
@@ -153,8 +155,27 @@ def test_stats(ask):
     assert code == 0
     assert "sequences 3 running, 0 waiting, 0 parked, 0 ending, 0 unread_calls" in out
     assert "requests  7 finished, 0 cancelled" in out
+    assert "0 of 0 blocks" not in out
     totals = json.loads(ask(FakeBackend(), "stats", "--json")[1])["totals"]
     assert (totals["running"], totals["waiting"]) == (3, 0)
+
+
+def test_stats_shows_blocks_only_of_models_that_have_a_kv_pool(ask, monkeypatch):
+    text = ReplicaCounts("stories", 0, ModelState.READY, Counts(free_blocks=7, total_blocks=9))
+    encoder = ReplicaCounts("embed", 0, ModelState.READY, Counts(running=2))
+    both = EngineStatistics(Counts(free_blocks=7, total_blocks=9), (text, encoder))
+    monkeypatch.setattr(fake_backend, "STATISTICS", both)
+    _, out, _ = ask(FakeBackend(), "stats")
+    assert "blocks    7 of 9 free, 0 cached" in out
+    assert "prefixes  0 of 0 tokens found (0%)" in out
+    assert out.splitlines()[-2:] == [
+        "stories/0 READY: 0 running, 0 waiting, 7 of 9 blocks free",
+        "embed/0 READY: 2 running, 0 waiting",
+    ]
+    monkeypatch.setattr(fake_backend, "STATISTICS", EngineStatistics(Counts(), (encoder,)))
+    _, out, _ = ask(FakeBackend(), "stats")
+    assert "blocks" not in out
+    assert "prefixes" not in out
 
 
 # ---- failures --------------------------------------------------------------------------------

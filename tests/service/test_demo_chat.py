@@ -82,16 +82,20 @@ def test_the_chat_command_talks_with_the_demo(server):
     assert "The conversation was forgotten." in done.stderr
 
 
-def test_tools_do_no_harm_to_a_template_without_tools(server):
+def test_tools_are_refused_for_a_template_without_tools_and_not_dropped(server):
     chat = pb.Chat(messages=[{"role": "user", "content": "Tell me of Ada."}], tools=[{"name": "f"}])
     with connect(server.address) as channel:
         stub = stubs.InferenceStub(channel)
         request = pb.GenerateRequest(chat=chat, sampling={"max_tokens": 5})
-        events = list(stub.Generate(request, timeout=60))
-        assert events[-1].finished.usage.completion_tokens
-        assert len(stub.Tokenize(pb.TokenizeRequest(chat=chat)).tokens) == (
-            events[0].started.prompt_tokens
-        )
+        for call in (
+            lambda: list(stub.Generate(request, timeout=60)),
+            lambda: stub.Tokenize(pb.TokenizeRequest(chat=chat), timeout=60),
+        ):
+            error = error_of(call)
+            assert broken_fields(error) == ["chat.tools"]
+            assert "chat template has no tools" in error.details()
+        request.chat.tool_choice = "none"
+        assert list(stub.Generate(request, timeout=60))[-1].finished.usage.completion_tokens
 
 
 def test_variables_that_a_template_may_not_get_are_named(server):

@@ -66,18 +66,25 @@ def test_the_wheel_holds_the_packages_and_the_demo_without_tests_or_tools(wheel)
     sources = {f"engine/kernels/{path.name}" for path in (ROOT / "engine/kernels").glob("*.[ch]*")}
     assert "engine/kernels/triolet.cpp" in sources
     assert sources <= set(names)
+    protos = {f"grpc_service/{path.relative_to(ROOT)}" for path in ROOT.glob("proto/**/*.proto")}
+    assert "grpc_service/proto/triolet/v1/inference.proto" in protos
+    assert protos <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert not [name for name in names if "__pycache__" in name or "/test_" in name]
     assert not [name for name in names if "/tests/" in name]
 
 
-def test_the_wheel_serves_the_demo_models_from_an_empty_directory(installed, tmp_path):
+def test_the_wheel_serves_the_demo_models_from_a_directory_of_its_users(installed, tmp_path):
+    """Files there that are called like our packages are not imported in their place."""
+    theirs = [tmp_path / "engine.py", tmp_path / "grpc_service.py"]
+    for path in theirs:
+        path.write_text("raise ImportError('a file of the user')")
     env = {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
     where = "import engine, grpc_service; print(engine.__file__, grpc_service.__file__)"
     found = run([sys.executable, "-c", where], cwd=tmp_path, env=os.environ | env)
     assert all(path.startswith(str(installed)) for path in found.split())
     argv = [sys.executable, installed / "bin" / "triolet", "serve", "--port", "0"]
-    with process(argv, env=env, cwd=tmp_path) as server:
+    with process(argv, env={"PYTHONPATH": str(installed)}, cwd=tmp_path) as server:
         address = server.wait_for_output(READY.search, MODEL_START_LIMIT_S)[1]
         with connect(address) as channel:
             heard = generate(channel, text="Once upon a time", max_tokens=20, temperature=0)
@@ -91,4 +98,12 @@ def test_the_wheel_serves_the_demo_models_from_an_empty_directory(installed, tmp
         command = [sys.executable, "-m", "grpc_service", "generate", "--server", address]
         text = run([*command, "--max-tokens", "5", "Once"], cwd=tmp_path, env=os.environ | env)
         assert text.strip()
-    assert list(tmp_path.iterdir()) == [], "serving left something behind"
+    assert sorted(tmp_path.iterdir()) == theirs, "serving left something behind"
+    run(
+        [sys.executable, installed / "bin" / "triolet", "proto", "api"],
+        cwd=tmp_path,
+        env=os.environ | env,
+    )
+    assert (tmp_path / "api/triolet/v1/inference.proto").read_bytes() == (
+        ROOT / "proto/triolet/v1/inference.proto"
+    ).read_bytes()

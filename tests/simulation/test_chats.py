@@ -12,7 +12,7 @@ from engine.api.handles import Chat
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.core.text.types import Constraint, Tokens
-from engine.errors import InvalidRequest, RequestTooLarge
+from engine.errors import InvalidRequest, RequestTooLarge, Unsupported
 from engine.requests.text_values import (
     AnswerTokens,
     GenerateRequest,
@@ -114,6 +114,50 @@ def test_the_parser_looks_only_for_what_request_and_template_have():
         assert "".join(e.text for e in plain if isinstance(e, Tokens)) == "".join(WORDS)
 
     run(body, FakeScript(words=WORDS, chat_template=TEMPLATE))
+
+
+def test_a_call_that_the_request_demands_is_a_constraint_of_its_answer():
+    compiled = []
+
+    async def body(engine):
+        for choice in ("add", "required"):
+            request = GenerateRequest(chat=Messages(ASK, tools=TOOLS, tool_choice=choice))
+            text, reasoning, [call] = told(await events_of(engine, request))
+            assert (text, reasoning, call.name) == ("So. <tool_", "hm", "add")
+        assert [constraint.kind for constraint in compiled] == ["tools", "tools"]
+        request = GenerateRequest(chat=Messages(ASK, tools=TOOLS))
+        await events_of(engine, request)
+        assert len(compiled) == 2
+
+    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE, compile=compiled.append))
+
+
+def test_tools_that_the_request_rules_out_are_kept_from_the_model_and_not_parsed():
+    async def body(engine):
+        request = GenerateRequest(chat=Messages(ASK, tools=TOOLS, tool_choice="none"))
+        call = f"<tool_call>{CALL}</tool_call> <tool_"
+        assert told(await events_of(engine, request)) == (f"So.\n{call}", "hm", [])
+        assert rendered == [()]
+
+    rendered = []
+
+    class Recorder(FakeTokenizer):
+        def render_chat(self, messages, *, tools=(), **others):
+            rendered.append(tools)
+            return super().render_chat(messages, tools=tools, **others)
+
+    script = FakeScript(words=WORDS, chat_template=TEMPLATE)
+    run(body, script, tokenizer=Recorder(script))
+
+
+def test_a_call_cannot_be_demanded_of_a_model_whose_format_is_unknown():
+    async def body(engine):
+        request = GenerateRequest(chat=Messages(ASK, tools=TOOLS, tool_choice="add"))
+        with pytest.raises(Unsupported) as caught:
+            await events_of(engine, request)
+        assert caught.value.field == "chat.tool_choice"
+
+    run(body, FakeScript(words=WORDS, chat_template="{{ tools }}"))
 
 
 def test_a_template_may_have_opened_the_reasoning():

@@ -11,7 +11,14 @@ from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.types import EndReason
 from engine.core.text.types import Tokens
-from engine.errors import DeadlineExceeded, ReaderStalled, RequestAborted, RequestCancelled
+from engine.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    ReaderStalled,
+    RequestAborted,
+    RequestCancelled,
+)
 from engine.requests.encode_values import EmbedRequest
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import Capability
@@ -21,6 +28,28 @@ from tests.support.core_driver import expected_tokens
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.01
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_in_and_its_text_out(seed):
+    threads = VirtualThreads()
+    runner = FakeRunner(script=FakeScript(step_s=STEP_S, sleep=threads.note_sleep))
+
+    async def main():
+        open_it = open_engine("fake", make_runner=lambda *_: runner, threads=threads)
+        async with open_it as engine:
+            want = "".join(f"<{token}>" for token in expected_tokens((98, 99), count=5))
+            assert await engine.complete("ab", max_tokens=5) == want
+            request = GenerateRequest(text="ab", sampling={"max_tokens": 5})
+            assert await engine.complete(request) == want
+            async with engine.generate("ab") as stream:
+                assert (await anext(stream)).prompt_tokens == 2
+            with pytest.raises(InvalidRequest, match=r"sampling\.top_p"):
+                await engine.complete("ab", top_p=7)
+            with pytest.raises(ModelNotFound):
+                await engine.complete(GenerateRequest(text="ab", model="nobody"))
+
+    run_deterministically(main, seed)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -35,6 +35,13 @@ def open_fake(facade, *, script=None, **config):
     return facade.open_engine(config, make_runner=lambda *_: FakeRunner(script=script))
 
 
+def broken_config():
+    """Return a configuration with which no engine starts."""
+    config = EngineConfig(models=(ModelConfig("fake"),))
+    object.__setattr__(config, "models", (None,))
+    return config
+
+
 def request(prompt=(1, 2, 3), sampling=ENDLESS, **fields):
     """Return a text request for the fake model."""
     return GenerateRequest(token_ids=tuple(prompt), sampling=sampling, **fields)

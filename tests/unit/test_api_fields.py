@@ -59,7 +59,10 @@ MESSAGES = {
         constraint:Constraint prompt:PromptOptions output:OutputOptions
     """,
     "TokenIds": "ids:uint32*",
-    "Chat": "messages:Message* tools:Tool* template_args:Struct add_generation_prompt:bool?",
+    "Chat": (
+        "messages:Message* tools:Tool* template_args:Struct add_generation_prompt:bool? "
+        "tool_choice:string"
+    ),
     "Message": """
         role:string content:string tool_calls:ToolCall* tool_call_id:string name:string
     """,

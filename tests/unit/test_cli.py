@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,8 @@ from grpc_service.cli.main import build_parser, main
 from grpc_service.cli.models import print_models
 from grpc_service.cli.values import BYTES, COUNT, SECONDS, SWITCH, TEXT
 from grpc_service.client import messages
+
+PROTO = Path(__file__).resolve().parents[2] / "proto"
 
 # An accepted value of each flag that differs from its default, as argument and as TOML.
 OTHER = {
@@ -245,11 +250,28 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
             "[[models]]\nmodel = 'a'\nworkers = 2",
             "models[0].workers must be written as [[models.workers]] tables",
         ),
-        ("[[models]]\nmodel = 'a'\n[[models]]\nmodel = 'a'", "two models are served as 'a'"),
+        (
+            "[[models]]\nmodel = 'a'\n[[models]]\nmodel = 'org/a'",
+            "models[1].name: 'a' is taken by models[0].name; give one of them another name",
+        ),
+        (
+            "[[models]]\nmodel = 'a'\nname = 'x'\n[[models]]\nmodel = 'b'\naliases = ['y', 'x']",
+            "models[1].aliases: 'x' is taken by models[0].name",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path, text, sentence):
     assert refused(tmp_path, text).startswith(sentence)
+
+
+def test_models_of_the_command_line_with_one_name_are_told_of_its_flag(tmp_path):
+    for argv in (["--model", "a", "--model", "b/a"], ["--model", "a", "--model", "a"]):
+        with pytest.raises(ConfigError, match="served as 'a'; rename one with --served-model-name"):
+            configs(*argv)
+    two = "[[models]]\nmodel = 'a'\n[[models]]\nmodel = 'b'"
+    assert "--served-model-name" in refused(
+        tmp_path, two, "--served-model-name", "x", "--served-model-name", "x"
+    )
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
@@ -410,9 +432,68 @@ def test_wrong_arguments_are_usage_errors(argv, sentence, capsys):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["serve", "--max-num", "1"],
+        ["stats", "extra"],
+        ["generate", "x", "--max-token", "5"],
+        ["models", "--no-such"],
+        ["models", "load", "x", "--replica", "2"],
+        ["--no-such", "stats"],
+    ],
+    ids=" ".join,
+)
+def test_an_unknown_argument_shows_the_usage_of_its_own_command(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    command = " ".join([word for word in argv if not word.startswith("--")][: 1 + ("load" in argv)])
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"usage: triolet {command} [-h]")
+    assert f"triolet {command}: error: unrecognized arguments: " in shown
+
+
 def test_tokenize_takes_one_text(capsys):
     assert main(["tokenize"]) == main(["tokenize", "a", "--detokenize", "1"]) == 2
     assert "either a text or --detokenize" in capsys.readouterr().err
+
+
+def test_proto_writes_every_proto_as_it_stands_in_the_repository(tmp_path, capsys):
+    target = tmp_path / "new" / "protos"
+    for _ in range(2):  # the second time over the first
+        assert main(["proto", str(target)]) == 0
+        written = capsys.readouterr().out.splitlines()
+    files = {path.relative_to(PROTO): path.read_bytes() for path in PROTO.rglob("*.proto")}
+    assert {Path(name).relative_to(target) for name in written} == set(files)
+    assert {path: (target / path).read_bytes() for path in files} == files
+    assert Path("triolet/v1/inference.proto") in files
+    (tmp_path / "file").touch()
+    assert main(["proto", str(tmp_path / "file")]) == 1
+    assert f"triolet: {tmp_path / 'file'} cannot be written: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["as a module", "as a script"])
+def test_files_named_like_our_packages_in_the_working_directory_are_not_imported(tmp_path, form):
+    """A script's own folder comes first in the path, and for ``-m`` the working directory does."""
+    here, scripts = tmp_path / "here", tmp_path / "bin"
+    for folder in (here / "engine", scripts):
+        folder.mkdir(parents=True)
+    (here / "engine" / "__init__.py").write_text("raise ImportError('a file of the user')")
+    script = scripts / "triolet"
+    script.write_text("import sys\nfrom grpc_service.cli.entry import main\nsys.exit(main())")
+    command = ["-m", "grpc_service"] if form == "as a module" else [str(script)]
+    done = subprocess.run(
+        [sys.executable, *command, "models", "--server", "127.0.0.1:1"],
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": str(PROTO.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("triolet: no server answers at 127.0.0.1:1")
 
 
 @pytest.fixture

@@ -97,6 +97,15 @@ def test_a_tool_needs_a_name():
         text_codec.decode_generate(pb.GenerateRequest(chat=chat)).validate()
 
 
+def test_the_choice_of_a_tool_is_decoded_and_auto_if_it_is_unset():
+    chat = {"messages": [{"role": "user"}], "tools": [{"name": "f"}]}
+    for written, told in {"": "auto", "auto": "auto", "none": "none", "f": "f"}.items():
+        message = pb.GenerateRequest(chat=chat | {"tool_choice": written})
+        request = text_codec.decode_generate(message)
+        request.validate()
+        assert request.chat.tool_choice == told
+
+
 calls = st.lists(
     st.builds(ToolCallDelta, st.integers(0, 3), st.just("i"), st.just("f"), st.text(max_size=60)),
     max_size=3,

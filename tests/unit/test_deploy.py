@@ -112,7 +112,8 @@ def test_the_image_copies_existing_files_and_does_not_run_as_root():
         if name == "COPY" and "--from" not in rest
         for source in shlex.split(rest)[:-1]
     ]
-    assert {"engine", "grpc_service", "pyproject.toml", "constraints.txt"} <= set(sources)
+    needed = {"engine", "grpc_service", "proto", "pyproject.toml", "constraints.txt"}
+    assert needed <= set(sources)
     assert [source for source in sources if not (ROOT / source).exists()] == []
     users = [rest for name, rest in instructions() if name == "USER"]
     assert users

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import types
 
 import pytest
 
+import engine
 from grpc_service.cli import doctor
 from grpc_service.cli.main import main
 
+RUN = subprocess.run
 TOLD = {"threads": 2, "devices": [], "kernels": "AVX512-BF16", "missing": ""}
 
 
@@ -38,6 +41,18 @@ def test_json_is_one_list_of_findings(capsys):
     names = [finding["name"] for finding in findings]
     assert {"python", "torch", "cores", "memory", "devices", "GOMP_SPINCOUNT", "port"} <= set(names)
     assert all(finding["is_fit"] for finding in findings)
+
+
+def test_the_process_that_asks_torch_imports_what_the_command_imports(tmp_path, monkeypatch):
+    for name in ("engine", "torch", "json"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('a file of the user')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor.subprocess, "run", RUN)
+    asked = f"import engine\nprint(json.dumps({TOLD!r} | {{'kernels': engine.__file__}}))"
+    monkeypatch.setattr(doctor, "ASK_TORCH", asked)
+    assert [finding.value for finding in doctor._torch() if finding.name == "attention"] == [
+        f"compiled kernels, {engine.__file__}"
+    ]
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys):

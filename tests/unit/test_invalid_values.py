@@ -19,6 +19,14 @@ INVALID = {
     "token_ids.ids": [{"token_ids": {"ids": []}}],
     "chat.messages": [{"chat": {}}],
     "chat.messages.role": [{"chat": {"messages": [{"content": "x"}]}}],
+    "chat.tool_choice": [
+        {"chat": {"messages": [{"role": "user"}], "tool_choice": "required"}},
+        {"chat": {"messages": [{"role": "user"}], "tools": [{"name": "f"}], "tool_choice": "g"}},
+        {
+            "chat": {"messages": [{"role": "user"}], "tools": [{"name": "f"}], "tool_choice": "f"},
+            "constraint": {"regex": "a"},
+        },
+    ],
     "n": [{"n": 0}, {"n": 17}],
     "request_id": [{"request_id": "x" * 129}, {"request_id": "a\nb"}],
     "constraint.json_schema": [{"constraint": {"json_schema": ""}}],

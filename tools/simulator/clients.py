@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.core.text.types import Constraint
@@ -175,7 +176,7 @@ def _edit(rng: random.Random, sampling: SamplingParams) -> SamplingParams:
     """Set options that are checked and handed on, and that the fake model ignores."""
     return replace(
         sampling,
-        logit_bias=((5, 1.5), (7, -2.0)),
+        logit_bias={5: 1.5, 7: -2.0},
         allowed_token_ids=rng.choice([(), tuple(range(999))]),
         banned_token_ids=rng.choice([(), (3, 4)]),
         bad_words=rng.choice([(), ("<1>", "<2><3>"), ("words of " * 25,) * 20]),
@@ -186,7 +187,7 @@ def _spoil_sampling(rng: random.Random, sampling: SamplingParams) -> SamplingPar
     """Set options that no model with the fake one's vocabulary can follow."""
     match rng.randrange(8):
         case 0:
-            return replace(sampling, logit_bias=((5, 1.5), (1000, 1.0)))
+            return replace(sampling, logit_bias={5: 1.5, 1000: 1.0})
         case 1:
             return replace(sampling, allowed_token_ids=tuple(range(1001)))
         case 2:
@@ -206,36 +207,35 @@ def _spoil_sampling(rng: random.Random, sampling: SamplingParams) -> SamplingPar
 def _spoil(rng: random.Random, client: Client, index: int) -> Client:
     """Change the request in one way in which a request can be refused."""
     request, prompt = client.request, client.request.prompt
+    change = partial(replace, request, check=False)  # the server checks its clients' requests
     reason = "INVALID_REQUEST"
     match rng.randrange(13):
         case 0:  # the id of an earlier request, which may have ended by now
             name = f"r{rng.randint(max(0, index - 20), index)}"
             return replace(
                 client,
-                request=replace(request, request_id=name),
+                request=change(request_id=name),
                 may_end=frozenset({"DUPLICATE_REQUEST"}),
             )
         case 1:
-            request, reason = replace(request, model="nobody"), "MODEL_NOT_FOUND"
+            request, reason = change(model="nobody"), "MODEL_NOT_FOUND"
         case 2:
-            request = replace(request, text="both", chat=None, token_ids=(5,))
+            request = change(text="both", chat=None, token_ids=(5,))
         case 3:
-            request = replace(request, text=None, chat=None, token_ids=())
+            request = change(text=None, chat=None, token_ids=())
         case 4:
-            request = replace(request, text=None, chat=None, token_ids=(1, 2, 1000))
+            request = change(text=None, chat=None, token_ids=(1, 2, 1000))
         case 5:
-            request = replace(request, token_ids=None, chat=None, text="\ud800")
+            request = change(token_ids=None, chat=None, text="\ud800")
         case 6:
-            request = replace(
-                request,
+            request = change(
                 text=None,
                 chat=None,
                 token_ids=(5,),
                 prompt=replace(prompt, add_special_tokens=True),
             )
         case 7:
-            request = replace(
-                request,
+            request = change(
                 text=None,
                 chat=None,
                 token_ids=(5,) * MAX_MODEL_LEN,
@@ -243,16 +243,16 @@ def _spoil(rng: random.Random, client: Client, index: int) -> Client:
             )
             reason = "REQUEST_TOO_LARGE"
         case 8:  # more choices than any stream of this buffer or scheduler can hold
-            request = replace(request, n=16)
+            request = change(n=16)
             client, reason = replace(client, buffer=5, over_wire=False), "REQUEST_TOO_LARGE"
         case 9 | 10:
             sampling = replace(request.sampling, min_tokens=None)
-            request = replace(request, sampling=_spoil_sampling(rng, sampling))
+            request = change(sampling=_spoil_sampling(rng, sampling))
         case 11:
-            request = replace(request, constraint=Constraint("regex", BAD_FORM))
+            request = change(constraint=Constraint("regex", BAD_FORM))
         case 12:
             chat = Chat(({"role": "user", "content": "\ud800"},))
-            request = replace(request, token_ids=None, text=None, chat=chat)
+            request = change(token_ids=None, text=None, chat=chat)
     return replace(client, request=request, may_end=frozenset({reason}), must_fail=True)
 
 
@@ -260,15 +260,16 @@ def _ask_elsewhere(rng: random.Random, client: Client) -> Client:
     """Use a model that does not load, or that loads for longer than requests wait."""
     if client.request.model:
         return client
+    change = partial(replace, client.request, check=False)  # it may have been spoilt
     if rng.random() < 0.5:
         return replace(
             client,
-            request=replace(client.request, model=FRAGILE),
+            request=change(model=FRAGILE),
             may_end=client.may_end | {"SPAWN_FAILED"},
             must_fail=True,
         )
     return replace(
         client,
-        request=replace(client.request, model=SLEEPY),
+        request=change(model=SLEEPY),
         may_end=client.may_end | {"SPAWN_TIMEOUT"},
     )

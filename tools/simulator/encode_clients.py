@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.requests.encode_values import MAX_INPUTS, EmbedRequest, RerankRequest
@@ -107,52 +108,52 @@ def _spoil(rng: random.Random, client: Client, request: EncodeRequests, index: i
 
 
 def _spoil_embed(rng: random.Random, request: EmbedRequest) -> EmbedRequest:
-    inputs = request.inputs
+    inputs, change = request.inputs, partial(replace, request, check=False)
     match rng.randrange(13):
         case 0:
-            return replace(request, inputs=())
+            return change(inputs=())
         case 1:
-            return replace(request, inputs=("a",) * (MAX_INPUTS + 1))
+            return change(inputs=("a",) * (MAX_INPUTS + 1))
         case 2:
-            return replace(request, inputs=(*inputs, ()))
+            return change(inputs=(*inputs, ()))
         case 3:
-            return replace(request, inputs=(*inputs, ""), prompt_name="")
+            return change(inputs=(*inputs, ""), prompt_name="")
         case 4:
-            return replace(request, inputs=(*inputs, (1, 1000)))
+            return change(inputs=(*inputs, (1, 1000)))
         case 5:
-            return replace(request, inputs=(*inputs, (-1,)))
+            return change(inputs=(*inputs, (-1,)))
         case 6:
-            return replace(request, inputs=(*inputs, "\ud800"))
+            return change(inputs=(*inputs, "\ud800"))
         case 7:
-            return replace(request, dimensions=rng.choice([0, 9]))
+            return change(dimensions=rng.choice([0, 9]))
         case 8:
-            return replace(request, prompt_name="nobody's")
+            return change(prompt_name="nobody's")
         case 9:
-            return replace(request, prompt_name="x" * 200)
+            return change(prompt_name="x" * 200)
         case 10:
-            return replace(request, priority=2**31)
+            return change(priority=2**31)
         case 11:
-            return replace(request, timeout_s=float("nan"))
+            return change(timeout_s=float("nan"))
         case _:
-            return replace(request, inputs=(*inputs, (5,) * (MAX_INPUT_LEN + 1)), truncate=False)
+            return change(inputs=(*inputs, (5,) * (MAX_INPUT_LEN + 1)), truncate=False)
 
 
 def _spoil_rerank(rng: random.Random, request: RerankRequest) -> RerankRequest:
-    documents = request.documents
+    documents, change = request.documents, partial(replace, request, check=False)
     match rng.randrange(6):
         case 0:
-            return replace(request, documents=())
+            return change(documents=())
         case 1:
-            return replace(request, query="")
+            return change(query="")
         case 2:
-            return replace(request, query="\ud800")
+            return change(query="\ud800")
         case 3:
-            return replace(request, documents=(*documents, "\ud800"))
+            return change(documents=(*documents, "\ud800"))
         case 4:
-            return replace(request, top_n=0)
+            return change(top_n=0)
         case _:
             long = "<5>" * MAX_INPUT_LEN
-            return replace(request, documents=(*documents, long), truncate=False)
+            return change(documents=(*documents, long), truncate=False)
 
 
 def _ask_elsewhere(rng: random.Random, client: Client, request: EncodeRequests) -> Client:

@@ -96,7 +96,7 @@ def ask_the_spare(seed: int, clients: tuple[Client, ...]) -> tuple[Client, ...]:
     """Let some clients use the spare model; those of an encoder or another model stay."""
     rng = _rng(seed + 1)
     return tuple(
-        replace(client, request=replace(client.request, model=SPARE))
+        replace(client, request=replace(client.request, model=SPARE, check=False))
         if rng.random() < SPARE_SHARE and not client.request.model and _is_text(client)
         else client
         for client in clients

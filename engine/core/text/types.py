@@ -60,18 +60,29 @@ class Stops:
     shown: frozenset[int] = frozenset()
 
 
+TOOLS_KIND = "tools"  # the kind of a constraint that the engine makes of a chat's tools
+
+
 @dataclass(frozen=True, slots=True)
 class Constraint:
     """A grammar that the output must follow (D15). ``kind`` is json_schema, json_object, regex,
-    lark or choice; ``source`` is its text, for a choice the texts joined by NUL."""
+    lark or choice, or `TOOLS_KIND`; ``source`` is its text, for a choice the texts joined by NUL,
+    and for tools a Lark grammar."""
 
     kind: str
     source: str
 
     @property
     def field(self) -> str:
-        """The path of the proto field that holds it."""
+        """The path of the proto field that holds its text."""
+        if self.kind == TOOLS_KIND:
+            return "chat.tools"
         return "constraint.choice.choices" if self.kind == "choice" else f"constraint.{self.kind}"
+
+    @property
+    def asked_by(self) -> str:
+        """The path of the proto field by which the client asked for a constraint at all."""
+        return "chat.tool_choice" if self.kind == TOOLS_KIND else "constraint"
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,10 @@ class FakeTokenizer:
         """Return the empty set."""
         return frozenset()
 
+    def added_id_of(self, text: str) -> int | None:
+        """Return None."""
+        return None
+
 
 @dataclass(slots=True)
 class FakeScript:

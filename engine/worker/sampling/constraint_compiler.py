@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.core.common.steps import RowFailure
+from engine.core.text.types import TOOLS_KIND
 from engine.errors import EngineBug, FieldViolation, InvalidRequest, Unsupported
 from engine.worker.sampling.constraint_sandbox import ConstraintSandbox
 from engine.worker.sampling.masks import Mask
@@ -75,16 +76,19 @@ class Matching:
     """The state of one sequence in its grammar. Each step fills a mask with `fill`, and reports the
     sampled token with `push`."""
 
-    __slots__ = ("_matcher", "_num_words", "ends")
+    __slots__ = ("_field", "_matcher", "_num_words", "ends")
 
-    def __init__(self, matcher: LLMatcher | None, ends: tuple[int, ...], num_words: int) -> None:
+    def __init__(
+        self, matcher: LLMatcher | None, ends: tuple[int, ...], num_words: int, field: str
+    ) -> None:
         self._matcher = matcher  # None if the constraint is not compiled, which fails the row
         self._num_words = num_words
+        self._field = field
         self.ends = ends
 
     def new_mask(self) -> Mask:
         """Return an empty mask for `fill`."""
-        return Mask(self._num_words, self.ends)
+        return Mask(self._num_words, self.ends, self._field)
 
     def fill(self, mask: Mask) -> None:
         """Set the bits of the tokens that may follow, or set ``trouble`` if that fails."""
@@ -114,7 +118,7 @@ class Matching:
     def fork(self) -> Matching:
         """Return an independent copy."""
         twin = None if self._matcher is None else self._matcher.deep_copy()
-        return Matching(twin, self.ends, self._num_words)
+        return Matching(twin, self.ends, self._num_words, self._field)
 
 
 class ConstraintCompiler:
@@ -140,7 +144,7 @@ class ConstraintCompiler:
             Unsupported: llguidance cannot use this model's tokenizer.
             Overloaded, ShuttingDown: as `ConstraintSandbox.try_grammar`.
         """
-        tokenizer, sandbox = self._prepare()
+        tokenizer, sandbox = self._prepare(constraint.asked_by)
         grammar = grammar_of(constraint)
         size = max(MIN_BYTES, TRUSTED_BYTES_PER_CHAR * len(constraint.source))
         if constraint.kind not in TRUSTED:
@@ -167,8 +171,9 @@ class ConstraintCompiler:
         the row that uses it fails, and its step does not."""
         matcher, tokenizer = self._compiled.get(constraint), self._tokenizer
         if matcher is None or tokenizer is None:
-            return Matching(None, (), 0)
-        return Matching(matcher.deep_copy(), tuple(tokenizer.eos_tokens), _num_words(tokenizer))
+            return Matching(None, (), 0, constraint.asked_by)
+        ends, num_words = tuple(tokenizer.eos_tokens), _num_words(tokenizer)
+        return Matching(matcher.deep_copy(), ends, num_words, constraint.asked_by)
 
     def forget(self, constraint: Constraint) -> None:
         """Drop a constraint that will not be started any more."""
@@ -180,14 +185,14 @@ class ConstraintCompiler:
         if self._sandbox is not None:
             self._sandbox.close()
 
-    def _prepare(self) -> tuple[LLTokenizer, ConstraintSandbox]:
+    def _prepare(self, field: str) -> tuple[LLTokenizer, ConstraintSandbox]:
         """Return llguidance's own tokenizer and the sandbox, which the first constraint makes. For
-        128,000 tokens that takes 0.6 s."""
+        128,000 tokens that takes 0.6 s. A refusal names ``field``."""
         with self._preparing:
-            if self._refusal:
-                raise Unsupported(self._refusal, field="constraint")
-            if self._tokenizer is None or self._sandbox is None:
+            if not self._refusal and (self._tokenizer is None or self._sandbox is None):
                 self._build_tokenizer()
+            if self._refusal:
+                raise Unsupported(self._refusal, field=field)
             assert self._tokenizer is not None
             assert self._sandbox is not None
             return self._tokenizer, self._sandbox
@@ -208,14 +213,14 @@ class ConstraintCompiler:
             why = _reason(str(error))
         if why:
             self._refusal = f"this model's tokenizer cannot be used with a constraint: {why}"
-            raise Unsupported(self._refusal, field="constraint")
+            return
         self._tokenizer = built
         self._sandbox = ConstraintSandbox(text, vocab, ends, LIMITS)
 
 
-def refusal(sequence: SequenceId, why: str) -> RowFailure:
+def refusal(sequence: SequenceId, mask: Mask, why: str) -> RowFailure:
     """Return the failure of a row whose constraint cannot be followed further."""
-    return RowFailure(sequence, "sample", why, FieldViolation("constraint", why))
+    return RowFailure(sequence, "sample", why, FieldViolation(mask.field, why))
 
 
 def grammar_of(constraint: Constraint) -> str:
@@ -241,7 +246,7 @@ def _grammar_of(kind: str, source: str) -> str:
         return _schema_grammar("{}" if schema is True else source)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(source)
-    if kind == "lark":
+    if kind in ("lark", TOOLS_KIND):
         return LLMatcher.grammar_from_lark(source)
     texts = [json.dumps(text, ensure_ascii=False) for text in source.split("\0")]
     return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(texts))

@@ -24,15 +24,17 @@ class Mask:
     """The tokens that may follow one sequence.
 
     ``words`` are bits; token 0 is the lowest bit of the first word. They are 0 until the mask is
-    filled. ``ends`` are the end-of-sequence tokens of the grammar. ``trouble`` says why the mask
-    could not be filled, in words for the client that continue "the constraint"; else it is empty.
+    filled. ``ends`` are the end-of-sequence tokens of the grammar. ``field`` is the path of the
+    proto field by which the client asked for the constraint. ``trouble`` says why the mask could
+    not be filled, in words for the client that continue "the constraint"; else it is empty.
     """
 
-    __slots__ = ("ends", "trouble", "words")
+    __slots__ = ("ends", "field", "trouble", "words")
 
-    def __init__(self, num_words: int, ends: tuple[int, ...]) -> None:
+    def __init__(self, num_words: int, ends: tuple[int, ...], field: str = "constraint") -> None:
         self.words: NDArray[np.int32] = np.zeros(num_words, np.int32)
         self.ends = ends
+        self.field = field
         self.trouble = ""
 
     def bits(self, vocab: int) -> NDArray[np.uint8]:

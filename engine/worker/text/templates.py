@@ -13,6 +13,7 @@ can take as much memory as the sandbox allows.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from contextlib import contextmanager
@@ -31,7 +32,13 @@ SECONDS_MAX = 10.0  # guess: 5 times what 4 MiB of messages of 60 characters too
 CHARS_MAX = 16 * 2**20  # guess: four times the largest request; indented JSON may grow that much
 LINES_PER_LOOK = 256  # traced lines between two looks at the clock; a look costs about ten lines
 MESSAGE_MAX = 200  # characters of a template's own error message that a client sees; guess
+TOOLS_READ = re.compile(r"\{[{%](?:(?![}%]\}).)*\btools\b", re.DOTALL)  # in code, not in text
 TEMPLATE_FILE = "<template>"  # Jinja's file name for a template that comes from a string
+
+
+def takes_tools(template: str) -> bool:
+    """Return whether a template writes tools into the prompt: whether its code names them."""
+    return TOOLS_READ.search(template) is not None
 
 
 class _TooLong(BaseException):

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer as Backend
 
 from engine.errors import InvalidRequest, SpawnFailed
 from engine.worker.interface import TokenSpan
-from engine.worker.text.templates import check_syntax, render
+from engine.worker.text.templates import check_syntax, render, takes_tools
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -80,6 +80,9 @@ class HfTokenizer:
         self.special_ids = frozenset(
             id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self._added = {
+            token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()
+        }
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.anchor = _find_anchor(backend)
         self._chat_templates = dict(chat_templates or {})
@@ -162,11 +165,14 @@ class HfTokenizer:
         tokens themselves.
 
         Raises:
-            InvalidRequest: there is no template, the chat is empty, ``template_args`` sets a
-                reserved name, or as `render`.
+            InvalidRequest: there is no template, it has no tools, the chat is empty,
+                ``template_args`` sets a reserved name, or as `render`.
             RequestTooLarge: as `render`.
         """
         template = self._template(has_tools=bool(tools))
+        if tools and not takes_tools(template):
+            what = "cannot be offered: this model's chat template has no tools"
+            raise InvalidRequest.of("chat.tools", what)
         args = dict(template_args or {})
         if clash := sorted(_RESERVED_ARGS & args.keys()):
             raise InvalidRequest.of("chat.template_args", f"cannot set {', '.join(clash)}")
@@ -191,6 +197,11 @@ class HfTokenizer:
         """Return the ids of those texts that are special tokens."""
         ids = (self.backend.token_to_id(text) for text in texts)
         return self.special_ids.intersection(ids)
+
+    def added_id_of(self, text: str) -> int | None:
+        """Return the id of a text that is one token beside the vocabulary, special or not; None for
+        any other text."""
+        return self._added.get(text)
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
         try:

@@ -1,0 +1,146 @@
+"""Converts the fields of a request from what a Python program may write to what the engine uses.
+
+Rule 1: a value that can mean only one thing is converted: a list for a tuple, one text for a tuple
+of one, a mapping for the options that it names. Any other value is a TypeError that names the field
+and says what it takes, so that nothing wrong fails later, inside the engine. Rule 2: a field that
+has its type already, as every field from the gRPC server has, costs one look at its type; a list
+of texts or of token ids costs one look at each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from numbers import Real
+from operator import index
+from typing import Any, NamedTuple
+
+SHOWN_CHARS_MAX = 60  # of a wrong value in a message
+
+
+class FieldType(NamedTuple):
+    """What a field takes as it is: ``unset``, and values of these classes. ``convert`` converts any
+    other value; it gets the field's name, for the TypeError of a value that the field cannot take.
+    """
+
+    unset: object
+    classes: tuple[type, ...]
+    convert: Callable[[str, Any], Any]
+
+
+def convert_fields(owner: object, types: Mapping[str, FieldType]) -> None:
+    """Convert the fields of a frozen dataclass that has just been made.
+
+    Raises:
+        TypeError: a field has a value that it cannot take.
+    """
+    for name, (unset, classes, convert) in types.items():  # 0.1 µs for each field that is unset
+        given = getattr(owner, name)
+        if given is not unset and type(given) not in classes:
+            object.__setattr__(owner, name, convert(f"{type(owner).__name__}.{name}", given))
+
+
+def wrong_type(name: str, wanted: str, given: object) -> TypeError:
+    """Return the error of a value that a field or an argument cannot take."""
+    text, kind = repr(given), type(given).__name__
+    shown = f"{text} ({kind})" if len(text) <= SHOWN_CHARS_MAX else f"a value of type {kind}"
+    return TypeError(f"{name} takes {wanted}, not {shown}")
+
+
+def options(made: type[Any]) -> FieldType:
+    """Return the type of a field that has an object of the dataclass ``made``. A mapping stands for
+    the object with these fields, and None for one without any."""
+
+    def convert(name: str, given: Any) -> Any:
+        if not isinstance(given, Mapping | None):
+            raise wrong_type(name, f"{made.__name__} or a mapping of its fields", given)
+        known = [field.name for field in fields(made)]
+        for key in given or ():
+            if key not in known:
+                raise TypeError(f"{name} has no field {key!r}; its fields are {', '.join(known)}")
+        return made(**given or {})
+
+    return FieldType(made(), (made,), convert)
+
+
+def instance(made: type[Any], wanted: str) -> FieldType:
+    """Return the type of an optional field that has an object of a class; nothing else stands for
+    one."""
+    return _field_type(wanted, None, (made,), _refuse)
+
+
+def _field_type(
+    wanted: str, unset: object, classes: tuple[type, ...], function: Callable[[Any], Any]
+) -> FieldType:
+    """Return the type of a field. ``function`` raises TypeError for a value that it cannot take."""
+
+    def convert(name: str, given: Any) -> Any:
+        try:
+            return function(given)
+        except TypeError:
+            raise wrong_type(name, wanted, given) from None
+
+    return FieldType(unset, classes, convert)
+
+
+def _refuse(given: object) -> Any:
+    raise TypeError
+
+
+def _text(given: Any) -> str:
+    return given if isinstance(given, str) else _refuse(given)
+
+
+def _number(given: Any) -> float:
+    return float(given) if isinstance(given, Real) else _refuse(given)
+
+
+def _mapping(given: Any) -> Mapping[str, Any]:
+    return given if isinstance(given, Mapping) else _refuse(given)
+
+
+def _tuple(given: Any) -> tuple[Any, ...]:
+    return () if given is None else tuple(given)
+
+
+def _texts(given: Any) -> tuple[str, ...]:
+    texts = (given,) if isinstance(given, str) else _tuple(given)
+    return texts if set(map(type, texts)) <= {str} else tuple(map(_text, texts))
+
+
+def _ids(given: Any) -> tuple[int, ...]:
+    ids = _tuple(given)
+    return ids if set(map(type, ids)) <= {int} else tuple(map(index, ids))
+
+
+def _inputs(given: Any) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(given, str):
+        return (given,)
+    inputs = _tuple(given)
+    if set(map(type, inputs)) <= {str}:
+        return inputs
+    return tuple(one if isinstance(one, str) else _ids(one) for one in inputs)
+
+
+def _mappings(given: Any) -> tuple[Mapping[str, Any], ...]:
+    return tuple(map(_mapping, _tuple(given)))
+
+
+def _biases(given: Any) -> dict[int, float]:
+    biases: Mapping[Any, Any] = {} if given is None else _mapping(given)
+    return {index(token): _number(bias) for token, bias in biases.items()}
+
+
+NUMBER = _field_type("a number", None, (float, int), _number)
+WHOLE = _field_type("a whole number", None, (int,), index)
+SWITCH = _field_type("True or False", None, (bool,), _refuse)
+NAME = _field_type("a text", "", (str,), _text)
+TEXT = _field_type("a text", None, (str,), _text)
+TEXTS = _field_type("a list of texts", (), (), _texts)
+IDS = _field_type("a list of token ids", (), (), _ids)
+OPTIONAL_IDS = _field_type("a list of token ids", None, (), _ids)
+INPUTS = _field_type("a list of texts, or of lists of token ids", (), (), _inputs)
+MAPPING = _field_type("a mapping", None, (dict,), _mapping)
+MESSAGES = _field_type("a list of mappings, each with role and content", (), (), _mappings)
+TOOLS = _field_type("a list of mappings, each with a function", (), (), _mappings)
+BIASES = _field_type("a mapping of token ids to numbers", None, (), _biases)

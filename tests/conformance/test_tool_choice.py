@@ -1,0 +1,261 @@
+"""A call of a tool that a request demands comes, in every format that can be enforced.
+
+A random walk through the grammar stands for a model that would rather write anything else. The
+judges are the answer parser, which is what a client's calls come from, and `jsonschema`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import jsonschema
+import pytest
+
+import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
+
+pytest.importorskip("torch")
+
+import trio
+from tokenizers import AddedToken, Tokenizer
+
+from engine.api.engine import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.common.events import Finished
+from engine.core.common.types import EndReason
+from engine.errors import InvalidRequest, Unsupported
+from engine.requests.answer_format import AnswerFormat, detect_format
+from engine.requests.answer_parser import AnswerParser
+from engine.requests.text_values import AnswerTokens, Chat, GenerateRequest, Tokens
+from engine.requests.tool_grammar import tool_constraint
+from engine.worker.sampling.constraint_compiler import ConstraintCompiler
+from engine.worker.text.tokenizer import HfTokenizer
+from tests.support import toy_tokenizers
+from tests.support.model_zoo import Zoo
+
+pytestmark = pytest.mark.model
+
+SCHEMAS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Paris", 'the "Big" Apple', "Zürich"]},
+            "days": {"$ref": "#/$defs/Days"},
+            "note": {"type": "string", "maxLength": 4},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+        "$defs": {"Days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    },
+    "now": {"type": "object", "properties": {}},
+    "add-up.2": {"properties": {"a": {"type": "boolean"}}, "additionalProperties": False},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>")
+MARKERS += ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+TEMPLATES = {
+    "hermes": "<tool_call></tool_call>",
+    "hermes, reasoning": "<think></think><tool_call></tool_call>",
+    "llama": "<|python_tag|>",
+    "llama, reasoning": "</think><|python_tag|>",
+    "mistral": "[TOOL_CALLS]",
+    "mistral, named": "[TOOL_CALLS][ARGS]",
+    "mistral, named with ids": "[TOOL_CALLS][CALL_ID][ARGS]",
+}
+
+
+def tokenizer_with(markers):
+    """Return a byte-level tokenizer in which these markers are tokens of their own."""
+    backend = Tokenizer.from_str(toy_tokenizers.byte_level().to_str())
+    backend.add_special_tokens([AddedToken(one, normalized=False) for one in markers[::2]])
+    backend.add_tokens([AddedToken(one, normalized=False) for one in markers[1::2]])
+    return HfTokenizer(backend)
+
+
+@pytest.fixture(scope="module", params=["markers are tokens", "markers are text"])
+def compiler(request):
+    """Yield a tokenizer and its compiler of constraints."""
+    tokenizer = tokenizer_with(MARKERS if "tokens" in request.param else ())
+    end = tokenizer.backend.token_to_id("<|endoftext|>")
+    one = ConstraintCompiler(tokenizer, tokenizer.vocab_size, frozenset({end}))
+    yield tokenizer, one
+    one.close()
+
+
+def walk(matching, seed, begin):
+    """Return the tokens ``begin``, which the grammar must allow, and random ones up to its end."""
+    rng, tokens = random.Random(seed), []
+    while True:
+        mask = matching.new_mask()
+        matching.fill(mask)
+        assert not mask.trouble
+        allowed = mask.bits(32 * len(mask.words)).nonzero()[0]
+        token = begin[len(tokens)] if len(tokens) < len(begin) else int(rng.choice(allowed))
+        assert token in allowed
+        if token in matching.ends:
+            return tokens
+        tokens.append(token)
+        if matching.push(token):
+            return tokens
+
+
+def parse(form, text):
+    """Return an answer's text, reasoning and calls."""
+    parser = AnswerParser(form)
+    parts = [parser.feed(text), parser.close()]
+    calls = [call for part in parts for call in part.calls]
+    return "".join(p.text for p in parts), "".join(p.reasoning for p in parts), calls
+
+
+def check(calls, only):
+    """Check that these are calls of the tools, with arguments that their schemas accept."""
+    assert calls
+    for call in calls:
+        assert call.name == only or not only
+        arguments = json.loads(call.arguments_json)
+        assert isinstance(arguments, dict)
+        jsonschema.Draft202012Validator(SCHEMAS[call.name]).validate(arguments)
+        assert call.name != "now" or arguments == {}
+    assert not only or len(calls) == 1
+
+
+@pytest.mark.parametrize("only", ["", *SCHEMAS])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
+    tokenizer, grammars = compiler
+    template = TEMPLATES[name]
+    prompts = ["", "<think>\n"] if "reasoning" in name else [""]
+    named = set()
+    for prompt in prompts:
+        form = detect_format(template, has_tools=True, prompt=prompt)
+        constraint = tool_constraint(TOOLS, only, template, form, tokenizer.added_id_of)
+        grammars.compile(constraint)
+        begins = [""]
+        if form.reasons:  # a random walk would not leave the reasoning
+            call = form.opening if name.startswith("hermes") else "{"
+            begins = [call, "<think>\nhm</think>"]
+        if form.begins_inside:
+            begins = ["hm <b> </ hm</think>\n\n"]
+        for seed in range(8):
+            written = begins[seed % len(begins)]
+            begin = tokenizer.encode(written, add_special_tokens=False) if written else ()
+            tokens = walk(grammars.start(constraint), seed, begin)
+            text, reasoning, calls = parse(
+                form, tokenizer.decode(tokens, skip_special_tokens=False)
+            )
+            assert text == ""
+            assert bool(reasoning) == ("</think>" in written)
+            check(calls, only)
+            named |= {call.name for call in calls}
+        grammars.forget(constraint)
+    assert named == ({only} if only else set(SCHEMAS))
+
+
+def test_a_format_that_is_not_known_cannot_be_enforced():
+    for template in ("", "<tool_call>\n<function=name>", "<tool_call>name\n<arg_key>"):
+        form = detect_format(template, has_tools=True, prompt="")
+        with pytest.raises(Unsupported, match=r"^chat\.tool_choice cannot be enforced") as caught:
+            tool_constraint(TOOLS, "", template, form, lambda _: None)
+        assert caught.value.field == "chat.tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("template", "function", "field"),
+    [
+        (
+            "<tool_call>",
+            {"name": "f", "parameters": {"type": "string"}},
+            "chat.tools[0].parameters",
+        ),
+        ("<tool_call>", {"name": "f", "parameters": True}, "chat.tools[0].parameters"),
+        ("<tool_call>", {"name": "f", "parameters": {"enum": {1}}}, "chat.tools[0].parameters"),
+        ("[TOOL_CALLS][ARGS]", {"name": "get it"}, "chat.tools[0].name"),
+        ("<tool_call>", {"name": "f" * 70_000}, "chat.tools"),
+    ],
+)
+def test_a_tool_that_cannot_be_called_is_named(template, function, field):
+    form = detect_format(template, has_tools=True, prompt="")
+    with pytest.raises(InvalidRequest) as caught:
+        tool_constraint([{"function": function}], "", template, form, lambda _: None)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_by_the_tools_field(compiler):
+    tokenizer, grammars = compiler
+    tool = {"name": "f", "parameters": {"properties": {"a": {"type": "foo"}}}}
+    form = AnswerFormat(detect_format("<tool_call>", has_tools=True, prompt="").tools)
+    constraint = tool_constraint([tool], "", "<tool_call>", form, tokenizer.added_id_of)
+    with pytest.raises(InvalidRequest, match="foo") as caught:
+        grammars.compile(constraint)
+    assert [violation.field for violation in caught.value.violations] == ["chat.tools"]
+
+
+def test_a_tokenizer_that_cannot_be_constrained_names_the_choice():
+    from tokenizers import models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    own = ConstraintCompiler(HfTokenizer(words), 3, frozenset({2}))
+    form = detect_format("<tool_call>", has_tools=True, prompt="")
+    constraint = tool_constraint(TOOLS, "", "<tool_call>", form, lambda _: None)
+    with pytest.raises(Unsupported, match="tokenizer") as caught:
+        own.compile(constraint)
+    assert caught.value.field == "chat.tool_choice"
+    own.close()
+
+
+# ---- by a model ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Return the tiny Llama model with a template that takes tools, in Hermes' format."""
+    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
+    made = tmp_path_factory.mktemp("model") / "caller"
+    shutil.copytree(zoo.load("llama").directory, made)
+    zoo.close()
+    path = made / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] += "{% if tools %}<tool_call></tool_call>{% endif %}"
+    path.write_text(json.dumps(config))
+    return made
+
+
+async def answer(eng, chat, **fields):
+    """Return each choice's text, calls and end."""
+    found = [["", [], None] for _ in range(fields.get("n", 1))]
+    sampling = {"max_tokens": 400, "temperature": 1.5, "seed": 1}
+    async with eng.generate(GenerateRequest(chat=chat, sampling=sampling, **fields)) as stream:
+        async for event in stream:
+            if isinstance(event, Finished):
+                found[event.choice][2] = event.reason
+            elif isinstance(event, Tokens):
+                found[event.choice][0] += event.text
+                if isinstance(event, AnswerTokens):
+                    found[event.choice][1] += event.tool_calls
+    return found
+
+
+def test_a_random_model_calls_what_it_must(directory):
+    ask = [{"role": "user", "content": "How will the weather be?"}]
+    config = EngineConfig(models=(ModelConfig(str(directory)),), check_level=2)
+
+    async def main():
+        async with open_engine(config) as eng:
+            for choice in ("get_weather", "now", "required"):
+                found = await answer(eng, Chat(ask, TOOLS, tool_choice=choice), n=3)
+                for text, calls, reason in found:
+                    if reason is EndReason.STOP:
+                        assert text == ""
+                        check(calls, "" if choice == "required" else choice)
+                assert any(reason is EndReason.STOP for _, _, reason in found)
+            for choice in ("auto", "none"):
+                [(text, calls, _)] = await answer(eng, Chat(ask, TOOLS, tool_choice=choice))
+                assert text
+                assert calls == []
+
+    trio.run(main)
