@@ -106,7 +106,8 @@ class Overloaded(TrioletError):
 
 
 class MemoryExhausted(TrioletError):
-    """The model that the request needs does not fit in the memory limit beside those loaded."""
+    """The model that the request needs does not fit in the memory limit beside those loaded, or the
+    server keeps as many bytes for clients that do not send or read on as it may."""
 
     reason = "MEMORY_EXHAUSTED"
     is_retryable = True

@@ -13,6 +13,7 @@ the server could not start, 128 + n a second signal.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -43,7 +44,7 @@ from grpc_service.app.startup import awaited, reasons_held_back, show_loading, s
 from grpc_service.app.statistics import log_statistics
 from grpc_service.app.tls import server_context
 from grpc_service.app.tracing import open_tracing
-from grpc_service.rpc.connection import Flusher
+from grpc_service.rpc.flusher import Flusher
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.backend import Backend
@@ -83,6 +84,7 @@ class _Ending:
     watchdog: Watchdog
     keys: KeyRing | None = None
     backend: Backend | None = None  # None while the engine is being opened
+    server: RpcServer | None = None  # None before it listens
     is_serving: bool = False
     first: trio.Event = field(default_factory=trio.Event)
     second: trio.Event = field(default_factory=trio.Event)
@@ -183,6 +185,8 @@ async def _serve(
         if ending.backend is not None:
             engine = ending.backend.engine
             apply_states(health, engine.list_models(), draining=engine.is_draining)
+            if engine.is_draining and ending.server is not None:
+                ending.server.drain_connections()
 
     flusher = Flusher()
     with reasons_held_back(engine_config) as reasons:
@@ -234,7 +238,7 @@ async def _serving_calls(
     names = [*SERVICE_NAMES, HEALTH_NAME]
     served = [*methods(backend), *health_methods(health), *reflection_methods(names)]
     interceptor = Interceptor(served, ending.keys, status_of, tracing)
-    server = RpcServer(interceptor.serve, _limits_of(config), flusher)
+    server = ending.server = RpcServer(interceptor.serve, _limits_of(config), flusher)
     # Metrics start first and end last, so that they show a drain to its end.
     async with serving_metrics(config, backend, interceptor), trio.open_nursery() as nursery:
         listeners = listen(config, server_context(config))
@@ -254,6 +258,13 @@ def _limits_of(config: ServerConfig) -> Limits:
         max_message_bytes=config.max_message_bytes,
         keepalive_time_s=config.keepalive_time_s,
         keepalive_timeout_s=config.keepalive_timeout_s,
+        connections_max=config.max_connections,
+        connections_per_address_max=config.max_connections_per_address,
+        connection_age_s=config.max_connection_age_s or math.inf,
+        connection_idle_s=config.max_connection_idle_s,
+        budget=config.connection_budget,
+        budget_per_s=config.connection_budget / 2,
+        held_bytes=config.max_held_bytes,
     )
 
 

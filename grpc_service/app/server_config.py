@@ -21,7 +21,12 @@ class ServerConfig:
     ``uds``, the path of a Unix socket, replaces host and port. ``port`` 0 takes any free port.
     ``insecure`` allows other machines without TLS or a key. A connection on which nothing arrived
     for ``keepalive_time_s`` gets a ping, and is closed if no answer arrives within
-    ``keepalive_timeout_s``.
+    ``keepalive_timeout_s``. A client is asked to connect anew after ``max_connection_age_s`` (None:
+    never), and to leave after ``max_connection_idle_s`` without a call.
+
+    ``max_connections`` counts all connections, ``max_connections_per_address`` those of one
+    address. ``connection_budget`` and ``max_held_bytes`` bound what clients may cost that bring no
+    work, and what is kept for those that do not send or read on (`grpc_service.rpc.limits`).
 
     ``tls_cert`` and ``tls_key`` are PEM files. With ``client_ca`` clients need certificates, too.
     ``api_key_file`` is read by `grpc_service.access.keys`; ``key_max_requests`` and
@@ -36,6 +41,12 @@ class ServerConfig:
     max_message_bytes: int = 4 * 2**20
     keepalive_time_s: float = 30.0  # with the timeout, a client that has gone is noticed in 45 s
     keepalive_timeout_s: float = 15.0
+    max_connections: int = 16_384
+    max_connections_per_address: int = 4096
+    max_connection_age_s: float | None = None
+    max_connection_idle_s: float = 1800.0
+    connection_budget: int = 10_000
+    max_held_bytes: int = 16 * 2**20
     tls_cert: str = ""
     tls_key: str = ""
     client_ca: str = ""
@@ -72,12 +83,27 @@ class ServerConfig:
             )
         if self.max_message_bytes < 1024:
             raise ConfigError("--max-message-bytes must be at least 1024")
+        if self.max_held_bytes < self.max_message_bytes:
+            raise ConfigError(
+                f"--max-held-bytes is {self.max_held_bytes}, but must be at least "
+                f"--max-message-bytes ({self.max_message_bytes})"
+            )
         for flag, seconds in (
             ("keepalive-time", self.keepalive_time_s),
             ("keepalive-timeout", self.keepalive_timeout_s),
+            ("max-connection-age", self.max_connection_age_s),
+            ("max-connection-idle", self.max_connection_idle_s),
         ):
-            if not seconds >= 0.001:
+            if seconds is not None and not seconds >= 0.001:
                 raise ConfigError(f"--{flag} is {seconds:g} s, but must be at least 0.001")
+        for flag, number in (
+            ("max-connections", self.max_connections),
+            ("max-connections-per-address", self.max_connections_per_address),
+            ("connection-budget", self.connection_budget),
+            ("max-held-bytes", self.max_held_bytes),
+        ):
+            if number < 1:
+                raise ConfigError(f"--{flag} is {number}, but must be at least 1")
 
     def _check_security(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):

@@ -122,6 +122,49 @@ FLAGS = (
         "how long the answer may take before the connection is closed",
     ),
     Flag(
+        "max-connections",
+        ServerConfig,
+        "max_connections",
+        COUNT,
+        "most connections; more are closed as they come",
+    ),
+    Flag(
+        "max-connections-per-address",
+        ServerConfig,
+        "max_connections_per_address",
+        COUNT,
+        "most connections of one address",
+    ),
+    Flag(
+        "max-connection-age",
+        ServerConfig,
+        "max_connection_age_s",
+        SECONDS,
+        "after how long a client is asked to connect anew (default: never)",
+    ),
+    Flag(
+        "max-connection-idle",
+        ServerConfig,
+        "max_connection_idle_s",
+        SECONDS,
+        "after how long without a call a client is asked to leave",
+    ),
+    Flag(
+        "connection-budget",
+        ServerConfig,
+        "connection_budget",
+        COUNT,
+        "points that a connection may spend on frames and calls without use; one is about 10 µs, "
+        "and half of them return each second",
+    ),
+    Flag(
+        "max-held-bytes",
+        ServerConfig,
+        "max_held_bytes",
+        BYTES,
+        "most bytes kept of requests that are not complete and answers that are not read",
+    ),
+    Flag(
         "revision", ModelConfig, "revision", TEXT, "branch, tag or commit of a Hugging Face model"
     ),
     Flag("dtype", ModelConfig, "dtype", TEXT, "auto, float32, bfloat16 or float16"),

@@ -10,55 +10,112 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from grpc_service.rpc.errors import Disconnected, InvalidMessage
-from grpc_service.rpc.framing import (
+from grpc_service.rpc import accounts
+from grpc_service.rpc.errors import (
+    Disconnected,
+    HeadersTooLarge,
+    InvalidMessage,
+    RpcError,
+    TooManyHeld,
+)
+from grpc_service.rpc.framing import COMPRESSIONS, compressor
+from grpc_service.rpc.headers import (
     RESPONSE_HEADERS,
-    MessageReader,
+    encode_metadata,
     metadata_of,
     refusal_of,
+    size_of,
     timeout_of,
     trailers_of,
 )
-from grpc_service.rpc.http2 import ErrorCodes
+from grpc_service.rpc.held_bytes import CALL_BYTES, Holding
+from grpc_service.rpc.request_body import RequestBody
 from grpc_service.rpc.status import StatusCode
+from grpc_service.rpc.streams import ErrorCodes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from google.protobuf.message import Message
 
-    from grpc_service.rpc.http2 import Stream
-    from grpc_service.rpc.limits import Limits
+    from grpc_service.rpc.connection import Connection
+    from grpc_service.rpc.headers import Headers
+    from grpc_service.rpc.status import Metadata
+    from grpc_service.rpc.streams import Stream
+
+
+COMPRESSED_PART_BYTES = 2**16  # takes about a millisecond
+
+
+async def compressed(data: bytes, encoding: str) -> bytes:
+    """Return ``data`` compressed, in parts between which other tasks run.
+
+    Cancellation: safe.
+    """
+    packer, parts = compressor(encoding), []
+    for begin in range(0, len(data), COMPRESSED_PART_BYTES):
+        parts.append(packer.compress(data[begin : begin + COMPRESSED_PART_BYTES]))
+        await trio.lowlevel.checkpoint()
+    return b"".join([*parts, packer.flush()])
 
 
 class Call:
     """One call. Only the task that serves it may use it, except for `try_write`.
 
     ``method`` is the full name, such as ``helloworld.Greeter/SayHello``. ``peer`` is the client's
-    address as grpc writes it. ``deadline`` is the client's, on Trio's clock; infinite without one.
-    ``code`` is the status that the call was ended with; None while it runs, and for ever if its
-    client has ended it. ``refusal`` is the HTTP answer to a request that is no gRPC call, and empty
-    for a gRPC call. ``scope`` is cancelled when the client ends the call. ``touch`` is called after
-    each write, because the connection then has output.
+    address as grpc writes it, and ``connection`` stands for its connection. ``deadline`` is the
+    client's, on Trio's clock; infinite without one. ``code`` is the status that the call was ended
+    with; None while it runs, and for ever if its client has ended it. ``refusal`` is the HTTP
+    answer to a request that is no gRPC call, and empty for a gRPC call. ``fault`` is what is wrong
+    with its headers, if something is. ``scope`` is cancelled when the client ends the call.
+    ``touch`` is called after each write, because the connection then has output.
+
+    A handler may set two things before its first `write`: ``initial_metadata``, which the client
+    gets then (but one that had no window at first was sent the headers before), and ``encoding``,
+    gzip or deflate, by which messages of `Limits.compressed_bytes_min` and more are compressed; it
+    is the request's own, and "" if that has none. An encoding that the client has not announced is
+    not used. ``trailing_metadata`` may be set until the call's end, and is sent with its status.
+    ``is_compressed`` says whether the last message of `read` came compressed.
     """
 
-    def __init__(
-        self, stream: Stream, peer: str, touch: Callable[[], None], limits: Limits
-    ) -> None:
+    def __init__(self, stream: Stream, connection: Connection) -> None:
         headers = dict(stream.headers)
         self._stream = stream
-        self._touch = touch
-        self._end_patience_s = limits.end_patience_s
+        self._touch = connection.touch
+        self.limits = limits = connection.limits
         self._has_begun = False  # the response's headers were sent
+        self.has_answered = False  # a message was sent, or waits for the client
         self._change: trio.Event | None = None  # the task waits for the client
+        self._held = connection.held
+        self._answer = Holding(connection.holder, self._evict_answer)
+        self.connection = connection
+        self.is_compressed = False
+        self.is_evicted = False  # the server has given up the call, for what it costs
         encoding = headers.get(b"grpc-encoding", b"identity")
-        self._reader = MessageReader(limits.max_message_bytes, encoding)
-        timeout_s = timeout_of(headers.get(b"grpc-timeout", b""))
-        self.deadline = math.inf if timeout_s is None else trio.current_time() + timeout_s
-        self.method = headers.get(b":path", b"").decode("latin-1").removeprefix("/")
-        self.metadata = metadata_of(stream.headers)
+        self._body = RequestBody(stream, connection, encoding, self._wake)
+        self.encoding = encoding.decode("latin-1") if encoding in COMPRESSIONS else ""
+        self._accepted = {*headers.get(b"grpc-accept-encoding", b"").replace(b" ", b"").split(b",")}
+        self._accepted.add(encoding)
+        self._used_encoding = ""  # by the answer, from its first message on
+        self.initial_metadata: Metadata = ()
+        self.trailing_metadata: Metadata = ()
+        self.deadline = math.inf
+        self.metadata: Metadata = ()
+        self.fault: RpcError | None = None
+        try:
+            if (size := size_of(stream.headers)) > limits.header_list_bytes:
+                limit = limits.header_list_bytes
+                raise HeadersTooLarge(f"the headers have {size} bytes, of at most {limit}")
+            for name, value in stream.headers:
+                if name == b"grpc-timeout":  # several are as good as the last one
+                    self.deadline = trio.current_time() + timeout_of(value)
+            self.metadata = metadata_of(stream.headers)
+        except RpcError as fault:
+            self.fault = fault
+        path = headers.get(b":path", b"").decode("latin-1")
+        self.method = path[1:] if path[:1] == "/" else ""
         self.refusal = refusal_of(headers)
-        self.peer = peer
+        self.peer = connection.peer
         self.code: StatusCode | None = None
         self.scope = trio.CancelScope()
 
@@ -70,6 +127,11 @@ class Call:
     def is_late(self) -> bool:
         """Whether the client's deadline has passed and the call has no status yet."""
         return self.code is None and not self.is_over and trio.current_time() >= self.deadline
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether the request is malformed, or too large."""
+        return self.fault is not None or self._body.reader.error is not None
 
     @property
     def is_over(self) -> bool:
@@ -86,30 +148,61 @@ class Call:
                 other message will come.
         Cancellation: safe; no message is lost.
         """
-        reader = self._reader
+        reader = self._body.reader
         if self._has_begun:  # thousands of messages may be there, and no answer has to wait
             await trio.lowlevel.checkpoint()
         while not reader.messages:
             if reader.error is not None:
                 raise reader.error
-            if self._stream.has_ended:
+            if self._stream.has_ended and not reader.is_decompressing:
+                if self._stream.is_over:  # by a reset that came with the request's end
+                    await trio.lowlevel.checkpoint_if_cancelled()
                 if reader.is_amid_message:
                     raise InvalidMessage("the request's message breaks off")
                 return None
+            self._body.note_waiting()
             await self._wait_for_change()
-        return reader.take()
+        message, self.is_compressed = self._body.take()
+        return message
 
     # ---- the answer
 
-    async def write(self, message: Message | bytes) -> None:
-        """Send a message, and wait until the client's window had room for all of it.
+    async def wait_for_window(self) -> None:
+        """Wait until the client can take a byte of an answer. If it cannot now, it gets the headers
+        first, as it may wait for them.
+
+        Raises:
+            RpcError: the window stayed closed for `Limits.request_timeout_s`, or too many calls
+                wait.
+        Cancellation: safe.
+        """
+        stream = self._stream
+        if stream.has_window or stream.is_over:
+            return
+        self.connection.account.owe(accounts.WINDOWLESS_CALL)
+        self._begin()
+        self._touch()
+        self._held.set_bytes(self._answer, CALL_BYTES)
+        with trio.move_on_after(self.limits.request_timeout_s):
+            while not (stream.has_window or self.is_evicted):
+                stream.watch_window()
+                await self._wait_for_change()
+        self._held.set_bytes(self._answer, 0)
+        if self.is_evicted:
+            raise TooManyHeld("the client opens no window, and too many calls wait")
+        if not stream.has_window:
+            raise RpcError(StatusCode.DEADLINE_EXCEEDED, "the client's window stayed closed")
+
+    async def write(self, message: Message | bytes, *, compress: bool = True) -> None:
+        """Send a message, and wait until the client's window had room for all of it. ``compress``
+        allows that it is compressed.
 
         Raises:
             Disconnected: the client has ended the call.
         Cancellation: part of the message may have been sent, and then only a reset can follow.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
-        self._send(message)
+        await self._send(message, compress=compress)
         self._touch()
         await self._wait_sent()
         if self._stream.is_over:
@@ -135,10 +228,10 @@ class Call:
         Cancellation: as `write`.
         """
         if message is not None:
-            self._send(message)
+            await self._send(message)
             if self._stream.is_blocked:
                 self._touch()
-                await self._wait_sent()
+            await self._wait_sent()
         await self.end(StatusCode.OK)
 
     async def end(
@@ -160,15 +253,14 @@ class Call:
             return
         self.code = code
         if not stream.drop_message():
-            with trio.move_on_after(self._end_patience_s):
+            with trio.move_on_after(self.limits.end_patience_s):
                 await self._wait_sent()
             if stream.is_blocked:
                 stream.reset(ErrorCodes.CANCEL)
         if not stream.is_over:
-            trailers = trailers_of(code, message, metadata)
-            stream.send_headers(
-                trailers if self._has_begun else RESPONSE_HEADERS + trailers, is_last=True
-            )
+            trailers = trailers_of(code, message, [*self.trailing_metadata, *metadata])
+            first = [] if self._has_begun else self._first_headers()
+            stream.send_headers([*first, *trailers], is_last=True)
         self._touch()
 
     def refuse(self) -> None:
@@ -177,28 +269,84 @@ class Call:
             self._stream.send_headers(self.refusal, is_last=True)
             self._touch()
 
-    def _send(self, message: Message | bytes) -> None:
+    async def _send(self, message: Message | bytes, *, compress: bool = True) -> None:
+        """Send a message as far as the client's window allows.
+
+        Raises:
+            Disconnected: the client has ended the call.
+        Cancellation: nothing of the message was sent.
+        """
+        data = message if isinstance(message, bytes) else message.SerializeToString()
+        self._begin()
+        is_large = len(data) >= self.limits.compressed_bytes_min
+        is_compressed = compress and is_large and bool(self._used_encoding)
+        if is_compressed:
+            data = await compressed(data, self._used_encoding)
+            if self._stream.is_over:
+                raise Disconnected
+        self.has_answered = True
+        self._stream.send_message(data, is_compressed=is_compressed)
+        if self._stream.is_blocked:
+            self._held.set_bytes(self._answer, self._stream.num_waiting)
+
+    def _begin(self) -> None:
+        """Send the response's headers, unless they were sent.
+
+        Raises:
+            Disconnected: the client has ended the call.
+        """
         if self._stream.is_over:
             raise Disconnected
         if not self._has_begun:
             self._has_begun = True
-            self._stream.send_headers(RESPONSE_HEADERS)
-        data = message if isinstance(message, bytes) else message.SerializeToString()
-        self._stream.send_message(data)
+            if self.encoding.encode() in COMPRESSIONS & self._accepted:
+                self._used_encoding = self.encoding
+            self._stream.send_headers(self._first_headers())
 
     async def _wait_sent(self) -> None:
-        """Wait until no part of a message waits for the client's window."""
+        """Wait until no part of a message waits for the client's window.
+
+        Raises:
+            TooManyHeld: the message was dropped.
+        """
         while self._stream.is_blocked:
             await self._wait_for_change()
+        if self.is_evicted and not self._stream.is_over:
+            raise TooManyHeld("the client does not read, and the server keeps too many answers")
 
-    # ---- what the client does (`grpc_service.rpc.http2.StreamListener`)
+    def _first_headers(self) -> Headers:
+        """Return the headers that come before the first message."""
+        used = self._used_encoding.encode()
+        encoding = [(b"grpc-encoding", used)] if used else []
+        return [*RESPONSE_HEADERS, *encoding, *encode_metadata(self.initial_metadata)]
+
+    # ---- what the server keeps (`grpc_service.rpc.held_bytes`)
+
+    def evict(self) -> None:
+        """Reset the call, because it costs the server too much. Any code may call this."""
+        self.is_evicted = True
+        self._stream.reset(ErrorCodes.ENHANCE_YOUR_CALM)
+        self._touch()
+        self.scope.cancel(reason="the server has given up the call")
+
+    def _evict_answer(self) -> None:
+        self.is_evicted = True
+        self.connection.account.charge(accounts.EVICTED_CALL)
+        if not self._stream.drop_message():
+            self._stream.reset(ErrorCodes.ENHANCE_YOUR_CALM)
+            self._touch()
+        self._wake()
+
+    def release(self) -> None:
+        """Let the server count nothing for this call any more."""
+        self._body.release()
+        self._held.set_bytes(self._answer, 0)
+
+    # ---- what the client does (`grpc_service.rpc.streams.StreamListener`)
 
     def on_data(self, data: bytes) -> None:
         """Take the next bytes of the request; wake the task if they complete a message."""
-        reader = self._reader
-        reader.feed(data)
-        if reader.messages or reader.error is not None:
-            self._wake()
+        self._body.feed(data)
 
     def on_end(self) -> None:
         """Wake the task, because the request is complete."""
@@ -208,9 +356,11 @@ class Call:
         """Cancel the call, because its client has ended it."""
         self.scope.cancel(reason="the client ended the call")
 
-    def on_drained(self) -> None:
-        """Wake the task, because its message was sent."""
-        self._wake()
+    def on_sent(self) -> None:
+        """Count what still waits, and wake the task if nothing does."""
+        self._held.set_bytes(self._answer, self._stream.num_waiting)
+        if not self._stream.is_blocked:
+            self._wake()
 
     def _wake(self) -> None:
         if self._change is not None:

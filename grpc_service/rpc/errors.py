@@ -1,8 +1,8 @@
-"""What the library raises."""
+"""What the library raises. The codes are those of gRPC's servers (grpc/doc/statuscodes.md)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from grpc_service.rpc.status import Status, StatusCode
 
@@ -23,25 +23,55 @@ class RpcError(Exception):
         self.status = Status(code, message, tuple(metadata))
 
 
-class InvalidMessage(RpcError):
-    """The request is missing, incomplete, or not what the method takes."""
+class _FixedCodeError(RpcError):
+    """An `RpcError` whose class has the code."""
+
+    CODE: ClassVar[StatusCode]
 
     def __init__(self, message: str) -> None:
-        super().__init__(StatusCode.INVALID_ARGUMENT, message)
+        super().__init__(self.CODE, message)
 
 
-class MessageTooLarge(RpcError):
+class InvalidMessage(_FixedCodeError):
+    """The request is incomplete, or its bytes are no message of the method's type."""
+
+    CODE = StatusCode.INTERNAL
+
+
+class MissingMessage(_FixedCodeError):
+    """The method takes one request, and none was sent."""
+
+    CODE = StatusCode.UNIMPLEMENTED
+
+
+class InvalidHeaders(_FixedCodeError):
+    """A header of the request is malformed."""
+
+    CODE = StatusCode.INTERNAL
+
+
+class HeadersTooLarge(_FixedCodeError):
+    """The request's headers are larger than `Limits.header_list_bytes`."""
+
+    CODE = StatusCode.RESOURCE_EXHAUSTED
+
+
+class MessageTooLarge(_FixedCodeError):
     """The request is larger than `Limits.max_message_bytes`."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(StatusCode.RESOURCE_EXHAUSTED, message)
+    CODE = StatusCode.RESOURCE_EXHAUSTED
 
 
-class UnsupportedEncoding(RpcError):
+class TooManyHeld(_FixedCodeError):
+    """The server keeps more bytes for its clients than it may, and this call's were among them."""
+
+    CODE = StatusCode.RESOURCE_EXHAUSTED
+
+
+class UnsupportedEncoding(_FixedCodeError):
     """The request is compressed in a way that the server does not know."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(StatusCode.UNIMPLEMENTED, message)
+    CODE = StatusCode.UNIMPLEMENTED
 
 
 class Disconnected(Exception):

@@ -7,7 +7,19 @@ beyond the bound waits for the next turn, first come, first served.
 
 from __future__ import annotations
 
+from collections import deque
+from typing import TYPE_CHECKING
+
 import trio
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+
+# Seconds taken in one turn, so that an owner with a short debt is not kept waiting by one with a
+# long debt. Guess.
+TURN_S = 1e-3
+WAIT_MIN_S = 1e-4  # a shorter wait may be nothing, as clocks have no finer steps
 
 
 class StartLimiter:
@@ -47,6 +59,7 @@ class FairShareLimiter:
         self._share_s = share_s
         self._per_turn = per_turn
         self._spent_s = 0.0  # in this turn
+        self._is_watching = False  # `_begin_turn` will be called
         self._waiting = trio.lowlevel.ParkingLot()
         self._token = trio.lowlevel.current_trio_token()
 
@@ -60,12 +73,92 @@ class FairShareLimiter:
 
     def spend(self, seconds: float) -> None:
         """Take ``seconds`` from this turn's share."""
-        if not self._spent_s:
-            self._token.run_sync_soon(self._begin_turn)
         self._spent_s += seconds
+        if not self._is_watching and self._spent_s >= self._share_s / 8:  # waking the loop costs
+            self._is_watching = True
+            self._token.run_sync_soon(self._begin_turn)
 
     def _begin_turn(self) -> None:
-        self._spent_s = 0.0
+        self._spent_s, self._is_watching = 0.0, False
         self._waiting.unpark(count=self._per_turn)
         if self._waiting:  # the woken tasks may have been cancelled, and then spend nothing
+            self._is_watching = True
             self._token.run_sync_soon(self._begin_turn)
+
+
+class _Waiter:
+    """A task that waits in an `OverheadLimiter`, and the seconds that it has still to take."""
+
+    __slots__ = ("is_done", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.is_done = trio.Event()
+
+
+class OverheadLimiter:
+    """Bounds the share of the loop's time that overhead may take, for all clients together: a token
+    bucket, shared between waiting owners by round robin. Overhead is work for clients that serves
+    no call. ``share`` is in seconds per second, ``burst_s`` the bucket's size in seconds. Made and
+    used inside `trio.run`."""
+
+    def __init__(self, share: float, burst_s: float) -> None:
+        self._share, self._burst_s = share, burst_s
+        self._level_s = burst_s  # negative: more was taken than there was
+        self._filled_at = trio.current_time()
+        self._waiting: dict[Hashable, deque[_Waiter]] = {}
+        self._has_waiting = trio.Event()
+
+    async def enter(self, owner: Hashable, seconds: float) -> None:
+        """Wait until the share has room for ``seconds``, which are taken in this owner's turns.
+
+        Cancellation: safe; the rest is not taken.
+        """
+        self._fill()
+        if self._level_s >= seconds and not self._waiting:
+            self._level_s -= seconds
+            return
+        waiter = _Waiter(seconds)
+        waiters = self._waiting.setdefault(owner, deque())
+        waiters.append(waiter)
+        self._has_waiting.set()
+        try:
+            await waiter.is_done.wait()
+        finally:
+            if not waiter.is_done.is_set():
+                waiters.remove(waiter)
+
+    async def run(self) -> None:
+        """Give turns to those that wait.
+
+        Cancellation: nobody gets a turn any more.
+        """
+        while True:
+            await self._has_waiting.wait()
+            self._has_waiting = trio.Event()
+            while self._waiting:
+                self._fill()
+                if self._level_s < 0:
+                    await trio.sleep(max(-self._level_s / self._share, WAIT_MIN_S))
+                else:
+                    self._give_turn()
+
+    def _give_turn(self) -> None:
+        """Let the first owner's first waiter take its next part; the owner's next turn comes after
+        those of all others."""
+        owner = next(iter(self._waiting))
+        waiters = self._waiting.pop(owner)
+        if waiters:  # every waiter may have been cancelled
+            part_s = min(TURN_S, waiters[0].seconds)
+            self._level_s -= part_s
+            waiters[0].seconds -= part_s
+            if waiters[0].seconds <= 0:
+                waiters.popleft().is_done.set()
+        if waiters:
+            self._waiting[owner] = waiters
+
+    def _fill(self) -> None:
+        now = trio.current_time()
+        gained = self._share * (now - self._filled_at)
+        self._level_s = min(self._burst_s, self._level_s + gained)
+        self._filled_at = now

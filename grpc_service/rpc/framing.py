@@ -1,17 +1,13 @@
-"""What gRPC adds to HTTP/2: the meaning of headers, messages in a body, a status in the trailers.
+"""Messages in the body of a request or an answer. Bytes go in, messages come out, nothing waits.
 
-The functions are pure: bytes go in, values come out, and nothing waits.
 Source: gRPC over HTTP2 (PROTOCOL-HTTP2.md), Compression (compression.md).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import zlib
 from collections import deque
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
 from grpc_service.rpc.errors import (
     InvalidMessage,
@@ -21,87 +17,23 @@ from grpc_service.rpc.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from grpc_service.rpc.status import Metadata, StatusCode
-
-Headers = list[tuple[bytes, bytes]]
+    from collections.abc import Iterator
 
 PREFIX_BYTES = 5
 MESSAGE_BYTES = 64  # what Python needs to keep a message, beside the message's own bytes
-CONTENT_TYPE = b"application/grpc"
 _WINDOW_BITS = {b"gzip": 31, b"deflate": 15}  # zlib's numbers for the two formats
-ENCODINGS = b"identity, deflate, gzip"
-RESPONSE_HEADERS: Headers = [
-    (b":status", b"200"),
-    (b"content-type", CONTENT_TYPE),
-    (b"grpc-accept-encoding", ENCODINGS),
-]
-_SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-# The characters that travel unescaped in grpc-message.
-_PLAIN = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+COMPRESSIONS = frozenset(_WINDOW_BITS)
+# Decompressed bytes for each compressed one that are counted as usual. Text has three to ten.
+INFLATION_FREE = 16
+DECOMPRESSED_PART_BYTES = 2**16  # takes about a quarter of a millisecond
+_COMPRESSED_PART_BYTES = 2**14  # zlib copies what it has not used yet
+_LEVEL = 1  # higher ones take several times as long for some per cent
+_IDENTITY = b"identity"
 
 
-def refusal_of(headers: Mapping[bytes, bytes]) -> Headers:
-    """Return the HTTP answer to a request that is no gRPC call; empty for a gRPC call.
-
-    Source: PROTOCOL-HTTP2.md, Responses.
-    """
-    if headers.get(b":method") != b"POST":
-        return [(b":status", b"405"), (b"allow", b"POST")]
-    content_type = headers.get(b"content-type", b"")
-    rest = content_type.removeprefix(CONTENT_TYPE)
-    if rest == content_type or rest[:1] not in (b"", b"+", b";"):  # such as application/grpc-web
-        return [(b":status", b"415"), (b"accept-post", CONTENT_TYPE)]
-    return []
-
-
-def timeout_of(value: bytes) -> float | None:
-    """Return the seconds of a ``grpc-timeout`` such as ``100m``. Returns None for a malformed
-    value; the call then has no deadline."""
-    digits, unit = value[:-1], value[-1:].decode("latin-1")
-    if not (digits.isdigit() and len(digits) <= 8 and unit in _SECONDS):
-        return None
-    return int(digits) * _SECONDS[unit]
-
-
-def metadata_of(headers: Iterable[tuple[bytes, bytes]]) -> Metadata:
-    """Return the headers without HTTP/2's own: text, and bytes under names that end in ``-bin``."""
-    found: list[tuple[str, str | bytes]] = []
-    for name, value in headers:
-        if name.startswith(b":"):
-            continue
-        if name.endswith(b"-bin"):
-            found += [(name.decode("latin-1"), _unbase64(part)) for part in value.split(b",")]
-        else:
-            found.append((name.decode("latin-1"), value.decode("latin-1")))
-    return tuple(found)
-
-
-def _unbase64(value: bytes) -> bytes:
-    """Decode base64 with or without padding; malformed base64 becomes b""."""
-    digits = value.strip().rstrip(b"=")
-    try:
-        return base64.b64decode(digits + b"=" * (-len(digits) % 4))
-    except binascii.Error:
-        return b""
-
-
-def trailers_of(
-    code: StatusCode, message: str = "", metadata: Sequence[tuple[str, str | bytes]] = ()
-) -> Headers:
-    """Return the headers that end a call with this status."""
-    trailers = [(b"grpc-status", b"%d" % code)]
-    if message:
-        # UTF-8 has no lone surrogate: it becomes a question mark.
-        escaped = quote(message, safe=_PLAIN, errors="replace")
-        trailers.append((b"grpc-message", escaped.encode()))
-    for name, value in metadata:
-        data = value.encode() if isinstance(value, str) else value
-        if name.endswith("-bin"):
-            data = base64.b64encode(data).rstrip(b"=")
-        trailers.append((name.encode(), data))
-    return trailers
+def compressor(encoding: str) -> zlib._Compress:
+    """Return zlib's object that compresses by one of `COMPRESSIONS`."""
+    return zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW_BITS[encoding.encode()])
 
 
 class MessageReader:
@@ -110,78 +42,179 @@ class MessageReader:
     ``messages`` holds the messages that `take` has not returned yet; together they have at most
     ``limit`` bytes, unless there is only one. ``error`` is the first error of the body; whatever
     follows it is ignored. Nothing of a message that is too large is kept.
+
+    While it ``is_decompressing`` more than one part, what follows waits; the owner calls
+    `decompress_part`. ``inflated_bytes`` counts what decompression made beyond `INFLATION_FREE`
+    times the compressed bytes; its reader resets it.
     """
 
-    __slots__ = ("_buffer", "_encoding", "_limit", "_waiting_bytes", "error", "messages")
+    __slots__ = (
+        *(
+            "_buffer",
+            "_decompressed",
+            "_encoding",
+            "_free_bytes",
+            "_limit",
+            "_num_compressed",
+            "_parts",
+        ),
+        *("_waiting_bytes", "error", "inflated_bytes", "messages"),
+    )
 
-    def __init__(self, limit: int, encoding: bytes = b"identity") -> None:
+    def __init__(self, limit: int, encoding: bytes = _IDENTITY) -> None:
         self._limit = limit
         self._encoding = encoding
+        self._parts: Iterator[bytes] | None = None  # of the message that is being decompressed
+        self._decompressed = bytearray()  # what there is of it
+        self._num_compressed = 0  # its size as it came
+        self._free_bytes = 0  # that it may still have without being called inflated
+        self.inflated_bytes = 0
         self._buffer = bytearray()
         self._waiting_bytes = 0
-        self.messages: deque[bytes] = deque()
+        self.messages: deque[tuple[bytes, bool]] = deque()  # each with whether it came compressed
         self.error: RpcError | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are kept: of whole messages, and of one that is incomplete."""
+        num_compressed = self._num_compressed if self.is_decompressing else 0
+        num_amid = len(self._buffer) + len(self._decompressed) + num_compressed
+        return num_amid + self._waiting_bytes
+
+    @property
+    def is_decompressing(self) -> bool:
+        """Whether a message is being decompressed."""
+        return self._parts is not None
+
+    def fail(self, error: RpcError) -> None:
+        """Forget what is kept, and ignore what follows."""
+        self._stop(error)
+        self.messages.clear()
+        self._waiting_bytes = 0
 
     @property
     def is_amid_message(self) -> bool:
         """Whether the body so far ends inside a message."""
-        return bool(self._buffer) and self.error is None
+        return bool(self._buffer) and self.error is None and not self.is_decompressing
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the body."""
         if self.error is not None:
             return
-        buffer = self._buffer
-        buffer += data
+        self._buffer += data
+        if not self.is_decompressing:
+            self._split()
+
+    def decompress_part(self) -> None:
+        """Decompress the next part of a message, if there is one; after the last part go on with
+        what follows the message."""
+        if self._parts is None:
+            return
         try:
-            while len(buffer) >= PREFIX_BYTES:
+            self._take_part(self._parts)
+        except RpcError as error:
+            self._stop(error)
+        else:
+            if not self.is_decompressing:
+                self._split()
+
+    def _split(self) -> None:
+        buffer, room = self._buffer, DECOMPRESSED_PART_BYTES
+        try:
+            while len(buffer) >= PREFIX_BYTES and not self.is_decompressing:
                 size = int.from_bytes(buffer[1:PREFIX_BYTES], "big")
                 self._check_size(size)
                 if len(buffer) < PREFIX_BYTES + size:
                     return
                 message = bytes(buffer[PREFIX_BYTES : PREFIX_BYTES + size])
-                is_compressed = bool(buffer[0])
+                is_compressed = buffer[0]
+                if is_compressed > 1:
+                    raise InvalidMessage(f"a message begins with {is_compressed}, neither 0 nor 1")
                 del buffer[: PREFIX_BYTES + size]
-                self._keep(self._decompress(message) if is_compressed else message)
+                if is_compressed:
+                    self._num_compressed = len(message)
+                    self._free_bytes = INFLATION_FREE * len(message)
+                    self._parts = decompress(message, self._encoding, self._limit)
+                    while self._parts is not None and room > 0:
+                        room -= self._take_part(self._parts)
+                else:
+                    self._keep(message, is_compressed=False)
         except RpcError as error:
-            self.error = error
-            buffer.clear()
+            self._stop(error)
 
-    def take(self) -> bytes:
-        """Remove and return the first of ``messages``."""
-        message = self.messages.popleft()
+    def _stop(self, error: RpcError) -> None:
+        """Ignore what follows an error."""
+        self.error = error
+        self._parts = None
+        self._decompressed.clear()
+        self._buffer.clear()
+
+    def _take_part(self, parts: Iterator[bytes]) -> int:
+        """Take the next part, or the message's end; return the part's size."""
+        part = next(parts, None)
+        if part is None:
+            self._parts = None
+            message = bytes(self._decompressed)
+            self._decompressed.clear()
+            self._keep(message, is_compressed=True)
+            return 0
+        self._decompressed += part
+        self.inflated_bytes += max(0, len(part) - max(0, self._free_bytes))
+        self._free_bytes -= len(part)
+        return len(part)
+
+    def take(self) -> tuple[bytes, bool]:
+        """Remove and return the first of ``messages``, and whether it came compressed."""
+        message, is_compressed = self.messages.popleft()
         self._waiting_bytes -= MESSAGE_BYTES + len(message)
-        return message
+        return message, is_compressed
 
-    def _keep(self, message: bytes) -> None:
+    def _keep(self, message: bytes, *, is_compressed: bool) -> None:
         self._waiting_bytes += MESSAGE_BYTES + len(message)
         if self.messages and self._waiting_bytes > self._limit:
             raise MessageTooLarge(
                 f"more than {self._limit} bytes of requests came before they were taken"
             )
-        self.messages.append(message)
+        self.messages.append((message, is_compressed))
 
     def _check_size(self, size: int) -> None:
         if size > self._limit:
             raise MessageTooLarge(f"the request has {size} bytes, of at most {self._limit}")
 
-    def _decompress(self, data: bytes) -> bytes:
-        bits = _WINDOW_BITS.get(self._encoding)
-        if bits is None:
-            name = self._encoding.decode("latin-1")
-            raise UnsupportedEncoding(
-                f"grpc-encoding {name!r} is not supported; {ENCODINGS.decode()} are"
-            )
-        decompressor = zlib.decompressobj(bits)
-        try:
-            message = decompressor.decompress(data, self._limit + 1)
-        except zlib.error:
-            raise InvalidMessage("the request is not compressed as it says") from None
-        if len(message) > self._limit:
-            raise MessageTooLarge(
-                f"the request has more than {self._limit} bytes when it is unpacked, the most it "
-                "may have"
-            )
-        if not decompressor.eof:
-            raise InvalidMessage("the compressed request breaks off")
-        return message
+
+def decompress(data: bytes, encoding: bytes, limit: int) -> Iterator[bytes]:
+    """Yield the parts of a compressed message, of at most `DECOMPRESSED_PART_BYTES` each.
+
+    Raises:
+        RpcError: the encoding is unknown, or the data is not compressed by it, or the message has
+            more than ``limit`` bytes.
+    """
+    bits = _WINDOW_BITS.get(encoding)
+    if encoding == _IDENTITY:
+        raise InvalidMessage("a message is marked as compressed, and grpc-encoding is not set")
+    if bits is None:
+        name = encoding.decode("latin-1")
+        raise UnsupportedEncoding(
+            f"grpc-encoding {name!r} is not supported; identity, deflate and gzip are"
+        )
+    decompressor, size, num_used = zlib.decompressobj(bits), 0, 0
+    while num_used < len(data) and not decompressor.eof:
+        piece = data[num_used : num_used + _COMPRESSED_PART_BYTES]
+        num_used += len(piece)
+        while piece and not decompressor.eof:
+            try:
+                part = decompressor.decompress(piece, DECOMPRESSED_PART_BYTES)
+            except zlib.error:
+                raise InvalidMessage("the request is not compressed as it says") from None
+            size += len(part)
+            if size > limit:
+                raise MessageTooLarge(
+                    f"the request has more than {limit} bytes when it is decompressed, the most it "
+                    "may have"
+                )
+            yield part
+            piece = decompressor.unconsumed_tail
+    if not decompressor.eof:
+        raise InvalidMessage("the compressed request breaks off")
+    if decompressor.unused_data or num_used < len(data):
+        raise InvalidMessage("the compressed request goes on after its end")

@@ -6,12 +6,16 @@ changes inside: run those tests before allowing a new version of h2.
 
 | part | reason |
 |---|---|
-| `Window` | a DATA frame of h2 costs eight times ours (`http2.Stream`) |
+| `Window` | a DATA frame of h2 costs eight times ours (`streams.Stream`) |
 | `FrameLengths` | h2 waits for all of a frame that is too long |
 | `QuietDataFrame` | h2 describes every frame for a log that is off |
+| `UncountedStream` | h2 ends the connection for a wrong content-length |
+| `ServerH2.release_connection`, `ServerH2.release_stream` | h2 opens both windows at once |
 | `ServerH2.open_inbound_streams` | h2 ends the connection for one stream too many |
 | `ServerH2.drop` | h2 looks for closed streams among all of them |
+| `ServerH2._receive_settings_frame` | h2 keeps what it does not know |
 | `ServerH2._receive_goaway_frame` | h2 ends running streams when the client opens no more |
+| `ServerH2._receive_headers_frame` | h2 does not tell faults of compression from others |
 | `ServerH2._acknowledge_settings` | h2 lets the client choose the size of our header table |
 | `UnrulyClientH2` | h2's client obeys GOAWAY and the limit of streams; a test's must not |
 """
@@ -21,18 +25,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from h2.config import H2Configuration
-from h2.connection import H2Connection
+from h2.connection import AllowedStreamIDs, H2Connection
+from h2.errors import ErrorCodes
 from h2.events import ConnectionTerminated
+from h2.exceptions import ProtocolError
 from h2.frame_buffer import FrameBuffer
 from h2.settings import SettingCodes, Settings
-from hyperframe.frame import DataFrame, GoAwayFrame
+from h2.stream import H2Stream
+from hpack import HPACKError
+from hyperframe.frame import DataFrame, GoAwayFrame, HeadersFrame, SettingsFrame, WindowUpdateFrame
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from h2.events import Event
-    from hyperframe.frame import Frame
+    from hpack.struct import Header
+    from hyperframe.frame import Frame, SettingsFrame
 
     from grpc_service.rpc.limits import Limits
 
+_KNOWN_SETTINGS = {*SettingCodes}
 _LENGTH_BYTES = 3  # at the beginning of a frame's header
 _DEFAULT_WINDOW = 65_535  # of a new connection. Source: RFC 9113, section 6.9.2.
 
@@ -66,9 +78,27 @@ class QuietDataFrame(DataFrame):
     __repr__ = object.__repr__
 
 
+class UncountedStream(H2Stream):
+    """A stream whose body h2 does not compare with its content-length: for a difference h2 ends the
+    connection, and `grpc_service.rpc.streams.Stream` that stream alone."""
+
+    def _initialize_content_length(self, headers: Iterable[Header]) -> None:
+        pass
+
+    def _track_content_length(self, length: int, end_stream: bool) -> None:
+        pass
+
+
+class CompressionError(ProtocolError):
+    """A block of headers cannot be decompressed."""
+
+    error_code = ErrorCodes.COMPRESSION_ERROR
+
+
 class ServerH2(H2Connection):
-    """h2's connection, for a server. Names and values of headers are bytes. Headers that the server
-    sends are not validated. A closed stream stays in h2's table until `drop`."""
+    """h2's connection, for a server. Names and values of headers are bytes. Headers are not
+    validated: a fault in them would end the connection. A closed stream stays in h2's table until
+    `drop`."""
 
     def __init__(self, limits: Limits) -> None:
         self.MAX_CLOSED_STREAMS = limits.closed_streams
@@ -76,6 +106,8 @@ class ServerH2(H2Connection):
             H2Configuration(
                 client_side=False,
                 header_encoding=None,
+                validate_inbound_headers=False,
+                normalize_inbound_headers=False,
                 validate_outbound_headers=False,
                 normalize_outbound_headers=False,
             )
@@ -89,6 +121,9 @@ class ServerH2(H2Connection):
                 SettingCodes.INITIAL_WINDOW_SIZE: limits.stream_window_bytes,
             },
         )
+        # Larger lists than announced end their calls (`Call.fault`). Much larger ones would keep
+        # the decoder busy for nobody, and end the connection.
+        self.decoder.max_header_list_size = 2 * limits.header_list_bytes
         self.incoming_buffer = FrameLengths(server=True)
         self._frame_dispatch_table[QuietDataFrame] = self._receive_data_frame
         self.initiate_connection()
@@ -116,10 +151,42 @@ class ServerH2(H2Connection):
             del self.streams[stream_id]
             self._closed_streams[stream_id] = state.closed_by
 
-    def goaway(self) -> bytes:
-        """Return the frame that asks the client to open no more streams. h2's own would end the
-        streams that run."""
-        return GoAwayFrame(0, last_stream_id=self.highest_inbound_stream_id).serialize()
+    def goaway(self, last_stream_id: int) -> bytes:
+        """Return the frame that asks the client to open no streams after ``last_stream_id``. h2's
+        own would end the streams that run."""
+        return GoAwayFrame(0, last_stream_id=last_stream_id).serialize()
+
+    def release_connection(self, num_bytes: int) -> None:
+        """Let the client send so many bytes more on the connection."""
+        if increment := self._inbound_flow_control_window_manager.process_bytes(num_bytes):
+            self._prepare_for_sending([WindowUpdateFrame(0, window_increment=increment)])
+
+    def release_stream(self, stream_id: int, num_bytes: int) -> None:
+        """Let the client send so many bytes more on a stream, if it is open."""
+        state = self.streams.get(stream_id)
+        if state is not None and not state.closed:
+            self._prepare_for_sending(state.acknowledge_received_data(num_bytes))
+
+    def _begin_new_stream(self, stream_id: int, allowed_ids: AllowedStreamIDs) -> H2Stream:
+        stream = super()._begin_new_stream(stream_id, allowed_ids)
+        stream.__class__ = UncountedStream
+        return stream
+
+    def _receive_headers_frame(self, frame: HeadersFrame) -> tuple[list[Frame], list[Event]]:
+        """Give a decompression fault its own error code: after it no later header can be decoded.
+        Source: RFC 9113, section 4.3."""
+        try:
+            return super()._receive_headers_frame(frame)
+        except ProtocolError as error:
+            if isinstance(error.__cause__, HPACKError):
+                raise CompressionError(str(error)) from error
+            raise
+
+    def _receive_settings_frame(self, frame: SettingsFrame) -> tuple[list[Frame], list[Event]]:
+        """Drop unknown settings, of which h2 would keep each one for ever."""
+        for number in frame.settings.keys() - _KNOWN_SETTINGS:
+            del frame.settings[number]
+        return super()._receive_settings_frame(frame)
 
     def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
         """Announce that the client opens no more streams; those that run go on in both directions,
@@ -151,4 +218,6 @@ class UnrulyClientH2(H2Connection):
     open_outbound_streams = 0  # h2 compares this count with the server's limit
 
     def _receive_goaway_frame(self, frame: GoAwayFrame) -> tuple[list[Frame], list[Event]]:
-        return [], [ConnectionTerminated()]
+        event = ConnectionTerminated()
+        event.error_code = ErrorCodes(frame.error_code)
+        return [], [event]

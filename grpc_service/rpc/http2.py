@@ -1,21 +1,19 @@
 """One HTTP/2 connection of a gRPC server without its socket: bytes in, streams and bytes out.
 
 h2 implements the protocol: states, settings, header compression, windows, errors. Messages bypass
-h2: making a DATA frame takes h2 eight times as long or more, which is much of what a token costs
-from end to end (`python -m tools.bench primitives`, `front`). h2's count of the windows stays
-right, as `Stream` subtracts what it sends from h2's own numbers (`h2_overrides.Window`).
+it (`grpc_service.rpc.streams`). So do the client's frames that change no state but a window, or
+nothing at all: they are most of what a client sends that reads, and of what a hostile one sends.
+h2's count of the windows stays right, as its own numbers are changed (`h2_overrides.Window`).
 
 Rule 1: nothing here waits, and nothing knows Trio. Rule 2: whatever is sent goes to the output in
-the order of the calls; the owner of the connection sends it (`take_output`). Rule 3: a message that
-fits into one frame of `WHOLE_BYTES_MAX` is sent whole or not at all, so that a status can still
-follow when the client's window has no room for the message.
+the order of the calls; the owner of the connection sends it (`Output.take`).
 Source: RFC 9113; gRPC over HTTP2 (PROTOCOL-HTTP2.md).
 """
 
 from __future__ import annotations
 
-from struct import Struct
-from typing import TYPE_CHECKING, Any, Protocol
+import logging
+from typing import TYPE_CHECKING, Any
 
 from h2.errors import ErrorCodes
 from h2.events import (
@@ -25,293 +23,281 @@ from h2.events import (
     RequestReceived,
     StreamEnded,
     StreamReset,
-    WindowUpdated,
+    TrailersReceived,
 )
 from h2.exceptions import ProtocolError
 
-from grpc_service.rpc.framing import PREFIX_BYTES
+from grpc_service.rpc import accounts, frames
+from grpc_service.rpc.frame_filter import DRAIN_PING, FrameFilter
+from grpc_service.rpc.frames import FrameSplitter
 from grpc_service.rpc.h2_overrides import ServerH2
+from grpc_service.rpc.headers import fault_of, fault_of_trailers, length_of, size_of
+from grpc_service.rpc.streams import Output, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from grpc_service.rpc.framing import Headers
+    from grpc_service.rpc.accounts import Account
+    from grpc_service.rpc.headers import Headers
     from grpc_service.rpc.limits import Limits
+    from grpc_service.rpc.streams import StreamListener
 
-__all__ = ["ErrorCodes", "Http2Connection", "ProtocolError", "Stream", "StreamListener"]
+log = logging.getLogger(__name__)
 
-# A frame's header is length and type, flags, stream; a message's prefix is a flag for compression
-# and the length. Source: RFC 9113, section 4.1; PROTOCOL-HTTP2.md, Length-Prefixed-Message.
-_DATA_AND_PREFIX = Struct(">IBIBI")
-_DATA = Struct(">IBI")
-_PREFIX = Struct(">BI")
+__all__ = ["ErrorCodes", "Http2Connection", "ProtocolError", "TooCostlyError"]
 
 # grpc's clients allow windows of 1 KiB and more: four times this.
 WHOLE_BYTES_MAX = 256
-_PING = b"trio-rpc"  # any eight bytes
+# Clients open a window again at the latest when three quarters of it are used, so that a message
+# of this part of the client's windows has room at some time. Guess: the slowest of those looked at.
+_WHOLE_SHARE = 4
+_PING = b"trio-rpc"  # any eight bytes, but not `frame_filter.DRAIN_PING`
+_WINDOW = 65_535  # the first one of a connection. Source: RFC 9113, section 6.9.2.
+_STREAM_MAX = 2**31 - 1
+# Frames whose meaning depends on the states of streams or of the connection.
+_FOR_H2 = {
+    *(frames.UNCUT, frames.HEADERS, frames.SETTINGS, frames.PUSH_PROMISE, frames.GOAWAY),
+}
+# The others whose meaning depends on the frames before them. A reset is not among them: h2 takes it
+# together with the headers of its stream, whose call then is not begun at all.
+_IN_ORDER = {
+    *(frames.DATA, frames.PRIORITY, frames.PING, frames.WINDOW_UPDATE, frames.CONTINUATION),
+}
 
 
-class StreamListener(Protocol):
-    """The server's side of one stream."""
-
-    def on_data(self, data: bytes) -> None:
-        """Take the next bytes of the request's body."""
-        ...
-
-    def on_end(self) -> None:
-        """Act on the end of the request's body."""
-        ...
-
-    def on_reset(self) -> None:
-        """Act on the client's reset of the stream; nothing can be sent any more."""
-        ...
-
-    def on_drained(self) -> None:
-        """Take note that the message that waited for the client's window has been sent."""
-        ...
-
-
-class Stream:
-    """One stream of a connection. Its owner sets ``listener``.
-
-    ``has_ended``: the client has sent the whole request. ``is_over``: nothing more can be sent, as
-    the stream was ended or reset, or the connection is lost.
-    """
-
-    __slots__ = (
-        *("_connection", "_is_begun", "_rest", "_window"),
-        *("has_ended", "headers", "id", "is_over", "listener"),
-    )
-
-    def __init__(self, connection: Http2Connection, stream_id: int, headers: Headers) -> None:
-        self._connection = connection
-        self._window = connection.h2.window_of(stream_id)
-        self._rest: bytes | memoryview = b""  # of the message that waits for the client's window
-        self._is_begun = False  # whether part of that message has been sent
-        self.id = stream_id
-        self.headers = headers
-        self.has_ended = False
-        self.is_over = False
-        self.listener: StreamListener
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether a message, or part of one, waits for the client's window."""
-        return bool(self._rest)
-
-    def send_headers(self, headers: Headers, *, is_last: bool = False) -> None:
-        """Send the first headers or, with ``is_last``, those that end the stream."""
-        assert not (is_last and self._rest), "a message waits"
-        connection = self._connection
-        self.is_over = is_last
-        connection.h2.send_headers(self.id, headers, end_stream=is_last)
-        connection.collect()
-        if is_last:
-            if not self.has_ended:  # the rest of the request has no reader. RFC 9113, section 8.1.
-                connection.h2.reset_stream(self.id, ErrorCodes.NO_ERROR)
-                connection.collect()
-            connection.forget(self)
-
-    def try_send_message(self, data: bytes) -> bool:
-        """Send a message if all of it can be sent now and in one frame; return whether it was."""
-        connection, window = self._connection, self._window
-        h2 = connection.h2
-        size = len(data) + PREFIX_BYTES
-        if (
-            size > window.outbound_flow_control_window
-            or size > h2.outbound_flow_control_window
-            or size > h2.max_outbound_frame_size
-            or connection.is_clogged
-            or self._rest
-        ):
-            return False
-        window.outbound_flow_control_window -= size
-        h2.outbound_flow_control_window -= size
-        connection.output.append(_DATA_AND_PREFIX.pack(size << 8, 0, self.id, 0, len(data)) + data)
-        return True
-
-    def send_message(self, data: bytes) -> None:
-        """Send as much of a message as the client's window allows. If `is_blocked` then, the
-        rest follows when the window opens, and `StreamListener.on_drained` is called."""
-        assert not self._rest, "one message at a time"
-        if not self.try_send_message(data):
-            self._rest = memoryview(_PREFIX.pack(0, len(data)) + data)
-            self._is_begun = False
-            self.push()
-
-    def push(self) -> None:
-        """Send as much of the waiting message as the window allows by now."""
-        connection, window = self._connection, self._window
-        h2 = connection.h2
-        while self._rest and not connection.is_clogged:
-            rest = self._rest
-            allowed = min(window.outbound_flow_control_window, h2.outbound_flow_control_window)
-            size = min(allowed, len(rest), h2.max_outbound_frame_size)
-            if size <= 0 or (size < len(rest) <= WHOLE_BYTES_MAX and not self._is_begun):
-                break
-            window.outbound_flow_control_window -= size
-            h2.outbound_flow_control_window -= size
-            connection.output.append(_DATA.pack(size << 8, 0, self.id) + rest[:size])
-            self._rest, self._is_begun = rest[size:], True
-        if self._rest:
-            connection.blocked[self.id] = self
-        else:
-            connection.blocked.pop(self.id, None)
-
-    def drop_message(self) -> bool:
-        """Forget the waiting message and return True; if part of it was sent, only return False."""
-        if self._rest and self._is_begun:
-            return False
-        self._rest = b""
-        self._connection.blocked.pop(self.id, None)
-        return True
-
-    def reset(self, code: ErrorCodes) -> None:
-        """End the stream without a status, unless it is over."""
-        if not self.is_over:
-            self.cut()
-            self._connection.h2.reset_stream(self.id, code)
-            self._connection.collect()
-            self._connection.forget(self)
-
-    def cut(self) -> None:
-        """Mark the stream as over, and forget the waiting message."""
-        self.is_over = True
-        self._rest = b""
+class TooCostlyError(ProtocolError):
+    """The client's account is empty."""
 
 
 class Http2Connection:
     """The connection of one client.
 
-    ``on_stream`` is called for each new stream and returns its listener. ``output``, ``blocked``
-    and ``h2`` are for `Stream`. The owner sets ``is_clogged`` while the transport accepts nothing:
-    messages then wait as they do for a window, until `unclog`. ``is_ending``: client or server has
-    announced that no more streams will be opened.
+    ``on_stream`` is called for each new stream and returns its listener. ``account`` pays for what
+    the client costs. ``output``, ``blocked_by_stream`` and ``blocked_by_connection`` (streams that
+    wait for a window), ``streams`` and ``h2`` are for `Stream` and `FrameFilter`. The owner sends
+    the ``output``, and sets ``is_clogged`` while the transport accepts nothing: messages then wait
+    as they do for a window, until `unclog`. ``is_ending``: client or server has announced that no
+    more streams will be opened.
     """
 
-    def __init__(self, on_stream: Callable[[Stream], StreamListener], limits: Limits) -> None:
+    def __init__(
+        self, on_stream: Callable[[Stream], StreamListener], limits: Limits, account: Account
+    ) -> None:
         self._on_stream = on_stream
-        self._streams_max = limits.streams_per_connection
+        self._limits = limits
+        self.account = account
         self.h2 = ServerH2(limits)
-        self.output: list[bytes] = []
-        self.blocked: dict[int, Stream] = {}  # streams with a message that waits for a window
+        self.output = Output()
+        self.blocked_by_stream: dict[int, Stream] = {}  # streams that wait for their own windows
+        self.blocked_by_connection: dict[int, Stream] = {}  # those that wait for the connection's
         self.is_clogged = False
         self.is_ending = False
-        self._streams: dict[int, Stream] = {}
-        self._are_windows_open = False  # more may be sent on any stream than before
+        self.streams: dict[int, Stream] = {}
+        self._has_settings = False  # of the client
+        self._is_window_open = False  # more may be sent on the connection than before
+        self._are_all_open = False  # more may be sent on every stream
+        self._splitter = FrameSplitter(self.h2.max_inbound_frame_size)
+        self._filter = FrameFilter(self)
         self.collect()
 
     @property
     def num_streams(self) -> int:
         """Number of streams that are not over."""
-        return len(self._streams)
+        return len(self.streams)
+
+    @property
+    def is_amid_frame(self) -> bool:
+        """Whether the client has sent a part of something that is of no use before the rest."""
+        return self._splitter.is_amid
+
+    @property
+    def has_too_large_block(self) -> bool:
+        """Whether an incomplete block of headers is larger than every list that is served."""
+        return self._splitter.num_block_bytes > 2 * self._limits.header_list_bytes
+
+    @property
+    def num_whole_frames(self) -> int:
+        """How many frames and blocks of headers have come."""
+        return self._splitter.num_whole
 
     def receive(self, data: bytes) -> None:
         """Take bytes from the client and call the listeners.
 
         Raises:
-            ProtocolError: the bytes break the protocol. The output then ends with a frame that
-                says why, and the connection cannot be used any more.
+            ProtocolError: the bytes break the protocol, or the client's account is empty. The
+                output then ends with a frame that says why, and the connection cannot be used any
+                more.
         """
+        run: list[bytes] = []  # frames that h2 is to take together
         try:
-            events = self.h2.receive_data(data)
-            self.collect()  # the acknowledgement of settings goes before what the settings allow
-            for event in events:
-                self._take(event)
-            if self._are_windows_open:  # once for all events, as it visits every blocked stream
-                self._are_windows_open = False
-                self._push_all()
+            for frame in self._splitter.split(data):
+                if frame.kind in _FOR_H2:
+                    self._filter.charge(frame)
+                    if frame.kind == frames.HEADERS and self._filter.is_over(frame.stream_id):
+                        self.account.charge(accounts.RESET_CALL)  # h2 answers with a reset
+                    run.append(frame.data)
+                    continue
+                if run and frame.kind in _IN_ORDER:
+                    self._pass(run)
+                if not self._filter.take(frame):
+                    run.append(frame.data)
+            if run:
+                self._pass(run)
+            # Once for all frames, as these visit many streams.
+            if self._are_all_open:
+                self._are_all_open = False
+                self._push_each(self.blocked_by_stream)
+            if self._is_window_open:
+                self._is_window_open = False
+                self._push_each(self.blocked_by_connection)
+            self._pay()
         finally:
             self.collect()
 
+    def _pass(self, run: list[bytes]) -> None:
+        """Let h2 take frames, and act on what they mean."""
+        events = self.h2.receive_data(b"".join(run))
+        run.clear()
+        self.collect()  # the acknowledgement of settings goes before what the settings allow
+        for event in events:
+            self._take(event)
+
+    def _pay(self) -> None:
+        """End the connection if its account is empty."""
+        # A client answers what it is sent with window updates and pings.
+        self.account.earn(accounts.SENT_DATA * self.output.num_data)
+        self.output.num_data = 0
+        if self.account.is_empty():
+            self.h2.close_connection(ErrorCodes.ENHANCE_YOUR_CALM)
+            raise TooCostlyError("the client sends too much that brings no work")
+
+    # ---- h2's events
+
     def _take(self, event: Any) -> None:
         kind = event.__class__
-        if kind is WindowUpdated:
-            self._open_window(event.stream_id)
-        elif kind is RemoteSettingsChanged:
-            self._are_windows_open = True  # the initial size may have grown
+        if kind is RemoteSettingsChanged:
+            if self._has_settings:  # a client's first ones belong to the connection's opening
+                self.account.charge(accounts.SETTINGS_FRAME)
+            self._has_settings = True
+            self.account.charge(accounts.SETTINGS_STREAM * len(self.streams))
+            self._are_all_open = self._is_window_open = True  # the initial size may have grown
         elif kind is RequestReceived:
             self._begin(event.stream_id, event.headers)
         elif kind is ConnectionTerminated:
             self.is_ending = True  # streams that run go on
         elif kind is DataReceived:
-            self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-            if (found := self._streams.get(event.stream_id)) is not None:
-                found.listener.on_data(event.data)
+            self.h2.release_connection(event.flow_controlled_length)
+            if (found := self.streams.get(event.stream_id)) is not None:
+                found.take_data(event.data, event.flow_controlled_length)
+        elif kind is TrailersReceived:
+            found = self.streams.get(event.stream_id)
+            if found is not None and (fault := fault_of_trailers(event.headers)):
+                found.reset_malformed(fault)
         elif kind is StreamEnded:
-            if (found := self._streams.get(event.stream_id)) is not None:
-                found.has_ended = True
-                found.listener.on_end()
+            if (found := self.streams.get(event.stream_id)) is not None:
+                found.take_end()
         elif kind is StreamReset:
-            if (found := self._streams.get(event.stream_id)) is not None:
+            self.account.charge(accounts.RESET_CALL)
+            if (found := self.streams.get(event.stream_id)) is not None:
                 found.cut()
                 self.forget(found)
                 found.listener.on_reset()
             else:
-                self.h2.drop(event.stream_id)
+                self._filter.leave(event.stream_id)
 
     def _begin(self, stream_id: int, headers: Headers) -> None:
+        excess = size_of(headers) - accounts.HEADER_BYTES_FREE
+        if excess > 0:
+            self.account.charge(accounts.HEADER_BYTE * excess)
         if not self.h2.is_open(stream_id):
             return  # a reset came with the request
-        if self.is_ending or len(self._streams) >= self._streams_max:
-            self.h2.reset_stream(stream_id, ErrorCodes.REFUSED_STREAM)
-            self.h2.drop(stream_id)
+        if self.is_ending or len(self.streams) >= self._limits.streams_per_connection:
+            self._refuse(stream_id, ErrorCodes.REFUSED_STREAM)
             return
-        stream = Stream(self, stream_id, headers)
-        self._streams[stream_id] = stream
+        if fault := fault_of(headers):
+            log.debug("a stream is reset: %s", fault)
+            self._refuse(stream_id, ErrorCodes.PROTOCOL_ERROR)
+            return
+        stream = Stream(self, stream_id, headers, length_of(headers))
+        self.streams[stream_id] = stream
         stream.listener = self._on_stream(stream)
 
-    def _open_window(self, stream_id: int) -> None:
+    def _refuse(self, stream_id: int, code: ErrorCodes) -> None:
+        """Reset a stream that was never served."""
+        self.account.charge(accounts.FAILED_CALL)
+        self.h2.reset_stream(stream_id, code)
+        self._filter.leave(stream_id)
+
+    @property
+    def whole_bytes(self) -> int:
+        """The size up to which a message is sent whole or not at all (`Stream`)."""
+        window = min(_WINDOW, self.h2.remote_settings.initial_window_size)
+        return min(WHOLE_BYTES_MAX, window // _WHOLE_SHARE)
+
+    def open_window(self, stream_id: int) -> None:
+        """Send what waits for a window that the client has opened, now or after this `receive`."""
         if not stream_id:
-            self._are_windows_open = True
-        elif (stream := self.blocked.get(stream_id)) is not None:
+            self._is_window_open = True
+        elif (stream := self.blocked_by_stream.get(stream_id)) is not None:
             self._push(stream)
 
     def unclog(self) -> None:
         """Send what waited while the transport was clogged."""
         self.is_clogged = False
-        self._push_all()
+        self._push_each(self.blocked_by_connection)
 
-    def _push_all(self) -> None:
-        for stream in list(self.blocked.values()):
+    def _push_each(self, streams: dict[int, Stream]) -> None:
+        for stream in list(streams.values()):
+            if streams is self.blocked_by_connection and self.h2.outbound_flow_control_window <= 0:
+                break
             self._push(stream)
+            self.account.owe(accounts.VISIT)
 
     def _push(self, stream: Stream) -> None:
-        stream.push()
-        if not stream.is_blocked:
-            stream.listener.on_drained()
+        if num_before := stream.num_waiting:
+            stream.push()
+            if stream.num_waiting < num_before:
+                stream.listener.on_sent()
+        elif stream.has_window:
+            del self.blocked_by_stream[stream.id]
+            stream.listener.on_sent()
 
     def forget(self, stream: Stream) -> None:
         """Remove a stream that is over."""
-        self._streams.pop(stream.id, None)
-        self.blocked.pop(stream.id, None)
-        self.h2.drop(stream.id)
+        self.streams.pop(stream.id, None)
+        self.blocked_by_connection.pop(stream.id, None)
+        self.blocked_by_stream.pop(stream.id, None)
+        if stream.has_ended:
+            self.h2.drop(stream.id)
+        else:
+            self._filter.leave(stream.id)
 
     def ping(self) -> None:
         """Send a ping, which the client must answer."""
         self.h2.ping(_PING)
         self.collect()
 
-    def end_gracefully(self) -> None:
-        """Ask the client to open no more streams; those that run go on."""
-        self.is_ending = True
-        self.output.append(self.h2.goaway())
+    def drain(self) -> None:
+        """Announce that the connection will take no more streams. Those on their way are still
+        served, until the client has answered the ping that follows. Source: RFC 9113, 6.8."""
+        self.output.append(self.h2.goaway(_STREAM_MAX))
+        self.h2.ping(DRAIN_PING)
+        self.collect()
+
+    def send_goaway(self) -> None:
+        """Take no more streams; those that run go on. Idempotent."""
+        if not self.is_ending:
+            self.is_ending = True
+            self.output.append(self.h2.goaway(self.h2.highest_inbound_stream_id))
 
     def cut(self) -> None:
         """End every stream, as the connection is lost."""
-        for stream in list(self._streams.values()):
+        for stream in list(self.streams.values()):
             stream.cut()
             self.forget(stream)
+            stream.listener.on_reset()
 
     def collect(self) -> None:
         """Append the frames that h2 has made to the output."""
         if data := self.h2.data_to_send():
             self.output.append(data)
-
-    def take_output(self) -> bytes:
-        """Remove and return the output; the caller sends it."""
-        if not self.output:
-            return b""
-        data = self.output[0] if len(self.output) == 1 else b"".join(self.output)
-        self.output.clear()
-        return data

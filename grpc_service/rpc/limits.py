@@ -5,6 +5,7 @@ A value marked "guess" was chosen by judgement and never measured against others
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -16,17 +17,20 @@ class Limits:
 
     # Largest request, in bytes, after decompression. 4 MiB is the default of every gRPC server.
     max_message_bytes: int = 4 * 2**20
+    # Messages of this size and more are compressed where the client asks for it. Guess.
+    compressed_bytes_min: int = 1024
     # Calls that one connection may have open. Guess: more than the sequences of the largest batch.
     streams_per_connection: int = 1000
-    # Upper bound of the bytes of a request's header list. Guess.
+    # Upper bound of the bytes of a request's header list. A call with more ends; with twice as many
+    # the connection does. Guess.
     header_list_bytes: int = 2**15
 
     # ---- HTTP/2
 
     # Bytes that a client may send on a stream before we acknowledge any. Guess: a request of usual
     # size arrives without waiting for a window update.
-    stream_window_bytes: int = 2**18
-    # The same for all streams of a connection. Guess: four stream windows.
+    stream_window_bytes: int = 2**16
+    # The same for all streams of a connection. Guess: sixteen stream windows.
     connection_window_bytes: int = 2**20
     # Upper bound of our HPACK encoder's dynamic table, in bytes, even if the client allows more.
     # 4096 is HTTP/2's default.
@@ -46,19 +50,62 @@ class Limits:
     handshake_timeout_s: float = 20.0
     # A connection with this many unsent bytes accepts no message and is not read from. Guess.
     clogged_bytes: int = 2**16
+    # Time for the rest of a frame, or of a block of headers. Guess: as for a handshake.
+    frame_timeout_s: float = 20.0
+    # Time for a request of a method that takes one. Guess: 4 MiB over a slow mobile network.
+    request_timeout_s: float = 60.0
+    # Time after which a client is asked to connect anew, give or take a tenth; its calls go on.
+    connection_age_s: float = math.inf
+    # Time without a call after which a client is asked to leave. Guess.
+    connection_idle_s: float = 1800.0
+    # Connections in all and of one address. More are closed as they come. Guess: a quarter of the
+    # descriptors that a process may have at most on most systems, and a proxy's pool.
+    connections_max: int = 16_384
+    connections_per_address_max: int = 4096
+    # Time that a client gets to answer that its connection will end. Guess: a slow round trip.
+    leave_patience_s: float = 1.0
+    # Time, and bytes, that a client may still send after its connection has ended. Guess.
+    linger_s: float = 1.0
+    linger_bytes: int = 2**18
     # Time that the rest of a partly sent message gets before its call is reset. Guess.
     end_patience_s: float = 1.0
+
+    # ---- bytes that the server keeps (`grpc_service.rpc.held_bytes`)
+
+    # Bytes of requests that are not complete and of answers that are not read, for all clients.
+    # Guess: four requests of the largest size.
+    held_bytes: int = 16 * 2**20
+    # A request or an answer that did not change for so long makes no progress. Guess.
+    held_stall_s: float = 1.0
+
+    # ---- clients that cost more than they bring (`grpc_service.rpc.accounts`)
+
+    # Points (`accounts.POINT_S`) that a connection may spend at once on frames and calls without
+    # use. Guess: 0.1 s of the loop; a client that resets a thousand calls at once stays below it.
+    budget: float = 10_000.0
+    # Points that come back in a second: 50 ms of the loop.
+    budget_per_s: float = 5_000.0
+    # What remains of that for new connections from the address of a client whose connection was
+    # ended for its cost, and for how many seconds. Guess.
+    offender_share: float = 0.1
+    offender_time_s: float = 60.0
+    # Share of the loop's time that useless frames and calls of all clients may take. Guess.
+    overhead_share: float = 0.1
+    # Seconds of that share that may be taken at once. Guess.
+    overhead_burst_s: float = 0.02
 
     # ---- fairness
 
     # Time for which the received bytes of one client may keep all other tasks waiting. Guess.
     part_s: float = 0.002
     # Bounds of the size of such a part, which adapts to `part_s`: 16 KiB may be a page of a prompt,
-    # or 1,800 empty frames that take 60 ms.
+    # or 1,800 SETTINGS frames that take some 25 ms.
     part_bytes_min: int = 2**8
     part_bytes_max: int = 2**14
     # Time that the received bytes of all clients may take of one turn of Trio's loop. Guess.
     share_s: float = 0.004
+    # Calls of one connection that wait to be refused; beyond it nothing more is read. Guess.
+    refusals_queued_max: int = 64
     # Clients that are let in at once when a new turn begins. Guess.
     parts_per_turn: int = 16
     # Calls that start in one turn of Trio's loop: some 3 ms.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import trio
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from grpc_service.rpc.errors import Disconnected, InvalidMessage, RpcError
+from grpc_service.rpc.errors import Disconnected, InvalidMessage, MissingMessage, RpcError
 from grpc_service.rpc.status import Status, StatusCode
 
 if TYPE_CHECKING:
@@ -55,13 +56,20 @@ async def read_request(method: Method, call: Call) -> Message:
     """Wait for the one request of a call, and return it.
 
     Raises:
-        InvalidMessage: no request was sent, or the bytes are not of the method's type.
-        RpcError: as `Call.read`.
+        MissingMessage: no request was sent.
+        InvalidMessage: the bytes are not of the method's type.
+        RpcError: as `Call.read`, or the request did not become complete in time.
     Cancellation: safe.
     """
-    data = await call.read()
+    with trio.move_on_after(call.limits.request_timeout_s) as scope:
+        data = await call.read()
+    if scope.cancelled_caught:
+        limit_s = call.limits.request_timeout_s
+        raise RpcError(
+            StatusCode.DEADLINE_EXCEEDED, f"the request was not complete within {limit_s:g} s"
+        )
     if data is None:
-        raise InvalidMessage(f"{method.name} takes a request, and none was sent")
+        raise MissingMessage(f"{method.name} takes one request, and none was sent")
     try:
         return method.request.FromString(data)
     except DecodeError:

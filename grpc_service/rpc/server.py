@@ -8,13 +8,18 @@ stops asks its clients first to open no more calls.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import trio
 
-from grpc_service.rpc.connection import Connection, Flusher, Shared
-from grpc_service.rpc.fairness import FairShareLimiter, StartLimiter
+from grpc_service.rpc.accounts import BROKEN_CONNECTION, OPENING, POINT_S, Addresses
+from grpc_service.rpc.connection import Connection, Shared
+from grpc_service.rpc.fairness import FairShareLimiter, OverheadLimiter, StartLimiter
+from grpc_service.rpc.flusher import Flusher
+from grpc_service.rpc.held_bytes import HeldBytes
 from grpc_service.rpc.limits import Limits
+from grpc_service.rpc.sockets import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,12 +50,18 @@ class RpcServer:
             flusher=flusher or Flusher(),
             start_limiter=StartLimiter(self.limits.starts_per_turn),
             share=FairShareLimiter(self.limits.share_s, self.limits.parts_per_turn),
+            overhead=OverheadLimiter(self.limits.overhead_share, self.limits.overhead_burst_s),
+            held=HeldBytes(self.limits, trio.current_time, self._on_full),
+            decompressing=trio.Lock(),
             serve_call=serve_call,
             on_progress=self._on_progress,
+            addresses=Addresses(self.limits, trio.current_time),
         )
         self._connections: dict[Connection, None] = {}
+        self._num_open: Counter[str] = Counter()  # transports, also before they are ready
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
+        self._is_full = trio.Event()  # the server keeps too many bytes
         self._progress = trio.Event()  # a call or a connection has ended, or output was sent
 
     @property
@@ -65,6 +76,8 @@ class RpcServer:
         """
         with self._serving:
             async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._shared.overhead.run)
+                nursery.start_soon(self._make_room)
                 try:
                     with self._listening:
                         async with trio.open_nursery() as accepting:
@@ -74,6 +87,12 @@ class RpcServer:
                     for listener in listeners:
                         listener.close()
 
+    def drain_connections(self) -> None:
+        """Ask all clients that are connected to connect anew. Calls that run, or are on their way,
+        go on; each connection is closed after its last one."""
+        for connection in self.connections:
+            connection.drain()
+
     async def stop(self, grace_s: float) -> None:
         """Accept no more connections and calls, wait up to ``grace_s`` seconds until all calls have
         ended and their output was sent, then end the rest and let `run` return.
@@ -81,13 +100,24 @@ class RpcServer:
         Cancellation: the server goes on without accepting; `stop` may be called again.
         """
         self._listening.cancel(reason="the server stops")
-        for connection in self.connections:
-            connection.end_gracefully()
+        self.drain_connections()
         with trio.move_on_after(grace_s):
             while not all(connection.is_quiet for connection in self._connections):
                 self._progress = trio.Event()
                 await self._progress.wait()
         self._serving.cancel(reason="the server stops")
+
+    def _on_full(self) -> None:
+        self._is_full.set()
+
+    async def _make_room(self) -> None:
+        """End calls that make no progress, also while nothing else happens."""
+        while True:
+            await self._is_full.wait()
+            self._is_full = trio.Event()
+            while self._shared.held.is_full:
+                await trio.sleep(self.limits.held_stall_s)
+                self._shared.held.make_room()
 
     def _on_progress(self) -> None:
         self._progress.set()
@@ -98,15 +128,33 @@ class RpcServer:
             nursery.start_soon(self._serve, transport, peer)
 
     async def _serve(self, transport: Transport, peer: str) -> None:
+        """Serve one client, unless there are too many."""
+        limits, address = self.limits, address_of(peer)
+        is_full = self._num_open.total() >= limits.connections_max
+        if is_full or self._num_open[address] >= limits.connections_per_address_max:
+            log.warning("%s: the client is refused; there are too many connections", peer)
+            await transport.close()
+            return
+        self._num_open[address] += 1
         try:
-            await self._open(transport)
+            await self._serve_client(transport, peer)
+        finally:
+            self._num_open[address] -= 1
+            if not self._num_open[address]:
+                del self._num_open[address]
+
+    async def _serve_client(self, transport: Transport, peer: str) -> None:
+        try:
+            await self._open(transport, address_of(peer))
         except OSError as error:
             log.debug("%s: %s", peer, error)
+            debt_s = BROKEN_CONNECTION * POINT_S
+            self._shared.addresses.add_debt_s(address_of(peer), debt_s)
             return
         connection = Connection(self._shared, transport, peer)
         self._connections[connection] = None
         if self._listening.cancel_called:  # the client was accepted just before `stop`
-            connection.end_gracefully()
+            connection.drain()
         try:
             await connection.run()
         except Exception:
@@ -115,14 +163,19 @@ class RpcServer:
             del self._connections[connection]
             self._on_progress()
 
-    async def _open(self, transport: Transport) -> None:
-        """Open a transport within `Limits.handshake_timeout_s`; close it if that fails.
+    async def _open(self, transport: Transport, address: str) -> None:
+        """Open a transport within `Limits.handshake_timeout_s`; close it if that fails. A client
+        whose address owes time waits first.
 
         Raises:
             OSError: there is no connection.
         Cancellation: the transport is closed.
         """
         try:
+            if debt_s := self._shared.addresses.take_debt_s(address):
+                await self._shared.overhead.enter(address, debt_s)
+            await self._shared.share.enter()
+            self._shared.share.spend(OPENING * POINT_S)
             with trio.move_on_after(self.limits.handshake_timeout_s) as scope:
                 await transport.open()
             if scope.cancelled_caught:

@@ -1,7 +1,7 @@
 """Sockets: bound, accepted, read and written, with TLS or without.
 
-Without TLS a write is one system call, made at once: no task has to wake for it, which saves most
-of the time that a token takes to the client. With TLS a task of the connection writes.
+A write is one system call, made at once: no task has to wake for it, which saves most of the time
+that a token takes to the client.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import logging
 import os
 import socket
 import ssl
+from ipaddress import IPv6Address, IPv6Network
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from struct import Struct
+from typing import Protocol
 
 import trio
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
+RECORD_BYTES = 2**14  # of TLS, at most. OpenSSL sends records one by one. RFC 8446, section 5.1.
 RECEIVE_BYTES = 2**16  # upper bound of one read. Guess.
 BACKLOG = 1024  # connections that wait to be accepted. Guess: a burst of clients
+BUSY_PAUSE_S = 0.01  # until the writer may have made room. Guess.
 ACCEPT_PAUSE_S = 0.1  # until a file descriptor may be free again. Guess.
+_CREDENTIALS = Struct("3i")  # process, user and group of a Unix socket's client
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -50,7 +50,8 @@ class Transport(Protocol):
         ...
 
     def send_now(self, data: bytes | memoryview) -> int:
-        """Send what can be sent without waiting; return its number of bytes."""
+        """Send what can be sent without waiting; return its number of bytes. What is sent next must
+        begin with the rest of ``data``."""
         ...
 
     async def send(self, data: bytes | memoryview) -> None:
@@ -58,6 +59,11 @@ class Transport(Protocol):
 
         Cancellation: part of it may have been sent, and the connection is of no use then.
         """
+        ...
+
+    def end(self) -> None:
+        """Announce that nothing more will be sent. Never waits or raises; what still waits is
+        lost."""
         ...
 
     async def close(self) -> None:
@@ -73,7 +79,8 @@ class Listener(Protocol):
 
     async def accept(self) -> tuple[Transport, str]:
         """Wait for the next client; return its transport, not opened yet, and its address as grpc
-        writes it: ``ipv4:127.0.0.1:5``, ``ipv6:[::1]:5`` or ``unix:``.
+        writes it: ``ipv4:127.0.0.1:5``, ``ipv6:[::1]:5``, or ``unix:uid=1000`` with the
+        id of the client's user, where the system reports it.
 
         Cancellation: safe; no client is lost.
         """
@@ -118,7 +125,7 @@ class SocketListener:
             if client.family != socket.AF_UNIX:
                 with contextlib.suppress(OSError):
                     client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            peer = _peer_of(client.family, address)
+            peer = _peer_of(client, address)
             if self._tls is None:
                 return PlainTransport(client), peer
             return TlsTransport(client, self._tls), peer
@@ -214,13 +221,30 @@ def check_unix(path: str) -> None:
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-def _peer_of(family: int, address: object) -> str:
-    if family == socket.AF_UNIX or not isinstance(address, tuple):
-        return "unix:"
+def _peer_of(client: socket.socket, address: object) -> str:
+    if client.family == socket.AF_UNIX or not isinstance(address, tuple):
+        if not hasattr(socket, "SO_PEERCRED"):  # only Linux has it
+            return "unix:"
+        found = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, user, _ = _CREDENTIALS.unpack(found)
+        return f"unix:uid={user}"
     host, port = str(address[0]), address[1]
     if host.startswith("::ffff:") and "." in host:  # IPv4, on a socket that takes both
         return f"ipv4:{host.removeprefix('::ffff:')}:{port}"
     return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+def address_of(peer: str) -> str:
+    """Return whom a client counts as: ``ipv4:10.0.0.7`` for ``ipv4:10.0.0.7:5123``; of IPv6 the
+    network of 64 bits, as one host has all of its addresses; all of it for a Unix socket, whose
+    clients count by their users."""
+    if peer.startswith("unix:"):
+        return peer
+    host = peer.rpartition(":")[0]
+    if not host.startswith("ipv6:["):
+        return host
+    address = IPv6Address(host.removeprefix("ipv6:[").rstrip("]").partition("%")[0])
+    return f"ipv6:{IPv6Network((address, 64), strict=False)}"
 
 
 # ---- connections -------------------------------------------------------------------------------
@@ -259,8 +283,20 @@ class PlainTransport:
         """
         rest = memoryview(data)
         while rest:
-            await trio.lowlevel.wait_writable(self._socket)
+            await self.wait_writable()
             rest = rest[self.send_now(rest) :]
+
+    async def wait_writable(self) -> None:
+        """Wait until the socket's buffer has room.
+
+        Cancellation: safe.
+        """
+        await trio.lowlevel.wait_writable(self._socket)
+
+    def end(self) -> None:
+        """Shut the socket down for writing."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     async def close(self) -> None:
         """Close the socket. Never waits."""
@@ -269,66 +305,76 @@ class PlainTransport:
             self._socket.close()
 
 
-class TlsTransport:
-    """TLS over a socket (`Transport`). Trio's `SSLStream` does not send TLS's alert to a client
-    whose certificate is refused, so that the client could not know why; this one does."""
+class TlsTransport(PlainTransport):
+    """TLS over a socket (`Transport`). OpenSSL writes to the socket itself: a write is one system
+    call here, too, and a client whose certificate is refused gets TLS's alert."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
-        self._plain = PlainTransport(sock)
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self._sending = trio.Lock()  # TLS's records leave in the order in which they were made
+        super().__init__(sock)
+        self._context = context
+        self._tls: ssl.SSLSocket  # the socket, from `open` on
+        self._has_ended = False
 
     async def open(self) -> None:
         """Do the handshake.
 
         Raises:
-            OSError: client and server do not agree.
+            OSError: client and server do not agree, or the client does not offer HTTP/2.
         Cancellation: the transport can only be closed then.
         """
-        await self._run(self._tls.do_handshake)
+        self._socket = self._tls = self._context.wrap_socket(
+            self._socket, server_side=True, do_handshake_on_connect=False
+        )
+        while True:
+            try:
+                self._tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                await trio.lowlevel.wait_readable(self._tls)
+            except ssl.SSLWantWriteError:
+                await self.wait_writable()
+        if self._tls.selected_alpn_protocol() != "h2":
+            raise OSError("the client does not offer h2 in TLS's application protocols")
 
     async def receive(self) -> bytes:
         """Wait for bytes; b"" when the client has closed.
 
         Cancellation: safe; no byte is lost.
         """
-        try:
-            return await self._run(lambda: self._tls.read(RECEIVE_BYTES))
-        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-            return b""
+        while True:
+            if not self._tls.pending():
+                await trio.lowlevel.wait_readable(self._tls)
+            try:
+                if self._has_ended:
+                    return socket.socket.recv(self._tls, RECEIVE_BYTES)  # dropped by the caller
+                return self._tls.recv(RECEIVE_BYTES)
+            except (ssl.SSLWantReadError, BlockingIOError, InterruptedError):
+                continue
+            except ssl.SSLWantWriteError:  # OpenSSL answers the client by itself
+                with contextlib.suppress(trio.BusyResourceError):  # a writer waits, too
+                    await self.wait_writable()
+                    continue
+                await trio.sleep(BUSY_PAUSE_S)
+            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                return b""
 
     def send_now(self, data: bytes | memoryview) -> int:
-        """Send nothing: a record must leave whole, which may need waiting."""
-        return 0
+        """Send what the socket's buffer has room for; return its number of bytes. What is sent next
+        must begin with the rest, as OpenSSL may have encrypted it."""
+        num_sent = 0
+        try:
+            while num_sent < len(data):
+                num_sent += self._tls.send(data[num_sent : num_sent + RECORD_BYTES])
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            pass
+        return num_sent
 
-    async def send(self, data: bytes | memoryview) -> None:
-        """Send all of ``data``.
-
-        Cancellation: part of it may have been sent.
-        """
-        self._tls.write(data)
-        await self._flush()
-
-    async def close(self) -> None:
-        """Close the socket. Never waits."""
-        await self._plain.close()
-
-    async def _run(self, act: Callable[[], T]) -> T:
-        """Repeat ``act``, feeding it what arrives, until it has enough; return its result."""
-        while True:
-            try:
-                return act()
-            except ssl.SSLWantReadError:
-                pass
-            finally:
-                await self._flush()  # also the alert that says why a handshake failed
-            if data := await self._plain.receive():
-                self._incoming.write(data)
-            else:
-                self._incoming.write_eof()
-
-    async def _flush(self) -> None:
-        if self._outgoing.pending:
-            async with self._sending:
-                await self._plain.send(self._outgoing.read())
+    def end(self) -> None:
+        """Send TLS's announcement, and shut the socket down for writing. What `receive` returns
+        from now on is not decrypted."""
+        if not self._has_ended:
+            self._has_ended = True
+            with contextlib.suppress(OSError):
+                self._tls.unwrap()
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._tls, socket.SHUT_WR)

@@ -33,7 +33,7 @@ from h2.events import (
 )
 from h2.settings import SettingCodes
 
-from grpc_service.rpc.connection import Flusher
+from grpc_service.rpc.flusher import Flusher
 from grpc_service.rpc.framing import MessageReader
 from grpc_service.rpc.h2_overrides import UnrulyClientH2
 from grpc_service.rpc.server import RpcServer
@@ -61,10 +61,11 @@ class Wire:
         self.incoming = bytearray()
         self.outgoing = bytearray()
         self.room: float = math.inf
-        self.is_closed = False  # by the server
+        self.is_closed = False  # by the server, which sends nothing more
         self.has_left = False  # the client
         self.ready = trio.Event()
         self.ready.set()
+        self._is_read = False
         self._changed = trio.lowlevel.ParkingLot()
         self._written = trio.lowlevel.ParkingLot()
 
@@ -93,8 +94,14 @@ class Wire:
         Cancellation: safe.
         """
         await trio.lowlevel.checkpoint()
-        while not (self.incoming or self.has_left):
-            await self._changed.park()
+        if self._is_read:
+            raise trio.BusyResourceError("another task reads")
+        self._is_read = True
+        try:
+            while not (self.incoming or self.has_left):
+                await self._changed.park()
+        finally:
+            self._is_read = False
         data = bytes(self.incoming[:RECEIVE_BYTES])
         del self.incoming[: len(data)]
         return data
@@ -108,6 +115,11 @@ class Wire:
         self.outgoing += data[:size]
         self._written.unpark_all()
         return size
+
+    def end(self) -> None:
+        """Note that the server sends nothing more."""
+        self.is_closed = True
+        self._written.unpark_all()
 
     async def send(self, data: bytes | memoryview) -> None:
         """Take all bytes, waiting for ``room``.
@@ -177,6 +189,7 @@ class Client:
         self.ends: dict[int, str | ErrorCodes] = {}
         self.num_pings = 0  # answered by the server
         self.is_asked_to_go = False  # by the server
+        self.goaway_code: int | None = None  # the code with which the server did
         self._flush()
 
     async def request(
@@ -227,6 +240,17 @@ class Client:
         self.h2.send_headers(call, fields.items())
         self.send(call, b"".join(map(framed, messages)), is_last=is_last)
         return call
+
+    def raw_call(self, headers: Mapping[str, str]) -> int:
+        """Begin a call whose headers h2 would not send, and return its number."""
+        is_checked = self.h2.config.validate_outbound_headers
+        self.h2.config.validate_outbound_headers = False
+        self.h2.config.normalize_outbound_headers = False
+        try:
+            return self.call(headers=headers)
+        finally:
+            self.h2.config.validate_outbound_headers = is_checked
+            self.h2.config.normalize_outbound_headers = is_checked
 
     def send(self, call: int, data: bytes, *, is_last: bool = False) -> None:
         """Send bytes of a request's body; `framed` makes them of a message."""
@@ -297,7 +321,7 @@ class Client:
             reader = self.readers[event.stream_id]
             reader.feed(event.data)
             while reader.messages:
-                self.messages[event.stream_id].append(reader.take())
+                self.messages[event.stream_id].append(reader.take()[0])
         elif isinstance(event, StreamEnded):
             found = self.headers[event.stream_id]
             self.ends[event.stream_id] = found.get("grpc-status", found[":status"])
@@ -307,6 +331,7 @@ class Client:
             self.num_pings += 1
         elif isinstance(event, ConnectionTerminated):
             self.is_asked_to_go = True
+            self.goaway_code = event.error_code
 
 
 class MemoryServer:

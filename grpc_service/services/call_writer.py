@@ -23,7 +23,6 @@ import trio
 
 from engine import logs
 from engine.replica.threads import WorkerThreads
-from grpc_service.access.unread_calls import address_of
 from grpc_service.rpc.errors import Disconnected
 from grpc_service.services.error_status import status_of
 
@@ -121,9 +120,14 @@ class CallWriter:
         if self._waiter is not None:
             self._waiter.set()
 
+    def evict(self) -> None:
+        """Reset the call, because its client does not read the answer and has too many such
+        calls."""
+        self._call.evict()
+
     def _count_unread(self) -> None:
         try:
-            self._unread_calls.ended(self, address_of(self._call.peer))
+            self._unread_calls.ended(self, self._call.connection)
         except Exception as bug:
             self._bug = bug
 

@@ -22,7 +22,9 @@ from engine import errors
 from grpc_service.rpc.errors import (
     InvalidMessage,
     MessageTooLarge,
+    MissingMessage,
     RpcError,
+    TooManyHeld,
     UnsupportedEncoding,
 )
 from grpc_service.rpc.status import Status, StatusCode
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 DOMAIN = "triolet"
 DETAILS_KEY = "grpc-status-details-bin"  # source: grpc_status.rpc_status
+PUSHBACK_KEY = "grpc-retry-pushback-ms"  # source: gRFC A6, Pushback
 # grpc peers may refuse more than 8 KiB of metadata. The text is sent twice: in grpc-message, where
 # a byte may become three, and in the details, which base64 makes a third longer. The violations are
 # sent once: 800 * 3 + (800 + 2500 + 400) * 4/3 < 8 KiB.
@@ -53,6 +56,9 @@ class Row:
     code: StatusCode
     retry_s: float | None = None
 
+
+# The codes that a client's retry policy usually names.
+PUSHED_BACK = {StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED}
 
 # The waiting times are guesses, except that of a dead worker: its first restart comes after 1 s.
 TABLE: dict[type[errors.TrioletError], Row] = {
@@ -81,11 +87,16 @@ TABLE: dict[type[errors.TrioletError], Row] = {
     errors.NotAllowed: Row(StatusCode.PERMISSION_DENIED),
 }
 
+# The RPC library's errors that get the details of one of the engine's. They keep their codes, those
+# of every gRPC server, but for bytes that are no message: an INTERNAL is a bug of ours, for which
+# operators are called.
 TRANSLATED: dict[type[RpcError], Callable[[str], errors.TrioletError]] = {
     InvalidMessage: lambda text: errors.InvalidRequest([], message=text),
+    MissingMessage: lambda text: errors.InvalidRequest([], message=text),
     MessageTooLarge: lambda text: errors.RequestTooLarge(
         [], message=f"{text} (--max-message-bytes)"
     ),
+    TooManyHeld: lambda text: errors.MemoryExhausted(f"{text} (--max-held-bytes)"),
     UnsupportedEncoding: errors.Unsupported,
 }
 
@@ -96,9 +107,20 @@ def status_of(error: BaseException) -> Status:
         return error.status
     known = _known(error)
     row = TABLE[type(known)]
-    status = status_pb2.Status(code=row.code, message=_cut(str(known), TEXT_BYTES_MAX))
+    code = row.code
+    if isinstance(error, RpcError) and not isinstance(error, InvalidMessage):
+        code = error.status.code
+    status = status_pb2.Status(code=code, message=_cut(str(known), TEXT_BYTES_MAX))
     status.details.extend(_packed(_details(known, row)))
-    return Status(row.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+    metadata: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
+    retry_s = _retry_s(known, row)
+    if retry_s is not None and code in PUSHED_BACK:
+        metadata.append((PUSHBACK_KEY, str(round(1000 * retry_s))))
+    return Status(code, status.message, tuple(metadata))
+
+
+def _retry_s(error: errors.TrioletError, row: Row) -> float | None:
+    return row.retry_s if error.retry_after_s is None else error.retry_after_s
 
 
 def _known(error: BaseException) -> errors.TrioletError:
@@ -122,8 +144,7 @@ def _details(error: errors.TrioletError, row: Row) -> Iterator[Message]:
     )
     if isinstance(error, errors.InvalidRequest):
         yield _bad_request(error.violations)
-    retry_s = row.retry_s if error.retry_after_s is None else error.retry_after_s
-    if retry_s is not None:
+    if (retry_s := _retry_s(error, row)) is not None:
         yield error_details_pb2.RetryInfo(retry_delay=encode_duration(retry_s))
 
 

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.requests.quota import Origin
-from grpc_service.access.unread_calls import address_of
 from grpc_service.services import encode_codec, text_codec, text_encoder
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
@@ -66,12 +65,10 @@ class Inference:
         """Submit a request and write its events until the call ends.
 
         Raises:
-            Overloaded: too many of the client's calls have ended and are not read.
             Disconnected: the client has ended the call.
         Cancellation: ends the request.
         """
         backend = self._backend
-        backend.unread_calls.check_room(address_of(rpc.peer))
         stream = backend.engine.submit(
             request,
             buffer=backend.engine.config.stream_buffer,

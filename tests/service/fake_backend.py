@@ -198,10 +198,7 @@ class FakeUnreadCalls:
     def __init__(self, engine):
         self._engine = engine
 
-    def check_room(self, address):
-        pass
-
-    def ended(self, call, address):
+    def ended(self, call, connection):
         pass
 
     def gone(self, call):

@@ -323,13 +323,16 @@ def test_a_request_of_5_mib_is_refused_and_the_connection_goes_on(channel):
         generate(channel, text="x" * 5 * 2**20).error,
         error_of(lambda: tokenize(channel, "x" * 5 * 2**20)),
     ):
-        assert (error.code(), reason(error)) == (INVALID, "REQUEST_TOO_LARGE")
+        assert (error.code(), reason(error)) == (
+            StatusCode.RESOURCE_EXHAUSTED,
+            "REQUEST_TOO_LARGE",
+        )
         assert "4194304" in error.details()
 
 
 def test_a_request_of_any_size_beyond_the_limit_is_refused(channel):
     error = generate(channel, text="x" * 9 * 2**20).error
-    assert error.code() is StatusCode.INVALID_ARGUMENT
+    assert error.code() is StatusCode.RESOURCE_EXHAUSTED
     assert reason(error) == "REQUEST_TOO_LARGE"
 
 

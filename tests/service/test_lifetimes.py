@@ -491,30 +491,33 @@ UNREAD_TOKENS = 400  # more than a client's window takes, with LARGE_MESSAGES
 LARGE_MESSAGES = {"output": {"logprobs": 3, "token_ids": True}}
 
 
-def silent_calls(server, stack, count):
-    """Start requests on a connection of their own whose clients do not read; return the calls."""
-    own = stack.enter_context(connect(server.address, *SMALL_WINDOW))
+def silent_calls(own, stack, count):
+    """Start requests on a connection whose client does not read; return the calls."""
     fields = {"prompt_ids": [42], "max_tokens": UNREAD_TOKENS} | LARGE_MESSAGES
     return [stack.enter_context(Generation(own, **fields)) for _ in range(count)]
 
 
 def test_calls_whose_readers_never_read_are_counted_and_bounded():
-    """R71, D1: they hold nothing, everybody else is served, and an address may have 64 of them."""
+    """R71, D1: they hold nothing, everybody else is served, and a connection may have 64."""
     engine = {"stream_buffer": UNREAD_TOKENS}
     with fake(engine=engine) as server, contextlib.ExitStack() as stack:
         channel = server.channel
         wait_serving(channel)
-        silent = silent_calls(server, stack, 64)
+        own = stack.enter_context(connect(server.address, *SMALL_WINDOW))
+        silent = silent_calls(own, stack, 1)
+        wait_until(lambda: ended(channel) == {"finished": 1}, 20, "the oldest one's end")
+        silent += silent_calls(own, stack, 63)
         wait_until(lambda: stats(channel).unread_calls == 64, 20, "unread_calls")
         assert is_idle(stats(channel))
         assert ended(channel) == {"finished": 64}
         assert health(channel) == SERVING
-        refused = generate(channel, max_tokens=1).error
-        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "64 calls from this address" in refused.details()
-        assert details(refused)["RetryInfo"].retry_delay.seconds == 5
-        silent[0].cancel()
-        wait_until(lambda: stats(channel).unread_calls == 63, 5, "one less")
+        assert generate(channel, max_tokens=1).error is None
+        # one more costs the oldest one of its connection
+        silent_calls(own, stack, 1)
+        wait_until(
+            lambda: stats(channel).unread_calls == 64 and silent[0].call.done(), 5, "its end"
+        )
+        assert silent[0].finish().error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert generate(channel, max_tokens=1).error is None
         # a client that reads after all gets its tokens
         heard = silent[1].finish()
@@ -531,7 +534,8 @@ def test_a_failed_call_gets_its_status_though_its_client_does_not_read():
     with fake(engine=engine) as server, contextlib.ExitStack() as stack:
         channel = server.channel
         wait_serving(channel)
-        silent = silent_calls(server, stack, 8)
+        own = stack.enter_context(connect(server.address, *SMALL_WINDOW))
+        silent = silent_calls(own, stack, 8)
         wait_until(lambda: ended(channel) == {"stalled": 8}, 20, "ended")
         wait_until(lambda: server.log.count("Inference/Generate ABORTED") == 8, 5, "their ends")
         heard = silent[0].finish()

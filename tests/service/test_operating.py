@@ -26,9 +26,16 @@ from tests.support.wire import (
     wait_serving,
     wait_until,
 )
+from tools.raw_http2 import DATA, END_STREAM, End, RawClient, frame
 
 STEP_S = 0.02
 LONG = 2000
+SOON_S = 10.0
+GENERATE = (
+    *((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/triolet.v1.Inference/Generate")),
+    *((b":authority", b"localhost"), (b"te", b"trailers")),
+    (b"content-type", b"application/grpc"),
+)
 ABORTED = pb.ABORT_OUTCOME_ABORTED
 ALREADY_ENDED = pb.ABORT_OUTCOME_ALREADY_ENDED
 REMEMBERED = pb.ABORT_OUTCOME_REMEMBERED
@@ -216,6 +223,25 @@ def test_a_drain_goes_on_when_its_client_gives_up():
             assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert reason(generate(one.channel).error) == "SHUTTING_DOWN"
             assert running.finish().ids() == expected_tokens([5], count=60)
+
+
+def test_a_drain_asks_clients_at_once_to_open_no_more_calls():
+    with fake(script={"step_s": STEP_S}, runner={"max_model_len": 4096}) as one:
+        wait_serving(one.channel)
+        host, port = one.address.split(":")
+        with RawClient((host, int(port))) as client:
+            request = pb.GenerateRequest(token_ids={"ids": [5]}, sampling={"max_tokens": LONG})
+            body = request.SerializeToString()
+            prefixed = bytes(1) + len(body).to_bytes(4, "big") + body
+            client.say(client.headers(1, GENERATE) + frame(DATA, END_STREAM, 1, prefixed))
+            running = client.ends.setdefault(1, End())
+            assert client.wait_for(lambda: running.body, SOON_S)
+            drained = stubs.ControlStub(one.channel).Drain.future(pb.DrainRequest(), timeout=30)
+            assert client.wait_for(lambda: client.goaway, SOON_S)
+            num_bytes = len(running.body)
+            assert client.wait_for(lambda: len(running.body) > num_bytes, SOON_S)
+            assert not running.is_over
+        drained.result(timeout=10)  # the request ends with its client
 
 
 def test_drain_finishes_running_requests_refuses_new_ones_and_leaves_the_server_up():

@@ -398,7 +398,7 @@ def test_a_request_that_is_too_large_gets_a_whole_status():
     with fake(server={"max_message_bytes": 20_000}) as server:
         wait_serving(server.channel)
         error = generate(server.channel, text="x" * 20_001).error
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert reason(error) == "REQUEST_TOO_LARGE"
         assert "of at most 20000" in error.details()
         huge = generate(server.channel, text="x" * 5_000_000).error  # nobody waits for all of it

@@ -52,7 +52,8 @@ class Server(MemoryServer):
             assert connection._num_calls == 0
             assert not [one for one in connection._calls.child_tasks if "_serve" in one.name]
             assert connection.is_quiet
-            assert not connection.http2.blocked
+            assert not connection.http2.blocked_by_connection
+            assert not connection.http2.blocked_by_stream
             assert not connection.http2.h2.streams
         start_limiter = self.server._shared.start_limiter
         assert start_limiter._num_passed == len(start_limiter._waiting) == 0

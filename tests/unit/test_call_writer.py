@@ -13,21 +13,18 @@ from trio.testing import wait_all_tasks_blocked
 
 from engine.core.common.types import RequestId
 from engine.core.text.types import Tokens
-from engine.errors import InvalidRequest, Overloaded
+from engine.errors import InvalidRequest
 from engine.requests.stream import StreamOptions
 from engine.requests.text_stream import TextStream
 from engine.requests.text_values import GenerateRequest, Started
-from grpc_service._generated.triolet.v1 import inference_pb2
 from grpc_service.access.rpc_record import Rpc
 from grpc_service.access.unread_calls import (
     UNREAD_AGE_S,
-    UNREAD_CALLS_PER_ADDRESS_MAX,
+    UNREAD_CALLS_PER_CONNECTION_MAX,
     UnreadCalls,
 )
 from grpc_service.app.application import STOP_GRACE_S
-from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S, CallWriter
-from grpc_service.services.inference import Inference
 
 BUFFER = 8
 PEER = "ipv4:10.0.0.7:5123"
@@ -43,8 +40,9 @@ class Call:
     woken.
     """
 
-    def __init__(self, *, is_open=False, bug=None, peer=PEER):
-        self.peer = peer
+    def __init__(self, *, is_open=False, bug=None, connection="one"):
+        self.connection = connection
+        self.is_evicted = False
         self.is_open = is_open
         self.bug = bug
         self.taken = []
@@ -72,6 +70,9 @@ class Call:
 
     async def end(self, *status):
         self.status = status
+
+    def evict(self):
+        self.is_evicted = True
 
 
 class Served:
@@ -427,28 +428,21 @@ async def test_a_call_that_is_left_before_its_end_is_never_unread(serve, unread_
     assert unread_calls.count() == 0
 
 
-async def test_a_client_with_too_many_unread_calls_gets_no_call(unread_calls, now):
-    class Engine:
-        config = SimpleNamespace(stream_buffer=BUFFER)
-        num_submitted = 0
-
-        def submit(self, request, *, buffer, reader, origin):
-            self.num_submitted += 1
-            stream = TextStream(request, StreamOptions("r", RequestId("r"), buffer, reader))
-            stream.close(None)
-            return stream
-
-    for _ in range(UNREAD_CALLS_PER_ADDRESS_MAX):
+async def test_of_too_many_unread_calls_the_oldest_is_reset_and_no_other_client_is_refused(
+    unread_calls, now
+):
+    oldest = Served(unread_calls, Call())
+    oldest.stream.close(None)
+    other = Served(unread_calls, Call(connection="another"))
+    other.stream.close(None)
+    for _ in range(UNREAD_CALLS_PER_CONNECTION_MAX - 1):
         Served(unread_calls, Call()).stream.close(None)
     now[0] += UNREAD_AGE_S
-    inference = Inference(Backend(engine := Engine(), unread_calls))
-    request = inference_pb2.GenerateRequest(text="a")
-    call = Call()
-    call.time_remaining = lambda: None
-    with pytest.raises(Overloaded):
-        await inference.Generate(request, Rpc(call))
-    assert not engine.num_submitted
-    call = Call(peer="ipv4:10.0.0.8:5123")
-    call.time_remaining = lambda: None
-    await inference.Generate(request, Rpc(call))
-    assert engine.num_submitted == 1
+    unread_calls.count()
+    assert not oldest.call.is_evicted
+    last = Served(unread_calls, Call())
+    last.stream.close(None)
+    now[0] += UNREAD_AGE_S
+    assert unread_calls.count() == UNREAD_CALLS_PER_CONNECTION_MAX + 1
+    assert oldest.call.is_evicted
+    assert not any(one.call.is_evicted for one in (other, last))

@@ -15,11 +15,13 @@ from engine import errors
 from grpc_service.rpc.errors import (
     InvalidMessage,
     MessageTooLarge,
+    MissingMessage,
     RpcError,
+    TooManyHeld,
     UnsupportedEncoding,
 )
 from grpc_service.rpc.status import StatusCode
-from grpc_service.services.error_status import DETAILS_KEY, DOMAIN, TABLE, status_of
+from grpc_service.services.error_status import DETAILS_KEY, DOMAIN, PUSHBACK_KEY, TABLE, status_of
 
 BAD_REQUEST, RETRY_INFO = "BadRequest", "RetryInfo"
 # What clients rely on, written a second time: class, code, reason, details beside ErrorInfo.
@@ -62,8 +64,9 @@ def make(name):
 
 def details(ending):
     """Return an ending's details by message name, after a check of what all have in common."""
-    [(key, value)] = ending.metadata
+    (key, value), *rest = ending.metadata
     assert key == DETAILS_KEY == GRPC_DETAILS_METADATA_KEY
+    assert [name for name, _ in rest] in ([], [PUSHBACK_KEY])
     status = Status.FromString(value)
     assert (status.code, status.message) == (ending.code, ending.message)
     found = {}
@@ -88,15 +91,24 @@ def test_every_row_of_the_design(name, code, reason, extra):
 
 
 @pytest.mark.parametrize(
-    ("error", "reason", "message"),
+    ("error", "code", "reason", "message"),
     [
-        (InvalidMessage("it breaks off"), "INVALID_REQUEST", "it breaks off"),
-        (MessageTooLarge("9 of 8"), "REQUEST_TOO_LARGE", "9 of 8 (--max-message-bytes)"),
-        (UnsupportedEncoding("zstd"), "UNSUPPORTED", "zstd"),
+        (InvalidMessage("cut"), StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", "cut"),
+        (MissingMessage("none"), StatusCode.UNIMPLEMENTED, "INVALID_REQUEST", "none"),
+        (
+            *(MessageTooLarge("9 of 8"), StatusCode.RESOURCE_EXHAUSTED),
+            *("REQUEST_TOO_LARGE", "9 of 8 (--max-message-bytes)"),
+        ),
+        (
+            *(TooManyHeld("too many"), StatusCode.RESOURCE_EXHAUSTED),
+            *("MEMORY_EXHAUSTED", "Memory exhausted: too many (--max-held-bytes)"),
+        ),
+        (UnsupportedEncoding("zstd"), StatusCode.UNIMPLEMENTED, "UNSUPPORTED", "zstd"),
     ],
 )
-def test_the_librarys_errors_about_messages_are_the_engines(error, reason, message, caplog):
+def test_the_librarys_errors_get_the_details_of_the_engines(error, code, reason, message, caplog):
     status = status_of(error)
+    assert status.code is code
     assert details(status)["ErrorInfo"].reason == reason
     assert status.message == message
     assert not caplog.records
@@ -144,10 +156,24 @@ def test_only_retryable_errors_advise_to_retry():
         assert (row.retry_s is not None) == may, cls
 
 
+@pytest.mark.parametrize("name", [row[0] for row in DESIGN])
+def test_a_clients_retry_policy_learns_when_to_try_again(name):
+    """gRPC's clients obey `PUSHBACK_KEY` for the codes that their policies name."""
+    status = status_of(make(name))
+    info = details(status).get(RETRY_INFO)
+    milliseconds = dict(status.metadata).get(PUSHBACK_KEY)
+    if info is None or status.code not in (StatusCode.UNAVAILABLE, StatusCode.RESOURCE_EXHAUSTED):
+        assert milliseconds is None
+    else:
+        assert int(milliseconds) == info.retry_delay.ToMilliseconds() > 0
+
+
 def test_the_errors_own_hint_wins():
     for cls in (errors.Overloaded, errors.MemoryExhausted):
         info = details(status_of(cls("full", retry_after_s=12.5)))[RETRY_INFO]
         assert info.retry_delay.ToTimedelta().total_seconds() == 12.5
+        metadata = dict(status_of(cls("full", retry_after_s=12.5)).metadata)
+        assert metadata[PUSHBACK_KEY] == "12500"
 
 
 def test_a_deadline_says_phase_and_tokens():

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import Overloaded
+from grpc_service.access import unread_calls as module
 from grpc_service.access.unread_calls import (
     UNREAD_AGE_S,
     UNREAD_CALLS_MAX,
-    UNREAD_CALLS_PER_ADDRESS_MAX,
+    UNREAD_CALLS_PER_CONNECTION_MAX,
     UnreadCalls,
-    address_of,
 )
 
 
@@ -25,86 +24,93 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize(
-    ("peer", "address"),
-    [
-        ("ipv4:10.0.0.7:5123", "ipv4:10.0.0.7"),
-        ("ipv6:%5B::1%5D:5", "ipv6:[::1]"),
-        ("unix:", ""),
-        ("unix:/run/socket", ""),
-        ("", ""),
-    ],
-)
-def test_an_address_is_the_peer_without_its_port(peer, address):
-    assert address_of(peer) == address
+class Ended:
+    """A call that has ended."""
+
+    is_given_up = False
+
+    def evict(self):
+        """Note that the call was reset."""
+        assert not self.is_given_up
+        self.is_given_up = True
 
 
 def test_an_ended_call_is_unread_after_a_second_until_it_is_left():
-    unread_calls = UnreadCalls(clock := Clock())
-    unread_calls.ended("call", "a")
+    unread_calls, call = UnreadCalls(clock := Clock()), Ended()
+    unread_calls.ended(call, "a")
     assert unread_calls.count() == 0
     clock.now += UNREAD_AGE_S
     assert unread_calls.count() == 1
-    unread_calls.gone("call")
-    unread_calls.gone("call")
+    unread_calls.gone(call)
+    unread_calls.gone(call)
     assert unread_calls.count() == 0
 
 
 def test_a_call_that_is_left_in_time_never_counts():
-    unread_calls = UnreadCalls(clock := Clock())
-    unread_calls.ended("call", "a")
-    unread_calls.gone("call")
+    unread_calls, call = UnreadCalls(clock := Clock()), Ended()
+    unread_calls.ended(call, "a")
+    unread_calls.gone(call)
     clock.now += 2 * UNREAD_AGE_S
     assert unread_calls.count() == 0
 
 
-def fill(unread_calls, clock, number, address, first=0):
-    """End ``number`` calls of an address, and let time pass until they count as unread."""
-    for call in range(first, first + number):
-        unread_calls.ended(call, address)
+def fill(unread_calls, clock, number, connection):
+    """End calls of a connection, let time pass until they are unread, and return them."""
+    calls = [Ended() for _ in range(number)]
+    for call in calls:
+        unread_calls.ended(call, connection)
     clock.now += UNREAD_AGE_S
+    unread_calls.count()
+    return calls
 
 
-def test_an_address_at_its_bound_is_refused_and_no_other():
+def test_a_connection_beyond_its_bound_loses_its_oldest_and_no_other_does():
     unread_calls = UnreadCalls(clock := Clock())
-    fill(unread_calls, clock, UNREAD_CALLS_PER_ADDRESS_MAX, "a")
-    unread_calls.check_room("b")
-    with pytest.raises(Overloaded, match="64 calls from this address") as caught:
-        unread_calls.check_room("a")
-    assert caught.value.retry_after_s
-    unread_calls.gone(0)
-    unread_calls.check_room("a")
+    others = fill(unread_calls, clock, 10, "b")
+    calls = fill(unread_calls, clock, UNREAD_CALLS_PER_CONNECTION_MAX + 3, "a")
+    assert [call.is_given_up for call in calls[:4]] == [True, True, True, False]
+    assert not any(call.is_given_up for call in (*others, *calls[4:]))
+    assert unread_calls.count() == 10 + UNREAD_CALLS_PER_CONNECTION_MAX
 
 
-def test_clients_without_an_address_are_bound_by_the_total_only():
+def test_beyond_the_bound_of_all_the_connection_that_has_most_loses_its_oldest():
     unread_calls = UnreadCalls(clock := Clock())
-    fill(unread_calls, clock, UNREAD_CALLS_MAX - 1, "")
-    unread_calls.check_room("")
-    fill(unread_calls, clock, 1, "", first=UNREAD_CALLS_MAX)
-    for address in ("", "a"):
-        with pytest.raises(Overloaded, match="1024 calls"):
-            unread_calls.check_room(address)
+    lots = fill(unread_calls, clock, 60, "lots")
+    for number in range(UNREAD_CALLS_MAX - 60):
+        fill(unread_calls, clock, 1, number)
+    assert not any(call.is_given_up for call in lots)
+    fill(unread_calls, clock, 2, "new")
+    assert [call.is_given_up for call in lots[:3]] == [True, True, False]
+    assert unread_calls.count() == UNREAD_CALLS_MAX
 
 
+@pytest.mark.parametrize(("per_connection", "in_all"), [(3, 5), (2, 100), (100, 4)])
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["ended", "gone", "wait"]), st.integers(0, 9), st.sampled_from("ab")
+            st.sampled_from(["ended", "gone", "wait"]), st.integers(0, 9), st.sampled_from("abc")
         )
     )
 )
-def test_the_counts_are_those_of_a_list(steps):
+def test_the_counts_are_those_of_a_list(per_connection, in_all, steps):
     """The oracle is a list of every ended call with its time."""
-    unread_calls, ended = UnreadCalls(clock := Clock()), {}
-    for verb, call, address in steps:
-        if verb == "ended" and call not in ended:
-            unread_calls.ended(call, address)
-            ended[call] = (clock.now, address)
-        elif verb == "gone":
-            unread_calls.gone(call)
-            ended.pop(call, None)
-        elif verb == "wait":
-            clock.now += 0.4
-        old = [one for at, one in ended.values() if at <= clock.now - UNREAD_AGE_S]
-        assert unread_calls.count() == len(old)
-        assert unread_calls._by_address == {one: old.count(one) for one in set(old)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "UNREAD_CALLS_PER_CONNECTION_MAX", per_connection)
+        patch.setattr(module, "UNREAD_CALLS_MAX", in_all)
+        unread_calls, ended = UnreadCalls(clock := Clock()), {}
+        calls = {}
+        for verb, number, connection in steps:
+            if verb == "ended" and number not in ended:
+                calls[number] = Ended()
+                ended[number] = (clock.now, connection)
+                unread_calls.ended(calls[number], connection)
+            elif verb == "gone" and number in ended:
+                unread_calls.gone(calls[number])
+                del ended[number]
+            elif verb == "wait":
+                clock.now += 0.4
+            count = unread_calls.count()
+            ended = {one: at for one, at in ended.items() if not calls[one].is_given_up}
+            old = [one for at, one in ended.values() if at <= clock.now - UNREAD_AGE_S]
+            assert count == len(old) <= in_all
+            assert all(old.count(one) <= per_connection for one in old)

@@ -10,7 +10,10 @@ from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-NOT_BENCHES = {"__init__", "__main__", "checkpoints", "frame", "plots", "served", "tables", "wire"}
+NOT_BENCHES = {
+    *("__init__", "__main__", "attackers", "checkpoints", "frame", "plots", "served", "tables"),
+    "wire",
+}
 OURS = {"engine", "grpc_service", "tests", "tools"}
 
 

@@ -8,6 +8,8 @@ neither server falls behind; otherwise its messages would hold several tokens an
 of the messages shows that each held one. The figure is the CPU time of the server's whole process
 (engine, planning and event loop included) per message read.
 
+The rows with TLS say so; the two servers have the same certificate.
+
 The last row has no ticks: the engine steps as fast as it can, the writers fall behind, and several
 tokens go out in one message. Its figure is per token.
 """
@@ -17,14 +19,21 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from contextlib import contextmanager
 from functools import partial
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import grpc
+import trustme
 
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tools.bench.frame import Row, repeat, repeat_in_turn, row_of
 from tools.bench.wire import ENDLESS, NO_PROXY, Peer, peer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 TICK_S = {1: 0.002, 16: 0.004, 128: 0.015, 512: 0.060}
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "3"))
@@ -33,10 +42,11 @@ BAR = 1.3
 SIZE_TOLERANCE = 1.02
 
 
-def measure(server: Peer, streams: int, sizes: list[float]) -> float:
+def measure(server: Peer, streams: int, sizes: list[float], ca: str = "") -> float:
     """Return the server's CPU time per message over one window, in µs. Append the messages' mean
-    size to ``sizes``."""
-    with peer("readers", address=server.address, streams=streams, max_tokens=ENDLESS) as readers:
+    size to ``sizes``. ``ca`` is a file with the certificate that the server's TLS rests on."""
+    asked = {"address": server.address, "streams": streams, "max_tokens": ENDLESS, "ca": ca}
+    with peer("readers", **asked) as readers:
         time.sleep(0.2)
         messages, size = readers.ask()
         cpu = server.cpu_s()
@@ -70,7 +80,7 @@ def measure_unpaced(server: Peer, streams: int, per_message: list[float]) -> flo
     return 1e6 * cpu / (later_tokens - tokens)
 
 
-def settings(streams: int, tick: float) -> dict[str, dict[str, float]]:
+def settings(streams: int, tick: float) -> dict[str, Any]:
     """Return the settings of our server."""
     return {
         "runner": {
@@ -96,28 +106,43 @@ def name_of(streams: int) -> str:
     return f"{streams} stream{'s' if streams > 1 else ''}"
 
 
-def compare(streams: int) -> list[Row]:
-    """Return the rows for a number of streams."""
+@contextmanager
+def certificates() -> Iterator[dict[str, str]]:
+    """Yield the names of files: a server's certificate and key, and its authority's certificate."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    with TemporaryDirectory() as folder:
+        names = {name: f"{folder}/{name}.pem" for name in ("cert", "key", "ca")}
+        issued.cert_chain_pems[0].write_to_path(names["cert"])
+        issued.private_key_pem.write_to_path(names["key"])
+        authority.cert_pem.write_to_path(names["ca"])
+        yield names
+
+
+def compare(streams: int, tls: dict[str, str] | None = None) -> list[Row]:
+    """Return the rows for a number of streams; with ``tls``, those of servers with TLS."""
     tick = TICK_S[streams]
     sizes: list[list[float]] = [[], []]
+    more = {"tls": tls} if tls else {}
+    ca = tls["ca"] if tls else ""
     with (
-        peer("triolet", **settings(streams, tick)) as ours,
-        peer("plain", step_s=tick) as plain,
+        peer("triolet", **settings(streams, tick), **more) as ours,
+        peer("plain", step_s=tick, **more) as plain,
     ):
         mine, theirs = repeat_in_turn(
             [
-                partial(measure, server, streams, seen)
+                partial(measure, server, streams, seen, ca)
                 for server, seen in zip((ours, plain), sizes, strict=True)
             ]
         )
     growth = max(sizes[0]) / max(sizes[1])
     note = "" if growth < SIZE_TOLERANCE else f"messages held {growth:.2f} × the bytes"
-    name = name_of(streams)
+    name = name_of(streams) + (", TLS" if tls else "")
     return [
         row_of(f"CPU per message, {name}", mine, "µs"),
         row_of(f"plain grpc.aio, {name}", theirs, "µs"),
         row_of(f"against plain, {name}", _ratios(mine, theirs), "×", bar=BAR, note=note),
-        unpaced(streams),
+        *([] if tls else [unpaced(streams)]),
     ]
 
 
@@ -127,4 +152,5 @@ def _ratios(ones: list[float], others: list[float]) -> list[float]:
 
 def run() -> list[Row]:
     """Return the bench's rows."""
-    return [row for streams in TICK_S for row in compare(streams)]
+    with certificates() as tls:
+        return [row for streams in TICK_S for way in (None, tls) for row in compare(streams, way)]

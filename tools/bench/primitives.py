@@ -25,12 +25,15 @@ from h2.events import RequestReceived
 
 from engine.core.text.plan import RowResult
 from engine.replica.threads import WorkerThreads
-from grpc_service.rpc.http2 import Http2Connection, Stream
+from grpc_service.rpc.accounts import Account
+from grpc_service.rpc.http2 import Http2Connection
 from grpc_service.rpc.limits import Limits
 from tools.bench.frame import Row, repeat_in_turn, row_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from grpc_service.rpc.streams import Stream
 
 VALUES, WAKES, HOPS, FRAMES = 20_000, 2_000, 1_000, 2_000
 MESSAGE = bytes(60)
@@ -149,7 +152,7 @@ def frames_of_h2() -> float:
 
 
 class Deaf:
-    """A `grpc_service.rpc.http2.StreamListener` that ignores everything."""
+    """A `grpc_service.rpc.streams.StreamListener` that ignores everything."""
 
     def on_data(self, data: bytes) -> None: ...
 
@@ -157,7 +160,7 @@ class Deaf:
 
     def on_reset(self) -> None: ...
 
-    def on_drained(self) -> None: ...
+    def on_sent(self) -> None: ...
 
 
 def frames() -> float:
@@ -168,15 +171,16 @@ def frames() -> float:
         begun.append(stream)
         return Deaf()
 
-    server = Http2Connection(begin, Limits(streams_per_connection=1))
+    limits = Limits(streams_per_connection=1)
+    server = Http2Connection(begin, limits, Account(limits, time.monotonic))
     server.receive(_client().data_to_send())
     [stream] = begun
     stream.send_headers([(":status", "200")])
-    server.take_output()
+    server.output.take()
     start = time.perf_counter()
     for _ in range(FRAMES):
         assert stream.try_send_message(MESSAGE)
-        server.take_output()
+        server.output.take()
     return 1e6 * (time.perf_counter() - start) / FRAMES
 
 

@@ -195,12 +195,17 @@ def _end_by_signal() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-async def _serve_triolet(runner: dict[str, Any], engine: dict[str, Any]) -> None:
+async def _serve_triolet(
+    runner: dict[str, Any], engine: dict[str, Any], tls: dict[str, str]
+) -> None:
     paced = PacedRunner(**runner)
+    flags = {"tls_cert": tls["cert"], "tls_key": tls["key"]} if tls else {}
     config = EngineConfig(models=(ModelConfig("fake"),), **{"drain_timeout_s": 0.2} | engine)
     async with trio.open_nursery() as nursery:
         server = await nursery.start(
-            partial(serve, make_runner=lambda model, config: paced), config, ServerConfig(port=0)
+            partial(serve, make_runner=lambda model, config: paced),
+            config,
+            ServerConfig(port=0, **flags),
         )
         _answer_lines(paced.take_stamps, _end_by_signal)
         _print({"port": server.port})
@@ -226,11 +231,23 @@ class PlainInference(inference_pb2_grpc.InferenceServicer):
             await context.write(message)
 
 
-async def _serve_plain(step_s: float) -> None:
+def _server_credentials(tls: dict[str, str]) -> grpc.ServerCredentials:
+    key, cert = (Path(tls[name]).read_bytes() for name in ("key", "cert"))
+    return grpc.ssl_server_credentials([(key, cert)])
+
+
+def _channel_credentials(ca: str) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(Path(ca).read_bytes())
+
+
+async def _serve_plain(step_s: float, tls: dict[str, str]) -> None:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     inference = PlainInference()
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if tls:
+        port = server.add_secure_port("127.0.0.1:0", _server_credentials(tls))
+    else:
+        port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     _answer_lines(lambda: None, _end_by_signal)
     _print({"port": port})
@@ -245,7 +262,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _read_streams(address: str, streams: int, max_tokens: int) -> None:
+async def _read_streams(address: str, streams: int, max_tokens: int, ca: str = "") -> None:
     """Open every stream and count messages and bytes.
 
     The process is ready when each stream has had two messages.
@@ -271,7 +288,11 @@ async def _read_streams(address: str, streams: int, max_tokens: int) -> None:
             counts[1] += len(message)
         print("a stream ended before its bench did", file=sys.stderr)
 
-    async with grpc.aio.insecure_channel(address, options=NO_PROXY) as channel:
+    if ca:
+        opened = grpc.aio.secure_channel(address, _channel_credentials(ca), options=NO_PROXY)
+    else:
+        opened = grpc.aio.insecure_channel(address, options=NO_PROXY)
+    async with opened as channel:
         tasks = [asyncio.create_task(read(channel)) for _ in range(streams)]
         running = asyncio.create_task(is_running.wait())
         await asyncio.wait([running, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -290,12 +311,13 @@ def main() -> None:
     """Run a process of the kind in argv[1] with the settings in argv[2]."""
     kind, settings = sys.argv[1], json.loads(sys.argv[2])
     if kind == "triolet":
-        trio.run(_serve_triolet, settings["runner"], settings.get("engine", {}))
+        parts = (settings.get(name, {}) for name in ("runner", "engine", "tls"))
+        trio.run(_serve_triolet, *parts)
         return
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     loop = _new_event_loop()
     if kind == "plain":
-        loop.run_until_complete(_serve_plain(settings["step_s"]))
+        loop.run_until_complete(_serve_plain(settings["step_s"], settings.get("tls", {})))
     else:
         loop.run_until_complete(_read_streams(**settings))
 

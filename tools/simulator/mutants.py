@@ -365,7 +365,7 @@ MUTANTS = (
         "an ended call is no unread call",
         call_writer.CallWriter,
         "_count_unread",
-        "self._unread_calls.ended(self, address_of(self._call.peer))",
+        "self._unread_calls.ended(self, self._call.connection)",
         "pass",
         seed=10,
     ),

@@ -207,12 +207,12 @@ class SimulatedCall:
 
     def __init__(
         self,
-        peer: str,
+        connection: int,
         reader: Reader,
         unread_calls: UnreadCalls,
         is_window_closed: Callable[[], bool],
     ) -> None:
-        self.peer = peer
+        self.connection = connection
         self.reader = reader
         self.stream: RequestStream[Any]
         self._unread_calls = unread_calls
@@ -267,6 +267,10 @@ class SimulatedCall:
         late_s = trio.current_time() - stream.closed_at
         if late_s > (0.0 if reads_at_once else FAILURE_PATIENCE_S) + SLACK_S:
             raise Violation(f"{client.request.request_id} got its status {late_s} s late")
+
+    def evict(self) -> None:
+        """Reset the call."""
+        self.leaving.cancel(reason="the client does not read")
 
     def _see(self, event: Any) -> None:
         try:

@@ -37,7 +37,7 @@ from engine.requests.text_values import Chat, GenerateRequest
 from engine.status import AbortOutcome
 from engine.worker.fakes.text import FakeScript
 from engine.worker.interface import EncoderKind
-from grpc_service.access.unread_calls import UnreadCalls, address_of
+from grpc_service.access.unread_calls import UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
 from tools.simulator import pool_faults
@@ -414,12 +414,10 @@ class Simulation:
         return stream
 
     def _open(self, backend: Backend, reader: Reader) -> tuple[CallWriter, SimulatedCall]:
-        """Submit a request as `Inference` does. Clients on a Unix socket have no address."""
-        number = len(self._writers) % 8
-        peer = f"ipv4:10.0.0.{number}:5123" if number else "unix:"
+        """Submit a request as `Inference` does."""
+        connection = len(self._writers) % 8
         unread_calls = backend.unread_calls
-        unread_calls.check_room(address_of(peer))
-        call = SimulatedCall(peer, reader, unread_calls, self._is_window_closed)
+        call = SimulatedCall(connection, reader, unread_calls, self._is_window_closed)
         writer = CallWriter(SimulatedRpc(call), unread_calls, call.encode, call.encode_short)
         self._writers.append(writer)
         engine = backend.engine

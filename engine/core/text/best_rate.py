@@ -45,16 +45,18 @@ class BestRate:
         # [k] divides estimates that are made from _rates[:k]. Refusals raise this divisor, and a
         # step of that size resets it.
         self._discounts = [1.0] * (len(self._rates) + 1)
+        self._has_discounts = False  # one of them is not 1
 
     def note(self, num_tokens: int, seconds: float) -> None:
         """Count a committed step that took ``seconds``, which is more than 0."""
         k = (-(-self._budget // num_tokens) - 1).bit_length()
-        if num_tokens / seconds > self._rates[k]:
-            self._rates[k] = num_tokens / seconds
-        self._shortest_s = min(self._shortest_s, seconds)
-        self.prompt_budget = self._prompt_budget()
-        for larger in range(k + 1, len(self._discounts)):
-            self._discounts[larger] = 1.0
+        if num_tokens / seconds > self._rates[k] or seconds < self._shortest_s:
+            self._rates[k] = max(self._rates[k], num_tokens / seconds)
+            self._shortest_s = min(self._shortest_s, seconds)
+            self.prompt_budget = self._prompt_budget()
+        if self._has_discounts:
+            self._discounts[k + 1 :] = [1.0] * (len(self._discounts) - k - 1)
+            self._has_discounts = max(self._discounts) > 1.0
 
     def seconds_for(self, prompt_tokens: int) -> float:
         """Return the least time that a prompt takes, in seconds; 0.0 while no step was large enough
@@ -69,6 +71,7 @@ class BestRate:
     def note_refusal(self, prompt_tokens: int) -> None:
         """Count a prompt that was refused because of `seconds_for`."""
         self._discounts[self._num_sizes(prompt_tokens)] *= DISCOUNT
+        self._has_discounts = True
 
     def _prompt_budget(self) -> int:
         """Return the tokens that take the target time at the best rate of large steps, but at least

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -14,6 +15,7 @@ from grpc_service.rpc.testing import Wire, framed
 from tests.support.rpc_calls import GOAWAY, echo, serving, wait
 
 LIMITS = Limits()
+PATIENT = Limits(budget=math.inf, overhead_burst_s=math.inf)  # clients may cost what they like
 
 
 async def linger(call):
@@ -94,7 +96,7 @@ async def test_a_client_that_breaks_the_protocol_loses_its_calls_and_nobody_else
 
 
 async def test_a_stream_too_many_is_refused_and_the_others_are_served(autojump_clock):
-    async with serving(echo) as running:
+    async with serving(echo, Limits(overhead_burst_s=math.inf)) as running:
         client = await running.connect()
         calls = [client.call(is_last=False) for _ in range(LIMITS.streams_per_connection + 5)]
         await client.settle()
@@ -127,7 +129,7 @@ async def test_a_flood_of_resets_leaves_nothing_and_others_are_served_meanwhile(
     async def serve(call):
         await (echo(call) if call.method == "good/Call" else handler(call))
 
-    async with serving(serve) as running:
+    async with serving(serve, PATIENT) as running:
         bad, good = await running.connect(), await running.connect()
         connection = running.connections[0]
         for begin in range(0, 5000, 500):
@@ -155,7 +157,7 @@ async def test_a_flood_of_resets_leaves_nothing_and_others_are_served_meanwhile(
 
 async def test_calls_that_are_reset_in_the_queue_leave_it(autojump_clock):
     """Calls of other clients would wait behind them."""
-    async with serving(echo) as running:
+    async with serving(echo, PATIENT) as running:
         client = await running.connect()
         calls = [client.call(b"a", is_last=False) for _ in range(900)]
         await trio.lowlevel.checkpoint()
@@ -164,3 +166,25 @@ async def test_calls_that_are_reset_in_the_queue_leave_it(autojump_clock):
         await client.settle()
         assert len(running.calls) < len(calls) / 2
         running.check_idle()
+
+
+async def test_a_length_that_python_cannot_read_resets_its_call_alone(autojump_clock):
+    async with serving(wait) as running:
+        client = await running.connect()
+        other = client.call()
+        client.call(headers={"content-length": "1" * 5000})
+        await client.settle()
+        assert running.connections
+        assert other not in client.ends
+
+
+async def test_a_long_block_of_headers_is_refused_early(autojump_clock):
+    async with serving(echo) as running:
+        client = await running.connect()
+        client.say(b"\0\0\0\x01\0\0\0\0\x01")
+        for _ in range(30):
+            client.say(b"\0\x3f\xff\x09\0\0\0\0\x01" + bytes(0x3FFF))
+            await trio.testing.wait_all_tasks_blocked()
+        assert client.wire.is_closed or not client.hear() or client.goaway_code is not None
+        (connection,) = running.connections or (None,)
+        assert connection is None or connection._is_over  # 480 KiB are kept by h2, and 1 MiB may be

@@ -110,21 +110,45 @@ async def test_a_status_follows_a_message_whose_rest_goes_in_time(autojump_clock
 
 async def test_a_message_that_waits_whole_is_dropped_and_the_status_follows_at_once(autojump_clock):
     async def handler(call):
-        await call.write(b"12345")
+        await call.write(bytes(900))
         with trio.move_on_after(5):
-            await call.write(bytes(100))
+            await call.write(bytes(200))
         await call.end(StatusCode.ABORTED)
 
     async with serving(handler) as running:
-        client = await running.connect(window=50)
+        client = await running.connect(window=1024)
         call = client.call()
         await client.settle()
         await trio.sleep(5)
         await client.settle()
         assert client.ends == {call: "10"}
-        assert client.messages[call] == [b"12345"]
+        assert client.messages[call] == [bytes(900)]
         assert not client.readers[call].is_amid_message
         running.check_idle()
+
+
+@pytest.mark.parametrize("window", [1, 31, 38, 39, 64, 150])
+async def test_a_window_smaller_than_a_small_message_does_not_hold_it_back(autojump_clock, window):
+    """A client opens its window again only as far as it was used."""
+
+    async def handler(call):
+        for number in range(5):
+            await call.write(bytes([number]) * 34)
+        await call.end(StatusCode.OK)
+
+    async with serving(handler) as running:
+        client = await running.connect(window=window)
+        call, allowed = client.call(), 0
+        while True:
+            await client.settle()
+            taken = sum(map(len, client.messages[call])) + 5 * len(client.messages[call])
+            taken += client.readers[call].num_bytes - allowed
+            if call in client.ends:
+                break
+            assert taken, "nothing comes, and nothing more will be allowed"
+            allowed += taken
+            client.open_window(taken, call)
+        assert client.messages[call] == [bytes([number]) * 34 for number in range(5)]
 
 
 @pytest.mark.parametrize("has_begun", [False, True])

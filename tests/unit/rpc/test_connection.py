@@ -7,7 +7,7 @@ import math
 import trio
 import trio.testing
 
-from grpc_service.rpc.connection import Flusher
+from grpc_service.rpc.flusher import Flusher
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.status import StatusCode
 from grpc_service.rpc.testing import Wire
@@ -139,7 +139,7 @@ async def test_for_a_client_that_takes_no_bytes_little_is_buffered_and_nothing_i
             await call.write(bytes(1000))
         await call.end(StatusCode.OK)
 
-    async with serving(handler) as running:
+    async with serving(handler, Limits(budget=math.inf, overhead_burst_s=math.inf)) as running:
         client = await running.connect(window=2**30)
         client.open_window(2**30)
         await client.settle()
@@ -149,12 +149,13 @@ async def test_for_a_client_that_takes_no_bytes_little_is_buffered_and_nothing_i
         connection = running.connections[0]
         assert LIMITS.clogged_bytes <= len(connection._unsent) < LIMITS.clogged_bytes + 20_000
         assert connection.http2.is_clogged
-        assert len(connection.http2.blocked) == 10
+        assert len(connection.http2.blocked_by_connection) == 10
+        assert not connection.http2.blocked_by_stream
         client.ping(10_000)
         await client.settle()
         assert len(client.wire.incoming) == 170_000 - 2**14  # the server had begun to read
         assert len(connection._unsent) < LIMITS.clogged_bytes + 20_000 + 2**14
-        assert not connection.http2.take_output()
+        assert not connection.http2.output.take()
         client.wire.room = math.inf
         client.wire.change()
         await client.settle()
@@ -238,3 +239,29 @@ async def test_a_client_whose_bytes_take_long_is_read_a_little_at_a_time(
         assert client.ends == {call: "0"}
     assert sizes[20:]
     assert max(sizes[20:]) <= limits.part_bytes_min
+
+
+async def test_a_drain_beside_a_client_that_broke_the_protocol(autojump_clock):
+    async with serving(wait) as running:
+        bad, good = await running.connect(), await running.connect()
+        bad.say(b"\0\0\0\x09\x04\0\0\0\x01")  # CONTINUATION
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(running.connections) == 2, "it lingers"
+        running.server.drain_connections()  # ProtocolError: SEND_PING in state CLOSED
+        await good.settle()
+        assert good.is_asked_to_go
+
+
+async def test_a_short_body_and_a_reset_in_one_read_end_that_call_alone(autojump_clock):
+    async with serving(wait) as running:
+        client = await running.connect()
+        other = client.call()
+        await client.settle()
+        bad = client.call(headers={"content-length": "10"})
+        client.reset(bad)
+        await client.settle()
+        client.ping()
+        await client.settle()
+        assert client.num_pings == 1
+        assert not client.wire.is_closed
+        assert other not in client.ends

@@ -1,28 +1,27 @@
-"""What gRPC adds to HTTP/2: timeouts, metadata, messages in a body, trailers."""
+"""Messages in a body."""
 
 from __future__ import annotations
 
-import base64
 import gzip
-import math
+import random
 import tracemalloc
 import zlib
-from urllib.parse import unquote
 
-import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpc_service.rpc.errors import InvalidMessage, MessageTooLarge, UnsupportedEncoding
+from grpc_service.rpc.errors import (
+    InvalidMessage,
+    MessageTooLarge,
+    UnsupportedEncoding,
+)
 from grpc_service.rpc.framing import (
+    DECOMPRESSED_PART_BYTES,
     MESSAGE_BYTES,
     MessageReader,
-    metadata_of,
-    timeout_of,
-    trailers_of,
+    decompress,
 )
-from grpc_service.rpc.status import StatusCode
 
 LIMIT = 1000
 PACKERS = {b"gzip": gzip.compress, b"deflate": zlib.compress}
@@ -33,129 +32,30 @@ def framed(data, *, flag=0):
     return bytes([flag]) + len(data).to_bytes(4, "big") + data
 
 
-def read(body, limit=LIMIT, encoding=b"identity"):
-    """Return what a reader makes of a body that comes at once."""
+class Reading:
+    """What a call reads from a body: its messages, decompressed, up to the first error."""
+
+    def __init__(self, reader):
+        self.messages = []
+        while reader.messages or reader.is_decompressing:
+            reader.decompress_part()
+            while reader.messages:
+                self.messages.append(reader.take()[0])
+        self.error = reader.error
+
+
+def read(body, limit=LIMIT, encoding=b"identity", cuts=()):
+    """Return what is read from a body that comes in these pieces."""
     reader = MessageReader(limit, encoding)
-    reader.feed(body)
-    return reader
+    for chunk in chunks_of(body, cuts):
+        reader.feed(chunk)
+    return Reading(reader)
 
 
 def chunks_of(data, cuts):
     """Return the data, cut at these places."""
     ends = sorted({min(cut, len(data)) for cut in cuts} | {len(data)})
     return [data[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-# ---- timeouts
-
-
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [
-        (b"1H", 3600),
-        (b"2M", 120),
-        (b"3S", 3),
-        (b"100m", 0.1),
-        (b"5u", 5e-6),
-        (b"7n", 7e-9),
-        (b"0S", 0),
-        (b"99999999H", 99999999 * 3600),
-        (b"00000001S", 1),
-    ],
-)
-def test_every_unit_of_a_timeout_is_understood(value, seconds):
-    assert math.isclose(timeout_of(value), seconds)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(b"", b"S", b"1", b"1s", b"1h", b"1 S", b" 1S", b"+1S", b"-1S", b"1.5S", b"1e3S", b"0x1S"),
-        *(b"123456789S", b"1SS", b"\xb2S", b"\xd9\xa1S", b"1\xff", b"1_0S", b"\x00S", b"1S "),
-    ],
-)
-def test_a_malformed_timeout_is_ignored(value):
-    assert timeout_of(value) is None
-
-
-@given(st.binary(max_size=12))
-def test_no_timeout_raises_or_is_negative(value):
-    seconds = timeout_of(value)
-    assert seconds is None or 0 <= seconds < math.inf
-
-
-# ---- metadata
-
-
-@given(st.binary(max_size=40), st.booleans())
-def test_bytes_come_as_they_were_sent_with_padding_and_without(value, has_padding):
-    sent = base64.b64encode(value)
-    sent = sent if has_padding else sent.rstrip(b"=")
-    assert metadata_of([(b"x-bin", sent)]) == (("x-bin", value),)
-
-
-def test_values_that_a_proxy_has_joined_are_split():
-    one, two = base64.b64encode(b"one"), base64.b64encode(b"22").rstrip(b"=")
-    found = metadata_of([(b"x-bin", one + b"," + two + b" , " + one)])
-    assert found == (("x-bin", b"one"), ("x-bin", b"22"), ("x-bin", b"one"))
-
-
-def test_text_keeps_its_commas_its_order_and_its_repetitions_and_pseudo_headers_are_left_out():
-    headers = [(b":path", b"/a"), (b"x", b"1,2"), (b"y", b"\xe9"), (b"x", b"3"), (b"z", b"")]
-    assert metadata_of(headers) == (("x", "1,2"), ("y", "\xe9"), ("x", "3"), ("z", ""))
-
-
-@given(st.binary(max_size=20), st.binary(max_size=40))
-def test_no_metadata_raises(name, value):
-    for found_name, found in metadata_of([(name + b"-bin", value), (name, value)]):
-        assert isinstance(found, bytes) == found_name.endswith("-bin")
-
-
-# ---- trailers
-
-
-@given(st.text())
-def test_a_message_comes_back_as_it_was_and_its_header_is_plain_ascii(message):
-    trailers = dict(trailers_of(StatusCode.INTERNAL, message))
-    assert trailers[b"grpc-status"] == b"13"
-    sent = trailers.get(b"grpc-message", b"")
-    assert all(0x20 <= byte <= 0x7E for byte in sent)
-    assert unquote(sent.decode(), errors="strict") == message
-
-
-def test_only_printable_ascii_is_sent_unencoded():
-    for number in (*range(0x800), 0xFFFD, 0xFFFF, 0x1F600, 0x10FFFF):
-        sent = dict(trailers_of(StatusCode.OK, chr(number)))[b"grpc-message"]
-        is_plain = 0x20 <= number <= 0x7E and chr(number) != "%"
-        assert sent == (chr(number).encode() if is_plain else sent.upper())
-        assert unquote(sent.decode(), errors="strict") == chr(number)
-
-
-def test_half_a_surrogate_pair_ends_a_call_as_any_text_does():
-    sent = dict(trailers_of(StatusCode.INTERNAL, "a\ud800b"))[b"grpc-message"]
-    assert sent == b"a?b"
-
-
-def test_without_a_message_there_is_no_header_for_it():
-    assert trailers_of(StatusCode.OK) == [(b"grpc-status", b"0")]
-
-
-def test_the_codes_are_those_of_grpc():
-    assert {code.name: int(code) for code in StatusCode} == {
-        code.name: code.value[0] for code in grpc.StatusCode
-    }
-
-
-@pytest.mark.parametrize("code", list(StatusCode))
-def test_a_code_is_sent_as_its_number(code):
-    assert trailers_of(code)[0] == (b"grpc-status", str(int(code)).encode())
-
-
-@given(st.binary(max_size=40))
-def test_bytes_in_trailers_are_base64_without_padding(value):
-    trailers = trailers_of(StatusCode.OK, metadata=[("x-bin", value), ("y", "1")])
-    assert b"=" not in dict(trailers)[b"x-bin"]
-    assert metadata_of(trailers[1:]) == (("x-bin", value), ("y", "1"))
 
 
 # ---- messages
@@ -172,8 +72,7 @@ def test_messages_are_the_same_however_the_body_is_cut(messages, cuts, encoding,
     reader, seen = MessageReader(LIMIT, encoding), []
     for chunk in chunks_of(body, cuts):
         reader.feed(chunk)
-        while reader.messages:
-            seen.append(reader.take())
+        seen += Reading(reader).messages
     assert seen == messages
     assert reader.error is None
     assert not reader.is_amid_message
@@ -186,21 +85,18 @@ def test_a_body_that_breaks_off_is_noticed(messages, missing, cuts):
     reader = MessageReader(LIMIT)
     for chunk in chunks_of(body[:-missing], cuts):
         reader.feed(chunk)
-    assert list(reader.messages) == messages[:-1]
+    assert [one for one, _ in reader.messages] == messages[:-1]
     assert reader.is_amid_message
     reader.feed(body[-missing:])
-    assert list(reader.messages) == messages
+    assert [one for one, _ in reader.messages] == messages
     assert not reader.is_amid_message
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300)), st.sampled_from([*PACKERS, b"zstd"]))
 def test_any_bytes_are_messages_or_one_error_however_they_are_cut(body, cuts, encoding):
-    whole, cut = read(body, 40, encoding), MessageReader(40, encoding)
-    for chunk in chunks_of(body, cuts):
-        cut.feed(chunk)
-    assert list(whole.messages) == list(cut.messages)
+    whole, cut = read(body, 40, encoding), read(body, 40, encoding, cuts)
+    assert whole.messages == cut.messages
     assert str(whole.error) == str(cut.error)
-    assert whole.is_amid_message == cut.is_amid_message
 
 
 @pytest.mark.parametrize("encoding", [b"identity", *PACKERS])
@@ -208,7 +104,7 @@ def test_a_message_may_have_exactly_the_limit(encoding):
     message = bytes(LIMIT)
     pack = PACKERS.get(encoding)
     body = framed(pack(message), flag=1) if pack else framed(message)
-    assert list(read(body, encoding=encoding).messages) == [message]
+    assert read(body, encoding=encoding).messages == [message]
 
 
 @pytest.mark.parametrize("encoding", [b"identity", *PACKERS])
@@ -234,11 +130,11 @@ def test_a_too_large_message_is_refused_before_its_body_comes_and_not_kept():
         assert tracemalloc.get_traced_memory()[0] < 2**16
     finally:
         tracemalloc.stop()
-    assert reader.take() == b"first"
+    assert reader.take() == (b"first", False)
 
 
 @pytest.mark.parametrize("encoding", list(PACKERS))
-def test_a_bomb_is_not_unpacked_beyond_the_limit(encoding):
+def test_a_bomb_is_not_decompressed_beyond_the_limit(encoding):
     packed = PACKERS[encoding](bytes(2**26))
     body = framed(packed, flag=1)
     tracemalloc.start()
@@ -248,7 +144,7 @@ def test_a_bomb_is_not_unpacked_beyond_the_limit(encoding):
     finally:
         tracemalloc.stop()
     assert isinstance(reader.error, MessageTooLarge)
-    assert "unpacked" in str(reader.error)
+    assert "decompressed" in str(reader.error)
     assert peak < 2**20
 
 
@@ -264,11 +160,23 @@ def test_malformed_or_incomplete_compressed_data_is_refused(encoding):
 
 
 def test_an_uncompressed_message_may_come_with_any_encoding():
-    assert list(read(framed(b"plain"), encoding=b"zstd").messages) == [b"plain"]
-    assert list(read(framed(b"plain"), encoding=b"gzip").messages) == [b"plain"]
+    assert read(framed(b"plain"), encoding=b"zstd").messages == [b"plain"]
+    assert read(framed(b"plain"), encoding=b"gzip").messages == [b"plain"]
 
 
-@pytest.mark.parametrize("encoding", [b"zstd", b"identity", b"", b"GZIP", b"\xff"])
+def test_a_compressed_message_without_an_encoding_is_no_message():
+    """Source: compression.md, the status for a compressed flag without an encoding."""
+    reader = read(framed(gzip.compress(b"a"), flag=1), encoding=b"identity")
+    assert isinstance(reader.error, InvalidMessage)
+    assert not reader.messages
+
+
+@pytest.mark.parametrize("flag", [2, 128, 255])
+def test_an_unknown_flag_is_no_message(flag):
+    assert isinstance(read(framed(b"a", flag=flag)).error, InvalidMessage)
+
+
+@pytest.mark.parametrize("encoding", [b"zstd", b"", b"GZIP", b"\xff"])
 def test_another_compression_is_unsupported(encoding):
     reader = read(framed(gzip.compress(b"a"), flag=1) + framed(b"b"), encoding=encoding)
     assert isinstance(reader.error, UnsupportedEncoding)
@@ -288,5 +196,21 @@ def test_messages_that_are_taken_are_not_bounded():
     reader = MessageReader(LIMIT)
     for _ in range(10_000):
         reader.feed(framed(b"") + framed(b"ab"))
-        assert (reader.take(), reader.take()) == (b"", b"ab")
+        assert (reader.take()[0], reader.take()[0]) == (b"", b"ab")
     assert reader.error is None
+
+
+@given(st.integers(0, 300_000), st.sampled_from([*PACKERS]), st.booleans(), st.booleans())
+def test_a_large_message_is_decompressed_in_parts(size, encoding, is_dense, has_rest):
+    message = random.Random(size).randbytes(size) if is_dense else bytes(size)
+    packed = PACKERS[encoding](message) + b"rest" * has_rest
+    parts = []
+    try:
+        parts += decompress(packed, encoding, size)
+    except InvalidMessage:
+        assert has_rest
+        return
+    assert not has_rest
+    assert b"".join(parts) == message
+    assert max(map(len, parts)) <= DECOMPRESSED_PART_BYTES
+    assert len(parts) <= 2 + size // DECOMPRESSED_PART_BYTES + len(packed) // 2**14

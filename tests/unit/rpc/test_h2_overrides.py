@@ -280,7 +280,7 @@ def test_our_goaway_names_the_last_stream_and_h2_goes_on(client, server):
     call = client.request()
     exchange(client, server)
     frame = GoAwayFrame(0)
-    frame.parse_body(memoryview(server.goaway()[9:]))
+    frame.parse_body(memoryview(server.goaway(call)[9:]))
     assert frame.last_stream_id == call
     assert frame.error_code == 0
     server.send_headers(call, ANSWER + END, end_stream=True)
@@ -331,6 +331,22 @@ def test_of_several_sizes_the_smallest_and_the_last_are_announced(client, server
         found.append(size)
         block = block[length:]
     assert found == announced
+
+
+# ---- faults of compression
+
+
+@pytest.mark.parametrize("block", [b"\x80", b"\xff\xff\xff", b"\x3f\xff\xff\xff"])
+def test_a_block_that_cannot_be_decompressed_has_its_own_error(client, server, block):
+    head = len(block).to_bytes(3, "big") + b"\x01\x04\0\0\0\x01"
+    theirs = plain()
+    exchange(Client(), theirs)
+    wanted = ((server, ErrorCodes.COMPRESSION_ERROR), (theirs, ErrorCodes.PROTOCOL_ERROR))
+    for one, code in wanted:
+        one.data_to_send()
+        with pytest.raises(ProtocolError):
+            one.receive_data(head + block)
+        assert one.data_to_send()[-4:] == code.to_bytes(4, "big")
 
 
 # ---- UnrulyClientH2

@@ -100,8 +100,8 @@ async def test_a_bug_is_logged_and_not_shown(caplog):
 @pytest.mark.parametrize(
     ("messages", "options", "code", "message"),
     [
-        ([], {}, StatusCode.INVALID_ARGUMENT, f"{NAME} takes a request, and none was sent"),
-        ([b"\xff"], {}, StatusCode.INVALID_ARGUMENT, "not a valid google.protobuf.StringValue"),
+        ([], {}, StatusCode.UNIMPLEMENTED, f"{NAME} takes one request, and none was sent"),
+        ([b"\xff"], {}, StatusCode.INTERNAL, "not a valid google.protobuf.StringValue"),
         ([b"a"], {"method": "demo.Greeter/No"}, StatusCode.UNIMPLEMENTED, "no method"),
         (
             [bytes(101)],

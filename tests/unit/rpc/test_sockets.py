@@ -1,15 +1,20 @@
-"""TLS handshakes that fail, over sockets."""
+"""TLS over sockets: handshakes, what is sent, and the end."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import socket
 import ssl
 
+import pytest
 import trio
+import trustme
 
+from grpc_service.rpc.connection import SEND_BYTES
 from grpc_service.rpc.server import RpcServer
-from grpc_service.rpc.sockets import TlsTransport
+from grpc_service.rpc.sockets import TlsTransport, address_of, listen_unix
 from tests.support.rpc_calls import MINUTE, wait
 
 
@@ -26,7 +31,7 @@ def shaking_hands(said=b""):
         theirs.send(said)
         transport = TlsTransport(ours, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         yield lambda: server._serve(transport, "unix:")
-    assert ours.fileno() == -1
+    assert transport._socket.fileno() == -1
 
 
 async def test_a_socket_is_closed_when_its_handshake_is_cut(autojump_clock):
@@ -45,3 +50,174 @@ async def test_a_handshake_that_takes_too_long_is_cut(autojump_clock):
 async def test_garbage_instead_of_a_handshake_is_closed(autojump_clock):
     with shaking_hands(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n") as serve:
         await serve()
+
+
+# ---- addresses
+
+
+async def test_a_client_of_a_unix_socket_counts_by_its_user(tmp_path):
+    path = str(tmp_path / "socket")
+    [listener] = listen_unix(path)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(path)
+        transport, peer = await listener.accept()
+        await transport.close()
+    listener.close()
+    assert peer == f"unix:uid={os.getuid()}"
+    assert address_of(peer) == peer
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("ipv4:10.0.0.7:5123", "ipv4:10.0.0.7"),
+        ("ipv6:[2001:db8::1]:5123", "ipv6:2001:db8::/64"),
+        ("ipv6:[2001:db8::2%eth0]:5124", "ipv6:2001:db8::/64"),
+        ("unix:", "unix:"),
+    ],
+)
+def test_whom_a_client_counts_as(peer, address):
+    assert address_of(peer) == address
+
+
+# ---- TLS
+
+
+class TlsClient:
+    """A client's end of a TLS connection over ``sock``, which blocks for a second at most."""
+
+    def __init__(self, sock, authority, protocols=("h2",)):
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+        if protocols:
+            context.set_alpn_protocols(protocols)
+        sock.settimeout(5)
+        self.sock = context.wrap_socket(
+            sock, server_hostname="localhost", do_handshake_on_connect=False
+        )
+
+    def read_all(self):
+        """Read until the server ends the connection in order; return the bytes."""
+        found = b""
+        while data := self.sock.recv(2**16):
+            found += data
+        return found
+
+
+@pytest.fixture(scope="module")
+def authority():
+    """Return a certificate authority."""
+    return trustme.CA()
+
+
+@pytest.fixture
+def tls_context(authority):
+    """Return a server's context with a certificate for localhost."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(context)
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+@contextlib.asynccontextmanager
+async def tls_pair(context, authority, **options):
+    """Yield both ends of a TLS connection, after the handshake."""
+    theirs, ours = socket.socketpair()
+    ours.setblocking(False)
+    client = TlsClient(theirs, authority, **options)
+    transport = TlsTransport(ours, context)
+    refusal = None
+    with client.sock:
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.to_thread.run_sync, client.sock.do_handshake)
+                try:
+                    await transport.open()
+                except OSError as error:
+                    refusal = error
+            if refusal is not None:
+                raise refusal
+            yield transport, client
+        finally:
+            await transport.close()
+
+
+async def test_a_small_write_over_tls_leaves_at_once(tls_context, authority):
+    async with tls_pair(tls_context, authority) as (transport, client):
+        assert transport.send_now(b"token") == 5
+        assert client.sock.recv(100) == b"token"
+
+
+@pytest.mark.parametrize("size", [100, SEND_BYTES, 50_000])
+async def test_what_tls_has_not_sent_is_sent_later_with_what_came_meanwhile(
+    tls_context, authority, size
+):
+    """OpenSSL encrypts a record before it knows whether the socket has room for it."""
+    async with tls_pair(tls_context, authority) as (transport, client):
+        numbers = itertools.count()
+        sent, rest = b"", b""
+        while not rest:
+            data = b"".join(b"%07d." % next(numbers) for _ in range(size // 8))
+            num_sent = transport.send_now(data)
+            sent, rest = sent + data, data[num_sent:]
+        assert transport.send_now(rest + b"more") == 0
+        found = []
+
+        def read():
+            data = b""
+            while not data.endswith(b"the end"):
+                data += client.sock.recv(2**16)
+            found.append(data)
+
+        rest += b"the end"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, read)
+            for begin in range(0, len(rest), SEND_BYTES):
+                await transport.send(memoryview(rest)[begin : begin + SEND_BYTES])
+        assert found == [sent + b"the end"]
+
+
+async def test_bytes_that_openssl_has_read_already_are_received(tls_context, authority):
+    async with tls_pair(tls_context, authority) as (transport, client):
+        data = bytes(range(256)) * 4096
+        found = b""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, client.sock.sendall, data)
+            while len(found) < len(data):
+                found += await transport.receive()
+        assert found == data
+
+
+async def test_a_tls_connection_ends_in_order(tls_context, authority):
+    async with tls_pair(tls_context, authority) as (transport, client):
+        transport.send_now(b"last")
+        transport.end()
+        assert await trio.to_thread.run_sync(client.read_all) == b"last"
+
+
+@pytest.mark.parametrize("protocols", [(), ("http/1.1",)])
+async def test_a_tls_client_without_http2_is_refused(tls_context, authority, protocols):
+    with pytest.raises(OSError, match="does not offer h2"):
+        async with tls_pair(tls_context, authority, protocols=protocols):
+            raise AssertionError("the connection was opened")
+
+
+@pytest.mark.parametrize("number", range(10))
+async def test_a_tls_client_that_breaks_the_protocol_reads_why(tls_context, authority, number):
+    """A socket that is closed with bytes unread would be reset, and the reason lost."""
+    server = RpcServer(wait)
+    theirs, ours = socket.socketpair()
+    ours.setblocking(False)
+    garbage = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\1\0\0\0\0\0\0x" + bytes(number * 1000)
+
+    def talk():
+        client = TlsClient(theirs, authority)
+        with client.sock:
+            client.sock.do_handshake()
+            client.sock.sendall(garbage)
+            return client.read_all()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server._serve, TlsTransport(ours, tls_context), "unix:")
+        found = await trio.to_thread.run_sync(talk)
+    assert b"\0\0\x08\x07" in found, "no GOAWAY came"

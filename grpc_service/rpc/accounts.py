@@ -1,0 +1,143 @@
+"""What a connection may cost the server without being useful.
+
+A point stands for about 10 µs of the loop's time. Each connection has two balances. Its *budget*
+bounds the total: useless frames and failed calls take points; useful ones, and time, give points
+back; a connection whose budget is empty is ended, as HAProxy, Envoy and nghttp2 end theirs. Its
+*owed time* bounds the rate: the connection is read from as `fairness.OverheadLimiter` has room.
+
+The costs are rounded, from a server's processor time for each, and checked by
+`python -m tools.bench abuse`.
+Source: CVE-2019-9511 to 9518, CVE-2023-44487, CVE-2024-27316, CVE-2025-8671.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from grpc_service.rpc.limits import Limits
+
+T = TypeVar("T")
+
+NO_OP_FRAME = 1.0  # a frame without any effect that h2 does not see
+WINDOW_UPDATE = 1.0
+PING = 4.0
+H2_FRAME = 4.0  # a frame without much effect that h2 sees
+FRAGMENT = 3.0  # received bytes that complete nothing: owed time only
+SETTING = 0.5  # for each entry of SETTINGS
+SETTINGS_MAX = 100  # entries of one SETTINGS frame; a client has seven. Guess.
+VISIT = 0.1  # for each stream that waits when the connection's window opens: owed time only
+SETTINGS_FRAME = 10.0
+SETTINGS_STREAM = 0.1  # for each open stream when SETTINGS arrives
+SMALL_DATA = 4.0  # a DATA frame of fewer than `SMALL_DATA_BYTES`
+RESET_CALL = 10.0
+LOST_CALL = 25.0  # ended by its client before the first answer: owed time only
+WAITING_CALL = 20.0  # that has no request yet: owed time only, given back when the request comes
+WINDOWLESS_CALL = 20.0  # begun while the client's window is closed: owed time only
+EVICTED_CALL = 500.0  # ended because the server kept too many bytes (`grpc_service.rpc.held_bytes`)
+BROKEN_CONNECTION = 300.0  # ended for an error, or with an empty budget: owed time only
+FAILED_CALL = 40.0  # refused, malformed, or ended with an error
+HEADER_BYTE = 0.01  # of a header list, beyond `HEADER_BYTES_FREE`
+HEADER_BYTES_FREE = 1024
+INFLATED_BYTE = 4e-4  # of a request that decompression made very much larger (`framing`)
+GOOD_CALL = 30.0  # given back for a call that ended with OK
+SENT_DATA = 6.0  # given back for each DATA frame sent: clients answer with two updates and a ping
+OPENING = 30.0  # owed for a new connection; with its first frames less than `OWED_MIN`
+SMALL_DATA_BYTES = 64
+USEFUL_DATA_BYTES = 1024  # of a part of a message that is sent
+POINT_S = 1e-5  # seconds of the loop that a point stands for
+OWED_MIN = 50.0  # fewer owed points are kept for the next payment
+# Upper bound of an address's debt, in seconds of the loop: at the default share, a wait of 2 s if
+# no other address waits. Guess.
+DEBT_MAX_S = 0.2
+ADDRESSES_MAX = 10_000  # addresses that are remembered; beyond it the oldest is forgotten. Guess.
+
+
+class Account:
+    """One connection's budget. ``clock`` returns seconds. ``share`` of a full budget is there at
+    the beginning."""
+
+    __slots__ = ("_clock", "_left", "_max", "_owed", "_per_s", "_refilled_at")
+
+    def __init__(self, limits: Limits, clock: Callable[[], float], share: float = 1.0) -> None:
+        self._max, self._per_s = limits.budget, limits.budget_per_s
+        self._clock = clock
+        self._left = share * self._max
+        self._owed = OPENING  # points that were taken and not waited for (`take_owed_s`)
+        self._refilled_at = clock()
+
+    def charge(self, points: float) -> None:
+        """Take points from the budget, and owe their time."""
+        self._left -= points
+        self._owed += points
+
+    def owe(self, points: float) -> None:
+        """Owe the time of ``points``, without taking them: honest clients do this, too."""
+        self._owed += points
+
+    def earn(self, points: float) -> None:
+        """Give points for something useful."""
+        self._left = min(self._max, self._left + points)
+        self._owed = max(-self._max, self._owed - points)
+
+    def take_owed_s(self) -> float:
+        """Return the owed time in seconds, and set it to 0; return 0 below `OWED_MIN` points."""
+        return self.take_debt_s() if self._owed >= OWED_MIN else 0.0
+
+    def take_debt_s(self) -> float:
+        """Return the owed time in seconds, however little, and set it to 0."""
+        owed, self._owed = max(0.0, self._owed), 0.0
+        return owed * POINT_S
+
+    def is_empty(self) -> bool:
+        """Return whether nothing is left, after what time has given back."""
+        if self._left >= 0:
+            return False
+        now = self._clock()
+        self._left = min(self._max, self._left + self._per_s * (now - self._refilled_at))
+        self._refilled_at = now
+        return self._left < 0
+
+
+class Addresses:
+    """What is remembered of clients' addresses, so that a client gains nothing by connecting anew.
+
+    An address whose client's budget was empty has `Limits.offender_share` of a budget for a while.
+    When a connection ends, the time that it owes becomes a debt of its address, which shrinks as
+    fast as `fairness.OverheadLimiter` would have let the connection pay. The address's next
+    connection waits for the rest.
+    """
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._offences: dict[str, float] = {}  # when each address is trusted again
+        self._debts: dict[str, tuple[float, float]] = {}  # seconds, and since when
+
+    def note_offence(self, address: str) -> None:
+        """Remember an address whose client cost too much."""
+        _remember(self._offences, address, self._clock() + self._limits.offender_time_s)
+
+    def budget_share(self, address: str) -> float:
+        """Return the part of a budget that a new connection begins with."""
+        is_offender = self._offences.get(address, 0.0) > self._clock()
+        return self._limits.offender_share if is_offender else 1.0
+
+    def add_debt_s(self, address: str, seconds: float) -> None:
+        """Add what a connection owes at its end."""
+        if debt_s := self.take_debt_s(address) + seconds:
+            _remember(self._debts, address, (min(debt_s, DEBT_MAX_S), self._clock()))
+
+    def take_debt_s(self, address: str) -> float:
+        """Return what an address owes, and set it to 0, as the caller pays."""
+        debt_s, since = self._debts.pop(address, (0.0, 0.0))
+        return max(0.0, debt_s - self._limits.overhead_share * (self._clock() - since))
+
+
+def _remember(memory: dict[str, T], address: str, value: T) -> None:
+    memory.pop(address, None)
+    memory[address] = value
+    if len(memory) > ADDRESSES_MAX:
+        del memory[next(iter(memory))]

@@ -1,0 +1,177 @@
+"""Bounds the bytes that the server keeps for its clients.
+
+Counted are incomplete requests, unread answers, and calls that wait for their request or for their
+client's window. One object counts them for all connections. Beyond `Limits.held_bytes`
+
+1. calls of connections without progress for `Limits.held_stall_s` are ended, those of the address
+   with most bytes first;
+2. incomplete requests get no larger window, but for the one that asked first, so that one can
+   always end. The others wait in their order.
+
+Beyond twice that, calls are ended even if they progress. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from grpc_service.rpc.limits import Limits
+
+
+LOOK_S = 0.05  # seconds before stalled calls are looked for again after none was found. Guess.
+PROGRESS_BYTES = 2**12  # less than that in `Limits.held_stall_s` is no progress. Guess.
+CALL_BYTES = 2**13  # what a call takes without its messages, about. Measured with 1,000 calls.
+
+
+class Holder:
+    """One connection. ``progressed_at`` is when it had last delivered `PROGRESS_BYTES` of requests,
+    or taken so many of answers or the end of one, in the clock's seconds."""
+
+    __slots__ = ("_num_moved", "address", "progressed_at")
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.progressed_at = -math.inf
+        self._num_moved = 0  # bytes since then
+
+    def note_progress(self, num_bytes: int, now: float, *, is_whole: bool) -> None:
+        """Note that bytes have moved; ``is_whole``: they ended an answer."""
+        self._num_moved += num_bytes
+        if is_whole or self._num_moved >= PROGRESS_BYTES:
+            self._num_moved, self.progressed_at = 0, now
+
+
+class Holding:
+    """The ``num_bytes`` that are kept for one call: for its request, or for its answer.
+
+    ``evict`` ends the call. ``grow`` enlarges the request's window; None for an answer.
+    ``changed_at`` is when ``num_bytes`` last changed, in the clock's seconds.
+    """
+
+    __slots__ = ("changed_at", "evict", "grow", "holder", "num_bytes")
+
+    def __init__(
+        self, holder: Holder, evict: Callable[[], None], grow: Callable[[], None] | None = None
+    ) -> None:
+        self.holder = holder
+        self.evict = evict
+        self.grow = grow
+        self.num_bytes = 0
+        self.changed_at = 0.0
+
+
+class HeldBytes:
+    """Counts the bytes of all holdings. ``clock`` returns seconds."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float],
+        on_full: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_full = on_full
+        self._max = limits.held_bytes
+        self._stall_s = limits.held_stall_s
+        self._clock = clock
+        self._holdings: dict[Holding, None] = {}  # those with bytes, the last changed one last
+        self._growing: dict[Holding, None] = {}  # requests that asked, the first one first
+        self._waiting: dict[Holding, None] = {}  # those of them that may not grow
+        self._by_address: Counter[str] = Counter()
+        self._looked_at = -math.inf  # for calls without progress, in vain
+        self.num_bytes = 0
+
+    def set_bytes(self, holding: Holding, num_bytes: int) -> None:
+        """Note how many bytes a holding has now. Calls may end, this one's too."""
+        change = num_bytes - holding.num_bytes
+        if not change:
+            return
+        now = self._clock()
+        if (change > 0) == (holding.grow is not None):  # a request grows, or an answer shrinks
+            holding.holder.note_progress(abs(change), now, is_whole=not num_bytes)
+        self._count(holding, num_bytes)
+        if num_bytes:
+            holding.changed_at = now
+            self._holdings[holding] = None
+        self.make_room()
+
+    def ask_to_grow(self, holding: Holding) -> None:
+        """Call `Holding.grow` when the request may have more bytes: now or later."""
+        self._growing[holding] = self._waiting[holding] = None
+        self._let_grow()
+
+    def _count(self, holding: Holding, num_bytes: int) -> None:
+        change = num_bytes - holding.num_bytes
+        self.num_bytes += change
+        address = holding.holder.address
+        self._by_address[address] += change
+        if not self._by_address[address]:
+            del self._by_address[address]
+        holding.num_bytes = num_bytes
+        self._holdings.pop(holding, None)
+        if not num_bytes:
+            self._growing.pop(holding, None)
+            self._waiting.pop(holding, None)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more is kept than `Limits.held_bytes`."""
+        return self.num_bytes > self._max
+
+    def make_room(self) -> None:
+        """End calls as far as that is needed now, and let requests grow."""
+        if self.is_full:
+            self._on_full()
+            self._end_some()
+        self._let_grow()
+
+    def _end_some(self) -> None:
+        now = self._clock()
+        if now >= self._looked_at + LOOK_S:
+            if stalled := self._stalled(now - self._stall_s):
+                self._evict(stalled, self._max)
+            else:
+                self._looked_at = now
+        if self.num_bytes > 2 * self._max:
+            self._evict(list(self._holdings), 2 * self._max)
+
+    def _stalled(self, limit: float) -> list[Holding]:
+        """Return the holdings without progress since ``limit``, the longest unchanged one first."""
+        unchanged = itertools.takewhile(lambda one: one.changed_at <= limit, self._holdings)
+        return [
+            one
+            for one in unchanged
+            if one.holder.progressed_at <= limit and one not in self._waiting
+        ]
+
+    def _evict(self, holdings: list[Holding], max_bytes: int) -> None:
+        """End calls until no more than ``max_bytes`` are kept: those of the address with most bytes
+        first, and of those the largest."""
+        by_address: dict[str, deque[Holding]] = {}
+        for one in sorted(holdings, key=lambda one: -one.num_bytes):
+            by_address.setdefault(one.holder.address, deque()).append(one)
+        while by_address and self.num_bytes > max_bytes:
+            address = max(by_address, key=self._by_address.__getitem__)
+            one = by_address[address].popleft()
+            if not by_address[address]:
+                del by_address[address]
+            if one.num_bytes:  # `evict` may have ended others
+                self._count(one, 0)
+                one.evict()
+
+    def _let_grow(self) -> None:
+        while self._waiting:
+            if self.num_bytes > self._max:
+                holding = next(iter(self._growing))
+                if holding not in self._waiting:
+                    return  # it goes on already
+            else:
+                holding = next(iter(self._waiting))
+            del self._waiting[holding]
+            assert holding.grow is not None
+            holding.grow()

@@ -1,0 +1,112 @@
+"""The body of one request: its messages, what they take of the server's memory, and what they cost.
+
+A large compressed message is decompressed in parts by its connection, which reads nothing more
+meanwhile (`Connection.to_decompress`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpc_service.rpc import accounts
+from grpc_service.rpc.errors import TooManyHeld
+from grpc_service.rpc.framing import MessageReader
+from grpc_service.rpc.held_bytes import CALL_BYTES, Holding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from grpc_service.rpc.connection import Connection
+    from grpc_service.rpc.streams import Stream
+
+
+class RequestBody:
+    """The body of the request on ``stream``. ``on_change`` is called when the call's task has
+    something to do: a message is whole, or the body has an error."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        connection: Connection,
+        encoding: bytes,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._stream = stream
+        self._account = connection.account
+        self._to_decompress = connection.to_decompress
+        self._on_change = on_change
+        self._held = connection.held
+        self._touch = connection.touch
+        self._holding = Holding(connection.holder, self._evict, self._grow)
+        self._has_taken = False  # a message
+        self._is_waiting = False  # for the first message
+        self._is_released = False
+        self.reader = MessageReader(connection.limits.max_message_bytes, encoding)
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes."""
+        if self._is_released:
+            return
+        was_decompressing = self.reader.is_decompressing
+        self.reader.feed(data)
+        self._note_change()
+        if self.reader.is_decompressing and not was_decompressing:
+            self._to_decompress.append(self)
+
+    def decompress_part(self) -> bool:
+        """Decompress the next part of a large message; return whether there is more to do."""
+        if self._is_released or self._stream.is_over:
+            return False
+        self.reader.decompress_part()
+        self._note_change()
+        return self.reader.is_decompressing
+
+    def take(self) -> tuple[bytes, bool]:
+        """Remove and return the first message, and whether it came compressed."""
+        taken = self.reader.take()
+        self._has_taken = True
+        self._count()
+        return taken
+
+    def note_waiting(self) -> None:
+        """Count the call itself while it waits for its first message."""
+        if not (self._has_taken or self._is_waiting):
+            self._is_waiting = True
+            self._account.owe(accounts.WAITING_CALL)
+            self._count()
+
+    def release(self) -> None:
+        """Forget the request, as its call has ended."""
+        self._is_released = True
+        self._held.set_bytes(self._holding, 0)
+
+    def _note_change(self) -> None:
+        reader = self.reader
+        if reader.inflated_bytes:
+            self._account.charge(accounts.INFLATED_BYTE * reader.inflated_bytes)
+            reader.inflated_bytes = 0
+        if self._is_waiting and reader.messages:
+            self._is_waiting = False
+            self._account.owe(-accounts.WAITING_CALL)
+        self._count()
+        if reader.is_amid_message:
+            self._held.ask_to_grow(self._holding)
+        else:
+            self._stream.release()
+        if reader.messages or reader.error is not None:
+            self._on_change()
+
+    def _count(self) -> None:
+        num_bytes = self.reader.num_bytes
+        if self._is_waiting:
+            num_bytes = max(num_bytes, CALL_BYTES)
+        self._held.set_bytes(self._holding, num_bytes)
+
+    def _grow(self) -> None:
+        self._stream.release()
+        self._touch()
+
+    def _evict(self) -> None:
+        self._account.charge(accounts.EVICTED_CALL)
+        self.reader.fail(TooManyHeld("the server keeps too many requests that are not complete"))
+        self._on_change()
