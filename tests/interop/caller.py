@@ -1,11 +1,11 @@
 """Run a client written in another language, and return what it received.
 
 A client is a program, `tests/interop/clients/client.*`. Its argument is the server's address. Its
-standard input is a JSON list of calls, ``{method, request, deadline_s, cancel_after}``, which it
-makes one after the other on one channel. Requests and messages are in proto's JSON with the fields'
-own names; ``cancel_after`` is a number of messages. Its standard output has, for each call,
-``{messages, code, text, details}``: of an error, its code's number, its text, and its google.rpc
-details by name.
+standard input is a JSON list of calls, ``{method, request, deadline_s, metadata, cancel_after}``,
+which it makes one after the other on one channel. Requests and messages are in proto's JSON with
+the fields' own names; ``cancel_after`` is a number of messages. Its standard output has, for each
+call, ``{messages, code, text, details}``: of an error, its code's number, its text, and its
+google.rpc details by name.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ class Told:
     def story(self) -> str:
         """Return the text of Generate's Deltas."""
         return "".join(m["delta"].get("text", "") for m in self.messages if "delta" in m)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many token ids Generate's Deltas have."""
+        return sum(len(m["delta"].get("token_ids", ())) for m in self.messages if "delta" in m)
 
     def by_index(self) -> list[dict[str, Any]]:
         """Return Embed's or Rerank's messages in the order of their inputs."""

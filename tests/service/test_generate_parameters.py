@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
+from collections import Counter
 
 import pytest
 
@@ -30,7 +31,7 @@ from tests.support.wire import LENGTH, broken_fields, generate, wait_idle  # noq
 pytestmark = pytest.mark.model
 
 MARGIN = 1e-4  # D10
-SKIPPED_SHARE_MAX = 0.01
+SKIPPED_SHARE_MAX = 0.001  # D10
 TOLERANCE = 1e-3
 MAX_MODEL_LEN = 96
 VOCAB = 512
@@ -221,10 +222,8 @@ def test_a_value_with_a_meaning_has_an_effect(channel, name, value):
     assert said(channel, base | {name: value}) != said(channel, base)
 
 
-class Skipped:
-    """The numbers of positions compared and skipped, of all rows."""
-
-    compared = skipped = 0
+ROWS = [*ALONE, *COMBINED]
+COUNTS = {}  # by a row's identity: how many of its positions were compared, and how many skipped
 
 
 def request_of(row):
@@ -282,8 +281,14 @@ def asked_of(row, oracle, choice):
     )
 
 
-@pytest.mark.parametrize("row", [*ALONE, *COMBINED], ids=name_of)
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
 def test_a_request_answers_what_the_oracle_says(channel, oracle, row):
+    check_row(channel, oracle, row)
+
+
+def check_row(channel, oracle, row):
+    """Check the answer to a row's request, and count its positions in `COUNTS`."""
+    counts = COUNTS[id(row)] = Counter()
     sees_tokens = row["token_ids"] is True
     heard = generate(channel, **request_of(row))
     if not sees_tokens:  # the same request, with its token ids
@@ -295,7 +300,7 @@ def test_a_request_answers_what_the_oracle_says(channel, oracle, row):
         asked = asked_of(row, oracle, choice)
         tokens = shown.ids(choice)
         verdicts = oracle.verdicts(asked, tokens)
-        check_tokens(tokens, verdicts)
+        check_tokens(tokens, verdicts, counts)
         if shown.error is not None:
             continue
         end = check_end(shown, choice, oracle, asked, tokens)
@@ -314,15 +319,16 @@ def is_fixed(row):
     return row["token_ids"] is True or row["seed"] is not None or row["temperature"] == 0.0
 
 
-def check_tokens(tokens, verdicts):
-    """Check that each token is the oracle's, or one of a near-tie."""
+def check_tokens(tokens, verdicts, counts):
+    """Check that each token is the oracle's, or one of a near-tie. Without a seed any token may
+    come whose score is finite, so nothing is compared."""
     for position, (token, verdict) in enumerate(zip(tokens, verdicts, strict=False)):
         assert verdict.scores[token] > -math.inf, f"position {position} cannot be {token}"
-        if verdict.margin < MARGIN:
-            Skipped.skipped += 1
+        if verdict.token is None:
             continue
-        Skipped.compared += 1
-        assert verdict.token in (None, token), f"position {position}"
+        is_near_tie = verdict.margin < MARGIN
+        counts["skipped" if is_near_tie else "compared"] += 1
+        assert is_near_tie or token == verdict.token, f"position {position}"
     assert len(verdicts) >= len(tokens)
 
 
@@ -390,10 +396,17 @@ def test_seeded_output_is_the_same_after_a_restart(channel, directory):
     assert len(SEEDED) >= 10
 
 
-def test_nearly_every_position_was_compared(capsys):
-    """This test comes last and counts the positions of all rows above."""
-    share = Skipped.skipped / max(1, Skipped.compared + Skipped.skipped)
+def test_nearly_every_position_was_compared(channel, oracle, capsys):
+    """D10: the share of positions skipped stays below 0.1 %, over all rows, which have run before.
+
+    Red with a `MARGIN` of 1e-2, at which 0.6 % of the positions are skipped.
+    """
+    for row in ROWS:
+        if id(row) not in COUNTS:  # this test runs without the others
+            check_row(channel, oracle, row)
+    total = sum(COUNTS.values(), Counter())
+    share = total["skipped"] / total.total()
     with capsys.disabled():
         rows = f"{len(ALONE)} rows alone, {len(COMBINED)} combined"
-        print(f"\n{rows}: {Skipped.compared} positions compared, {share:.3%} skipped", end="")
+        print(f"\n{rows}: {total['compared']} positions compared, {share:.3%} skipped", end="")
     assert share < SKIPPED_SHARE_MAX

@@ -5,10 +5,11 @@ The fake workers import no torch; the right answer to a request follows from its
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 import signal
-import threading
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.support.core_driver import expected_tokens
 from tests.support.process_fakes import process_runner
 
 STEP_S = 0.02
+IDLE_IN_TRIO = ("_thread_cache", "_work")  # the file and function in which a cached thread waits
 BACK_LIMIT_S = 10.0  # a restart's backoff of a second or two, and the start of a process
 
 
@@ -115,8 +117,13 @@ def is_whole(engine, replicas):
 
 
 def resources():
-    """Return what an engine could keep of lost workers: descriptors, threads, processes."""
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children())
+    """Return what an engine could keep of lost workers: descriptors, threads, processes.
+
+    Trio keeps threads without a job for ten seconds; these do not count.
+    """
+    codes = [frame.f_code for frame in sys._current_frames().values()]
+    idle = [code for code in codes if (Path(code.co_filename).stem, code.co_name) == IDLE_IN_TRIO]
+    return len(os.listdir("/proc/self/fd")), len(codes) - len(idle), len(children())
 
 
 def children():
@@ -196,6 +203,8 @@ async def test_a_worker_whose_step_hangs_is_killed_and_comes_back():
 
 @pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.full)])
 async def test_kills_at_any_instant_leave_nothing_behind(num_kills):
+    """Red if each lost worker leaves a thread that never ends, or an open descriptor
+    (`ProcessRunner.close`)."""
     fleet = Fleet(2, step_s=0.002, max_worker_deaths=1000)
     rng = random.Random(7)
     ends = Counter()
@@ -226,9 +235,7 @@ async def test_kills_at_any_instant_leave_nothing_behind(num_kills):
         assert engine.statistics().totals.memory_reserved == sum(
             model.memory_bytes for model in engine.list_models()
         )
-    await wait_for(lambda: resources()[2] == baseline[2])
-    assert resources()[0] <= baseline[0] + 2
-    assert resources()[1] <= baseline[1] + 20  # Trio keeps its threads for a while
+    await wait_for(lambda: all(map(operator.le, resources(), baseline)))
 
 
 async def clients_beside_kills(*, clients, seconds, every_s):

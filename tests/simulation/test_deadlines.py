@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import base64
+from contextlib import asynccontextmanager
+
 import pytest
 import trio
+from google.rpc import error_details_pb2
+from google.rpc.status_pb2 import Status
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import DeadlineExceeded
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
+from grpc_service.access.interceptor import Interceptor
+from grpc_service.access.unread_calls import UnreadCalls
+from grpc_service.client import messages as pb
+from grpc_service.rpc.status import StatusCode
+from grpc_service.rpc.testing import open_server
+from grpc_service.services.backend import Backend
+from grpc_service.services.error_status import status_of
+from grpc_service.services.methods import methods
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.1
+GENERATE = "triolet.v1.Inference/Generate"
 
 
 def ends_of(arrivals, *, timeout_s, seed):
@@ -115,3 +129,95 @@ def test_the_time_a_request_spent_on_its_way_counts(seed):
     assert all(isinstance(error, DeadlineExceeded) for error, _, _ in ends)
     [(_, took, _)] = ends_of([0.0], timeout_s=0.1, seed=seed)
     assert took == 0.09
+
+
+# ---- clients that count the time themselves, over HTTP/2 in memory ---------------------------
+
+
+@asynccontextmanager
+async def serving(step_s=STEP_S):
+    """Yield an engine, and a client that is connected to its services in memory."""
+    threads = VirtualThreads()
+
+    def make_runner(model, config):
+        return FakeRunner(script=FakeScript(step_s=step_s, sleep=threads.note_sleep))
+
+    config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
+    async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
+        await engine.wait_ready()
+        served = methods(Backend(engine, UnreadCalls(trio.current_time)))
+        async with open_server(Interceptor(served, None, status_of).serve) as server:
+            yield engine, await server.connect()
+
+
+def asked(timeout_s):
+    """Return the message and the headers of a request that runs into its timeout."""
+    request = pb.GenerateRequest(token_ids={"ids": [1]}, sampling={"max_tokens": 200})
+    return request.SerializeToString(), {"grpc-timeout": f"{round(timeout_s * 1000)}m"}
+
+
+def error_info_of(answer):
+    """Return the ErrorInfo of an answer's status."""
+    packed = answer.headers["grpc-status-details-bin"]
+    status = Status.FromString(base64.b64decode(packed + "=" * (-len(packed) % 4)))
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    return info
+
+
+def test_every_client_gets_the_details_before_its_own_timer_ends_the_call():
+    """A message may be on its way for nearly 10 ms, and thirty deadlines are 20 ms apart.
+
+    Red with a margin of 10 ms (`DEADLINE_MARGIN_S`): the status would come after the timer.
+    """
+    way_s, late = 0.0099, []
+
+    async def ask(client, timeout_s):
+        arrived_at = trio.current_time()
+        message, headers = asked(timeout_s)
+        answer = await client.request(GENERATE, message, headers=headers)
+        took = way_s + (trio.current_time() - arrived_at) + way_s
+        info = error_info_of(answer)
+        assert (answer.code, info.reason) == (StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+        assert info.metadata["phase"] == "decode"
+        assert int(info.metadata["tokens_done"]) == len(answer.messages) - 1  # without Started
+        late.append(took >= timeout_s)
+
+    async def main():
+        async with serving() as (_, client), trio.open_nursery() as nursery:
+            for number in range(30):
+                nursery.start_soon(ask, client, 0.4 + 0.02 * number)
+
+    run_deterministically(main, 0)
+    assert late == [False] * 30
+
+
+def test_a_clients_reset_close_to_its_deadline_counts_as_a_deadline():
+    """The client's timer and the server's are milliseconds apart at these timeouts: the reset comes
+    19 ms before the server knows the deadline to pass. One that comes 2 ms earlier is a cancel.
+
+    Red if the time of the reset gets lost on its way to the request (`CallWriter._cancel`).
+    """
+    counted = []
+
+    async def reset(engine, client, timeout_s, left_s):
+        message, headers = asked(timeout_s)
+        call = client.call(message, path=f"/{GENERATE}", headers=headers)
+        await trio.sleep(timeout_s - left_s)
+        await client.settle()
+        assert call not in client.ends
+        client.reset(call)
+        await client.settle()
+        ends = engine.statistics().totals.requests_total
+        counted.append((ends.deadline, ends.cancelled))
+
+    async def main():
+        # A longer step, once measured, has the engine refuse such short deadlines at once.
+        async with serving(step_s=0.001) as (engine, client):
+            for timeout_ms in range(22, 100, 2):
+                await reset(engine, client, timeout_ms / 1000, 0.019)
+                await reset(engine, client, timeout_ms / 1000, 0.021)
+
+    run_deterministically(main, 0)
+    assert counted == [(1 + i // 2, (i + 1) // 2) for i in range(len(counted))]
+    assert len(counted) == 78

@@ -8,7 +8,7 @@ import grpc
 
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
-from tests.support.wire import CALL_LIMIT_S, stats, wait_until
+from tests.support.wire import CALL_LIMIT_S, stats, timeout_metadata, wait_until
 
 ENCODERS = (
     {"name": "fake"},
@@ -35,12 +35,15 @@ def rerank_request(query, documents, **fields):
 
 
 class Encode:
-    """An Embed or Rerank call that the test reads at its pace. Leaving its context cancels it."""
+    """An Embed or Rerank call that the test reads at its pace. Leaving its context cancels it.
 
-    def __init__(self, channel, request, *, timeout=None):
+    ``server_timeout`` is a timeout for the server alone (`tests.support.wire.timeout_metadata`).
+    """
+
+    def __init__(self, channel, request, *, timeout=None, server_timeout=None):
         stub = stubs.InferenceStub(channel)
-        is_embed = isinstance(request, pb.EmbedRequest)
-        self.call = (stub.Embed if is_embed else stub.Rerank)(request, timeout=timeout)
+        method = stub.Embed if isinstance(request, pb.EmbedRequest) else stub.Rerank
+        self.call = method(request, timeout=timeout, metadata=timeout_metadata(server_timeout))
         self.messages = []
         self.error = None
         self._limit = threading.Timer(CALL_LIMIT_S, self.call.cancel)

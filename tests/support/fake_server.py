@@ -1,14 +1,15 @@
 """Run a Triolet server of fake models: ``python -m tests.support.fake_server JSON``.
 
 The server prints one line of JSON with its port once it is bound. Every line on standard input is a
-command: the name of a method of `Faults`, or "tasks", or an empty line. Each gets a line of JSON as
-its answer: the number of tasks and threads for "tasks" (which wakes the server's loop), else how
-often tasks and threads ran. The server is killed when standard input ends, as it does when the test
-ends. For the fields of JSON see `start`.
+command: the name of a method of `Faults`, a question of `Counter`, or an empty line. Each gets a
+line of JSON as its answer; that to a method or an empty line is how often tasks and threads ran. A
+question wakes the server's loop. The server is killed when standard input ends, as it does when the
+test ends. For the fields of JSON see `start`.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -89,7 +90,16 @@ class EncodePoison(Poison):
 
 
 class FaultyRunner(FakeRunner):
-    """A fake runner whose steps can return another step's result."""
+    """A fake runner whose steps can return another step's result. It calls ``on_load`` first when
+    it is loaded."""
+
+    def __init__(self, on_load, **fields):
+        super().__init__(**fields)
+        self._on_load = on_load
+
+    def load(self, progress):
+        self._on_load()
+        return super().load(progress)
 
     def execute(self, plan):
         result = super().execute(plan)
@@ -159,12 +169,23 @@ CALL = f"{Connection.__module__}.{Connection._serve.__qualname__}"  # the name o
 
 
 class Counter(trio.abc.Instrument):
-    """Count how often Trio runs a task, and answer ``questions`` on Trio's thread."""
+    """Count how often Trio runs a task, and answer ``questions`` on Trio's thread.
+
+    "tasks" is the number of Trio's tasks and of threads, "calls" that of the gRPC calls that run.
+    "deadlines" is how many requests were ended by their deadline, by phase. "loads" is how many
+    loads of each model have begun, "peak" the most memory that was ever reserved at once.
+    """
 
     def __init__(self, faults):
-        self.questions = {"tasks": living, "calls": count_calls}
+        self.questions = {"tasks": living, "calls": count_calls, "loads": lambda: self.loads}
         self.faults = faults
         self.task_steps = 0
+        self.loads = collections.Counter()
+
+    def watch(self, engine):
+        """Answer questions about the engine from now on."""
+        self.questions["deadlines"] = lambda: engine.telemetry().deadlines_missed
+        self.questions["peak"] = lambda: engine._pool.memory.peak()
 
     def before_task_step(self, task):
         self.task_steps += 1
@@ -278,6 +299,7 @@ def start(
                 memory_bytes=needs[model.name] or 1000,
             )
         return FaultyRunner(
+            lambda: counter.loads.update([model.name]),
             script=make_script(**own),
             memory_bytes=needs[model.name],
             **{"block_size": config.block_size} | (runner or {}),
@@ -305,6 +327,7 @@ def start(
 
         async with trio.open_nursery() as nursery:
             bound = await nursery.start(run)
+            counter.watch(bound.engine)
             print(json.dumps({"port": bound.port}), flush=True)
         return codes[0]
 

@@ -150,17 +150,28 @@ class Heard:
         return one
 
 
+def timeout_metadata(timeout_s):
+    """Return the metadata that tells the server a timeout of which the client itself has no timer.
+
+    Only the server can end such a call at its deadline, however busy the machine is.
+    """
+    return [] if timeout_s is None else [("grpc-timeout", f"{round(timeout_s * 1000)}m")]
+
+
 class Generation:
     """A Generate call under way, read at the test's pace. Leaving its context cancels the call.
 
-    Token ids are requested unless ``output`` is given.
+    Token ids are requested unless ``output`` is given. ``server_timeout`` is a timeout for the
+    server alone (`timeout_metadata`).
     """
 
-    def __init__(self, channel, *, timeout=None, **fields):
+    def __init__(self, channel, *, timeout=None, server_timeout=None, **fields):
         fields.setdefault("output", {"token_ids": True})
         self.heard = Heard()
         stub = stubs.InferenceStub(channel)
-        self.call = stub.Generate(generate_request(**fields), timeout=timeout)
+        self.call = stub.Generate(
+            generate_request(**fields), timeout=timeout, metadata=timeout_metadata(server_timeout)
+        )
         self._limit = threading.Timer(CALL_LIMIT_S, self.call.cancel)
         self._limit.daemon = True
         self._limit.start()

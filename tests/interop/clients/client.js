@@ -32,9 +32,11 @@ function details(error) {
   );
 }
 
-function make(client, { method, request, deadline_s, cancel_after }) {
+function make(client, { method, request, deadline_s, metadata = {}, cancel_after }) {
   const options = deadline_s ? { deadline: Date.now() + deadline_s * 1000 } : {};
-  const call = client[method](request, options);
+  const sent = new grpc.Metadata();
+  for (const [name, value] of Object.entries(metadata)) sent.set(name, value);
+  const call = client[method](request, sent, options);
   const messages = [];
   return new Promise((resolve) => {
     call.on("data", (message) => {

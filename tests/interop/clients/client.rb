@@ -22,7 +22,11 @@ def make(stub, call)
   request = V1.const_get("#{call["method"]}Request").decode_json(call["request"].to_json)
   deadline = call["deadline_s"] && (Time.now + call["deadline_s"])
   operation = stub.public_send(
-    call["method"].downcase, request, deadline: deadline, return_op: true
+    call["method"].downcase,
+    request,
+    deadline: deadline,
+    metadata: call["metadata"] || {},
+    return_op: true
   )
   messages = []
   operation.execute.each do |message|
