@@ -407,8 +407,8 @@ class Connection:
             if call.scope.cancelled_caught or call.is_late:
                 await call.end(StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
         finally:
-            call.release()
             self._settle(call)
+            call.release()
             self._num_calls -= 1
             self._has_room.set()
             self._note_change()

@@ -76,8 +76,10 @@ class RequestBody:
             self._count()
 
     def release(self) -> None:
-        """Forget the request, as its call has ended."""
+        """Forget the request, as its call has ended. Its messages are dropped now: the objects
+        refer to each other, and Python looks for such garbage seldom."""
         self._is_released = True
+        self.reader.fail(TooManyHeld("the call has ended"))
         self._held.set_bytes(self._holding, 0)
 
     def _note_change(self) -> None:

@@ -333,8 +333,19 @@ class TlsTransport(PlainTransport):
                 await trio.lowlevel.wait_readable(self._tls)
             except ssl.SSLWantWriteError:
                 await self.wait_writable()
+            except ssl.SSLError:
+                self._drop_received()
+                raise
         if self._tls.selected_alpn_protocol() != "h2":
             raise OSError("the client does not offer h2 in TLS's application protocols")
+
+    def _drop_received(self) -> None:
+        """Read what has come: a socket that is closed with bytes unread is reset, and its client
+        may lose the alert that says why."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._tls, socket.SHUT_WR)
+            while socket.socket.recv(self._tls, RECEIVE_BYTES):
+                pass
 
     async def receive(self) -> bytes:
         """Wait for bytes; b"" when the client has closed.

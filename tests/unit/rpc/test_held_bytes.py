@@ -18,7 +18,7 @@ from grpc_service.rpc.held_bytes import CALL_BYTES, HeldBytes, Holder, Holding
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.status import StatusCode
 from grpc_service.rpc.testing import framed
-from tests.support.rpc_calls import echo, serving
+from tests.support.rpc_calls import echo, serving, wait
 
 LIMITS = Limits(held_bytes=100, held_stall_s=1.0)
 REQUEST_BYTES = 200_000
@@ -417,3 +417,17 @@ async def test_a_waiting_compressed_message_is_counted(autojump_clock):
             await client.settle()
         assert shared.held.num_bytes >= 200_000
         shared.decompressing.release()
+
+
+async def test_a_requests_bytes_are_dropped_when_its_call_ends(autojump_clock):
+    """The call's objects refer to each other, and a server runs the garbage collector seldom."""
+    async with serving(wait) as running:
+        client = await running.connect()
+        for _ in range(5):
+            call = client.call(is_last=False)
+            client.send(call, framed(bytes(10_000)) + framed(bytes(60_000))[:5000])
+            await client.settle()
+            client.reset(call)
+            await client.settle()
+        assert [call._body.reader.num_bytes for call in running.calls] == [0] * 5
+        running.check_idle()
