@@ -3,9 +3,9 @@
 Rule 1: a request that succeeded is answered in full, however late its client reads, while its
 connection has no more than `UNREAD_CALLS_PER_CONNECTION_MAX` unread calls (D1, R71); a call that
 failed ends soon (`grpc_service.services.call_writer`). An unread call holds nothing of the
-engine's. Rule 2: beyond that, or beyond `UNREAD_CALLS_MAX` in all, the oldest unread call of the
-connection with most is reset. No other client is affected. Rule 3: everything here takes constant
-time on average, while `UNREAD_CALLS_MAX` is not reached.
+engine's. Rule 2: beyond that, unless the client reads slowly, or beyond `UNREAD_CALLS_MAX` in all,
+the oldest unread call of the connection with most is reset. No other client is affected. Rule 3:
+everything here takes constant time on average, while `UNREAD_CALLS_MAX` is not reached.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ UNREAD_CALLS_PER_CONNECTION_MAX = 64
 
 class EndedCall(Protocol):
     """A call whose request has succeeded."""
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether the client takes what waits on the call's connection."""
+        ...
 
     def evict(self) -> None:
         """Reset the call."""
@@ -70,7 +75,7 @@ class UnreadCalls:
             self._connections[call] = connection
             calls = self._unread.setdefault(connection, {})
             calls[call] = None
-            if len(calls) > UNREAD_CALLS_PER_CONNECTION_MAX:
+            while len(calls) > UNREAD_CALLS_PER_CONNECTION_MAX and not call.is_being_read:
                 self._evict_oldest(connection)
         while len(self._connections) > UNREAD_CALLS_MAX:
             self._evict_oldest(max(self._unread, key=lambda one: len(self._unread[one])))

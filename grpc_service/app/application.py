@@ -44,7 +44,7 @@ from grpc_service.app.startup import awaited, reasons_held_back, show_loading, s
 from grpc_service.app.statistics import log_statistics
 from grpc_service.app.tls import server_context
 from grpc_service.app.tracing import open_tracing
-from grpc_service.rpc.flusher import Flusher
+from grpc_service.rpc.connection import Flusher
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.backend import Backend

@@ -131,12 +131,18 @@ class Call:
     @property
     def is_faulty(self) -> bool:
         """Whether the request is malformed, or too large."""
-        return self.fault is not None or self._body.reader.error is not None
+        return self.fault is not None or self._body.is_faulty
 
     @property
     def is_over(self) -> bool:
         """Whether nothing can be sent any more."""
         return self._stream.is_over
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether the client takes what waits for it on this connection, if only slowly."""
+        progressed_at = self.connection.holder.progressed_at
+        return trio.current_time() - progressed_at < self.limits.held_stall_s
 
     # ---- the request
 
@@ -164,6 +170,10 @@ class Call:
             await self._wait_for_change()
         message, self.is_compressed = self._body.take()
         return message
+
+    def close_request(self) -> None:
+        """Take no more messages: what the client still sends is dropped."""
+        self._body.close()
 
     # ---- the answer
 
@@ -339,7 +349,7 @@ class Call:
 
     def release(self) -> None:
         """Let the server count nothing for this call any more."""
-        self._body.release()
+        self._body.close()
         self._held.set_bytes(self._answer, 0)
 
     # ---- what the client does (`grpc_service.rpc.streams.StreamListener`)
@@ -350,6 +360,7 @@ class Call:
 
     def on_end(self) -> None:
         """Wake the task, because the request is complete."""
+        self._body.note_request()
         self._wake()
 
     def on_reset(self) -> None:

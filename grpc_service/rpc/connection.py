@@ -26,37 +26,33 @@ import trio
 from grpc_service.rpc import accounts
 from grpc_service.rpc.accounts import Account
 from grpc_service.rpc.call import Call
-from grpc_service.rpc.errors import RpcError
-from grpc_service.rpc.held_bytes import Holder
+from grpc_service.rpc.call_tasks import CallTasks
+from grpc_service.rpc.held_bytes import Holder, Holding
 from grpc_service.rpc.http2 import Http2Connection, ProtocolError, TooCostlyError
 from grpc_service.rpc.sockets import address_of
-from grpc_service.rpc.status import StatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from grpc_service.rpc.accounts import Addresses
-    from grpc_service.rpc.fairness import FairShareLimiter, OverheadLimiter, StartLimiter
-    from grpc_service.rpc.flusher import Flusher
+    from grpc_service.rpc.call_tasks import ServeCall
+    from grpc_service.rpc.fairness import (
+        FairLock,
+        FairShareLimiter,
+        OverheadLimiter,
+        StartLimiter,
+    )
     from grpc_service.rpc.held_bytes import HeldBytes
     from grpc_service.rpc.limits import Limits
     from grpc_service.rpc.request_body import RequestBody
     from grpc_service.rpc.sockets import Transport
     from grpc_service.rpc.streams import Stream
 
-    ServeCall = Callable[[Call], Awaitable[None]]
-
 log = logging.getLogger(__name__)
 
 # Bytes sent in one piece while a client is slow: one TLS record. A client that accepts anything at
 # all accepts so many within `Limits.keepalive_timeout_s`.
 SEND_BYTES = 2**14
-# Statuses that blame the request, and those of calls that their clients did not wait for.
-CLIENTS_FAULTS = {
-    *(StatusCode.INVALID_ARGUMENT, StatusCode.NOT_FOUND, StatusCode.PERMISSION_DENIED),
-    *(StatusCode.OUT_OF_RANGE, StatusCode.UNIMPLEMENTED, StatusCode.UNAUTHENTICATED),
-}
-UNFINISHED = {None, StatusCode.CANCELLED, StatusCode.DEADLINE_EXCEEDED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class Shared:
     share: FairShareLimiter
     overhead: OverheadLimiter
     held: HeldBytes
-    decompressing: trio.Lock
+    decompressing: FairLock
     serve_call: ServeCall
     on_progress: Callable[[], None]
     addresses: Addresses
@@ -99,10 +95,8 @@ class Connection:
         self._has_written = trio.Event()  # it is not set any more
         self._heard_at = trio.current_time()  # when the client last showed that it is alive
         self._part_bytes = shared.limits.part_bytes_max  # the size of the next part to be handled
-        self._calls: trio.Nursery
-        self._num_calls = 0  # tasks of calls that have not ended
-        self._num_useless = 0  # those that wait to be refused
-        self._has_room = trio.Event()  # a call has ended or started
+        self._nursery: trio.Nursery
+        self._calls: CallTasks
         self._is_asked_to_leave = trio.Event()
         self._is_over = False  # what the client still sends is dropped
         self._frame_left_s = math.inf  # for the rest of what is incomplete
@@ -114,6 +108,7 @@ class Connection:
         self.address = address_of(peer)
         self.held = shared.held
         self.holder = Holder(self.address)
+        self._output = Holding(self.holder, self._give_up)  # what is unsent
         self.to_decompress: deque[RequestBody] = deque()
         budget_share = shared.addresses.budget_share(self.address)
         self.account = Account(shared.limits, trio.current_time, budget_share)
@@ -124,10 +119,14 @@ class Connection:
 
         Cancellation: ends the connection.
         """
+        shared = self._shared
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
-                    self._calls = nursery
+                    self._nursery = nursery
+                    self._calls = CallTasks(
+                        nursery, shared.start_limiter, shared.serve_call, self._note_change
+                    )
                     self.flush()
                     nursery.start_soon(self._write_unsent)
                     nursery.start_soon(self._ping_if_silent)
@@ -137,7 +136,8 @@ class Connection:
                     nursery.cancel_scope.cancel(reason="the connection has ended")
         finally:
             self.http2.cut()
-            self._shared.addresses.add_debt_s(self.address, self.account.take_debt_s())
+            self.held.set_bytes(self._output, 0)
+            shared.addresses.add_debt_s(self.address, self.account.take_debt_s())
             with trio.CancelScope(shield=True):
                 await self._transport.close()
 
@@ -158,6 +158,11 @@ class Connection:
         """Whether no call runs and no output waits."""
         return not (self.http2.num_streams or self._is_writing)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether no call runs or will come, and no output waits."""
+        return self.is_quiet and (self.http2.is_ending or self._is_over)
+
     async def _leave(self) -> None:
         """When the client is asked to leave: take no more calls once it knows, and close the
         connection after the last one."""
@@ -167,6 +172,7 @@ class Connection:
                 await self._wait_for_change()
         self.http2.send_goaway()
         self.flush()
+        self._shared.on_progress()
         while not self.is_quiet:
             await self._wait_for_change()
         self._is_over = True
@@ -250,13 +256,13 @@ class Connection:
         self._is_over = True
         self.flush()
         self.http2.cut()  # nothing can be sent after a protocol error
-        self._calls.start_soon(self._linger)
+        self._nursery.start_soon(self._linger)
 
     async def _handle(self, data: bytes) -> None:
         """Handle received bytes in parts that take about `Limits.part_s` each."""
         limits, share = self.limits, self._shared.share
         while data:
-            await share.enter()
+            await share.enter(self.address)
             began_at = thread_time()
             num_before = self.http2.num_whole_frames
             self.http2.receive(data[: self._part_bytes])
@@ -287,9 +293,9 @@ class Connection:
         Cancellation: safe, as the connection ends.
         """
         share, is_left = self._shared.share, True
-        async with self._shared.decompressing:
+        async with self._shared.decompressing.hold(self.address):
             while is_left:
-                await share.enter()
+                await share.enter(self.address)
                 began_at = thread_time()
                 is_left = body.decompress_part()
                 share.spend(thread_time() - began_at)
@@ -307,19 +313,10 @@ class Connection:
             self.account.owe(accounts.FRAGMENT)
 
     async def _wait_for_room(self) -> None:
-        """Wait while too much output waits, or too many calls wait to be refused, or have not
-        ended: a client may reset every call as soon as it has begun it."""
+        """Wait while too much output waits, or too many calls do."""
         while len(self._unsent) >= self.limits.clogged_bytes:
             await self._has_written.wait()
-        while self._has_too_many_calls:
-            self._has_room = trio.Event()
-            await self._has_room.wait()
-
-    @property
-    def _has_too_many_calls(self) -> bool:
-        limits = self.limits
-        is_full = self._num_calls > limits.calls_per_connection
-        return is_full or self._num_useless > limits.refusals_queued_max
+        await self._calls.wait_for_room(self.limits)
 
     async def _ping_if_silent(self) -> None:
         """Ping a client that is silent, and cut its connection if it stays silent."""
@@ -360,8 +357,14 @@ class Connection:
             self._is_writing = True
             self._has_written = trio.Event()
             self._may_write.set()
+        self.held.set_bytes(self._output, len(self._unsent))
         if len(self._unsent) >= self.limits.clogged_bytes:
             self.http2.is_clogged = True
+
+    def _give_up(self) -> None:
+        """End the connection, as its client does not take what the server keeps for it."""
+        self.account.owe(accounts.EVICTED_CALL)
+        self.cut("the client does not read, and the server keeps too much output")
 
     async def _write_unsent(self) -> None:
         """Send what `flush` could not send at once."""
@@ -373,6 +376,8 @@ class Connection:
                     for begin in range(0, len(data), SEND_BYTES):
                         await self._transport.send(memoryview(data)[begin : begin + SEND_BYTES])
                         self._heard_at = trio.current_time()  # accepting bytes is a sign of life
+                        num_sent = min(begin + SEND_BYTES, len(data))
+                        self.held.set_bytes(self._output, len(self._unsent) - num_sent)
                     self._unsent = self._unsent[len(data) :]
             except OSError as error:
                 self.cut(str(error))
@@ -388,58 +393,33 @@ class Connection:
 
     def _on_stream(self, stream: Stream) -> Call:
         call = Call(stream, self)
-        self._num_calls += 1
-        self._calls.start_soon(self._serve, call)
+        self._calls.start(call)
         return call
 
-    async def _serve(self, call: Call) -> None:
-        try:
-            with call.scope:
-                await self._begin(call)  # a call that is reset leaves the queue
-                if call.refusal:
-                    call.refuse()
-                elif call.fault is not None:
-                    await call.end(*call.fault.status)
-                elif not call.is_late:
-                    await self._shared.serve_call(call)
-            # By the deadline, before or after the call's start; or by a reset, and `end` does
-            # nothing.
-            if call.scope.cancelled_caught or call.is_late:
-                await call.end(StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
-        finally:
-            self._settle(call)
-            call.release()
-            self._num_calls -= 1
-            self._has_room.set()
-            self._note_change()
 
-    async def _begin(self, call: Call) -> None:
-        """Wait until the call may be served: nobody could read the answer of one without a window,
-        and not too many begin at once.
+class Flusher:
+    """Sends what was written to many connections, each with one system call: at once or, between
+    `hold` and `release`, at `release`. Each connection is then flushed once, whatever was written
+    for it."""
 
-        Cancellation: safe.
-        """
-        if not call.refusal and call.fault is None:
-            call.scope.deadline = call.deadline
-            try:
-                await call.wait_for_window()
-            except RpcError as fault:
-                call.fault = fault
-        is_useless = bool(call.refusal or call.fault)
-        self._num_useless += is_useless
-        try:
-            await self._shared.start_limiter.enter()
-        finally:
-            self._num_useless -= is_useless
-            self._has_room.set()
+    def __init__(self) -> None:
+        self.touched: dict[Connection, None] = {}
+        self._is_holding = False
 
-    def _settle(self, call: Call) -> None:
-        """Charge a call that has ended, or give back points for it. What the server is to blame for
-        costs the client nothing."""
-        account, code = self.account, call.code
-        if code is StatusCode.OK:
-            account.earn(accounts.GOOD_CALL)
-        elif call.refusal or call.is_faulty or code in CLIENTS_FAULTS:
-            account.charge(accounts.FAILED_CALL)
-        elif code in UNFINISHED and not call.has_answered:
-            account.owe(accounts.LOST_CALL)
+    def touch(self, connection: Connection) -> None:
+        """Note that ``connection`` has output."""
+        if self._is_holding:
+            self.touched[connection] = None
+        else:
+            connection.flush()
+
+    def hold(self) -> None:
+        """Collect output until `release`. Must not be nested."""
+        self._is_holding = True
+
+    def release(self) -> None:
+        """Send the output that was collected since `hold`. Never raises."""
+        self._is_holding = False
+        touched, self.touched = self.touched, {}
+        for connection in touched:
+            connection.flush()

@@ -1,25 +1,77 @@
 """How one Trio loop is shared between clients: how much of their work one turn of the loop may do.
 
-While a server answers clients, its other work waits, such as delivering the results of a step. Both
-limiters bound the time for clients in one turn of Trio's loop, however many clients send. Work
-beyond the bound waits for the next turn, first come, first served.
+While a server answers clients, its other work waits, such as delivering the results of a step. The
+limiters bound the time for clients in one turn of Trio's loop, or in a second, however many clients
+send. Work beyond the bound waits. Owners, such as clients' addresses, take turns by round robin,
+and what waits for one owner is first come, first served.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import AsyncIterator, Hashable
 
 
 # Seconds taken in one turn, so that an owner with a short debt is not kept waiting by one with a
 # long debt. Guess.
 TURN_S = 1e-3
 WAIT_MIN_S = 1e-4  # a shorter wait may be nothing, as clocks have no finer steps
+
+
+class _Turns:
+    """Tasks that wait for their turns."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, trio.lowlevel.ParkingLot] = {}  # the next owner first
+
+    def __len__(self) -> int:
+        return sum(len(tasks) for tasks in self._waiting.values())
+
+    async def wait(self, owner: Hashable) -> None:
+        """Wait for a turn of ``owner``.
+
+        Cancellation: safe; the task leaves the queue.
+        """
+        await self._waiting.setdefault(owner, trio.lowlevel.ParkingLot()).park()
+
+    def wake(self, count: int) -> int:
+        """Wake up to ``count`` tasks, and return how many."""
+        num_woken = 0
+        while self._waiting and num_woken < count:
+            owner = next(iter(self._waiting))
+            tasks = self._waiting.pop(owner)
+            num_woken += len(tasks.unpark())  # none, if all were cancelled
+            if tasks:
+                self._waiting[owner] = tasks
+        return num_woken
+
+
+class FairLock:
+    """A lock whose owners take turns. Made and used inside `trio.run`."""
+
+    def __init__(self) -> None:
+        self._waiting = _Turns()
+        self._is_held = False
+
+    @asynccontextmanager
+    async def hold(self, owner: Hashable) -> AsyncIterator[None]:
+        """Hold the lock while the block runs.
+
+        Cancellation: safe; the task leaves the queue.
+        """
+        if self._is_held:
+            await self._waiting.wait(owner)  # the one that wakes this task leaves the lock to it
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = bool(self._waiting.wake(1))
 
 
 class StartLimiter:
@@ -30,10 +82,10 @@ class StartLimiter:
     def __init__(self, per_turn: int) -> None:
         self._per_turn = per_turn
         self._num_passed = 0  # in this turn
-        self._waiting = trio.lowlevel.ParkingLot()
+        self._waiting = _Turns()
         self._token = trio.lowlevel.current_trio_token()
 
-    async def enter(self) -> None:
+    async def enter(self, owner: Hashable) -> None:
         """Wait until this task may go on.
 
         Cancellation: safe; the task leaves the queue.
@@ -42,10 +94,10 @@ class StartLimiter:
             self._token.run_sync_soon(self._begin_turn)
         self._num_passed += 1
         if self._num_passed > self._per_turn:
-            await self._waiting.park()
+            await self._waiting.wait(owner)
 
     def _begin_turn(self) -> None:
-        self._num_passed = len(self._waiting.unpark(count=self._per_turn))
+        self._num_passed = self._waiting.wake(self._per_turn)
         if self._num_passed:
             self._token.run_sync_soon(self._begin_turn)
 
@@ -60,16 +112,16 @@ class FairShareLimiter:
         self._per_turn = per_turn
         self._spent_s = 0.0  # in this turn
         self._is_watching = False  # `_begin_turn` will be called
-        self._waiting = trio.lowlevel.ParkingLot()
+        self._waiting = _Turns()
         self._token = trio.lowlevel.current_trio_token()
 
-    async def enter(self) -> None:
+    async def enter(self, owner: Hashable) -> None:
         """Wait until this turn's share has time left.
 
         Cancellation: safe; the task leaves the queue.
         """
         while self._spent_s >= self._share_s:
-            await self._waiting.park()
+            await self._waiting.wait(owner)
 
     def spend(self, seconds: float) -> None:
         """Take ``seconds`` from this turn's share."""
@@ -80,8 +132,8 @@ class FairShareLimiter:
 
     def _begin_turn(self) -> None:
         self._spent_s, self._is_watching = 0.0, False
-        self._waiting.unpark(count=self._per_turn)
-        if self._waiting:  # the woken tasks may have been cancelled, and then spend nothing
+        # The woken tasks may have been cancelled, and then spend nothing.
+        if self._waiting.wake(self._per_turn):
             self._is_watching = True
             self._token.run_sync_soon(self._begin_turn)
 

@@ -70,6 +70,7 @@ async def read_request(method: Method, call: Call) -> Message:
         )
     if data is None:
         raise MissingMessage(f"{method.name} takes one request, and none was sent")
+    call.close_request()
     try:
         return method.request.FromString(data)
     except DecodeError:

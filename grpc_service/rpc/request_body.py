@@ -38,14 +38,21 @@ class RequestBody:
         self._held = connection.held
         self._touch = connection.touch
         self._holding = Holding(connection.holder, self._evict, self._grow)
-        self._has_taken = False  # a message
-        self._is_waiting = False  # for the first message
-        self._is_released = False
+        self._has_request = False  # a message has come, or the body's end
+        self._is_waiting = False  # the call's task waits for that
+        self._is_closed = False
+        self._account.owe(accounts.WAITING_CALL)
         self.reader = MessageReader(connection.limits.max_message_bytes, encoding)
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether the request is malformed, or too large."""
+        return self.reader.error is not None and not self._is_closed
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
-        if self._is_released:
+        if self._is_closed:
+            self._account.charge(accounts.NO_OP_FRAME)
             return
         was_decompressing = self.reader.is_decompressing
         self.reader.feed(data)
@@ -55,7 +62,7 @@ class RequestBody:
 
     def decompress_part(self) -> bool:
         """Decompress the next part of a large message; return whether there is more to do."""
-        if self._is_released or self._stream.is_over:
+        if self._is_closed or self._stream.is_over:
             return False
         self.reader.decompress_part()
         self._note_change()
@@ -64,22 +71,27 @@ class RequestBody:
     def take(self) -> tuple[bytes, bool]:
         """Remove and return the first message, and whether it came compressed."""
         taken = self.reader.take()
-        self._has_taken = True
         self._count()
         return taken
 
     def note_waiting(self) -> None:
         """Count the call itself while it waits for its first message."""
-        if not (self._has_taken or self._is_waiting):
+        if not (self._has_request or self._is_waiting):
             self._is_waiting = True
-            self._account.owe(accounts.WAITING_CALL)
             self._count()
 
-    def release(self) -> None:
-        """Forget the request, as its call has ended. Its messages are dropped now: the objects
-        refer to each other, and Python looks for such garbage seldom."""
-        self._is_released = True
-        self.reader.fail(TooManyHeld("the call has ended"))
+    def note_request(self) -> None:
+        """Give back what the call owes for being without a request, as that is there."""
+        if not self._has_request:
+            self._has_request, self._is_waiting = True, False
+            self._account.owe(-accounts.WAITING_CALL)
+            self._count()
+
+    def close(self) -> None:
+        """Drop what has come and what will come, as the call has ended or takes no more messages.
+        Now: the objects refer to each other, and Python looks for such garbage seldom."""
+        self._is_closed = True
+        self.reader.fail(TooManyHeld("the call takes no more messages"))
         self._held.set_bytes(self._holding, 0)
 
     def _note_change(self) -> None:
@@ -87,9 +99,8 @@ class RequestBody:
         if reader.inflated_bytes:
             self._account.charge(accounts.INFLATED_BYTE * reader.inflated_bytes)
             reader.inflated_bytes = 0
-        if self._is_waiting and reader.messages:
-            self._is_waiting = False
-            self._account.owe(-accounts.WAITING_CALL)
+        if reader.messages or reader.error is not None:
+            self.note_request()
         self._count()
         if reader.is_amid_message:
             self._held.ask_to_grow(self._holding)

@@ -14,9 +14,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from grpc_service.rpc.accounts import BROKEN_CONNECTION, OPENING, POINT_S, Addresses
-from grpc_service.rpc.connection import Connection, Shared
-from grpc_service.rpc.fairness import FairShareLimiter, OverheadLimiter, StartLimiter
-from grpc_service.rpc.flusher import Flusher
+from grpc_service.rpc.connection import Connection, Flusher, Shared
+from grpc_service.rpc.fairness import (
+    FairLock,
+    FairShareLimiter,
+    OverheadLimiter,
+    StartLimiter,
+)
 from grpc_service.rpc.held_bytes import HeldBytes
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.sockets import address_of
@@ -24,7 +28,7 @@ from grpc_service.rpc.sockets import address_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from grpc_service.rpc.connection import ServeCall
+    from grpc_service.rpc.call_tasks import ServeCall
     from grpc_service.rpc.sockets import Listener, Transport
 
 log = logging.getLogger(__name__)
@@ -52,7 +56,7 @@ class RpcServer:
             share=FairShareLimiter(self.limits.share_s, self.limits.parts_per_turn),
             overhead=OverheadLimiter(self.limits.overhead_share, self.limits.overhead_burst_s),
             held=HeldBytes(self.limits, trio.current_time, self._on_full),
-            decompressing=trio.Lock(),
+            decompressing=FairLock(),
             serve_call=serve_call,
             on_progress=self._on_progress,
             addresses=Addresses(self.limits, trio.current_time),
@@ -94,15 +98,16 @@ class RpcServer:
             connection.drain()
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more connections and calls, wait up to ``grace_s`` seconds until all calls have
-        ended and their output was sent, then end the rest and let `run` return.
+        """Accept no more connections and calls, wait up to ``grace_s`` seconds until all calls,
+        also those on their way, have ended and their output was sent; then end the rest and let
+        `run` return.
 
         Cancellation: the server goes on without accepting; `stop` may be called again.
         """
         self._listening.cancel(reason="the server stops")
         self.drain_connections()
         with trio.move_on_after(grace_s):
-            while not all(connection.is_quiet for connection in self._connections):
+            while not all(connection.is_done for connection in self._connections):
                 self._progress = trio.Event()
                 await self._progress.wait()
         self._serving.cancel(reason="the server stops")
@@ -174,7 +179,7 @@ class RpcServer:
         try:
             if debt_s := self._shared.addresses.take_debt_s(address):
                 await self._shared.overhead.enter(address, debt_s)
-            await self._shared.share.enter()
+            await self._shared.share.enter(address)
             self._shared.share.spend(OPENING * POINT_S)
             with trio.move_on_after(self.limits.handshake_timeout_s) as scope:
                 await transport.open()

@@ -33,7 +33,7 @@ from h2.events import (
 )
 from h2.settings import SettingCodes
 
-from grpc_service.rpc.flusher import Flusher
+from grpc_service.rpc.connection import Flusher
 from grpc_service.rpc.framing import MessageReader
 from grpc_service.rpc.h2_overrides import UnrulyClientH2
 from grpc_service.rpc.server import RpcServer
@@ -42,7 +42,7 @@ from grpc_service.rpc.status import StatusCode
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
-    from grpc_service.rpc.connection import ServeCall
+    from grpc_service.rpc.call_tasks import ServeCall
     from grpc_service.rpc.limits import Limits
     from grpc_service.rpc.sockets import Transport
 

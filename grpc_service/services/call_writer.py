@@ -92,6 +92,11 @@ class CallWriter:
         """Whether the call's task writes, or is still to write, what the stream gives."""
         return not self._has_left
 
+    @property
+    def is_being_read(self) -> bool:
+        """Whether the client takes what waits on the call's connection."""
+        return self._call.is_being_read
+
     # ---- the engine's side, in the delivery of a step
 
     def push(self, event: Any) -> None:

@@ -29,7 +29,7 @@ from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind
 from grpc_service.app.application import serve, serve_forever
 from grpc_service.app.server_config import ServerConfig
-from grpc_service.rpc.connection import Connection
+from grpc_service.rpc.call_tasks import CallTasks
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.call_writer import CallWriter
 
@@ -165,7 +165,7 @@ def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), **field
     return script
 
 
-CALL = f"{Connection.__module__}.{Connection._serve.__qualname__}"  # the name of a call's task
+CALL = f"{CallTasks.__module__}.{CallTasks._serve.__qualname__}"  # the name of a call's task
 
 
 class Counter(trio.abc.Instrument):

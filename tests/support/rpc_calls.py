@@ -49,8 +49,8 @@ class Server(MemoryServer):
         """Check that no state of any call is left."""
         assert self.num_running == 0
         for connection in self.connections:
-            assert connection._num_calls == 0
-            assert not [one for one in connection._calls.child_tasks if "_serve" in one.name]
+            assert connection._calls.num_running == 0
+            assert not [one for one in connection._nursery.child_tasks if "_serve" in one.name]
             assert connection.is_quiet
             assert not connection.http2.blocked_by_connection
             assert not connection.http2.blocked_by_stream

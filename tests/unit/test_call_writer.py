@@ -71,6 +71,8 @@ class Call:
     async def end(self, *status):
         self.status = status
 
+    is_being_read = False
+
     def evict(self):
         self.is_evicted = True
 

@@ -28,6 +28,7 @@ class Ended:
     """A call that has ended."""
 
     is_given_up = False
+    is_being_read = False
 
     def evict(self):
         """Note that the call was reset."""
@@ -71,6 +72,18 @@ def test_a_connection_beyond_its_bound_loses_its_oldest_and_no_other_does():
     assert [call.is_given_up for call in calls[:4]] == [True, True, True, False]
     assert not any(call.is_given_up for call in (*others, *calls[4:]))
     assert unread_calls.count() == 10 + UNREAD_CALLS_PER_CONNECTION_MAX
+
+
+def test_a_client_that_reads_slowly_keeps_its_calls_until_it_stops():
+    unread_calls = UnreadCalls(clock := Clock())
+    calls = [Ended() for _ in range(UNREAD_CALLS_PER_CONNECTION_MAX + 3)]
+    for call in calls:
+        call.is_being_read = True
+        unread_calls.ended(call, "slow")
+    clock.now += UNREAD_AGE_S
+    assert unread_calls.count() == len(calls)
+    fill(unread_calls, clock, 1, "slow")
+    assert [call.is_given_up for call in calls[:5]] == [True, True, True, True, False]
 
 
 def test_beyond_the_bound_of_all_the_connection_that_has_most_loses_its_oldest():

@@ -8,9 +8,11 @@ from collections import Counter
 import pytest
 import trio
 import trio.testing
+from google.protobuf.wrappers_pb2 import StringValue
 from h2.errors import ErrorCodes
 
 from grpc_service.rpc.limits import Limits
+from grpc_service.rpc.methods import Method, read_request
 from grpc_service.rpc.testing import Wire, framed
 from tests.support.rpc_calls import GOAWAY, echo, serving, wait
 
@@ -141,7 +143,7 @@ async def test_a_flood_of_resets_leaves_nothing_and_others_are_served_meanwhile(
                 call = good.call(b"a", path="/good/Call")
                 await good.settle()
                 assert good.ends == {call: "0"}
-            assert connection._num_calls < LIMITS.calls_per_connection + 1000
+            assert connection._calls.num_running < LIMITS.calls_per_connection + 1000
         for _ in range(10):
             await bad.settle()
             await trio.sleep(1)
@@ -188,3 +190,35 @@ async def test_a_long_block_of_headers_is_refused_early(autojump_clock):
         assert client.wire.is_closed or not client.hear() or client.goaway_code is not None
         (connection,) = running.connections or (None,)
         assert connection is None or connection._is_over  # 480 KiB are kept by h2, and 1 MiB may be
+
+
+@pytest.mark.parametrize("has_requests", [False, True])
+async def test_calls_without_requests_come_in_slowly(autojump_clock, has_requests):
+    async with serving(echo) as running:
+        client = await running.connect(window=100_000)
+        began_at = trio.current_time()
+        for count in (500, 1):  # what the first ones owe delays the last one
+            for _ in range(count):
+                client.call(*[b"a"] * has_requests, is_last=has_requests)
+            await client.settle()
+        while len(running.calls) < 501:
+            await trio.sleep(0.1)
+            await client.settle()
+        assert (trio.current_time() - began_at > 0.5) is not has_requests
+
+
+async def test_what_follows_a_calls_one_request_is_dropped(autojump_clock):
+    async def serve(call):
+        await read_request(method, call)
+        await wait(call)
+
+    method = Method("a.B/C", StringValue, wait)
+    async with serving(serve) as running:
+        client = await running.connect()
+        call = client.call(b"", is_last=False)
+        await client.settle()
+        for _ in range(30):
+            client.send(call, framed(bytes(1000)))
+            await client.settle()
+        assert running.server._shared.held.num_bytes == 0
+        assert client.h2.local_flow_control_window(call) < 40_000, "it gets no larger window"

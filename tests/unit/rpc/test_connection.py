@@ -7,7 +7,7 @@ import math
 import trio
 import trio.testing
 
-from grpc_service.rpc.flusher import Flusher
+from grpc_service.rpc.connection import Flusher
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.status import StatusCode
 from grpc_service.rpc.testing import Wire

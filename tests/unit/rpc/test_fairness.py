@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from grpc_service.rpc.fairness import FairShareLimiter, StartLimiter
+from grpc_service.rpc.fairness import FairLock, FairShareLimiter, StartLimiter
 
 STARTS_PER_TURN = 6
 
@@ -23,7 +23,7 @@ class Turns(trio.abc.Instrument):
         self.count += 1
 
 
-async def pass_all(start_limiter, count, turns, *, cancelled=()):
+async def pass_all(start_limiter, count, turns, *, cancelled=(), owner_of=lambda number: "a"):
     """Return the turn in which each task passed, in the order in which the tasks came."""
     scopes = [trio.CancelScope() for _ in range(count)]
     came, passed = [], {}
@@ -31,7 +31,7 @@ async def pass_all(start_limiter, count, turns, *, cancelled=()):
     async def go(number):
         came.append(number)
         with scopes[number]:
-            await start_limiter.enter()
+            await start_limiter.enter(owner_of(number))
             passed[number] = turns.count
 
     async with trio.open_nursery() as nursery:
@@ -70,6 +70,49 @@ async def test_a_task_that_leaves_the_queue_holds_up_nobody(turns):
     assert start_limiter._num_passed == len(start_limiter._waiting) == 0
 
 
+async def test_an_owner_with_many_tasks_delays_another_owner_by_few(turns):
+    start_limiter, passed = StartLimiter(STARTS_PER_TURN), []
+
+    async def go(owner):
+        await start_limiter.enter(owner)
+        passed.append(owner)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(200):
+            nursery.start_soon(go, "many")
+        await trio.lowlevel.checkpoint()
+        for _ in range(3):
+            nursery.start_soon(go, "few")
+    last = max(number for number, owner in enumerate(passed) if owner == "few")
+    assert last < 6 * STARTS_PER_TURN
+
+
+async def test_a_lock_is_held_by_one_and_its_owners_take_turns():
+    lock, holding, passed = FairLock(), 0, []
+
+    async def go(owner):
+        nonlocal holding
+        async with lock.hold(owner):
+            holding += 1
+            await trio.lowlevel.checkpoint()
+            assert holding == 1
+            holding -= 1
+            passed.append(owner)
+
+    async with trio.open_nursery() as nursery:
+        async with lock.hold("first"):
+            for _ in range(10):
+                nursery.start_soon(go, "many")
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(go, "few")
+            with trio.move_on_after(0.01):  # leaves the queue
+                await go("gone")
+    assert passed.index("few") <= 2
+    assert len(passed) == 11
+    async with lock.hold("last"):
+        assert not len(lock._waiting)
+
+
 async def test_a_limiter_that_is_idle_wakes_nobody(turns):
     start_limiter = StartLimiter(STARTS_PER_TURN)
     await pass_all(start_limiter, 50, turns)
@@ -84,12 +127,12 @@ async def test_a_limiter_that_is_idle_wakes_nobody(turns):
 
 async def test_a_share_that_is_spent_lets_nobody_through_until_the_next_turn(turns):
     share = FairShareLimiter(0.004, 16)
-    await share.enter()
+    await share.enter("a")
     share.spend(0.003)
-    await share.enter()  # there is time left
+    await share.enter("a")  # there is time left
     share.spend(0.002)
     before = turns.count
-    await share.enter()
+    await share.enter("a")
     assert turns.count > before
     assert not share._spent_s
 
@@ -100,7 +143,7 @@ async def test_a_turn_lets_so_many_clients_on_and_the_others_in_order_later(turn
     passed = []
 
     async def go(number):
-        await share.enter()
+        await share.enter("a")
         passed.append((turns.count, number))
         share.spend(1.0)
 
@@ -121,7 +164,7 @@ async def test_clients_that_leave_hold_up_nobody(turns):
         with trio.CancelScope() as scope:
             if number < 8:
                 scope.cancel()
-            await share.enter()
+            await share.enter("a")
             passed.append(number)
 
     async with trio.open_nursery() as nursery:

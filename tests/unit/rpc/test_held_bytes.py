@@ -367,12 +367,13 @@ async def test_nothing_is_counted_for_a_call_that_ended_before_its_message_was_d
     async with serving(echo) as running:
         client = await running.connect()
         shared = running.server._shared
-        await shared.decompressing.acquire()  # another client's message is being unpacked
+        other = shared.decompressing.hold("another address")
+        await other.__aenter__()  # another client's message is being unpacked
         call = client.call(is_last=False, headers={"grpc-encoding": "gzip"})
         client.send(call, gzipped(os.urandom(6000) * 20))
         client.reset(call)
         await client.settle()
-        shared.decompressing.release()
+        await other.__aexit__(None, None, None)
         await client.settle()
         assert shared.held.num_bytes == 0
         running.check_idle()
@@ -409,14 +410,15 @@ async def test_a_waiting_compressed_message_is_counted(autojump_clock):
     async with serving(echo, Limits(stream_window_bytes=2**20)) as running:
         client = await running.connect()
         shared = running.server._shared
-        await shared.decompressing.acquire()
+        other = shared.decompressing.hold("another address")
+        await other.__aenter__()
         call = client.call(is_last=False, headers={"grpc-encoding": "gzip"})
         data = gzipped(os.urandom(200_000))
         for begin in range(0, len(data), 16_000):
             client.send(call, data[begin : begin + 16_000])
             await client.settle()
         assert shared.held.num_bytes >= 200_000
-        shared.decompressing.release()
+        await other.__aexit__(None, None, None)
 
 
 async def test_a_requests_bytes_are_dropped_when_its_call_ends(autojump_clock):
@@ -431,3 +433,27 @@ async def test_a_requests_bytes_are_dropped_when_its_call_ends(autojump_clock):
             await client.settle()
         assert [call._body.reader.num_bytes for call in running.calls] == [0] * 5
         running.check_idle()
+
+
+async def test_output_that_a_client_does_not_take_counts_and_ends_its_connection(autojump_clock):
+    async def handler(call):
+        await call.answer(bytes(60_000))
+
+    limits = Limits(held_bytes=160_000)
+    async with serving(answering(handler), limits) as running:
+        deaf = [await running.connect() for _ in range(5)]
+        for client in deaf:
+            client.wire.room = 0
+            client.call(b"")
+        await trio.testing.wait_all_tasks_blocked()
+        held = running.server._shared.held
+        assert 290_000 < held.num_bytes <= 320_000
+        await trio.sleep(2 * limits.held_stall_s)
+        assert held.num_bytes <= limits.held_bytes
+        assert [client.wire.is_closed for client in deaf].count(False) == 2
+        good = await running.connect()
+        assert (await good.request("a.B/C", b"a")).code is StatusCode.OK
+        for client in deaf:
+            client.leave()
+        await trio.testing.wait_all_tasks_blocked()
+        assert held.num_bytes == 0

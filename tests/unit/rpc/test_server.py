@@ -8,9 +8,10 @@ import pytest
 import trio
 import trio.testing
 
+from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.status import StatusCode
 from grpc_service.rpc.testing import Client, Wire
-from tests.support.rpc_calls import MINUTE, serving, wait
+from tests.support.rpc_calls import MINUTE, echo, serving, wait
 
 
 async def test_a_server_that_stops_sends_goaway_lets_calls_finish_and_cuts_the_rest(autojump_clock):
@@ -43,16 +44,34 @@ async def test_a_server_that_stops_sends_goaway_lets_calls_finish_and_cuts_the_r
         assert running.num_running == len(running.connections) == 0
 
 
-async def test_a_server_without_calls_stops_at_once(autojump_clock):
+@pytest.mark.parametrize("patience_s", [0, Limits().leave_patience_s])
+async def test_a_server_without_calls_stops_once_its_clients_know(autojump_clock, patience_s):
+    """Clients that do not answer get `Limits.leave_patience_s`."""
     async with serving(wait) as running:
         clients = [await running.connect() for _ in range(3)]
         began_at = trio.current_time()
-        await running.server.stop(MINUTE)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(running.server.stop, MINUTE)
+            await trio.testing.wait_all_tasks_blocked()
+            if not patience_s:
+                for client in clients:
+                    await client.settle()
         await trio.testing.wait_all_tasks_blocked()
-        assert trio.current_time() == began_at
+        assert trio.current_time() == began_at + patience_s
         assert running.has_ended
         assert all(client.wire.is_closed for client in clients)
         assert not running.connections
+
+
+async def test_a_call_on_its_way_is_served_by_a_server_that_stops(autojump_clock):
+    async with serving(echo) as running:
+        client = await running.connect()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(running.server.stop, MINUTE)
+            await trio.testing.wait_all_tasks_blocked()
+            call = client.call()  # before the client has read of the end
+            await client.settle()
+        assert client.ends == {call: "0"}
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
