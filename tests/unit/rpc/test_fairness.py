@@ -99,14 +99,13 @@ async def test_a_lock_is_held_by_one_and_its_owners_take_turns():
             holding -= 1
             passed.append(owner)
 
-    async with trio.open_nursery() as nursery:
-        async with lock.hold("first"):
-            for _ in range(10):
-                nursery.start_soon(go, "many")
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(go, "few")
-            with trio.move_on_after(0.01):  # leaves the queue
-                await go("gone")
+    async with trio.open_nursery() as nursery, lock.hold("first"):
+        for _ in range(10):
+            nursery.start_soon(go, "many")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(go, "few")
+        with trio.move_on_after(0.01):  # leaves the queue
+            await go("gone")
     assert passed.index("few") <= 2
     assert len(passed) == 11
     async with lock.hold("last"):
