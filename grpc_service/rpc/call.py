@@ -354,6 +354,11 @@ class Call:
 
     # ---- what the client does (`grpc_service.rpc.streams.StreamListener`)
 
+    @property
+    def has_request(self) -> bool:
+        """Whether a message of the request has come, or its end."""
+        return self._body.has_request
+
     def on_data(self, data: bytes) -> None:
         """Take the next bytes of the request; wake the task if they complete a message."""
         self._body.feed(data)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from grpc_service.rpc.limits import Limits
     from grpc_service.rpc.request_body import RequestBody
     from grpc_service.rpc.sockets import Transport
-    from grpc_service.rpc.streams import Stream
+    from grpc_service.rpc.streams import Stream, StreamListener
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,7 @@ class Connection:
         self._frame_left_s = math.inf  # for the rest of what is incomplete
         self._scope = trio.CancelScope()
         self.touch = partial(shared.flusher.touch, self)
+        self._to_end: list[StreamListener] = []  # calls whose streams are over
         self._idle_since = trio.current_time()  # while there are no calls
         self._change = trio.Event()  # a call has ended, or output was sent, or no calls may come
         self.peer = peer
@@ -133,6 +134,7 @@ class Connection:
                     nursery.start_soon(self._leave)
                     nursery.start_soon(self._retire)
                     await self._read()
+                    await self._end_calls()
                     nursery.cancel_scope.cancel(reason="the connection has ended")
         finally:
             self.http2.cut()
@@ -255,8 +257,21 @@ class Connection:
         self.account.owe(accounts.BROKEN_CONNECTION + accounts.EVICTED_CALL * num_calls)
         self._is_over = True
         self.flush()
-        self.http2.cut()  # nothing can be sent after a protocol error
+        self._to_end += self.http2.cut()  # nothing can be sent after a protocol error
+        self._nursery.start_soon(self._end_calls)
         self._nursery.start_soon(self._linger)
+
+    async def _end_calls(self) -> None:
+        """End all calls: those that have a request at once, and of the others, of which a client
+        may have a thousand for nothing, a few in each turn of the loop.
+
+        Cancellation: safe, as all calls are cancelled.
+        """
+        self._to_end += self.http2.cut()
+        while self._to_end:
+            await self._shared.start_limiter.enter(self.address)
+            if self._to_end:
+                self._to_end.pop().on_reset()
 
     async def _handle(self, data: bytes) -> None:
         """Handle received bytes in parts that take about `Limits.part_s` each."""

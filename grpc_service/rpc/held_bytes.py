@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from grpc_service.rpc.limits import Limits
 
 
-LOOK_S = 0.05  # seconds before stalled calls are looked for again after none was found. Guess.
+# Seconds before stalled calls are looked for again, and how many end then: an end takes about
+# 0.2 ms, and thousands may have to end. Guesses.
+LOOK_S = 0.05
+ENDS_MAX = 32
 PROGRESS_BYTES = 2**12  # less than that in `Limits.held_stall_s` is no progress. Guess.
-CALL_BYTES = 2**13  # what a call takes without its messages, about. Measured with 1,000 calls.
+CALL_BYTES = 2**14  # what a call takes without its messages, about. Measured with 1,000 calls.
 
 
 class Holder:
@@ -83,7 +86,7 @@ class HeldBytes:
         self._growing: dict[Holding, None] = {}  # requests that asked, the first one first
         self._waiting: dict[Holding, None] = {}  # those of them that may not grow
         self._by_address: Counter[str] = Counter()
-        self._looked_at = -math.inf  # for calls without progress, in vain
+        self._looked_at = -math.inf  # for calls without progress
         self.num_bytes = 0
 
     def set_bytes(self, holding: Holding, num_bytes: int) -> None:
@@ -133,10 +136,8 @@ class HeldBytes:
     def _end_some(self) -> None:
         now = self._clock()
         if now >= self._looked_at + LOOK_S:
-            if stalled := self._stalled(now - self._stall_s):
-                self._evict(stalled, self._max)
-            else:
-                self._looked_at = now
+            self._looked_at = now
+            self._evict(self._stalled(now - self._stall_s), self._max, ENDS_MAX)
         if self.num_bytes > 2 * self._max:
             self._evict(list(self._holdings), 2 * self._max)
 
@@ -149,13 +150,14 @@ class HeldBytes:
             if one.holder.progressed_at <= limit and one not in self._waiting
         ]
 
-    def _evict(self, holdings: list[Holding], max_bytes: int) -> None:
-        """End calls until no more than ``max_bytes`` are kept: those of the address with most bytes
-        first, and of those the largest."""
+    def _evict(self, holdings: list[Holding], max_bytes: int, max_ends: float = math.inf) -> None:
+        """End calls until no more than ``max_bytes`` are kept, or ``max_ends`` have ended: those of
+        the address with most bytes first, and of those the largest."""
         by_address: dict[str, deque[Holding]] = {}
         for one in sorted(holdings, key=lambda one: -one.num_bytes):
             by_address.setdefault(one.holder.address, deque()).append(one)
-        while by_address and self.num_bytes > max_bytes:
+        num_ended = 0
+        while by_address and self.num_bytes > max_bytes and num_ended < max_ends:
             address = max(by_address, key=self._by_address.__getitem__)
             one = by_address[address].popleft()
             if not by_address[address]:
@@ -163,6 +165,7 @@ class HeldBytes:
             if one.num_bytes:  # `evict` may have ended others
                 self._count(one, 0)
                 one.evict()
+                num_ended += 1
 
     def _let_grow(self) -> None:
         while self._waiting:

@@ -290,12 +290,18 @@ class Http2Connection:
             self.is_ending = True
             self.output.append(self.h2.goaway(self.h2.highest_inbound_stream_id))
 
-    def cut(self) -> None:
-        """End every stream, as the connection is lost."""
+    def cut(self) -> list[StreamListener]:
+        """End every stream, as the connection is lost. Return the listeners that have no request;
+        the others have been told."""
+        left = []
         for stream in list(self.streams.values()):
             stream.cut()
             self.forget(stream)
-            stream.listener.on_reset()
+            if stream.listener.has_request:
+                stream.listener.on_reset()
+            else:
+                left.append(stream.listener)
+        return left
 
     def collect(self) -> None:
         """Append the frames that h2 has made to the output."""

@@ -38,7 +38,7 @@ class RequestBody:
         self._held = connection.held
         self._touch = connection.touch
         self._holding = Holding(connection.holder, self._evict, self._grow)
-        self._has_request = False  # a message has come, or the body's end
+        self.has_request = False  # a message has come, or the body's end
         self._is_waiting = False  # the call's task waits for that
         self._is_closed = False
         self._account.owe(accounts.WAITING_CALL)
@@ -76,14 +76,14 @@ class RequestBody:
 
     def note_waiting(self) -> None:
         """Count the call itself while it waits for its first message."""
-        if not (self._has_request or self._is_waiting):
+        if not (self.has_request or self._is_waiting):
             self._is_waiting = True
             self._count()
 
     def note_request(self) -> None:
         """Give back what the call owes for being without a request, as that is there."""
-        if not self._has_request:
-            self._has_request, self._is_waiting = True, False
+        if not self.has_request:
+            self.has_request, self._is_waiting = True, False
             self._account.owe(-accounts.WAITING_CALL)
             self._count()
 

@@ -21,7 +21,7 @@ from grpc_service.rpc.fairness import (
     OverheadLimiter,
     StartLimiter,
 )
-from grpc_service.rpc.held_bytes import HeldBytes
+from grpc_service.rpc.held_bytes import LOOK_S, HeldBytes
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.sockets import address_of
 
@@ -121,7 +121,7 @@ class RpcServer:
             await self._is_full.wait()
             self._is_full = trio.Event()
             while self._shared.held.is_full:
-                await trio.sleep(self.limits.held_stall_s)
+                await trio.sleep(LOOK_S)
                 self._shared.held.make_room()
 
     def _on_progress(self) -> None:

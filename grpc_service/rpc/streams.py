@@ -38,7 +38,11 @@ _PREFIX = Struct(">BI")
 
 
 class StreamListener(Protocol):
-    """The server's side of one stream."""
+    """The server's side of one stream. ``has_request``: a message of the request has come, or its
+    end."""
+
+    @property
+    def has_request(self) -> bool: ...
 
     def on_data(self, data: bytes) -> None:
         """Take the next bytes of the request's body."""

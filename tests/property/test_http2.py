@@ -70,6 +70,8 @@ def make_server(on_stream):
 class Listener:
     """Record which of its methods are called."""
 
+    has_request = True
+
     def __init__(self, stream):
         self.stream = stream
         self.num_sent = 0

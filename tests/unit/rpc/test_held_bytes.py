@@ -14,7 +14,7 @@ from hypothesis import given
 
 from grpc_service.rpc import held_bytes
 from grpc_service.rpc.errors import RpcError
-from grpc_service.rpc.held_bytes import CALL_BYTES, HeldBytes, Holder, Holding
+from grpc_service.rpc.held_bytes import CALL_BYTES, LOOK_S, HeldBytes, Holder, Holding
 from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.status import StatusCode
 from grpc_service.rpc.testing import framed
@@ -64,6 +64,7 @@ def test_beyond_the_limit_what_makes_no_progress_ends_the_heaviest_address_first
     other = room.holding("other")
     room.held.set_bytes(other, 10)
     assert room.evicted == [old]
+    room.now += LOOK_S
     room.held.set_bytes(other, 40)
     assert room.evicted == [old, new]
     assert room.held.num_bytes == 70
@@ -215,7 +216,7 @@ async def test_answers_that_are_not_read_are_bounded_and_say_why(autojump_clock,
         await bad.settle()
         held = running.server._shared.held
         assert held.num_bytes <= 2 * limits.held_bytes
-        await trio.sleep(limits.held_stall_s)
+        await trio.sleep(limits.held_stall_s + 2 * LOOK_S)
         bad.call()
         await bad.settle()
         assert held.num_bytes <= limits.held_bytes
@@ -273,7 +274,7 @@ async def test_calls_that_wait_for_windows_are_bounded(autojump_clock):
         refused = str(int(StatusCode.RESOURCE_EXHAUSTED))
         assert set(bad.ends.values()) == {refused}
         assert 100 <= len(bad.ends) < 110, "twice the limit is for 200, without their requests"
-        await trio.sleep(limits.held_stall_s)
+        await trio.sleep(limits.held_stall_s + 5 * LOOK_S)  # they end a few at a time
         answer = await good.request("a.B/C", b"a")
         assert answer.code is StatusCode.OK
         bad.call()
