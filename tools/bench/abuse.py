@@ -32,6 +32,8 @@ from tools.bench.frame import Row, percentile
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+MEASURES = ("grpc_service", "tools/bench/attackers.py")
+
 ROOT = Path(__file__).parents[2]
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "2.5"))
 REPEATS = 3  # windows beside each of the two, in turn

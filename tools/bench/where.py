@@ -21,6 +21,8 @@ from tools.bench.frame import Row
 from tools.bench.peers.process import OURS, EngineProcess
 from tools.bench.step import settings
 
+MEASURES = ("engine/core", "engine/worker", "engine/kernels")
+
 BATCHES = (1, 8, 32)
 TOP = 8
 RATE = 200
