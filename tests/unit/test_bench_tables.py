@@ -76,6 +76,24 @@ def test_the_whole_measurement_counts_over_its_parts(tmp_path, monkeypatch, caps
     assert "| decode | 2 | ms |  |" in page_after(tmp_path, monkeypatch)
 
 
+def test_ways_to_compute_are_columns_as_engines_are():
+    rows = [
+        {
+            "name": f"weights: {way}",
+            "unit": "MB",
+            "value": value,
+            "spread": 0.0,
+            "n": 1,
+            "pass": None,
+        }
+        for way, value in (("float32 int8", 1.08), ("float32", 4.2))
+    ]
+    assert tables.tables(rows)[::2] == [
+        "| | float32 | float32 int8 | |",
+        "| weights | 4.2 | 1.08 | MB |",
+    ]
+
+
 def test_a_missed_bar_stands_out_and_a_missing_figure_is_a_dash():
     assert tables.figure({"value": 1.0, "spread": 0.0, "n": 1, "pass": False}) == "**1**"
     assert tables.figure({"value": None}) == "–"
@@ -293,7 +311,6 @@ def test_every_bench_says_what_it_measures():
 
 @pytest.mark.parametrize("path", sorted(FIGURES.glob("*.json")), ids=lambda path: path.stem)
 def test_a_committed_figure_has_a_commit_a_date_a_bench_and_unique_rows(path):
-    """R199."""
     found = json.loads(path.read_text())
     assert found["bench"] in names()
     assert re.fullmatch(r"[0-9a-f]{7,40}\+?", found["commit"])
@@ -351,7 +368,6 @@ def figures_at(tmp_path, commit):
 
 
 def test_figures_are_old_when_what_they_measure_has_changed(tmp_path, repository):
-    """R199."""
     measured = repository("First")
     assert list(stale.stale(tmp_path)) == ["step: there are no figures"]
     figures_at(tmp_path, measured)
