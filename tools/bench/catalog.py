@@ -8,6 +8,7 @@ importing a bench takes seconds and needs the development tools.
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,7 @@ def measured_paths(name: str, root: Path = ROOT) -> tuple[str, ...]:
     return (*(_assigned(root / path) or ()), path.as_posix())
 
 
+@cache
 def _assigned(path: Path) -> tuple[str, ...] | None:
     """Return what a module assigns to ``MEASURES``, or None."""
     for node in ast.parse(path.read_text("utf-8")).body:
