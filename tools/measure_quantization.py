@@ -3,6 +3,8 @@
     python -m tools.measure_quantization                   the shipped story model
     python -m tools.measure_quantization DIR --text FILE   another model, over a text
 
+The bench `quantization` keeps the figures of the story model.
+
 Every combination is compared with the stock model in float32 over the same tokens: the mean
 Kullback-Leibler divergence of the next token's distribution, the share of positions where the most
 likely token is the same, and the growth of perplexity. For the story model there is also the share
@@ -27,7 +29,7 @@ from engine.worker.interface import RunnerSpec
 from engine.worker.text_runner import TorchRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 STORIES = Path(__file__).parents[1] / "engine" / "demo" / "stories"
 WAYS = (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"), ("bfloat16", "int8"))
@@ -129,6 +131,28 @@ def accepted_sentences(quantization: str) -> float:
     return accepted_share(writer.generate_stories(prompts, seeds))
 
 
+def measure(directory: str, text: str) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Yield each combination's dtype, quantization and figures, as soon as they are measured."""
+    stock = Model(directory, "float32", "none", is_stock=True)
+    tokens = stock.tokens_of(text)[: PIECE * PIECES]
+    pieces = [tokens[i : i + PIECE] for i in range(0, len(tokens), PIECE)]
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    exact = [stock.logits(piece) for piece in pieces]
+    stock.close()
+    for dtype, quantization in WAYS:
+        model = Model(directory, dtype, quantization, is_stock=False)
+        found = compare([model.logits(piece) for piece in pieces], exact, pieces)
+        found["weight_bytes"] = model.num_bytes
+        model.close()
+        if _is_story(directory) and dtype == "float32":
+            found["sentences_accepted"] = accepted_sentences(quantization)
+        yield dtype, quantization, found
+
+
+def _is_story(directory: str) -> bool:
+    return Path(directory).resolve() == STORIES
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     form = argparse.RawDescriptionHelpFormatter
@@ -137,24 +161,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, help="the text to compare over")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args(argv)
-    is_story = Path(args.model).resolve() == STORIES
-    if args.text is None and not is_story:
+    if args.text is None and not _is_story(args.model):
         parser.error("--text is needed for a model other than the shipped one")
     text = args.text.read_text(encoding="utf-8") if args.text else story_text()
-    stock = Model(args.model, "float32", "none", is_stock=True)
-    tokens = stock.tokens_of(text)[: PIECE * PIECES]
-    pieces = [tokens[i : i + PIECE] for i in range(0, len(tokens), PIECE)]
-    pieces = [piece for piece in pieces if len(piece) > 1]
-    exact = [stock.logits(piece) for piece in pieces]
-    stock.close()
     figures: dict[str, dict[str, float]] = {}
-    for dtype, quantization in WAYS:
-        model = Model(args.model, dtype, quantization, is_stock=False)
-        found = compare([model.logits(piece) for piece in pieces], exact, pieces)
-        found["weight_bytes"] = model.num_bytes
-        model.close()
-        if is_story and dtype == "float32":
-            found["sentences_accepted"] = accepted_sentences(quantization)
+    for dtype, quantization, found in measure(args.model, text):
         figures[f"{dtype}, {quantization}"] = found
         line = "  ".join(f"{name} {value:.6g}" for name, value in found.items())
         print(f"{dtype:<9} {quantization:<5}{line}", flush=True)

@@ -1,4 +1,4 @@
-"""`python -m tools.bench NAME [--json FILE]`."""
+"""`python -m tools.bench NAME [--json FILE]`, and `python -m tools.bench stale`."""
 
 from __future__ import annotations
 
@@ -6,29 +6,27 @@ import argparse
 import importlib
 import os
 import sys
-from pathlib import Path
+
+from tools.bench import stale
+from tools.bench.catalog import measured_paths, names
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-NOT_BENCHES = {
-    *("__init__", "__main__", "attackers", "checkpoints", "frame", "plots", "served", "tables"),
-    "wire",
-}
 OURS = {"engine", "grpc_service", "tests", "tools"}
-
-
-def names() -> list[str]:
-    """Return the names of all benches: the modules beside this file, with hyphens."""
-    found = {path.stem for path in Path(__file__).parent.glob("*.py")} - NOT_BENCHES
-    return sorted(name.replace("_", "-") for name in found)
 
 
 def main() -> int:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench")
-    parser.add_argument("name", choices=names())
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench",
+        description="Run a bench; 'stale' names those whose figures are older than what they "
+        "measure.",
+    )
+    parser.add_argument("name", choices=[*names(), "stale"])
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    if args.name == "stale":
+        return stale.report()
     try:
         bench = importlib.import_module(f"tools.bench.{args.name.replace('-', '_')}")
         rows = bench.run()
@@ -41,7 +39,7 @@ def main() -> int:
         )
     from tools.bench.frame import report
 
-    return report(args.name, rows, args.json)
+    return report(args.name, rows, args.json, measured_paths(args.name))
 
 
 if __name__ == "__main__":

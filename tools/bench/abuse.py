@@ -27,10 +27,12 @@ import grpc
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tools.bench.attackers import ATTACKS
-from tools.bench.frame import Row, percentile
+from tools.bench.frame import Row, percentile, row_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+MEASURES = ("grpc_service", "tools/bench/attackers.py")
 
 ROOT = Path(__file__).parents[2]
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "2.5"))
@@ -54,31 +56,15 @@ class Seen:
     errors: int
     peak_mb: float
 
+    @property
+    def p50(self) -> float:
+        """The median gap."""
+        return statistics.median(self.gaps)
 
-@dataclass(frozen=True)
-class Figures:
-    """What the victim saw in several windows. ``first_mb`` and ``peak_mb`` are the server's memory
-    in the first of them, and in the worst."""
-
-    p50: float
-    p99: float
-    rate: float
-    errors: int
-    first_mb: float
-    peak_mb: float
-
-
-def figures_of(seen: list[Seen]) -> Figures:
-    """Return the figures of several windows together."""
-    gaps = [gap for one in seen for gap in one.gaps]
-    return Figures(
-        p50=statistics.median(gaps),
-        p99=percentile(gaps, 0.99),
-        rate=statistics.mean(one.rate for one in seen),
-        errors=sum(one.errors for one in seen),
-        first_mb=seen[0].peak_mb,
-        peak_mb=max(one.peak_mb for one in seen),
-    )
+    @property
+    def p99(self) -> float:
+        """The gap that one in a hundred exceeds."""
+        return percentile(self.gaps, 0.99)
 
 
 class Victim(threading.Thread):
@@ -158,7 +144,7 @@ def serving() -> Iterator[tuple[str, int]]:
         yield f"127.0.0.1:{found[1]}", server.pid
 
 
-def attack(name: str, sources: tuple[str, ...]) -> tuple[Figures, Figures]:
+def attack(name: str, sources: tuple[str, ...]) -> tuple[list[Seen], list[Seen]]:
     """Return what the victim saw beside a process that spins and beside an attack, in turn."""
     beside_spin, beside_attack = [], []
     with serving() as (address, pid):
@@ -171,22 +157,27 @@ def attack(name: str, sources: tuple[str, ...]) -> tuple[Figures, Figures]:
                 assert attacker.stdout is not None
                 attacker.stdout.readline()
                 beside_attack.append(watch(address, pid))
-    return figures_of(beside_spin), figures_of(beside_attack)
+    return beside_spin, beside_attack
 
 
 def rows_of(name: str, sources: tuple[str, ...]) -> Iterator[Row]:
     """Yield an attack's rows."""
-    control, seen = attack(name, sources)
+    beside_spin, beside_attack = attack(name, sources)
     where = f"{name}, {len(sources)} address{'es' if len(sources) > 1 else ''}"
-    note = f"{control.p50:.2f} → {seen.p50:.2f} ms"
-    yield Row(f"{where}: p50", seen.p50 / control.p50, "×", P50_BAR, n=REPEATS, note=note)
-    note = f"{control.p99:.1f} → {seen.p99:.1f} ms"
-    yield Row(f"{where}: p99", seen.p99 / control.p99, "×", P99_BAR, n=REPEATS, note=note)
-    rate = seen.rate / control.rate
-    note = f"{control.rate:.0f} → {seen.rate:.0f}"
-    yield Row(f"{where}: tokens/s", rate, "×", RATE_BAR, "higher", n=REPEATS, note=note)
-    yield Row(f"{where}: memory", seen.peak_mb - control.first_mb, "MB", MEMORY_BAR_MB, n=REPEATS)
-    yield Row(f"{where}: victim's failed calls", float(seen.errors), "calls", 0.0, n=REPEATS)
+
+    def against(figure: str, of: Callable[[Seen], float], bar: float, better: str) -> Row:
+        spin, seen = ([of(one) for one in windows] for windows in (beside_spin, beside_attack))
+        ratios = [mine / reference for mine, reference in zip(seen, spin, strict=True)]
+        note = f"{statistics.median(spin):.3g} → {statistics.median(seen):.3g}"
+        return row_of(f"{where}: {figure}", ratios, "×", bar=bar, better=better, note=note)
+
+    yield against("p50", lambda one: one.p50, P50_BAR, "lower")
+    yield against("p99", lambda one: one.p99, P99_BAR, "lower")
+    yield against("tokens/s", lambda one: one.rate, RATE_BAR, "higher")
+    grown = max(one.peak_mb for one in beside_attack) - beside_spin[0].peak_mb
+    yield Row(f"{where}: memory at most", grown, "MB", MEMORY_BAR_MB, n=REPEATS)
+    failed = float(sum(one.errors for one in beside_attack))
+    yield Row(f"{where}: victim's failed calls", failed, "calls", 0.0, n=REPEATS)
 
 
 def run() -> list[Row]:

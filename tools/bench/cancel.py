@@ -41,6 +41,14 @@ from tools.bench.wire import ENDLESS, Peer, peer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+MEASURES = (
+    "engine/core",
+    "engine/replica",
+    "engine/requests",
+    "grpc_service/rpc",
+    "grpc_service/services",
+)
+
 COUNT = int(os.environ.get("BENCH_COUNT", "40"))
 STEP_S = 0.020
 PHASES = ("queued", "prefill", "decode", "parked")

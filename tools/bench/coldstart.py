@@ -1,14 +1,20 @@
 """Measures many waiters for one cold model of two replicas: loads, memory, and their extra wait.
 
-The model is a fake of 2 GB whose load sleeps in its thread (R130, R132). A waiter's extra wait
-begins when the load returns in the loading thread, and ends when the waiter has a replica (R109).
-The reference is a bare event that a thread sets for as many waiters.
+The model is a fake whose load fills `BYTES` of memory in its thread, and sleeps (R130, R132). A
+waiter's extra wait begins when the load returns in the loading thread, and ends when the waiter has
+a replica (R109). The reference is a bare event that a thread sets for as many waiters.
+
+The memory is sampled every `SAMPLE_S` while the model loads: what the pool has reserved, and by how
+much the process grew. A load for each waiter would show in both.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
@@ -23,55 +29,96 @@ if TYPE_CHECKING:
 
     from engine.worker.interface import LoadProgress, ModelInfo
 
+MEASURES = ("engine/pool", "engine/requests")
+
 WAITERS = (10, 100, 500)
 REPLICAS = 2
-BYTES = 2 << 30
+MIB = 1 << 20
+BYTES = 64 * MIB  # of each replica
 LOAD_S = 0.3
+SAMPLE_S = 0.005
 BAR_MS = 50.0
+OWN_MIB = 16  # guess: what the waiters and the threads may take beside the model
 
 
-class SleepyRunner(FakeRunner):
-    """A runner whose load takes `LOAD_S`. ``returned`` collects the times at which loads ended."""
+class HeavyRunner(FakeRunner):
+    """A runner whose load takes `LOAD_S` and fills memory. ``returned`` collects the times at which
+    loads ended."""
 
     returned: list[float]
+    weights = b""
 
     def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
-        """Sleep, load, and record the time."""
+        """Fill the memory, sleep, load, and record the time."""
+        self.weights = b"w" * BYTES
         time.sleep(LOAD_S)
         info = super().load(progress)
         self.returned.append(time.monotonic())
         return info
 
+    def close(self) -> None:
+        """Release the memory."""
+        super().close()
+        self.weights = b""
 
-async def _wait_for_model(waiters: int, loads: list[int], peaks: list[int]) -> float:
-    """Return the longest extra wait in ms."""
+
+@dataclass
+class Seen:
+    """What one cold start was seen to take. Memory is in MiB, and the most of all samples."""
+
+    wait_ms: float
+    loads: int = 0
+    reserved: float = 0.0
+    grown: float = 0.0
+
+
+def resident() -> float:
+    """Return the process's memory in MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+async def _wait_for_model(waiters: int) -> Seen:
+    """Return what was seen of one cold start. Cancellation: at once."""
     returned: list[float] = []
 
-    def make_runner(model: ModelConfig, config: EngineConfig) -> SleepyRunner:
-        runner = SleepyRunner(memory_bytes=BYTES)
+    def make_runner(model: ModelConfig, config: EngineConfig) -> HeavyRunner:
+        runner = HeavyRunner(memory_bytes=BYTES)
         runner.returned = returned
         return runner
 
     model = ModelConfig("cold", lazy=True, workers=(WorkerConfig(count=REPLICAS),))
     config = EngineConfig(models=(model,), memory_limit=10 * REPLICAS * BYTES)
     woken: list[float] = []
+    seen, before = Seen(0.0), resident()
 
     async def wait() -> None:
         await engine.wait_ready("cold")
         woken.append(time.monotonic())
 
-    async with open_engine(config, make_runner=make_runner) as engine:
+    async def sample() -> None:
+        while True:
+            seen.reserved = max(seen.reserved, engine.statistics().totals.memory_reserved / MIB)
+            seen.grown = max(seen.grown, resident() - before)
+            await trio.sleep(SAMPLE_S)
+
+    async with (
+        open_engine(config, make_runner=make_runner) as engine,
+        trio.open_nursery() as sampling,
+    ):
+        sampling.start_soon(sample)
         async with trio.open_nursery() as nursery:
             for _ in range(waiters):
                 nursery.start_soon(wait)
         await engine.load_model("cold")  # until the other replica is loaded, too
-        loads.append(len(returned))
-        peaks.append(engine.statistics().totals.memory_reserved)
-    return 1e3 * (max(woken) - min(returned))
+        sampling.cancel_scope.cancel()
+    seen.wait_ms = 1e3 * (max(woken) - min(returned))
+    seen.loads = len(returned)
+    return seen
 
 
-async def _wait_for_event(waiters: int) -> float:
-    """Return the longest wait in ms for a bare event."""
+async def _wait_for_event(waiters: int) -> Seen:
+    """Return the longest wait in ms for a bare event. Cancellation: after the event is set."""
     event, woken, returned = trio.Event(), [], []
 
     async def wait() -> None:
@@ -87,26 +134,45 @@ async def _wait_for_event(waiters: int) -> float:
         for _ in range(waiters):
             nursery.start_soon(wait)
         await trio.to_thread.run_sync(load)
-    return 1e3 * (max(woken) - returned[0])
+    return Seen(1e3 * (max(woken) - returned[0]))
 
 
 def run() -> list[Row]:
     """Return the bench's rows."""
     rows = []
+    size = REPLICAS * BYTES / MIB
     for waiters in WAITERS:
-        loads: list[int] = []
-        peaks: list[int] = []
         mine, bare = repeat_in_turn(
             [
-                partial(trio.run, _wait_for_model, waiters, loads, peaks),
+                partial(trio.run, _wait_for_model, waiters),
                 partial(trio.run, _wait_for_event, waiters),
             ]
         )
-        gigabytes = [peak / 2**30 for peak in peaks]
+        name = f"{waiters} waiters"
         rows += [
-            row_of(f"loads of {REPLICAS} replicas, {waiters} waiters", loads, "", bar=REPLICAS),
-            row_of("  reserved", gigabytes, "GiB", bar=REPLICAS * BYTES / 2**30),
-            row_of("  the last waiter's wait after ready", mine, "ms", bar=BAR_MS),
-            row_of("  a bare event's", bare, "ms"),
+            row_of(f"{name}: loads", [seen.loads for seen in mine], "", bar=REPLICAS),
+            row_of(
+                f"{name}: reserved at most while loading",
+                [seen.reserved for seen in mine],
+                "MiB",
+                bar=size,
+            ),
+            row_of(
+                f"{name}: the process's growth at most while loading",
+                [seen.grown for seen in mine],
+                "MiB",
+                bar=size + OWN_MIB,
+            ),
+            row_of(
+                f"{name}: the last waiter's wait after ready",
+                [seen.wait_ms for seen in mine],
+                "ms",
+                bar=BAR_MS,
+            ),
+            row_of(
+                f"{name}: the last waiter's wait after a bare event",
+                [seen.wait_ms for seen in bare],
+                "ms",
+            ),
         ]
     return rows

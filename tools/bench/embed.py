@@ -27,6 +27,16 @@ from tools.make_encoder import PRESETS, WORDS, make_embedder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MEASURES = (
+    "engine/core/common",
+    "engine/core/encode",
+    "engine/replica",
+    "engine/requests",
+    "engine/worker",
+    "grpc_service/rpc",
+    "grpc_service/services",
+)
+
 EMBED = "/triolet.v1.Inference/Embed"
 COUNT = 256
 BAR_ALL, BAR_ONE = 0.85, 3.0

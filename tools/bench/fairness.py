@@ -22,6 +22,16 @@ from tools.bench.served import served
 from tools.bench.wire import GENERATE, NO_PROXY
 from tools.make_encoder import PRESETS, make_embedder
 
+MEASURES = (
+    "engine/core",
+    "engine/replica",
+    "engine/requests",
+    "engine/worker",
+    "engine/kernels",
+    "grpc_service/rpc",
+    "grpc_service/services",
+)
+
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "4"))
 WARM_UP_S = 0.5
 CLIENTS = 8

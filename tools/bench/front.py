@@ -35,6 +35,14 @@ from tools.bench.wire import ENDLESS, NO_PROXY, Peer, peer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+MEASURES = (
+    "engine/core",
+    "engine/replica",
+    "engine/requests",
+    "grpc_service/rpc",
+    "grpc_service/services",
+)
+
 TICK_S = {1: 0.002, 16: 0.004, 128: 0.015, 512: 0.060}
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "3"))
 UNPACED_WINDOW_S = 0.5  # so short that no stream reaches its last token

@@ -35,6 +35,16 @@ from tools.bench.wire import NO_PROXY, ROOT, peer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+MEASURES = (
+    "engine/core",
+    "engine/replica",
+    "engine/requests",
+    "engine/worker",
+    "engine/kernels",
+    "grpc_service/rpc",
+    "grpc_service/services",
+)
+
 STREAMS = 256
 ENDLESS = 8000
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "8"))

@@ -28,6 +28,8 @@ from tools.bench.step import THREADS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+MEASURES = ("engine/kernels", "engine/worker/forward")
+
 SIDE = 2048
 VOCAB, HIDDEN = 49_152, 576
 TURNS = 20

@@ -22,6 +22,14 @@ from tools.bench.wire import peer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MEASURES = (
+    "engine/core",
+    "engine/replica",
+    "engine/requests",
+    "grpc_service/rpc",
+    "grpc_service/services",
+)
+
 CLIENTS = 100
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "60"))
 STEP_S = 0.02

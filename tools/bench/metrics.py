@@ -24,6 +24,8 @@ from tools.bench.wire import peer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+MEASURES = ("engine/replica", "grpc_service/rpc", "grpc_service/services", "grpc_service/app")
+
 MESSAGE_BAR_US = 3.0
 STEP_BAR_US = 50.0
 ROWS = 128

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tools.bench.frame import Row
     from tools.bench.peers.servers import ServerWithClients
 
+MEASURES = ("engine/core", "engine/replica", "engine/requests", "engine/worker", "engine/kernels")
+
 LOAD = "32 clients"
 SETTINGS = (
     ("--step-time-target", "0"),

@@ -27,7 +27,7 @@ LATENCY = re.compile(
     r"(?P<part>p50|p99): (?P<engine>[\w.]+)"
 )
 WORKERS = re.compile(
-    r"(?P<panel>simulated) (?P<devices>\d+) devices (?P<what>against one|behind one lock)"
+    r"(?P<panel>simulated) (?P<devices>\d+) devices? (?P<what>against one|behind one lock)"
 )
 COLORS = {
     "triolet": "#c8442d",

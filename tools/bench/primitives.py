@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from grpc_service.rpc.streams import Stream
 
+MEASURES = ("engine/replica/threads.py", "grpc_service/rpc")
+
 VALUES, WAKES, HOPS, FRAMES = 20_000, 2_000, 1_000, 2_000
 MESSAGE = bytes(60)
 HEADERS = [

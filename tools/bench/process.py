@@ -26,6 +26,8 @@ from tools.bench.frame import Row, repeat_in_turn, row_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+MEASURES = ("engine/core/text/plan.py", "engine/worker/process")
+
 COUNTS = (1, 64, 256)
 STEPS = 300
 ALTERNATIVES = 20

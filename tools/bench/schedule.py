@@ -23,6 +23,8 @@ from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.gc_tuning import freeze_after_load
 from tools.bench.frame import Row, repeat_in_turn, row_of
 
+MEASURES = ("engine/core", "engine/gc_tuning.py")
+
 STEPS = 200
 TURNS = 21  # of 20 ms for the row with the bar; a busy host's disturbances last as long
 COUNTS = (1, 64, 256, 1024)

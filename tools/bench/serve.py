@@ -27,6 +27,16 @@ from tools.bench.peers.servers import ServerWithClients, start_server
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+MEASURES = (
+    "engine/core",
+    "engine/replica",
+    "engine/requests",
+    "engine/worker",
+    "engine/kernels",
+    "grpc_service/rpc",
+    "grpc_service/services",
+)
+
 MODEL = "s135"
 PROMPT, OUTPUT = 128, 64
 WAVES = {1: 4, 8: 2, 32: 2}  # requests of each client, by the number of clients

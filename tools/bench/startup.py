@@ -18,6 +18,8 @@ from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.served import served
 from tools.bench.wire import ROOT
 
+MEASURES = ("engine", "grpc_service")
+
 FLOOR = """
 import torch, grpc, trio
 from transformers.models.llama.modeling_llama import LlamaForCausalLM

@@ -36,6 +36,8 @@ from tools.bench.peers.process import OURS, EngineProcess, start
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+MEASURES = ("engine/core", "engine/worker", "engine/kernels")
+
 SHAPES = ("s135", "q05")
 COMPARED = ("llama.cpp", "vllm", "transformers")
 THREADS = 2
@@ -196,7 +198,7 @@ def busy(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def beside_busy(ours: EngineProcess) -> list[Row]:
+def beside_busy(ours: EngineProcess, shape: str) -> list[Row]:
     """Return the rows of a step alone and beside two busy processes, measured in turn."""
 
     def step_ms() -> float:
@@ -210,9 +212,9 @@ def beside_busy(ours: EngineProcess) -> list[Row]:
     alone, beside = repeat_in_turn([step_ms, step_ms_beside])
     ratios = [b / a for b, a in zip(beside, alone, strict=True)]
     return [
-        row_of("s135 step of B=8, alone", alone, "ms"),
-        row_of("s135 step of B=8, beside two busy processes", beside, "ms"),
-        row_of("s135 beside two busy processes against alone", ratios, "×", bar=BAR_BUSY),
+        row_of(f"{shape} step of B=8, alone", alone, "ms"),
+        row_of(f"{shape} step of B=8, beside two busy processes", beside, "ms"),
+        row_of(f"{shape} beside two busy processes against alone", ratios, "×", bar=BAR_BUSY),
     ]
 
 
@@ -259,7 +261,7 @@ def run() -> list[Row]:
             rows += [row_of(f"{shape} load: {one.name}", [one.load_s], "s") for one in engines]
             for case in chosen:
                 rows += compare(case, engines, missing)
-            rows += beside_busy(engines[0]) if beside else []
+            rows += beside_busy(engines[0], shape) if beside else []
     if wanted.search("outside the model"):
         with opened("thin", [], 128) as engines:
             rows += outside(engines[0])

@@ -25,6 +25,14 @@ from grpc_service.client import stubs
 from tools.bench.frame import Row, percentile, repeat, row_of
 from tools.bench.wire import NO_PROXY, PacedRunner, Peer, peer
 
+MEASURES = (
+    "engine/core",
+    "engine/replica",
+    "engine/requests",
+    "grpc_service/rpc",
+    "grpc_service/services",
+)
+
 COUNT = int(os.environ.get("BENCH_COUNT", "200"))
 CLIENTS = (1, 5, 10, 20, 50)
 TOKENS = 16

@@ -1,12 +1,13 @@
 """Makes tables of the benches' results: `python -m tools.bench.tables JSON…` prints them, and
-`python -m tools.bench.tables --write docs/performance.md` puts them into the page.
+`python -m tools.bench.tables --write docs/performance.md` puts them into the page. A test compares
+the page with its figures.
 
 In a page, the lines between ``<!-- table: NAME REGEX -->`` and ``<!-- end -->`` are made from
 ``figures/NAME.json`` beside the page (and ``NAME-1.json`` …, if it was measured in parts). They
 contain the rows whose names the regular expression finds, and the machine and the commit.
 
-A table has a row for each measurement and a column for each engine. Rows without engines are listed
-separately. Of rows with the same name, the last file's counts.
+A table has a row for each measurement and a column for each engine or way to compute. Rows without
+these are listed separately. Of rows with the same name, the last file's counts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,12 @@ PART = re.compile(
     r".*?(?P<tail><!-- end -->)",
     re.DOTALL,
 )
+# What follows the last colon of a row's name and has a column of its own: engines, and the ways to
+# compute the same model.
 ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "transformers-cb")
+WAYS = ("float32", "float32 int8", "bfloat16", "bfloat16 int8")
+COLUMNS = (*ENGINES, *WAYS)
+LINE_LENGTH = 100  # of the page's text
 
 
 def figure(row: dict[str, Any] | None) -> str:
@@ -38,11 +45,13 @@ def figure(row: dict[str, Any] | None) -> str:
 
 
 def bar(row: dict[str, Any]) -> str:
-    """Return a row's bar and whether it was met, or ""."""
+    """Return a row's bar, whether it was met, and the worse quartile if it is known; or ""."""
     if row["bar"] is None:
         return ""
     sign = "≤" if row["better"] == "lower" else "≥"
-    return f"{sign} {row['bar']:g}, {'met' if row['pass'] else 'missed'}"
+    how = "met by a hair" if row.get("by_a_hair") else "met" if row["pass"] else "missed"
+    worse = row.get("worse_quartile")
+    return f"{sign} {row['bar']:g}, {how}" + ("" if worse is None else f"; quartile {worse:.3g}")
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:
@@ -51,11 +60,11 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     others = []
     for row in rows:
         case, _, engine = row["name"].rpartition(": ")
-        if engine in ENGINES:
+        if engine in COLUMNS:
             by_case.setdefault((case, row["unit"]), {})[engine] = row
         else:
             others.append(row)
-    used = [one for one in ENGINES if any(one in found for found in by_case.values())]
+    used = [one for one in COLUMNS if any(one in found for found in by_case.values())]
     lines = []
     if by_case:
         lines += [f"| | {' | '.join(used)} | |", "|---" * (len(used) + 2) + "|"]
@@ -94,8 +103,14 @@ def filled(match: re.Match[str], figures: Path) -> str:
     rows, origins = read((file for file in files if file.exists()), pattern)
     body = tables(rows) if rows else ["Not measured yet."]
     if origins:
-        body += ["", f"Measured {'; '.join(origins)}."]
+        origin = f"Measured {'; '.join(origins)}."
+        body += ["", *textwrap.wrap(origin, LINE_LENGTH, break_on_hyphens=False)]
     return "\n".join([match["head"], *body, match["tail"]])
+
+
+def written(page: str, figures: Path) -> str:
+    """Return a page with its tables made from the files in ``figures``."""
+    return PART.sub(lambda part: filled(part, figures), page)
 
 
 def main() -> None:
@@ -107,9 +122,8 @@ def main() -> None:
     if args.files:
         print("\n".join(tables(read(args.files)[0])))
     if args.write:
-        figures = args.write.parent / "figures"
         page = args.write.read_text("utf-8")
-        args.write.write_text(PART.sub(lambda part: filled(part, figures), page), "utf-8")
+        args.write.write_text(written(page, args.write.parent / "figures"), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Profiles a decode: samples from outside which line the engine executes (R75).
 
 py-spy (`triolet[measure]`) samples the engine's thread 200 times per second while s135 decodes 1, 8
-and 32 sequences from a context of 128. An operation of torch or one of our kernels counts for the
-line of Python that called it. A row is the share of one line, the `TOP` largest of each batch.
+and 32 sequences from a context of 128, with the kernels and with the stock modules. An operation of
+torch or one of our kernels counts for the line of Python that called it. A row is the share of one
+line, the `TOP` largest of each batch.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+from engine.worker.forward.native import SWITCH
 from tools.bench.frame import Row
 from tools.bench.peers.process import OURS, EngineProcess
 from tools.bench.step import settings
 
+MEASURES = ("engine/core", "engine/worker", "engine/kernels")
+
 BATCHES = (1, 8, 32)
-TOP = 8
+WAYS = {"kernels": "", "stock": "off"}  # the kernels' switch in the environment
+TOP = 6
 RATE = 200
-WINDOW_S = int(os.environ.get("BENCH_WINDOW_S", "8"))
+WINDOW_S = int(os.environ.get("BENCH_WINDOW_S", "6"))
 STEPS = 40
 # A frame as py-spy writes it: function (path:line)
 FRAME = re.compile(r"(?P<function>[^;]+) \((?P<path>[^;()]+):(?P<line>\d+)\)")
@@ -71,9 +76,9 @@ def sample(engine: EngineProcess, batch: int) -> Counter[str]:
         return shares(file.read_text())
 
 
-def run() -> list[Row]:
-    """Return the bench's rows."""
-    py_spy()
+def rows_of(way: str) -> list[Row]:
+    """Return the rows of one way to compute."""
+    os.environ[SWITCH] = WAYS[way]
     engine = EngineProcess(OURS, settings("s135", max(BATCHES)))
     rows = []
     try:
@@ -81,9 +86,15 @@ def run() -> list[Row]:
             counts = sample(engine, batch)
             total = counts.total()
             rows += [
-                Row(f"s135 B={batch}: {where}", 100 * count / total, "%", n=count)
+                Row(f"s135 {way}, B={batch}: {where}", 100 * count / total, "%", n=count)
                 for where, count in counts.most_common(TOP)
             ]
     finally:
         engine.close()
     return rows
+
+
+def run() -> list[Row]:
+    """Return the bench's rows."""
+    py_spy()
+    return [row for way in WAYS for row in rows_of(way)]

@@ -1,0 +1,277 @@
+"""The benches themselves: the names of their rows, what they measure, whether their figures are
+old, and the simulated devices that some of them use."""
+
+import ast
+import json
+import re
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import trio
+
+from tools.bench import coldstart, simulated, stale
+from tools.bench.catalog import FIGURES, measured_paths, names
+
+ROOT = Path(__file__).parents[2]
+BENCHES = ROOT / "tools" / "bench"
+
+
+# ---- the names of rows, over all benches -----------------------------------------------------
+#
+# A bench's rows are known only when it has run. What can be seen before: a row that is made several
+# times, in a loop or by a function that is called several times, names what differs from time to
+# time.
+
+
+class RowNames(ast.NodeVisitor):
+    """Finds the rows of a module whose names cannot differ. ``faults`` says which and why."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.faults: list[str] = []
+        self._templates: set[str] = set()
+        self._repeated: list[set[str]] = []  # names that differ from time to time, by scope
+        self._calls: dict[str, int] = {}
+        self._looped: set[str] = set()
+        self._count_calls(tree, in_loop=False)
+        self.visit(tree)
+
+    def _count_calls(self, node, *, in_loop):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            self._calls[node.func.id] = self._calls.get(node.func.id, 0) + 1
+            if in_loop:
+                self._looped.add(node.func.id)
+        inner = in_loop or isinstance(
+            node, ast.For | ast.While | ast.comprehension | COMPREHENSIONS
+        )
+        for child in ast.iter_child_nodes(node):
+            self._count_calls(child, in_loop=inner)
+
+    def visit_FunctionDef(self, node):
+        """A function that is called several times names one of its parameters in each row."""
+        is_repeated = self._calls.get(node.name, 0) > 1 or node.name in self._looped
+        parameters = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+        outer, self._repeated = self._repeated, [parameters] if is_repeated else []
+        for statement in node.body:
+            self.visit(statement)
+        self._repeated = outer
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_For(self, node):
+        """A loop's rows name what the loop goes over, or what is made of it."""
+        self._visit_repeated([node.target], node.body)
+
+    def visit_ListComp(self, node):
+        """A comprehension's loops are loops."""
+        self._visit_repeated([one.target for one in node.generators], [node.elt])
+
+    visit_GeneratorExp = visit_ListComp
+
+    def _visit_repeated(self, targets, body):
+        self._repeated += [names_in(target) for target in targets]
+        for child in body:
+            self.visit(child)
+        del self._repeated[-len(targets) :]
+
+    def visit_Assign(self, node):
+        """What is made of a name that differs does, too."""
+        self.generic_visit(node)
+        for scope in self._repeated:
+            if names_in(node.value) & scope:
+                scope |= set().union(*(names_in(target) for target in node.targets))
+
+    def visit_Call(self, node):
+        """Look at a row's name."""
+        self.generic_visit(node)
+        if not (isinstance(node.func, ast.Name) and node.func.id in ("row_of", "Row")):
+            return
+        name, template = node.args[0], ast.unparse(node.args[0])
+        if template in self._templates:
+            self.faults.append(f"{template} is the name of two rows")
+        self._templates.add(template)
+        if template.lstrip("f").startswith(('" ', "' ")):
+            self.faults.append(f"{template} does not stand by itself")
+        for scope in self._repeated:
+            if not names_in(name) & scope:
+                self.faults.append(f"{template} is the name of a row for each of {sorted(scope)}")
+
+
+COMPREHENSIONS = ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp
+
+
+def names_in(node):
+    """Return the variables in an expression."""
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+@pytest.mark.parametrize("path", sorted(BENCHES.glob("*.py")), ids=lambda path: path.stem)
+def test_a_rows_name_is_unique_in_its_bench(path):
+    """The page once had the waiting of eight devices under "1 devices"."""
+    assert RowNames(ast.parse(path.read_text())).faults == []
+
+
+@pytest.mark.parametrize(
+    ("source", "is_unique"),
+    [
+        ("for n in NS:\n  rows = [row_of(f'{n} devices', x, ''), row_of('waiting', x, '')]", False),
+        ("for n in NS:\n  rows = [row_of(f'{n} devices', x, ''), row_of(f'{n}: w', x, '')]", True),
+        ("for n in NS:\n  name = f'{n} devices'\n  rows = [row_of(f'{name}, p50', x, '')]", True),
+        ("for n in NS:\n  for m in MS:\n    rows += [row_of(f'{m} rows', x, '')]", False),
+        ("for n in NS:\n  for m in MS:\n    rows += [row_of(f'{m} of {n}', x, '')]", True),
+        ("rows = [Row('a', 1.0, '') for n in NS]", False),
+        ("rows = [Row(f'a {n}', 1.0, '') for n in NS]", True),
+        ("rows = [Row('a', 1.0, ''), Row('a', 2.0, '')]", False),
+        ("rows = [Row('  a', 1.0, '')]", False),
+        ("def f(n):\n  return row_of('a', n, '')\nrows = [f(1), f(2)]", False),
+        ("def f(n):\n  return row_of(f'a {n}', n, '')\nrows = [f(1), f(2)]", True),
+        ("def f(n):\n  return row_of('a', n, '')\nrows = [f(1)]", True),
+        ("def f(n):\n  return row_of('a', n, '')\nrows = [f(n) for n in NS]", False),
+    ],
+)
+def test_names_that_cannot_differ_are_found(source, is_unique):
+    assert (RowNames(ast.parse(source)).faults == []) == is_unique
+
+
+# ---- the committed figures -------------------------------------------------------------------
+
+
+def test_every_bench_says_what_it_measures():
+    """`python -m tools.bench stale` compares these paths with the history."""
+    for path in BENCHES.glob("*.py"):
+        has_run = re.search(r"^def run\(\)", path.read_text(), re.MULTILINE) is not None
+        assert has_run == (path.stem.replace("_", "-") in names()), path.name
+    for name in names():
+        paths = measured_paths(name)
+        assert f"tools/bench/{name.replace('-', '_')}.py" in paths
+        assert len(paths) > 1, f"{name} measures nothing"
+        assert [one for one in paths if not (ROOT / one).exists()] == []
+
+
+@pytest.mark.parametrize("path", sorted(FIGURES.glob("*.json")), ids=lambda path: path.stem)
+def test_a_committed_figure_has_a_commit_a_date_a_bench_and_unique_rows(path):
+    found = json.loads(path.read_text())
+    assert found["bench"] in names()
+    assert re.fullmatch(r"[0-9a-f]{7,40}\+?", found["commit"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", found["machine"]["when"])
+    rows = [row["name"] for row in found["rows"]]
+    assert sorted(set(rows)) == sorted(rows)
+
+
+# ---- figures that are older than what they measure -------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """Return a function that commits files in a repository with one bench, and returns the
+    commit."""
+
+    def git(*args):
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *args],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    def commit(message, **files):
+        for name, text in files.items():
+            (tmp_path / name.replace("__", "/")).write_text(text)
+        git("add", "-A")
+        git("commit", "-qm", message)
+        return git("rev-parse", "--short", "HEAD")
+
+    for folder in ("docs/figures", "tools/bench", "engine", "rest"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "file").write_text("")
+    (tmp_path / "tools" / "bench" / "step.py").write_text('MEASURES = ("engine",)\n')
+    git("init", "-q")
+    return commit
+
+
+def figures_at(tmp_path, commit):
+    """Write a bench's figures as if they had been measured at a commit."""
+    found = {"bench": "step", "commit": commit, "machine": {"when": "2026-01-02 03:04 UTC"}}
+    (tmp_path / "docs" / "figures" / "step.json").write_text(json.dumps(found))
+
+
+def test_figures_are_old_when_what_they_measure_has_changed(tmp_path, repository):
+    measured = repository("First")
+    assert list(stale.stale(tmp_path)) == ["step: there are no figures"]
+    figures_at(tmp_path, measured)
+    repository("Something else", rest__file="1")
+    assert list(stale.stale(tmp_path)) == []
+    (tmp_path / "engine" / "file").write_text("1")
+    head = f"step (step.json, {measured}, 2026-01-02 03:04 UTC): "
+    assert list(stale.stale(tmp_path)) == [head + "changes that are not committed"]
+    changed = repository("A faster step")
+    [line] = stale.stale(tmp_path)
+    assert line == f"{head}1 later commit, the last {changed} A faster step"
+
+
+def test_figures_are_old_when_their_bench_has_changed(tmp_path, repository):
+    figures_at(tmp_path, repository("First"))
+    bench = {"tools__bench__step.py": 'MEASURES = ("engine",)\nROW = 1\n'}
+    changed = repository("Another row", **bench)
+    [line] = stale.stale(tmp_path)
+    assert line.endswith(f"1 later commit, the last {changed} Another row")
+
+
+def test_figures_of_a_dirty_tree_or_an_unknown_commit_are_old(tmp_path, repository):
+    measured = repository("First")
+    figures_at(tmp_path, f"{measured}+")
+    [line] = stale.stale(tmp_path)
+    assert line.endswith("it was measured with changes that were not committed")
+    figures_at(tmp_path, "abcdef1")
+    [line] = stale.stale(tmp_path)
+    assert line.endswith("the commit abcdef1 is not in this repository")
+
+
+# ---- simulated devices, and memory that is sampled -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "leaves_the_gil"),
+    [(simulated.release, True), (simulated.compute_in_python, True), (simulated.hold, False)],
+)
+def test_a_simulated_step_does_with_the_gil_what_it_says(step, leaves_the_gil):
+    """R28, R143."""
+    begun, ticks, is_over = threading.Event(), [], threading.Event()
+
+    def tick():
+        begun.set()
+        while not is_over.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begun.wait()
+    start = time.monotonic()
+    step(0.2)
+    end = time.monotonic()
+    is_over.set()
+    thread.join()
+    during = [at for at in ticks if start + 0.01 < at < end - 0.01]
+    assert (len(during) > 0) == leaves_the_gil
+
+
+def test_the_memory_of_a_cold_start_is_sampled_while_it_loads(monkeypatch):
+    """A load that needs more than the model that it leaves shows in the bench `coldstart`."""
+
+    class Wasteful(coldstart.HeavyRunner):
+        def load(self, progress):
+            info = super().load(progress)
+            self.weights = b""
+            return info
+
+    monkeypatch.setattr(coldstart, "HeavyRunner", Wasteful)
+    monkeypatch.setattr(coldstart, "BYTES", 32 << 20)
+    monkeypatch.setattr(coldstart, "LOAD_S", 0.1)
+    seen = trio.run(coldstart._wait_for_model, 3)
+    assert seen.loads == coldstart.REPLICAS
+    assert seen.reserved == 64
+    assert seen.grown >= 32
