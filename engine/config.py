@@ -127,6 +127,7 @@ class SchedulerConfig:
     max_queued_requests: int = 2048  # that wait for their start
     max_queued_tokens: int = 1_000_000  # of the queued requests' prompts
     step_time_target_s: float = 0.0  # of a step with prompts in it; 0: no target
+    inter_token_target_s: float = 0.0  # of such a step beside decodes; 0: no target of its own
     stall_timeout_s: float = 30.0  # how long a full stream may go unread
     aging_s: float = 10.0  # a request that waits so long gains one level of priority
     prefix_cache: bool = True  # blocks of equal prefixes are shared
@@ -190,6 +191,7 @@ class EngineConfig:
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
     step_time_target_s: float = 0.15
+    inter_token_target_s: float = 0.05
     kv_cache_memory: int | None = None  # bytes of each replica's KV pool; None: the runner decides
     memory_limit: int | None = None  # bytes of all models; None: 0.80 of what the process may use
     stall_timeout_s: float = 30.0
@@ -228,6 +230,7 @@ class EngineConfig:
             ("max-worker-deaths", self.max_worker_deaths, 1),
             ("drain-timeout", self.drain_timeout_s, 0),
             ("step-time-target", self.step_time_target_s, 0),
+            ("inter-token-target", self.inter_token_target_s, 0),
         ):
             _at_least(flag, value, minimum)
         for flag, seconds in (

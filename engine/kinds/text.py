@@ -45,6 +45,7 @@ class TextKind:
                 max_queued_requests=config.max_queued_requests,
                 max_queued_tokens=config.max_queued_tokens,
                 step_time_target_s=config.step_time_target_s,
+                inter_token_target_s=config.inter_token_target_s,
                 stall_timeout_s=config.stall_timeout_s,
                 prefix_cache=config.prefix_cache,
                 prepared_plans=config.prepared_plans,

@@ -210,6 +210,15 @@ FLAGS = (
         "fit this time at the best speed so far, but at least an eighth of "
         "--max-num-batched-tokens; 0: only --max-num-batched-tokens limits a step",
     ),
+    Flag(
+        "inter-token-target",
+        EngineConfig,
+        "inter_token_target_s",
+        SECONDS,
+        "how long a step that computes prompts should take while answers are generated: prompts get "
+        "what the answers' tokens leave of this time, but at least as much as those take; 0: "
+        "only --step-time-target counts",
+    ),
     Flag("block-size", EngineConfig, "block_size", COUNT, "tokens in one block of the KV pool"),
     Flag(
         "kv-cache-memory",

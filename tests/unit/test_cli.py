@@ -55,6 +55,7 @@ OTHER = {
     "max_num_seqs": ("64", "64"),
     "max_num_batched_tokens": ("512", "512"),
     "step_time_target": ("0.5", "0.5"),
+    "inter_token_target": ("0.1", "0.1"),
     "block_size": ("32", "32"),
     "kv_cache_memory": ("1.5GiB", '"1.5GiB"'),
     "memory_limit": ("8GiB", "8589934592"),

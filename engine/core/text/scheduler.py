@@ -38,6 +38,7 @@ from engine.core.common.stalls import next_stall
 from engine.core.common.step_budget import StepBudget
 from engine.core.common.types import EndReason, Explanation, PlanId, RequestId
 from engine.core.text.best_rate import BestRate
+from engine.core.text.decode_pace import DecodePace
 from engine.core.text.commit import Committer
 from engine.core.text.endings import Endings
 from engine.core.text.explain import Explainer
@@ -69,6 +70,7 @@ class Scheduler:
         self._budget = StepBudget(config.max_num_batched_tokens)
         self._recent_rate = RecentRate()
         self._best_rate = BestRate(config.max_num_batched_tokens, config.step_time_target_s)
+        self._pace = DecodePace(config.max_num_batched_tokens, config.inter_token_target_s)
         self._intake = Intake(self._ledger, self._recent_rate, self._best_rate)
         self._endings = Endings(self._ledger, self._events)
         self._committer = Committer(self._ledger, self._endings, self._events)
@@ -182,11 +184,17 @@ class Scheduler:
         return self._builder(now, only_begun=self._pause is PauseMode.WAIT).build()
 
     def _builder(self, now: float, *, only_begun: bool = False) -> StepBuilder:
-        """Return a builder for one step. The smaller of two limits bounds its prompt tokens: the
-        budget, which is halved by running out of memory (D17), and the number of tokens that can be
-        computed in the time that a step should take (D4)."""
+        """Return a builder for one step."""
+        return StepBuilder(
+            self._ledger, now, self._prompt_limit, self._note_preemption, only_begun=only_begun
+        )
+
+    def _prompt_limit(self, num_decodes: int) -> int:
+        """Return how many prompt tokens a step may have beside so many decodes: the smallest of the
+        budget, which is halved by running out of memory (D17), of what can be computed in the time
+        that a step should take, and of what the decodes can wait for (D4)."""
         limit = min(self._budget.tokens, self._best_rate.prompt_budget)
-        return StepBuilder(self._ledger, now, limit, self._note_preemption, only_begun=only_begun)
+        return min(limit, self._pace.prompt_tokens(num_decodes)) if num_decodes else limit
 
     def _note_preemption(self, seq: Sequence) -> None:
         self._preemptions += 1
@@ -222,6 +230,7 @@ class Scheduler:
         if seconds > 0:
             self._best_rate.note(step.plan.num_tokens, seconds)
             self._recent_rate.note(step.plan.num_tokens, seconds)
+            self._pace.note(*_prompts_and_decodes(step.plan), seconds)
 
     def _step_failed(self, failure: StepFailure, now: float) -> None:
         step = self._take_step(failure.plan_id)
@@ -333,3 +342,11 @@ class Scheduler:
             credit = live.credit
             assert credit.reserved == promised[live], f"{name}: {credit} for {promised[live]} rows"
             assert min(credit.free, credit.filled) >= 0, f"{name}: {credit} has too few slots"
+
+
+def _prompts_and_decodes(plan: StepPlan) -> tuple[int, int]:
+    """Return how many prompt tokens a plan has, and how many decodes."""
+    if plan.num_tokens == len(plan.rows):
+        return 0, len(plan.rows)
+    chunks = [row.count for row in plan.rows if row.count > 1]
+    return sum(chunks), len(plan.rows) - len(chunks)

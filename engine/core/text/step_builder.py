@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class StepBuilder:
     """Builds one `PlannedStep`, by one call of `build`, `build_alone` or `build_ahead`.
 
-    ``prompt_limit`` bounds the step's prompt tokens. ``on_preempt`` is called with every running
+    ``prompt_limit`` returns how many prompt tokens a step may have beside so many decodes.
+    ``on_preempt`` is called with every running
     sequence that lost its blocks. ``only_begun``: of the waiting sequences only those start that
     have been in a step before.
     """
@@ -56,7 +57,7 @@ class StepBuilder:
         self,
         ledger: Ledger,
         now: float,
-        prompt_limit: int,
+        prompt_limit: Callable[[int], int],
         on_preempt: Callable[[Sequence], None],
         *,
         only_begun: bool = False,
@@ -123,10 +124,13 @@ class StepBuilder:
     def _chunk_room(self) -> int:
         """Return how many prompt tokens this step can still take beside its decodes."""
         if self._chunk_left is None:
-            decodes = sum(1 for s in self._ledger.running if s.num_tokens - s.num_computed == 1)
+            decodes = self._num_decodes()
             room = self._ledger.config.max_num_batched_tokens - decodes
-            self._chunk_left = min(self._prompt_limit, room)
+            self._chunk_left = min(self._prompt_limit(decodes), room)
         return self._chunk_left
+
+    def _num_decodes(self) -> int:
+        return sum(1 for s in self._ledger.running if s.num_tokens - s.num_computed == 1)
 
     def _chunk_of(self, seq: Sequence, remaining: int) -> int:
         """Return how many of a prompt's ``remaining`` tokens this step can take."""
@@ -310,14 +314,16 @@ class StepBuilder:
         """Return which sequences to preempt so that the first of the waiting queue can start."""
         if (first := self._first_waiting()) is None:
             return []
-        return admission.victims_for_first(self._ledger, first, self._now, self._prompt_limit)
+        return admission.victims_for_first(
+            self._ledger, first, self._now, self._prompt_limit(self._num_decodes())
+        )
 
     def _make_room_for_first(self) -> None:
         """Preempt sequences so that the first of the queue can start. This comes before the running
         sequences are planned, because a sequence in the plan cannot be preempted. A first sequence
         whose stream is full is parked; the next one is then the first."""
         while (first := self._first_waiting()) is not None and not admission.has_slots(
-            self._ledger, first, self._prompt_limit
+            self._ledger, first, self._prompt_limit(self._num_decodes())
         ):
             if any(other.state is State.RUNNING for other in first.live.sequences):
                 return  # the running choice needs the slots, or parks them both
