@@ -1,8 +1,9 @@
-"""Measures what `--step-time-target` gains and costs, with servers of several settings in turn.
+"""Measures what `--inter-token-target` and `--step-time-target` gain and cost, with servers of
+several settings in turn.
 
-The load is that of the bench `serve` with 32 clients, whose prompts come all at once. The figures
-are the time until half of the clients have their first token, the tokens per second, and the
-longest waits between tokens. The last setting has a smaller `--max-num-batched-tokens` instead.
+The loads are those of the bench `serve` with 8 and 32 clients, whose first prompts come all at
+once. The figures are the time until half of the clients have their first token, the tokens per
+second, and the longest waits between tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
 
 MEASURES = ("engine/core", "engine/replica", "engine/requests", "engine/worker", "engine/kernels")
 
-LOAD = "32 clients"
+LOADS = ("8 clients", "32 clients")
 SETTINGS = (
-    ("--step-time-target", "0"),
-    ("--step-time-target", "0.3"),
-    ("--step-time-target", "0.15"),
-    ("--step-time-target", "0.08"),
-    ("--step-time-target", "0", "--max-num-batched-tokens", "512"),
+    ("--inter-token-target", "0", "--step-time-target", "0"),
+    ("--inter-token-target", "0"),
+    ("--inter-token-target", "0.1"),
+    ("--inter-token-target", "0.05"),
+    ("--inter-token-target", "0.03"),
 )
 FIGURES = ("output", "first token p50", "between tokens p99")
 
@@ -42,5 +43,5 @@ def run() -> list[Row]:
                 raise SystemExit("our own server did not start")
             stack.callback(server.close)
             servers.append(server)
-        rows = compare(LOAD, loads()[LOAD], servers)
+        rows = [row for load in LOADS for row in compare(load, loads()[load], servers)]
     return [row for row in rows if row.value and any(f", {name}: " in row.name for name in FIGURES)]

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 GAIN = 0.25  # guess: how much one step changes an estimate
 CHUNK_MIN = 16  # tokens; guess: fewer hardly take less time
-PROMPTS_SHARE_MIN = 0.1  # guess: of a step's time, however short it was beside others of its decodes
+PROMPTS_SHARE_MIN = (
+    0.1  # guess: of a step's time, however short it was beside others of its decodes
+)
 
 
 class DecodePace:
