@@ -10,13 +10,14 @@ import socket
 import struct
 import time
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from hpack import Decoder, Encoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = range(5)
@@ -187,21 +188,16 @@ class Windows:
 
     def has_room(self, frames: bytes) -> bool:
         """Return whether the DATA in these whole frames may be sent."""
-        total, wanted = 0, dict[int, int]()
-        for kind, stream, size in _heads(frames):
-            if kind == DATA:
-                total += size
-                wanted[stream] = wanted.get(stream, 0) + size
-        return total <= self._connection and all(
+        wanted = _data_sizes(frames)
+        return sum(wanted.values()) <= self._connection and all(
             size <= self._streams.get(stream, self._initial) for stream, size in wanted.items()
         )
 
     def spend(self, frames: bytes) -> None:
         """Count whole frames that are being sent."""
-        for kind, stream, size in _heads(frames):
-            if kind == DATA:
-                self._connection -= size
-                self._streams[stream] = self._streams.get(stream, self._initial) - size
+        for stream, size in _data_sizes(frames).items():
+            self._connection -= size
+            self._streams[stream] = self._streams.get(stream, self._initial) - size
 
     def feed(self, data: bytes) -> None:
         """Take what the server has sent."""
@@ -230,6 +226,16 @@ class Windows:
                 for stream in self._streams:
                     self._streams[stream] += value - self._initial
                 self._initial = value
+
+
+@lru_cache(maxsize=16)
+def _data_sizes(frames: bytes) -> Mapping[int, int]:
+    """Return the bytes of DATA in whole frames, by stream."""
+    sizes = dict[int, int]()
+    for kind, stream, size in _heads(frames):
+        if kind == DATA:
+            sizes[stream] = sizes.get(stream, 0) + size
+    return sizes
 
 
 def _heads(frames: bytes) -> Iterator[tuple[int, int, int]]:

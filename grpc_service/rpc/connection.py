@@ -94,7 +94,7 @@ class Connection:
         self._may_write = trio.Event()  # `_is_writing` is set
         self._has_written = trio.Event()  # it is not set any more
         self._heard_at = trio.current_time()  # when the client last showed that it is alive
-        self._part_bytes = shared.limits.part_bytes_max  # the size of the next part to be handled
+        self._part_bytes = 2**12  # the size of the next part to be handled
         self._nursery: trio.Nursery
         self._calls: CallTasks
         self._is_asked_to_leave = trio.Event()

@@ -288,26 +288,26 @@ class Connection:
         self._is_begun = False  # part of what waits was sent
         self._windows = raw.Windows() if attack.keeps_windows else None
 
-    def send(self) -> bool:
-        """Send what can be sent; return whether there is anything left."""
-        while True:
-            if not self._waiting:
-                piece = next(self._pieces, None)
-                if piece is None:
-                    return False
-                self._waiting = piece
+    def send(self) -> None:
+        """Send what can be sent."""
+        while self.may_send():
             if self._windows is not None and not self._is_begun:
-                if not self._windows.has_room(self._waiting):
-                    return True
                 self._windows.spend(self._waiting)
             try:
                 num_sent = self.sock.send(self._waiting)
             except BlockingIOError:
-                return True
+                num_sent = 0
             self._waiting = self._waiting[num_sent:]
             self._is_begun = bool(self._waiting)
             if self._waiting:
-                return True
+                return
+
+    def may_send(self) -> bool:
+        """Return whether there is something to send, and the server's windows have room for it."""
+        self._waiting = self._waiting or next(self._pieces, b"")
+        if self._windows is None or self._is_begun:
+            return bool(self._waiting)
+        return bool(self._waiting) and self._windows.has_room(self._waiting)
 
     def receive(self) -> bool:
         """Take what the server has sent; return False when it has closed."""
@@ -337,16 +337,20 @@ def main() -> None:
                     time.sleep(REST_S)
                     continue
                 missing.remove(source)
-                events = selectors.EVENT_WRITE | (selectors.EVENT_READ if attack.reads else 0)
-                selector.register(one.sock, events, (one, source))
+                selector.register(one.sock, selectors.EVENT_WRITE, (one, source))
             for key, ready in selector.select(0.1):
                 one, source = key.data
                 is_alive = True
                 try:
-                    if ready & selectors.EVENT_WRITE and not one.send():
-                        selector.modify(one.sock, selectors.EVENT_READ, key.data)
+                    if ready & selectors.EVENT_WRITE:
+                        one.send()
                     if ready & selectors.EVENT_READ:
                         is_alive = one.receive()
+                    # A client that does not read still hears of its connection's end.
+                    reads = selectors.EVENT_READ if attack.reads or not one.may_send() else 0
+                    events = reads | (selectors.EVENT_WRITE if one.may_send() else 0)
+                    if events != key.events:
+                        selector.modify(one.sock, events, key.data)
                 except OSError:
                     is_alive = False
                 if not is_alive:
