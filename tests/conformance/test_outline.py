@@ -267,7 +267,7 @@ with engine.blocking.open_engine("demo-stories") as eng:
     assert eng.complete("Once upon a time", max_tokens=5)
     with eng.chat() as chat:
         assert list(chat.ask("Hello."))
-heavy = {"transformers", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor"}
+heavy = {"transformers", "grpc", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor"}
 sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 """
 
