@@ -1,4 +1,4 @@
-"""The runner of text models: one transformers model, its paged KV cache, its sequences (D3, D8).
+"""The runner of text models: one model, its paged KV cache, its sequences (D3, D8).
 
 Rule 1: a step that raises leaves everything as it was before, except that the plan's ``admitted``
 sequences are known and its ``released`` ones are forgotten; the next plan may repeat both. So
@@ -27,7 +27,7 @@ from engine.gc_tuning import collect_after_close
 from engine.worker.failures import describe, is_out_of_memory, load_failures, step_failures
 from engine.worker.forward import packing
 from engine.worker.forward.attention import KEYWORD
-from engine.worker.forward.backends import pick_backend, prepare
+from engine.worker.forward.backends import objection_to_kernels, pick_backend, prepare
 from engine.worker.forward.kv_cache import KvCache, size_pool
 from engine.worker.forward.thread_state import thread_state
 from engine.worker.forward.transfer import send
@@ -108,7 +108,7 @@ class _Batch:
 
 
 class TorchRunner:
-    """Implements `engine.worker.interface.TextRunner` with transformers.
+    """Implements `engine.worker.interface.TextRunner` with torch.
 
     Life: 1. made from a spec, which holds nothing; 2. `load`; 3. `execute`, any number of times;
     4. `close`, after which only `close` may be called. ``backend`` None chooses the attention
@@ -217,6 +217,8 @@ class TorchRunner:
             dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
             pool = size_pool(spec, shapes, dtype.itemsize, limit)
             self._tokenizer = load_tokenizer(source.directory)
+            if self._chosen is not None or objection_to_kernels(device, dtype, shapes):
+                _, config = read_config(source.directory, is_stock=True)
             model = load_model(
                 checkpoint, architecture, config, dtype=dtype, device=device, progress=progress
             )

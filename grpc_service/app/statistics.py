@@ -6,7 +6,7 @@ import logging
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from grpc_service.client import messages
+from grpc_service._generated.triolet.v1 import common_pb2, control_pb2
 from grpc_service.services.snapshots_codec import encode_statistics
 
 if TYPE_CHECKING:
@@ -25,12 +25,12 @@ def log_statistics(statistics: EngineStatistics) -> None:
     log.info("statistics:%s", text, extra={"fields": {"totals": asdict(statistics.totals)}})
 
 
-def lines_of(answer: messages.GetStatsResponse) -> Iterator[str]:
+def lines_of(answer: control_pb2.GetStatsResponse) -> Iterator[str]:
     """Yield the figures of a snapshot: a line for each group of totals and for each replica."""
     for name, text in _totals(answer.totals):
         yield f"{name:<10}{text}"
     for entry in answer.replicas:
-        state = messages.ReplicaState.Name(entry.state).removeprefix("REPLICA_STATE_")
+        state = common_pb2.ReplicaState.Name(entry.state).removeprefix("REPLICA_STATE_")
         state += paused_text(entry)
         blocks = f", {entry.free_blocks} of {entry.total_blocks} blocks free"
         yield (
@@ -39,15 +39,15 @@ def lines_of(answer: messages.GetStatsResponse) -> Iterator[str]:
         )
 
 
-def paused_text(entry: messages.ReplicaStats) -> str:
+def paused_text(entry: control_pb2.ReplicaStats) -> str:
     """Return what to add to a state for a pause, "" if there is none."""
     if not entry.pause:
         return ""
-    mode = messages.PauseMode.Name(entry.pause).removeprefix("PAUSE_MODE_")
+    mode = control_pb2.PauseMode.Name(entry.pause).removeprefix("PAUSE_MODE_")
     return f", paused ({mode.lower()})"
 
 
-def _totals(totals: messages.Totals) -> Iterator[tuple[str, str]]:
+def _totals(totals: control_pb2.Totals) -> Iterator[tuple[str, str]]:
     ends = totals.requests_total
     levels = ("running", "waiting", "parked", "ending", "unread_calls", "peak_waiting")
     yield "sequences", _named(totals, levels)

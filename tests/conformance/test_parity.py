@@ -18,8 +18,8 @@ from engine.worker.forward import packing, reference_attention  # noqa: E402
 from engine.worker.forward.attention import AttentionCall  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.native_attention import NativeBackend, NativeStep  # noqa: E402
-from engine.worker.forward.rewrites import LISTED  # noqa: E402
 from engine.worker.load.architectures import SERVED  # noqa: E402
+from engine.worker.outline.families import LISTED  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import COMPILED, REFERENCE, WAYS, ZOO, Zoo  # noqa: E402
 from tests.support.parity import TALLIES, Tally  # noqa: E402

@@ -18,13 +18,15 @@ from engine.worker.forward.decoder import NativeDecoder, quantise  # noqa: E402
 from engine.worker.forward.kv_cache import KvCache, PoolSize  # noqa: E402
 from engine.worker.forward.packing import pack  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
-from engine.worker.forward.rewrites import LISTED, NotRewritten, take_apart  # noqa: E402
+from engine.worker.forward.rewrites import NotRewritten, take_apart  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load.architectures import layer_shapes  # noqa: E402
 from engine.worker.load.checkpoint import Checkpoint  # noqa: E402
 from engine.worker.load.loader import load_model, read_config  # noqa: E402
 from engine.worker.load.probe import probe  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
+from engine.worker.outline.families import LISTED  # noqa: E402
+from engine.worker.outline.modules import Outline  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import ZOO, Zoo  # noqa: E402
@@ -51,9 +53,9 @@ def zoo(tmp_path_factory):
     zoo.close()
 
 
-def load(directory, dtype):
-    """Return a checkpoint's stock model in a dtype."""
-    architecture, config = read_config(directory)
+def load(directory, dtype, *, is_stock=True):
+    """Return a checkpoint's model in a dtype: transformers' own, or its outline."""
+    architecture, config = read_config(directory, is_stock=is_stock)
     with Checkpoint(directory) as checkpoint:
         return load_model(
             checkpoint, architecture, config, dtype=dtype, device=CPU, progress=lambda _p: None
@@ -63,8 +65,10 @@ def load(directory, dtype):
 class Built:
     """A checkpoint's model, stock or compiled, over a cache of its own."""
 
-    def __init__(self, directory, dtype, *, is_stock, rounded=None, quantization="none"):
-        model = load(directory, dtype)
+    def __init__(
+        self, directory, dtype, *, is_stock, rounded=None, quantization="none", loaded=None
+    ):
+        model = loaded or load(directory, dtype, is_stock=is_stock)
         for parameter in model.module.parameters() if rounded else ():
             parameter.data = rounded(parameter.data)
         shapes = layer_shapes(model.config)
@@ -150,6 +154,19 @@ def test_every_listed_class_is_among_the_rows(zoo):
 @pytest.mark.parametrize("name", LISTED_ROWS)
 def test_a_compiled_decoder_is_the_stock_one(zoo, name):
     check_both_dtypes(zoo.directory(name))
+
+
+@pytest.mark.parametrize("name", LISTED_ROWS)
+def test_an_outline_gives_the_bits_of_the_stock_module_when_compiled(zoo, name):
+    directory = zoo.directory(name)
+    outline, stock = (load(directory, torch.bfloat16, is_stock=one) for one in (False, True))
+    assert isinstance(outline.module, Outline)
+    assert not isinstance(stock.module, Outline)
+    one, other = (
+        Built(directory, torch.bfloat16, is_stock=False, loaded=loaded).logits()
+        for loaded in (outline, stock)
+    )
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("arch", WIDE)

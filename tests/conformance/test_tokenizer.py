@@ -5,8 +5,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pytest
+from jinja2 import TemplateError
 
 import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
 
@@ -23,9 +27,11 @@ from engine.worker.interface import Tokenizer  # noqa: E402
 from engine.worker.text.detokenizer import TextState  # noqa: E402
 from engine.worker.text.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
 from tests.support import toy_tokenizers  # noqa: E402
+from tools.make_model import write_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.model
 
+DEMO = Path(__file__).parents[2] / "engine" / "demo" / "stories"
 MODEL_TYPES = {
     "byte_level": "gpt2",
     "llama3_like": "llama",
@@ -314,10 +320,11 @@ def test_tokens_that_only_the_config_names_are_added_as_transformers_does(direct
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a<tool>bc"
 
 
-def test_loading_imports_neither_torch_nor_transformers(directory):
+def test_neither_loading_nor_a_chat_imports_torch_or_transformers(directory):
     code = (
         "import sys; from engine.worker.text.tokenizer import load_tokenizer;"
-        f"load_tokenizer({str(directory)!r}).encode('hi');"
+        f"made = load_tokenizer({str(directory)!r}); made.encode('hi');"
+        "made.render_chat([{'role': 'user', 'content': 'hi'}]);"
         "banned = {'torch', 'transformers', 'grpc', 'asyncio'};"
         "sys.exit(', '.join(banned & sys.modules.keys()) or 0)"
     )
@@ -351,6 +358,111 @@ def test_a_chat_renders_as_in_transformers(directory):
         )
         encoded = theirs.apply_chat_template(MESSAGES, add_generation_prompt=add)
         assert ours.encode(text, add_special_tokens=False) == tuple(encoded["input_ids"])
+
+
+@pytest.mark.parametrize("name", ["the shipped model", "llama", "gemma3_text"])
+def test_a_checkpoints_tokens_and_chats_are_those_of_transformers(name, tmp_path):
+    directory = DEMO
+    if name != "the shipped model":
+        directory = tmp_path
+        write_tokenizer(directory, 512)
+        (directory / "config.json").write_text(json.dumps({"model_type": name}))
+    ours = load_tokenizer(directory)
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ids == ids_of(theirs, text, True)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    for add in (True, False):
+        assert ours.render_chat(MESSAGES, add_generation_prompt=add) == theirs.apply_chat_template(
+            MESSAGES, tokenize=False, add_generation_prompt=add
+        )
+
+
+class Colour(str):
+    """A text with methods of its own."""
+
+    name = "RED"
+
+    def __str__(self):
+        return "another text"
+
+
+@dataclass
+class Place:
+    """An object that templates may see as its fields."""
+
+    city: str
+    at: tuple
+
+
+# What templates do, and what programs hand to them.
+TEMPLATES = {
+    "a scope of its own": "{% set a = 1 %}"
+    "{% generation %}{% set a = 2 %}{% endgeneration %}{{ a }}",
+    "JSON": "{{ x | tojson }}{{ x | tojson(indent=2) }}{{ x | tojson(ensure_ascii=true, "
+    "sort_keys=true, separators=(',', ':')) }}",
+    "a namespace": "{% set n = namespace(self=1, b='x') %}{% set n.b = n.b ~ 2 %}"
+    "{{ n.b }}{{ n.self }}",
+    "a hidden name in a namespace": "{% set n = namespace(_a=1) %}{{ n._a }}",
+    "a hidden name set in a namespace": "{% set n = namespace() %}{% set n.__a = 1 %}",
+    "a dict": "{{ dict(a=1) }}{{ dict.fromkeys(['a'], 2) }}",
+    "the class of a dict": "{{ dict.mro() }}",
+    "a changed list": "{{ messages.append(1) }}",
+    "an attribute of Python": "{{ messages.__class__.__mro__ }}",
+    "a format that reads attributes": "{{ '{0.__class__}'.format(x) }}",
+    "blocks and blanks": "  {% if true %}\n  a\n  {%- endif %}\n b",
+    "loops": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}"
+    "{{ m.role }}{% endfor %}",
+    "its own error": "{{ raise_exception('no ' ~ messages[0].role) }}",
+    "the year": "{{ strftime_now('%Y') }}",
+    "reasoning": "{% for m in messages %}{{ m.reasoning_content }}/{{ m.thinking }};{% endfor %}",
+    "what is not there": "{{ nothing }}{{ nothing is defined }}{{ tools is none }}{{ documents }}",
+    "an unknown filter": "{{ 1 | nothing }}",
+    "objects": "{{ x }}{{ x.colour.upper() }}{{ x.colour.name }}{{ x.place.city }}{{ x.many }}",
+    "HTML": "{{ '<b>&' }}{{ ('<b>' | e) ~ '&' }}",
+}
+SEEN = {
+    "colour": Colour("red"),
+    "place": Place("Łódź", (1, 2.5)),
+    "many": [np.int64(3), np.float32(0.5), np.bool_(False), Path("a"), True, None],
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_a_template_can_do_what_it_can_in_transformers(template):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho", "reasoning": "hm"},
+        {"role": "assistant", "content": "Ho", "thinking": "a", "reasoning_content": "b"},
+    ]
+    ours = HfTokenizer(toy_tokenizers.qwen_like(), chat_templates={"default": template})
+    theirs, error = "", None
+    try:
+        [[theirs], _] = render_jinja_template(
+            conversations=[messages], chat_template=template, add_generation_prompt=True, x=SEEN
+        )
+    except Exception as raised:
+        error = raised
+    if error is None:
+        assert ours.render_chat(messages, template_args={"x": SEEN}) == theirs
+        return
+    with pytest.raises(InvalidRequest) as refused:
+        ours.render_chat(messages, template_args={"x": SEEN})
+    cause = refused.value.__cause__
+    assert type(cause) is type(error)
+    if type(cause) is TemplateError:  # a template's own words
+        assert str(cause) == str(error)
+
+
+@pytest.mark.parametrize("documents", [["a"], 5])
+def test_documents_that_are_none_are_refused_as_in_transformers(documents):
+    ours = HfTokenizer(toy_tokenizers.qwen_like(), chat_templates={"default": "ok"})
+    with pytest.raises(InvalidRequest) as refused:
+        ours.render_chat(MESSAGES, template_args={"documents": documents})
+    assert isinstance(refused.value.__cause__, TypeError)
 
 
 def test_a_template_gets_tools_arguments_and_special_tokens_but_no_none(directory):

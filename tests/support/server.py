@@ -28,7 +28,10 @@ TEXT_IMPORTS = (
     *("engine.public", "engine.worker.text_runner"),
     *("grpc_service.app.application", "grpc_service.cli.main"),
 )
-SERVING_IMPORTS = (*TEXT_IMPORTS, "engine.worker.encoders.runner")
+SERVING_IMPORTS = (
+    *TEXT_IMPORTS,
+    *("engine.worker.encoders.runner", "transformers.modeling_utils"),
+)
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "engine" / "demo" / "stories"
 START_LIMIT_S = 30.0

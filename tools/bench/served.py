@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -17,20 +18,36 @@ from tools.bench.wire import END_LIMIT_S, NO_PROXY, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 READY = re.compile(r"Triolet is ready on (\S+) after")
 START_LIMIT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that is ready."""
+
+    address: str
+    pid: int
 
 
 @contextmanager
 def served(models: Sequence[tuple[str, str]], *flags: str) -> Iterator[str]:
     """Run a server and yield its address once all models are ready. A model is a pair of its
     directory or id and its name."""
+    with serving(models, *flags) as server:
+        yield server.address
+
+
+@contextmanager
+def serving(models: Sequence[tuple[str, str]], *flags: str, root: Path = ROOT) -> Iterator[Served]:
+    """Run the server of the checkout ``root``, as `served`."""
     argv = [sys.executable, "-m", "grpc_service", "serve", "--port", "0", *flags]
     for model, name in models:
         argv += ["--model", model, "--served-model-name", name]
     process = subprocess.Popen(
-        argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ | {"TRIOLET_LOG": "ERROR"}
+        argv, cwd=root, stdout=subprocess.PIPE, text=True, env=os.environ | {"TRIOLET_LOG": "ERROR"}
     )
     killer = threading.Timer(START_LIMIT_S, process.kill)
     killer.start()
@@ -41,7 +58,7 @@ def served(models: Sequence[tuple[str, str]], *flags: str) -> Iterator[str]:
             raise RuntimeError(f"the server ended with {process.wait()}")
         _wait_serving(address, [name for _, name in models])
         killer.cancel()
-        yield address
+        yield Served(address, process.pid)
     finally:
         killer.cancel()
         process.terminate()

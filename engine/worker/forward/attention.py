@@ -16,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from transformers import AttentionInterface, AttentionMaskInterface
-
 if TYPE_CHECKING:
     import torch
 
@@ -70,7 +68,9 @@ class PreparedStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention over the paged cache (D12)."""
+    """A way to compute attention over the paged cache (D12). ``label`` names it in the log."""
+
+    label: str
 
     def prepare(self, rows: PackedRows, cache: KvCache) -> PreparedStep:
         """Compute what all layers of a step share: slots, gather indices, masks."""
@@ -137,5 +137,7 @@ def _no_mask(*_arguments: object, **_keywords: object) -> None:
 
 def register() -> None:
     """Register ``attn_implementation="triolet_paged"`` with transformers. Idempotent."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, _no_mask)

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.core.text.plan import SCORED_TOKENS_MAX
-from engine.worker.forward import native, varlen_attention
+from engine.worker.forward import native
 from engine.worker.forward.decoder import NativeDecoder, pack_linears
 from engine.worker.forward.native_attention import NativeBackend
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.forward.rewrites import WIDTH_MOST, WIDTH_STEP, NotRewritten, take_apart
-from engine.worker.forward.varlen_attention import VarlenBackend
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -59,24 +58,37 @@ def pick_backend(
     """Return the fastest attention that supports the device, the dtype and the layers, and the
     reason why no faster one does ("": there is no faster one)."""
     if device.type == "cuda":
+        # It imports torch's compiler, which takes longer than the rest of torch.
+        from engine.worker.forward import varlen_attention
+
         why = varlen_attention.objection(device, dtype, shapes, calls)
         if why:
             return ReferenceBackend(), why
-        return VarlenBackend(), "there is no compiled decoder for cuda"
+        return varlen_attention.VarlenBackend(), "there is no compiled decoder for cuda"
+    why = objection_to_kernels(device, dtype, shapes)
+    return (ReferenceBackend(), why) if why else (NativeBackend(native.load()), "")
+
+
+def objection_to_kernels(
+    device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
+) -> str:
+    """Return why the compiled kernels cannot run layers of these shapes; empty if they can. The
+    kernels are compiled by the first call that needs them."""
     if device.type != "cpu":
-        return ReferenceBackend(), f"there is no kernel for {device.type}"
+        return f"there is no kernel for {device.type}"
     if dtype not in native.KINDS:
-        return ReferenceBackend(), f"the kernels do not compute in {dtype}"
+        return f"the kernels do not compute in {dtype}"
     widths = sorted({shape.head_dim for shape in shapes})
     if any(width % WIDTH_STEP or width > WIDTH_MOST for width in widths):
-        return ReferenceBackend(), (
+        return (
             f"its heads are {widths[-1]} wide, and the kernels need a multiple of {WIDTH_STEP} up "
             f"to {WIDTH_MOST}"
         )
     try:
-        return NativeBackend(native.load()), ""
+        native.load()
     except native.Unavailable as error:
-        return ReferenceBackend(), str(error)
+        return str(error)
+    return ""
 
 
 def prepare(
@@ -99,8 +111,7 @@ def prepare(
     if not isinstance(backend, NativeBackend):
         if is_int8:
             raise Refusal(f"int8 weights need the compiled kernels, and {reason}")
-        what = "CUDA's variable-length" if isinstance(backend, VarlenBackend) else "reference"
-        return _logged(Execution(model, backend, f"{name} runs stock with {what} attention"
+        return _logged(Execution(model, backend, f"{name} runs stock with {backend.label} attention"
                                f"{f': {reason}' if reason else ''}"))  # fmt: skip
     library = backend.library
     kind = native.kind(library)

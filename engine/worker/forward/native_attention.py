@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class NativeBackend:
     """An `engine.worker.forward.attention.AttentionBackend` that calls the compiled kernels."""
 
+    label = "compiled"
+
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.arena = native.new_arena(library, self)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 class ReferenceBackend:
     """An `engine.worker.forward.attention.AttentionBackend` that gathers and calls SDPA."""
 
+    label = "reference"
+
     def prepare(self, rows: PackedRows, cache: KvCache) -> ReferenceStep:
         """Group the rows. The first layer of each window computes the gather indices and masks,
         which later layers reuse."""

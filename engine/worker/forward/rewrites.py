@@ -1,12 +1,11 @@
 """Decides which transformers models the compiled decoder runs, and takes them apart for it.
 
-Rule 1: a class is listed only if a test compares its compiled form with the stock module
-(`tests/conformance/test_rewrites.py`). Other models run as they are. Rule 2: a loaded module that
-differs from the usual form of its class (another activation, a norm of another kind) also runs as
-it is; nothing is assumed silently.
+Rule 1: only the classes in `LISTED` are compiled. Other models run as they are. Rule 2: a loaded
+module that differs from the usual form of its class (another activation, a norm of another kind)
+also runs as it is; nothing is assumed silently.
 
 A layer's attention parameters (scaling, window, soft cap) are not read here. They are those that
-the stock module passed when `engine.worker.load.probe` ran it.
+`engine.worker.load.probe` returned.
 """
 
 from __future__ import annotations
@@ -16,10 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.worker.outline.families import LISTED
+from engine.worker.outline.modules import Linear, Outline
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.worker.forward.attention import AttentionCall
+    from engine.worker.outline.families import Family
 
 ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1}
 WIDTH_MOST = 256  # of a head; WIDTH_MOST in engine/kernels/paged_cache.h
@@ -31,48 +34,6 @@ class NotRewritten(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Norms:
-    """The names of a layer's norms; None where the architecture has no norm."""
-
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """How the decoders of an architecture differ from Llama's. A norm multiplies by its weight plus
-    ``norm_offset``."""
-
-    norms: _Norms = _Norms()
-    norm_offset: float = 0.0
-
-
-_LLAMA = _Family()
-_SANDWICH = _Norms(
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
-LISTED: dict[str, _Family] = {
-    "LlamaForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": _LLAMA,
-    "Qwen3ForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "Phi3ForCausalLM": _LLAMA,
-    "GraniteForCausalLM": _LLAMA,
-    "GemmaForCausalLM": _Family(norm_offset=1.0),
-    "Gemma2ForCausalLM": _Family(_SANDWICH, 1.0),
-    "Gemma3ForCausalLM": _Family(_SANDWICH, 1.0),
-    "Olmo2ForCausalLM": _Family(
-        _Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class LayerParts:
     """The linear modules and the norms of one layer."""
 
@@ -80,7 +41,7 @@ class LayerParts:
     output: torch.nn.Linear
     gate_up: tuple[torch.nn.Linear, ...]  # gates, ups; or one module for both
     down: torch.nn.Linear
-    norms: tuple[torch.Tensor | None, ...]  # in the order of `_Norms`
+    norms: tuple[torch.Tensor | None, ...]  # in the order of `Norms`
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     is_norm_of_heads: bool
@@ -112,12 +73,14 @@ class DecoderParts:
 
 
 def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
-    """Return the parts of a listed model without changing it.
+    """Return the parts of a listed model, stock or outline, without changing it.
 
     Raises:
         NotRewritten: The model is not listed, or differs from the usual form of its class.
     """
     name = type(module).__name__
+    if isinstance(module, Outline):
+        name = module.config.architecture
     if name not in LISTED:
         raise NotRewritten(f"{name} has no compiled form")
     family, config, base = LISTED[name], module.config, module.model
@@ -151,7 +114,7 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
     )
 
 
-def _take_layer(layer: Any, family: _Family, call: AttentionCall, rotary: int) -> LayerParts:
+def _take_layer(layer: Any, family: Family, call: AttentionCall, rotary: int) -> LayerParts:
     """Return the parts of one layer."""
     attention, mlp, names = layer.self_attn, layer.mlp, family.norms
     norms = tuple(
@@ -173,7 +136,7 @@ def _take_layer(layer: Any, family: _Family, call: AttentionCall, rotary: int) -
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         gate_up = (mlp.gate_proj, mlp.up_proj)
     for linear in (*qkv, attention.o_proj, *gate_up, mlp.down_proj):
-        if type(linear) is not torch.nn.Linear:
+        if type(linear) not in (torch.nn.Linear, Linear):
             raise NotRewritten(f"one of its linear layers is a {type(linear).__name__}")
     return LayerParts(
         qkv=qkv,
@@ -189,7 +152,7 @@ def _take_layer(layer: Any, family: _Family, call: AttentionCall, rotary: int) -
     )
 
 
-def _norm(module: Any, family: _Family) -> torch.Tensor:
+def _norm(module: Any, family: Family) -> torch.Tensor:
     """Return the numbers that a norm multiplies by, in float32."""
     if not type(module).__name__.endswith("RMSNorm"):
         raise NotRewritten(f"one of its norms is a {type(module).__name__}")
@@ -224,7 +187,7 @@ def _rotaries(base: Any, config: Any) -> tuple[list[int], tuple[Any, ...]]:
     """Return the index of each layer's rotary embedding, and the rotary embeddings."""
     rotary, count = base.rotary_emb, len(base.layers)
     example = torch.zeros(1)  # the result has its dtype and device
-    if type(rotary).__name__ != "Gemma3RotaryEmbedding":
+    if not isinstance(rotary.rope_type, dict):
         return [0] * count, (lambda positions: rotary(example, position_ids=positions),)
     kinds = sorted(set(config.layer_types))
     functions = tuple(

@@ -65,6 +65,8 @@ def objection(
 class VarlenBackend:
     """An `engine.worker.forward.attention.AttentionBackend` that calls `varlen_attn`."""
 
+    label = "CUDA's variable-length"
+
     def prepare(self, rows: PackedRows, cache: KvCache) -> VarlenStep:
         """Compute the step's indices and send them to the device."""
         context, key_offsets = _contexts(rows)

@@ -1,13 +1,15 @@
-"""Builds a transformers model from a directory and gives it the checkpoint's weights.
+"""Builds a model from a directory and gives it the checkpoint's weights.
 
 Rule 1: a parameter that the checkpoint lacks, or a tensor that the model does not use, is a
 `Refusal`. No parameter is ever initialised at random, and no tensor is dropped silently. Rule 2: no
 global state changes (default dtype, init functions, progress bars), because other models run and
 load in other threads. This is why `from_pretrained` is not used.
 
-The model is built on torch's meta device, which allocates no memory. Then its weights are assigned
-one by one. Buffers such as rotary frequencies are computed by the model's own `_init_weights`, as
-in `from_pretrained`.
+The model is transformers' own, or, where it will run compiled, its outline
+(`engine.worker.outline`), which has the same parameters. Importing transformers takes several times
+as long as torch, so it is imported only for the former. Both are built on torch's meta device,
+which allocates no memory. Then the weights are assigned one by one. Buffers such as rotary
+frequencies are computed by the model's own `_init_weights`, as in `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from engine.worker.load.architectures import find
 from engine.worker.load.checkpoint import FLOAT_SIZES, is_finite
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
+from engine.worker.outline.config import OutlineConfig, read_outline
+from engine.worker.outline.modules import Outline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,16 +52,17 @@ EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pr
 class LoadedModel:
     """A model that is ready to run: in eval mode, without gradients, with paged attention."""
 
-    module: Any  # transformers' PreTrainedModel
-    config: Any  # transformers' PreTrainedConfig
+    module: Any  # transformers' PreTrainedModel, an Outline, or a compiled decoder
+    config: Any  # transformers' PreTrainedConfig, or an OutlineConfig
     architecture: Architecture
     dtype: torch.dtype
     device: torch.device
     num_bytes: int
 
 
-def read_config(directory: Path) -> tuple[Architecture, Any]:
-    """Return the architecture and transformers' config object of a model's directory.
+def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architecture, Any]:
+    """Return the architecture and the config of a model's directory: an `OutlineConfig` if
+    possible, else transformers' config object. ``is_stock`` asks for the latter in any case.
 
     Raises:
         Refusal: The file is missing or broken, or the architecture is not served.
@@ -66,16 +71,20 @@ def read_config(directory: Path) -> tuple[Architecture, Any]:
     architecture = find(raw)
     for unsafe in ("auto_map", "fusion_config", "transformers_weights", "kernel_config"):
         raw.pop(unsafe, None)  # they name code or files to load
+    outline = None if is_stock else read_outline(raw, architecture.name)
+    return architecture, outline or _stock_config(raw, architecture)
+
+
+def _stock_config(raw: dict[str, Any], architecture: Architecture) -> Any:
     package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
     config_class = getattr(importlib.import_module(package), architecture.config)
     try:
-        config = config_class.from_dict(raw)
+        return config_class.from_dict(raw)
     except Exception as error:  # its validators raise several kinds
         raise Refusal(
             f"its config.json is not valid for {architecture.name} ({first_line(error)})",
             detail=str(error),
         ) from error
-    return architecture, config
 
 
 def pick_device(name: str) -> torch.device:
@@ -154,7 +163,8 @@ def load_model(
     device: torch.device,
     progress: Callable[[LoadProgress], None],
 ) -> LoadedModel:
-    """Build the model and give it the open checkpoint's weights.
+    """Build the model and give it the open checkpoint's weights. With an `OutlineConfig`, it is an
+    `Outline`, which can only be compiled.
 
     Raises:
         Refusal: The checkpoint does not fit the model (Rule 1), or is quantised.
@@ -178,6 +188,8 @@ def _refuse_quantised(checkpoint: Checkpoint) -> None:
 
 def _build_empty(architecture: Architecture, config: Any) -> Any:
     """Build the model on the meta device: it has shapes, but no memory."""
+    if isinstance(config, OutlineConfig):
+        return Outline(config)
     attention.register()
     config._attn_implementation = attention.NAME
     package = f"transformers.models.{architecture.module}.modeling_{architecture.module}"

@@ -3,7 +3,8 @@
 Rule: the config is not trusted. One small forward records every attention call. The model is
 refused by name if a layer was not called exactly once, has another shape than the cache, or passes
 a keyword outside the closed list of `engine.worker.forward.attention`. So it fails when it is
-loaded, and not in a user's answer.
+loaded, and not in a user's answer. An outline cannot run; its calls are known
+(`engine.worker.outline.modules`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from engine.worker.forward.attention import KEYWORD, AttentionCall, UnsupportedAttention
 from engine.worker.load.architectures import LayerShape
 from engine.worker.load.refusal import Refusal
+from engine.worker.outline.modules import Outline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,11 +42,14 @@ class _Recorder:
 
 
 def probe(model: LoadedModel, shapes: Sequence[LayerShape]) -> tuple[AttentionCall, ...]:
-    """Run the model once over two packed tokens and return its layers' calls in layer order.
+    """Run the model once over two packed tokens and return its layers' calls in layer order. An
+    outline is not run.
 
     Raises:
         Refusal: The paged cache does not support the model's attention.
     """
+    if isinstance(model.module, Outline):
+        return model.module.calls
     recorder = _Recorder()
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
     try:

@@ -18,8 +18,8 @@ would take a hop of at least 0.05 ms (`python -m tools.bench process`) and wait 
 beside a step, where encoding a line takes 0.03 ms; and a dead worker could encode nothing. If they
 were read here from the model's files, they could differ from those that the model runs with, above
 all an encoder's, which sentence-transformers makes. A tokenizer of 128,000 tokens is 6 MB and takes
-0.1 s to write and 0.4 s to read, as long as from its file (0.5 s). None of it imports torch;
-rendering a first chat imports only parts of transformers (0.9 s, 33 MB).
+0.1 s to write and 0.4 s to read, as long as from its file (0.5 s). None of it imports torch or
+transformers.
 
 Source: D3, D8, D13, D17, R37, R63, R141.
 """

@@ -1,8 +1,8 @@
 """Runs chat templates, which are code of the model's author, within limits of time and text.
 
-Rule 1: the sandbox, the filters, the variables and the cache of compiled templates are those of
-transformers. Rule 2: `render` ends whatever a template does. The template may take `SECONDS_MAX` of
-its thread's processor time and write `CHARS_MAX` characters. Call `render` in a worker thread.
+Rule 1: a template sees what it sees in transformers (`engine.worker.text.template_environment`).
+Rule 2: `render` ends whatever a template does. The template may take `SECONDS_MAX` of its thread's
+processor time and write `CHARS_MAX` characters. Call `render` in a worker thread.
 
 The sandbox keeps a template away from the machine, but does not keep it from looping: three nested
 loops over a list of 100,000 run for years. Jinja has no hook inside a loop without calls, so the
@@ -24,9 +24,6 @@ from engine.errors import InvalidRequest, RequestTooLarge, SpawnFailed
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
-
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
 
 SECONDS_MAX = 10.0  # guess: 5 times what 4 MiB of messages of 60 characters took
 CHARS_MAX = 16 * 2**20  # guess: four times the largest request; indented JSON may grow that much
@@ -53,21 +50,12 @@ def check_syntax(template: str, place: str) -> None:
     Raises:
         SpawnFailed: it cannot be parsed; the message has the line.
     """
-    from jinja2 import Environment, TemplateSyntaxError
-    from jinja2.ext import Extension, loopcontrols
+    from jinja2 import TemplateSyntaxError
 
-    class GenerationTag(Extension):
-        """The tag of transformers around what the model itself has written."""
-
-        tags = {"generation"}  # noqa: RUF012  (Jinja declares it as a set)
-
-        def parse(self, parser: Parser) -> list[Node]:
-            """Return the nodes between the tag and its end."""
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    from engine.worker.text.template_environment import parse
 
     try:
-        Environment(extensions=[GenerationTag, loopcontrols]).parse(template)
+        parse(template)
     except TemplateSyntaxError as error:
         raise SpawnFailed(
             f"the model's chat template in {place} is wrong at line {error.lineno} of the "
@@ -90,19 +78,14 @@ def render(
             the field ``chat``.
         RequestTooLarge: the template wrote more than `CHARS_MAX`.
     """
-    # 0.9 s, unless the code of a model has imported transformers already
     from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from engine.worker.text.template_environment import compiled, variables_of
 
     try:
         with _bounded_time():
-            rendered, _ = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                **args,
-            )
+            seen = variables_of(messages, tools, args, add_generation_prompt=add_generation_prompt)
+            text = compiled(template).render(seen)
     except _TooLong:
         what = f"takes the model's chat template longer than {SECONDS_MAX:g} s"
         raise InvalidRequest.of("chat", what) from None
@@ -113,7 +96,6 @@ def render(
         refused = InvalidRequest.of("chat", what)
         refused.log_detail = f"{type(error).__name__}: {error}"
         raise refused from error
-    text: str = rendered[0]
     if len(text) > CHARS_MAX:
         raise RequestTooLarge.of("chat", f"becomes {len(text)} characters, of at most {CHARS_MAX}")
     return text

@@ -1,9 +1,9 @@
 """Turns text into token ids and back, by the files of a model's directory.
 
-Rule 1: tokenizer.json decides. The `tokenizers` library reads it; transformers is imported only
-when the first chat is rendered, or for a model that has the files of an older kind of tokenizer,
-which transformers converts by its own code, never by the checkpoint's. Rule 2: nothing changes the
-tokenizer after `load_tokenizer`, so every method may be called from any thread.
+Rule 1: tokenizer.json decides. The `tokenizers` library reads it; transformers is imported only for
+a model that has the files of an older kind of tokenizer, which transformers converts by its own
+code, never by the checkpoint's. Rule 2: nothing changes the tokenizer after `load_tokenizer`, so
+every method may be called from any thread.
 
 This file agrees with transformers' AutoTokenizer in these points. Special tokens that stand in a
 user's text are parsed as special tokens. ``add_special_tokens`` runs the post-processor of

@@ -1,0 +1,199 @@
+"""Reads the config of a listed architecture as transformers does, without importing transformers.
+
+Rule: only what is usual is read here. A config with a field or a value that `LISTED` does not name,
+or one for which transformers raises an error or logs a warning, is left to transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from engine.worker.outline.families import LISTED, REQUIRED, WITHOUT_EFFECT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.worker.outline.families import Family
+
+# The fields of a rotary embedding by its type: those that it needs, and those that it may have.
+ROPE_FIELDS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "llama3": (
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+        set(),
+    ),
+    "yarn": (
+        {"factor", "original_max_position_embeddings"},
+        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    ),
+    "longrope": (
+        {"short_factor", "long_factor", "original_max_position_embeddings"},
+        {"factor", "attention_factor"},
+    ),
+}
+ROPE_ALWAYS = {"rope_type", "rope_theta", "type"}
+DEFAULT_THETA = 10_000.0
+GLOBAL_THETA = 1_000_000.0  # Gemma 3's, of layers without a window
+
+
+class _Unusual(Exception):
+    """The config is left to transformers."""
+
+
+class OutlineConfig(SimpleNamespace):
+    """The config of a listed architecture. It has the fields that transformers' config object has,
+    with the same names and values, as far as they decide the model's form."""
+
+
+def read_outline(raw: Mapping[str, Any], name: str) -> OutlineConfig | None:
+    """Return the config of the architecture ``name`` from a parsed config.json, or None if it has
+    to be read by transformers."""
+    family = LISTED.get(name)
+    if family is None or raw.get("model_type") != family.model_type:
+        return None
+    try:
+        fields = _usual_fields(raw, family)
+        _complete(fields, family)
+        fields["rope_parameters"] = _rope_parameters(fields, family.model_type)
+    except _Unusual:
+        return None
+    return OutlineConfig(architecture=name, **fields)
+
+
+def _require(is_usual: bool) -> None:
+    if not is_usual:
+        raise _Unusual
+
+
+def _usual_fields(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    for name, value in raw.items():
+        field = family.fields.get(name)
+        is_usual = field.is_usual if field else WITHOUT_EFFECT.get(name)
+        _require(is_usual is not None and is_usual(value))
+    fields = {name: raw.get(name, field.default) for name, field in family.fields.items()}
+    _require(REQUIRED not in fields.values())
+    return copy.deepcopy(fields)
+
+
+def _complete(fields: dict[str, Any], family: Family) -> None:
+    """Compute the fields that follow from others."""
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    _require(hidden % heads == 0)
+    if fields["head_dim"] is None:
+        fields["head_dim"] = hidden // heads
+    if fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = heads
+    _require(heads % fields["num_key_value_heads"] == 0 and fields["head_dim"] % 2 == 0)
+    _require(fields["pad_token_id"] is None or 0 <= fields["pad_token_id"] < fields["vocab_size"])
+    if family.window == "typed":
+        layers = fields["num_hidden_layers"]
+        if not fields.get("use_sliding_window", True):
+            fields["sliding_window"] = None
+        if fields["layer_types"] is None:
+            fields["layer_types"] = [_layer_type(fields, index) for index in range(layers)]
+        _require(len(fields["layer_types"]) == layers)
+
+
+def _layer_type(fields: Mapping[str, Any], index: int) -> str:
+    """Return the type of a layer in a config that does not list them: Qwen's begin to slide at a
+    layer, and of Gemma's, each second or sixth one does not."""
+    if "max_window_layers" in fields:
+        slides = fields["sliding_window"] is not None and index >= fields["max_window_layers"]
+    else:
+        slides = (index + 1) % fields.get("sliding_window_pattern", 2) != 0
+    return "sliding_attention" if slides else "full_attention"
+
+
+def _rope_parameters(fields: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the settings of the rotary embedding, for Gemma 3 by layer type."""
+    older, theta = fields.pop("rope_scaling"), fields.pop("rope_theta")
+    if model_type == "gemma3_text":
+        return _rope_by_type(fields, older, theta)
+    settings = older or fields["rope_parameters"] or {}
+    _require(not settings.keys() & {"full_attention", "sliding_attention"})
+    settings.setdefault("rope_theta", DEFAULT_THETA if theta is None else theta)
+    own = set()
+    if model_type == "phi3":
+        settings.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
+        own = {"partial_rotary_factor"}
+    _standardise(settings, fields, own)
+    if model_type == "phi3":
+        _require(settings["rope_type"] in ("default", "longrope"))
+    return settings
+
+
+def _rope_by_type(
+    fields: dict[str, Any], older: dict[str, Any] | None, theta: float | None
+) -> dict[str, Any]:
+    local = fields.pop("rope_local_base_freq")
+    settings = fields["rope_parameters"] or {
+        "sliding_attention": {"rope_type": "default"},
+        "full_attention": {"rope_type": "default"},
+    }
+    _require(settings.keys() == {"full_attention", "sliding_attention"})
+    _require(all(isinstance(one, dict) for one in settings.values()))
+    settings["full_attention"].update(older or {})
+    defaults = {
+        "full_attention": GLOBAL_THETA if theta is None else theta,
+        "sliding_attention": DEFAULT_THETA if local is None else local,
+    }
+    for kind, default in defaults.items():
+        settings[kind].setdefault("rope_theta", default)
+        _standardise(settings[kind], fields, set())
+        _require(settings[kind]["rope_type"] in ("default", "linear"))
+    return settings
+
+
+def _standardise(settings: dict[str, Any], fields: Mapping[str, Any], own: set[str]) -> None:
+    """Complete the settings of one rotary embedding, and check that they are usual. ``own`` are
+    further fields that the architecture's settings have."""
+    kind = settings.setdefault("rope_type", settings.get("type", "default"))
+    _require(isinstance(kind, str) and kind in ROPE_FIELDS)
+    if kind in ("llama3", "yarn", "longrope"):
+        whole = fields["max_position_embeddings"]
+        if "original_max_position_embeddings" in fields:
+            settings["original_max_position_embeddings"] = fields[
+                "original_max_position_embeddings"
+            ]
+        else:
+            settings.setdefault("original_max_position_embeddings", whole)
+    needed, possible = ROPE_FIELDS[kind]
+    _require(needed <= settings.keys() <= needed | possible | own | ROPE_ALWAYS)
+    for name, value in settings.items():
+        _require(_is_usual_setting(name, value))
+    if kind == "llama3":
+        _require(settings["high_freq_factor"] > settings["low_freq_factor"])
+        _require(settings["original_max_position_embeddings"] < fields["max_position_embeddings"])
+    if kind == "yarn":
+        _require(settings.get("beta_fast", 32) >= settings.get("beta_slow", 1))
+        ratio = fields["max_position_embeddings"] / settings["original_max_position_embeddings"]
+        _require(ratio in (1, settings["factor"]))
+    rotated = int(fields["head_dim"] * settings.get("partial_rotary_factor", 1.0))
+    _require(rotated > 0 and rotated % 2 == 0)
+    if kind == "longrope":
+        _require(fields["head_dim"] * fields["num_attention_heads"] == fields["hidden_size"])
+        for name in ("short_factor", "long_factor"):
+            _require(len(settings[name]) == rotated // 2)
+
+
+def _is_usual_setting(name: str, value: Any) -> bool:
+    if name in ("rope_type", "type"):
+        return isinstance(value, str)
+    if name == "truncate":
+        return isinstance(value, bool)
+    if name in ("short_factor", "long_factor"):
+        return isinstance(value, list) and all(_is_positive(one) for one in value)
+    if name == "original_max_position_embeddings":
+        return type(value) is int and value > 1
+    if name == "factor":
+        return _is_positive(value) and value >= 1
+    if name == "partial_rotary_factor":
+        return _is_positive(value) and value <= 1
+    return _is_positive(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")

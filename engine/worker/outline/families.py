@@ -1,0 +1,307 @@
+"""Lists the architectures that have a compiled form, and how each of them differs from Llama.
+
+Rule: a class is listed only if tests compare it with transformers: its compiled form with the stock
+module (`tests/conformance/test_rewrites.py`), and its fields, names and numbers with those of
+transformers' classes (`tests/conformance/test_outline.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Check = Callable[[Any], bool]
+REQUIRED = object()  # in place of a default: the file must have the field
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The names of a layer's norms; None where the architecture has no norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of config.json: its value where the file has none, and which values are usual."""
+
+    default: Any
+    is_usual: Check
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How an architecture differs from Llama.
+
+    ``fields`` are those of its config that decide its form. A norm multiplies by its weight plus
+    ``norm_offset``. ``head_norm`` says what queries and keys are normed over: one head, all heads,
+    or nothing.
+    """
+
+    model_type: str
+    fields: Mapping[str, Field]
+    norms: Norms = Norms()
+    norm_offset: float = 0.0
+    head_norm: str = ""  # "", "head" or "all"
+    is_fused: bool = False  # queries, keys and values are one matrix, and so are gates and ups
+    has_query_bias: bool = False  # queries, keys and values have biases, whatever the config says
+    scales_embedding: bool = False  # by the square root of its width
+    activation: str = "hidden_act"  # the field that names it
+    window: str = ""  # which layers have a sliding window: "", "all", or "typed" by layer_types
+    caps_scores: bool = False  # of the attention, by attn_logit_softcapping
+
+    @property
+    def norm_names(self) -> tuple[str, ...]:
+        """The names of a layer's norms, in the order in which a layer applies them."""
+        norms = self.norms
+        names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
+        return tuple(name for name in names if name is not None)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_index(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_id(value: Any) -> bool:
+    return value is None or type(value) is int
+
+
+def _is_ids(value: Any) -> bool:
+    return _is_id(value) or (isinstance(value, list) and all(type(one) is int for one in value))
+
+
+def _is_real(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or _is_real(value)
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 1
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False
+
+
+def _is_rope(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _is_types(value: Any) -> bool:
+    kinds = ("full_attention", "sliding_attention")
+    return value is None or (isinstance(value, list) and all(one in kinds for one in value))
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _one_of(*values: Any) -> Check:
+    return lambda value: value in values
+
+
+ANY: Check = lambda _value: True  # noqa: E731
+SILU = ("silu", "swish")
+GELU_TANH = "gelu_pytorch_tanh"
+OPTIONAL_COUNT = _or_none(_is_count)
+
+# Fields of every family.
+_COMMON = {
+    **{
+        name: Field(REQUIRED, _is_count)
+        for name in (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "max_position_embeddings"),
+        )
+    },
+    "num_key_value_heads": Field(None, OPTIONAL_COUNT),
+    "head_dim": Field(None, _is_count),
+    "rms_norm_eps": Field(REQUIRED, _is_real),
+    "hidden_act": Field("silu", _one_of(*SILU)),
+    "tie_word_embeddings": Field(False, _is_flag),
+    "eos_token_id": Field(None, _is_ids),
+    "pad_token_id": Field(None, _is_id),
+    "rope_parameters": Field(None, _is_rope),
+    "rope_scaling": Field(None, _is_rope),
+    "rope_theta": Field(None, _is_number),
+}
+# Fields that change nothing, as far as their values are usual.
+WITHOUT_EFFECT: Mapping[str, Check] = {
+    **dict.fromkeys(("architectures", "model_type", "transformers_version"), ANY),
+    **dict.fromkeys(("_name_or_path", "transformers.js_config", "cache_implementation"), ANY),
+    "sliding_window_size": ANY,
+    **dict.fromkeys(("is_llama_config", "rope_interleaved", "use_mrope"), ANY),
+    **dict.fromkeys(("unsloth_fixed", "unsloth_version", "_attn_implementation_autoset"), ANY),
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"), _one_of(None, "float32", "float16", "bfloat16", "float64")
+    ),
+    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), _is_share),
+    **dict.fromkeys(
+        ("is_encoder_decoder", "is_decoder", "add_cross_attention", "use_bidirectional_attention"),
+        _is_off,
+    ),
+    "quantization_config": _is_off,
+    "initializer_range": _is_share,
+    "use_cache": _is_flag,
+    "bos_token_id": _is_id,
+    "pretraining_tp": _or_none(_is_count),
+    "_sliding_window_pattern": _is_count,
+}
+
+
+def _fields(**own: Field) -> Mapping[str, Field]:
+    return {**_COMMON, **own}
+
+
+_BIASES = {"attention_bias": Field(False, _is_flag), "mlp_bias": Field(False, _is_flag)}
+_TYPED_WINDOWS = {
+    "layer_types": Field(None, _is_types),
+    "sliding_window": Field(4096, OPTIONAL_COUNT),
+}
+_QWEN = {
+    **_TYPED_WINDOWS,
+    "num_key_value_heads": Field(32, OPTIONAL_COUNT),
+    "use_sliding_window": Field(False, _is_flag),
+    "max_window_layers": Field(28, _is_index),
+}
+_GEMMA = {
+    "head_dim": Field(256, _is_count),
+    "tie_word_embeddings": Field(True, _is_flag),
+    "eos_token_id": Field(1, _is_ids),
+    "pad_token_id": Field(0, _is_id),
+    "attention_bias": Field(False, _is_flag),
+}
+_GEMMA_2 = {
+    **_GEMMA,
+    **_TYPED_WINDOWS,
+    "num_key_value_heads": Field(4, _is_count),
+    "hidden_act": Field(None, ANY),  # not read
+    "hidden_activation": Field(GELU_TANH, _one_of(GELU_TANH)),
+    "query_pre_attn_scalar": Field(256, _is_count),
+    "final_logit_softcapping": Field(30.0, _or_none(_is_real)),
+    "attn_logit_softcapping": Field(50.0, _or_none(_is_real)),
+}
+_SANDWICH = Norms(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+_NO_CAP = Field(None, _or_none(_is_real))
+
+LISTED: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        "llama",
+        _fields(
+            **_BIASES,
+            head_dim=Field(None, OPTIONAL_COUNT),
+            eos_token_id=Field(2, _is_ids),
+        ),
+    ),
+    "Qwen2ForCausalLM": Family("qwen2", _fields(**_QWEN), has_query_bias=True, window="typed"),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        _fields(**_QWEN, head_dim=Field(128, _is_count), attention_bias=Field(False, _is_flag)),
+        head_norm="head",
+        window="typed",
+    ),
+    "MistralForCausalLM": Family(
+        "mistral",
+        _fields(
+            head_dim=Field(None, OPTIONAL_COUNT),
+            num_key_value_heads=Field(8, _is_count),
+            eos_token_id=Field(2, _is_ids),
+            sliding_window=Field(4096, OPTIONAL_COUNT),
+        ),
+        window="all",
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        _fields(
+            eos_token_id=Field(32000, _is_ids),
+            pad_token_id=Field(32000, _is_id),
+            sliding_window=Field(None, OPTIONAL_COUNT),
+            original_max_position_embeddings=Field(4096, _is_count),
+            partial_rotary_factor=Field(1.0, _is_share),
+            attention_bias=Field(False, ANY),  # this and the rest are not read
+            mlp_bias=Field(False, ANY),
+            lm_head_bias=Field(False, ANY),
+            full_attn_mod=Field(1, ANY),
+            interpolate_factor=Field(1, ANY),
+        ),
+        is_fused=True,
+        window="all",
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        _fields(
+            **_BIASES,
+            eos_token_id=Field(2, _is_ids),
+            embedding_multiplier=Field(1.0, _is_number),
+            logits_scaling=Field(1.0, _is_number),
+            residual_multiplier=Field(1.0, _is_number),
+            attention_multiplier=Field(1.0, _is_number),
+        ),
+    ),
+    "GemmaForCausalLM": Family(
+        "gemma",
+        _fields(
+            **_GEMMA,
+            num_key_value_heads=Field(16, _is_count),
+            hidden_act=Field(GELU_TANH, _one_of(GELU_TANH, "gelu")),  # both mean the former
+            hidden_activation=Field(None, ANY),  # not read
+        ),
+        norm_offset=1.0,
+        scales_embedding=True,
+    ),
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        _fields(**_GEMMA_2),
+        _SANDWICH,
+        norm_offset=1.0,
+        scales_embedding=True,
+        activation="hidden_activation",
+        window="typed",
+        caps_scores=True,
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        _fields(
+            **_GEMMA_2 | {"final_logit_softcapping": _NO_CAP, "attn_logit_softcapping": _NO_CAP},
+            sliding_window_pattern=Field(6, _is_count),
+            rope_local_base_freq=Field(None, _is_number),
+        ),
+        _SANDWICH,
+        norm_offset=1.0,
+        head_norm="head",
+        scales_embedding=True,
+        activation="hidden_activation",
+        window="typed",
+    ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        _fields(
+            eos_token_id=Field(50279, _is_ids),
+            pad_token_id=Field(1, _is_id),
+            attention_bias=Field(False, _is_flag),
+        ),
+        Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        head_norm="all",
+    ),
+}

@@ -1,0 +1,175 @@
+"""Builds the modules of a listed architecture without transformers and without a forward.
+
+Rule: modules and parameters have the names, the order and the shapes of transformers'
+(`tests/conformance/test_outline.py`), so that a checkpoint is loaded into them by the same checks,
+and the compiled decoder takes them apart in the same way. They are on torch's meta device.
+
+What the layers of a stock module pass to their attention is found by running it
+(`engine.worker.load.probe`). An outline cannot run; `Outline.calls` follows from its config.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.worker.forward.attention import AttentionCall
+from engine.worker.outline.families import LISTED, SILU
+from engine.worker.outline.rotary import Rotary
+
+if TYPE_CHECKING:
+    from engine.worker.outline.config import OutlineConfig
+    from engine.worker.outline.families import Family
+
+META = torch.device("meta")
+
+
+class GELUTanh(torch.nn.Module):
+    """Stands for GELU with its tangens approximation."""
+
+
+class SiLU(torch.nn.Module):
+    """Stands for the sigmoid linear unit."""
+
+
+class RMSNorm(torch.nn.Module):
+    """A norm's weight and epsilon."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(width, device=META))
+        self.eps = eps
+
+
+class Linear(torch.nn.Linear):
+    """A linear layer on the meta device. Initial values would mean nothing there, and computing
+    them would import torch's compiler, which takes as long as torch itself."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias, device=META)
+
+    def reset_parameters(self) -> None:
+        """Do nothing."""
+
+
+class Embedding(torch.nn.Embedding):
+    """An embedding on the meta device, as `Linear`."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__(count, width, device=META)
+
+    def reset_parameters(self) -> None:
+        """Do nothing."""
+
+
+class Attention(torch.nn.Module):
+    """The projections and norms of one layer's attention."""
+
+    def __init__(self, config: OutlineConfig, family: Family) -> None:
+        super().__init__()
+        self.head_dim: int = config.head_dim
+        hidden = config.hidden_size
+        queries = config.num_attention_heads * self.head_dim
+        keys = config.num_key_value_heads * self.head_dim
+        has_bias = getattr(config, "attention_bias", False)
+        if family.is_fused:
+            self.o_proj = Linear(queries, hidden)
+            self.qkv_proj = Linear(hidden, queries + 2 * keys)
+        else:
+            has_own = has_bias or family.has_query_bias
+            self.q_proj = Linear(hidden, queries, bias=has_own)
+            self.k_proj = Linear(hidden, keys, bias=has_own)
+            self.v_proj = Linear(hidden, keys, bias=has_own)
+            self.o_proj = Linear(queries, hidden, bias=has_bias)
+        if family.head_norm:
+            is_one = family.head_norm == "head"
+            eps = config.rms_norm_eps
+            self.q_norm = RMSNorm(self.head_dim if is_one else queries, eps)
+            self.k_norm = RMSNorm(self.head_dim if is_one else keys, eps)
+
+
+class Mlp(torch.nn.Module):
+    """The projections and the activation of one layer's MLP."""
+
+    def __init__(self, config: OutlineConfig, family: Family) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.intermediate_size
+        has_bias = getattr(config, "mlp_bias", False)
+        if family.is_fused:
+            self.gate_up_proj = Linear(hidden, 2 * width)
+        else:
+            self.gate_proj = Linear(hidden, width, bias=has_bias)
+            self.up_proj = Linear(hidden, width, bias=has_bias)
+        self.down_proj = Linear(width, hidden, bias=has_bias)
+        is_silu = getattr(config, family.activation) in SILU
+        self.act_fn = SiLU() if is_silu else GELUTanh()
+
+
+class Layer(torch.nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: OutlineConfig, family: Family) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, family)
+        self.mlp = Mlp(config, family)
+        for name in family.norm_names:
+            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.residual_multiplier = getattr(config, "residual_multiplier", 1.0)
+
+
+class Base(torch.nn.Module):
+    """The model without its head."""
+
+    def __init__(self, config: OutlineConfig, family: Family) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.embed_tokens = Embedding(config.vocab_size, hidden)
+        self.layers = torch.nn.ModuleList(
+            Layer(config, family) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.rotary_emb = Rotary(config)
+        own = hidden**0.5 if family.scales_embedding else 1.0
+        self.embedding_multiplier = getattr(config, "embedding_multiplier", own)
+
+
+class Outline(torch.nn.Module):
+    """A causal language model without a forward, for
+    `engine.worker.forward.rewrites.take_apart`."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, config: OutlineConfig) -> None:
+        super().__init__()
+        family = LISTED[config.architecture]
+        self.config = config
+        self.model = Base(config, family)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        tied = {"lm_head.weight": "model.embed_tokens.weight"}
+        self.all_tied_weights_keys = tied if config.tie_word_embeddings else {}
+        self.calls = tuple(
+            AttentionCall(
+                index,
+                _scaling(config),
+                _window(config, family, index),
+                getattr(config, "attn_logit_softcapping", None) if family.caps_scores else None,
+            )
+            for index in range(config.num_hidden_layers)
+        )
+
+
+def _scaling(config: OutlineConfig) -> float:
+    """Return the factor of attention scores: Granite's own, or the inverse square root of a number
+    of Gemma's config, or else of the heads' width."""
+    own = getattr(config, "attention_multiplier", None)
+    if own is not None:
+        return float(own)
+    return float(getattr(config, "query_pre_attn_scalar", config.head_dim) ** -0.5)
+
+
+def _window(config: OutlineConfig, family: Family, index: int) -> int | None:
+    is_windowed = family.window == "all" or (
+        family.window == "typed" and config.layer_types[index] == "sliding_attention"
+    )
+    return config.sliding_window if is_windowed else None

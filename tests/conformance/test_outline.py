@@ -1,0 +1,278 @@
+"""An outline has transformers' names, shapes and numbers, without transformers (D11)."""
+
+import dataclasses
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine.worker.forward.rewrites import take_apart  # noqa: E402
+from engine.worker.load import loader  # noqa: E402
+from engine.worker.load.architectures import SERVED, layer_shapes  # noqa: E402
+from engine.worker.load.loader import read_config  # noqa: E402
+from engine.worker.load.probe import probe  # noqa: E402
+from engine.worker.outline.config import OutlineConfig, read_outline  # noqa: E402
+from engine.worker.outline.families import LISTED, REQUIRED, WITHOUT_EFFECT  # noqa: E402
+from engine.worker.outline.modules import Outline  # noqa: E402
+from tests.support.model_zoo import LLAMA3_ROPE, YARN_ROPE, ZOO, Zoo  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+DEMO = Path(__file__).parents[2] / "engine" / "demo" / "stories"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """Yield the tiny models."""
+    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
+    yield zoo
+    zoo.close()
+
+
+def published(name, **fields):
+    """Return a config in the form in which checkpoints are published, of a small shape."""
+    common = {
+        "architectures": [name], "model_type": LISTED[name].model_type, "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.0", "use_cache": True, "initializer_range": 0.02,
+        "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-5,
+        "hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096,
+        "vocab_size": 96, "pad_token_id": None,
+    }  # fmt: skip
+    return {key: value for key, value in (common | fields).items() if value is not REQUIRED}
+
+
+SHORT_FACTORS = [1.0 + 0.01 * index for index in range(32)]
+# As on the Hub: fields left out, named by older names, or without effect.
+PUBLISHED = {
+    "Llama 2": published("LlamaForCausalLM", hidden_act="silu", pretraining_tp=1,
+                         rope_scaling=None, tie_word_embeddings=False),
+    "Llama 3.2": published(
+        "LlamaForCausalLM", rope_theta=500000.0, max_position_embeddings=131072, head_dim=64,
+        eos_token_id=[2, 3], tie_word_embeddings=True, mlp_bias=False,
+        rope_scaling={"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                      "original_max_position_embeddings": 8192, "rope_type": "llama3"}),
+    "SmolLM2": published(
+        "LlamaForCausalLM", is_llama_config=True, rope_interleaved=False, rope_theta=100000,
+        num_key_value_heads=REQUIRED, **{"transformers.js_config": {"dtype": "q4"}}),
+    "Llama, linear": published("LlamaForCausalLM", rope_scaling={"type": "linear", "factor": 2.5}),
+    "Qwen2.5": published("Qwen2ForCausalLM", rope_theta=1000000.0, sliding_window=32768,
+                         max_window_layers=2, use_sliding_window=False, use_mrope=False),
+    "Qwen2.5, yarn": published(
+        "Qwen2ForCausalLM", rope_theta=1000000.0, max_position_embeddings=32768,
+        rope_scaling={"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}),
+    "Qwen2, windows": published("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=64,
+                                max_window_layers=1),
+    "Qwen3": published("Qwen3ForCausalLM", head_dim=128, attention_bias=False, rope_scaling=None,
+                       sliding_window=None, rope_theta=1000000, tie_word_embeddings=True),
+    "Mistral 7B": published("MistralForCausalLM", sliding_window=4096, rope_theta=10000.0),
+    "Mistral Nemo": published("MistralForCausalLM", sliding_window=None, head_dim=128),
+    "Mistral, window left out": published("MistralForCausalLM"),
+    "Phi-3": published(
+        "Phi3ForCausalLM", attention_bias=False, sliding_window=2047, resid_pdrop=0.0,
+        embd_pdrop=0.0, original_max_position_embeddings=4096, pad_token_id=32,
+        auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}),
+    "Phi-3, 128k": published(
+        "Phi3ForCausalLM", max_position_embeddings=131072, sliding_window=262144,
+        original_max_position_embeddings=4096,
+        rope_scaling={"type": "longrope", "short_factor": SHORT_FACTORS,
+                      "long_factor": [2.0 + 0.5 * index for index in range(32)]}),
+    "Phi-4, partly rotated": published(
+        "Phi3ForCausalLM", partial_rotary_factor=0.75, interpolate_factor=1, lm_head_bias=False),
+    "Gemma": published("GemmaForCausalLM", hidden_act="gelu", hidden_activation=None, head_dim=256,
+                       pad_token_id=0, rms_norm_eps=1e-6),
+    "Gemma 2": published(
+        "Gemma2ForCausalLM", hidden_act="gelu_pytorch_tanh", head_dim=256, pad_token_id=0,
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=144, sliding_window=512,
+        sliding_window_size=512, cache_implementation="hybrid"),
+    "Gemma 3": published(
+        "Gemma3ForCausalLM", head_dim=256, num_hidden_layers=7, sliding_window=512,
+        sliding_window_pattern=6, rope_local_base_freq=10000, rope_theta=1000000,
+        rope_scaling={"rope_type": "linear", "factor": 8.0}, attn_logit_softcapping=None),
+    "Gemma 3, left out": published("Gemma3ForCausalLM"),
+    "OLMo 2": published("Olmo2ForCausalLM", rope_theta=500000, attention_bias=False),
+    "Granite": published(
+        "GraniteForCausalLM", attention_multiplier=0.0078125, embedding_multiplier=12.0,
+        logits_scaling=8, residual_multiplier=0.22, attention_bias=False),
+    "Granite, left out": published("GraniteForCausalLM", num_key_value_heads=REQUIRED),
+}  # fmt: skip
+COMPILED_ROWS = [
+    name for name in ZOO if not name.startswith(("gpt2", "opt", "starcoder2", "qwen3_moe"))
+]
+
+
+def stock_of(raw, directory):
+    """Return transformers' module of a config, its config, and what its layers pass to their
+    attention. Its weights are zeros."""
+    (directory / "config.json").write_text(json.dumps(raw))
+    architecture, config = read_config(directory, is_stock=True)
+    module = loader._build_empty(architecture, config).eval()
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        zeros = torch.nn.Parameter(torch.zeros(parameter.shape), requires_grad=False)
+        loader._set_parameter(module, name, zeros)
+    loader._compute_buffers(module, CPU)
+    model = loader.LoadedModel(module, config, architecture, torch.float32, CPU, 0)
+    return module, config, probe(model, layer_shapes(config))
+
+
+def compare(raw, directory):
+    """Check that the outline of a config is transformers' module in everything that a compiled
+    decoder takes from it."""
+    name = raw["architectures"][0]
+    outline_config = read_outline({k: v for k, v in raw.items() if k != "auto_map"}, name)
+    assert outline_config is not None, "the config counts as unusual"
+    outline = Outline(outline_config)
+    stock, config, calls = stock_of(raw, directory)
+    for field, value in vars(outline_config).items():
+        if field not in ("architecture", "head_dim", "hidden_act", "hidden_activation"):
+            assert getattr(config, field, value) == value, field
+    assert layer_shapes(outline_config) == layer_shapes(config)
+    assert [(n, p.shape) for n, p in outline.named_parameters(remove_duplicate=False)] == [
+        (n, p.shape) for n, p in stock.named_parameters(remove_duplicate=False)
+    ]
+    assert outline.all_tied_weights_keys == stock.all_tied_weights_keys
+    assert outline.base_model_prefix == stock.base_model_prefix
+    assert outline.calls == calls
+    ours, theirs = take_apart(outline, calls), take_apart(stock, calls)
+    for number in (
+        *("heads", "kv_heads", "head_dim", "mlp", "activation", "eps", "embedding_scale"),
+        *("residual_scale", "logits_scale", "logits_softcap"),
+    ):
+        assert getattr(ours, number) == getattr(theirs, number), number
+    assert [(one.rotary, one.is_norm_of_heads) for one in ours.layers] == [
+        (one.rotary, one.is_norm_of_heads) for one in theirs.layers
+    ]
+    original = outline_config.rope_parameters.get("original_max_position_embeddings")
+    most = min(outline_config.max_position_embeddings, original or 1 << 30)
+    positions = torch.tensor([[*range(300), most // 2, most - 1]])
+    assert len(ours.rotaries) == len(theirs.rotaries)
+    for own, other in zip(ours.rotaries, theirs.rotaries, strict=True):
+        for one, two in zip(own(positions), other(positions), strict=True):
+            assert one.dtype == two.dtype
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("raw", PUBLISHED.values(), ids=PUBLISHED)
+def test_an_outline_of_a_published_config_is_transformers_module(raw, tmp_path):
+    compare(raw, tmp_path)
+
+
+@pytest.mark.parametrize("name", [*COMPILED_ROWS, "the shipped model"])
+def test_an_outline_of_a_checkpoint_is_transformers_module(zoo, name, tmp_path):
+    directory = DEMO if name == "the shipped model" else zoo.directory(name)
+    compare(json.loads((directory / "config.json").read_text()), tmp_path)
+
+
+def test_every_listed_architecture_is_among_the_published_configs():
+    assert {raw["architectures"][0] for raw in PUBLISHED.values()} == set(LISTED)
+
+
+def config_class(name):
+    """Return transformers' config class of an architecture."""
+    one = SERVED[name]
+    package = f"transformers.models.{one.module}.configuration_{one.module}"
+    return getattr(importlib.import_module(package), one.config)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_a_field_that_is_left_out_has_the_value_that_transformers_gives_it(name):
+    stock = {field.name: field.default for field in dataclasses.fields(config_class(name))}
+    own = LISTED[name].fields
+    for field in own.keys() & stock.keys():
+        if own[field].default is not REQUIRED:
+            assert own[field].default == stock[field], field
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_every_field_of_transformers_config_is_known(name):
+    """A field that a newer transformers adds is noticed here."""
+    from transformers import PreTrainedConfig
+
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    stock = {field.name for field in dataclasses.fields(config_class(name))}
+    assert stock - common <= LISTED[name].fields.keys() | WITHOUT_EFFECT.keys()
+
+
+LLAMA = published("LlamaForCausalLM")
+UNUSUAL = {
+    "an unknown field": LLAMA | {"layer_scale": 0.5},
+    "a field of another architecture": LLAMA | {"sliding_window": 64},
+    "a window that cannot be": published("MistralForCausalLM", sliding_window=0),
+    "a type of another architecture": LLAMA | {"model_type": "mistral"},
+    "a missing field": published("LlamaForCausalLM", hidden_size=REQUIRED),
+    "a count that is a flag": LLAMA | {"num_hidden_layers": True},
+    "an integer for a real number": LLAMA | {"rms_norm_eps": 1},
+    "a text for a number": LLAMA | {"vocab_size": "32000"},
+    "no head width": published("Qwen2ForCausalLM", head_dim=None),
+    "heads that do not divide the width": LLAMA | {"num_attention_heads": 30},
+    "keys that do not divide the heads": LLAMA | {"num_key_value_heads": 5},
+    "an odd head": LLAMA | {"head_dim": 33},
+    "a padding token outside the vocabulary": LLAMA | {"pad_token_id": 96},
+    "another activation": LLAMA | {"hidden_act": "relu"},
+    "another dtype": LLAMA | {"torch_dtype": "int8"},
+    "layer types of another number": published("Qwen3ForCausalLM", layer_types=["full_attention"]),
+    "layer types of another kind": published("Qwen3ForCausalLM", layer_types=["conv"] * 3),
+    "a changing rotary": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "an unknown rotary field": LLAMA | {"rope_scaling": YARN_ROPE | {"mrope_section": [1]}},
+    "a rotary without its factor": LLAMA | {"rope_scaling": {"type": "linear"}},
+    "a rotary that shrinks": LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}},
+    "no rotary base": LLAMA | {"rope_theta": None},
+    "a partly rotated head": LLAMA | {"partial_rotary_factor": 0.5},
+    "a yarn of another length": LLAMA | {"rope_scaling": YARN_ROPE | {"factor": 3.0}},
+    "llama3's bands in disorder": LLAMA | {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 9.0}},
+    "llama3's length too long": LLAMA
+    | {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 4096}},
+    "Phi-3's oldest rotary": published(
+        "Phi3ForCausalLM",
+        rope_scaling={"type": "su", "short_factor": SHORT_FACTORS, "long_factor": SHORT_FACTORS},
+    ),
+    "too few factors": published(
+        "Phi3ForCausalLM",
+        rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": SHORT_FACTORS},
+    ),
+    "Gemma 3's rotary for all layers": published(
+        "Gemma3ForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    ),
+    "Gemma 3's yarn": published("Gemma3ForCausalLM", rope_scaling=YARN_ROPE),
+}
+
+
+@pytest.mark.parametrize("raw", UNUSUAL.values(), ids=UNUSUAL)
+def test_an_unusual_config_is_left_to_transformers(raw):
+    assert read_outline(raw, raw["architectures"][0]) is None
+
+
+def test_an_architecture_without_a_compiled_form_is_left_to_transformers(zoo):
+    for name in ("gpt2", "opt", "qwen3_moe", "starcoder2"):
+        assert not isinstance(read_config(zoo.directory(name))[1], OutlineConfig)
+
+
+def test_a_config_is_not_changed_by_reading_it():
+    for raw in PUBLISHED.values():
+        before = json.dumps(raw)
+        read_outline({k: v for k, v in raw.items() if k != "auto_map"}, raw["architectures"][0])
+        assert json.dumps(raw) == before
+
+
+SERVES_THE_DEMO = """
+import sys
+import engine, grpc_service.app.application, grpc_service.cli.main
+with engine.blocking.open_engine("demo-stories") as eng:
+    assert eng.complete("Once upon a time", max_tokens=5)
+    with eng.chat() as chat:
+        assert list(chat.ask("Hello."))
+heavy = {"transformers", "grpc", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor"}
+sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
+"""
+
+
+def test_a_compiled_model_is_served_without_transformers():
+    """Also without torch's compiler, whose import takes as long as that of torch itself."""
+    done = subprocess.run([sys.executable, "-c", SERVES_THE_DEMO], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
