@@ -3,6 +3,8 @@
 Rule 1: a flag is one row of `FLAGS`. Its key in the file is its name with underscores, and its
 default is that of the field that it sets. Rule 2: an unknown flag or key is refused, and the
 message names it. An argument overrides the file. Rule 3: only features that exist have flags.
+
+This file is long because it is one table, of which a reader looks up one row.
 """
 
 from __future__ import annotations
@@ -215,9 +217,9 @@ FLAGS = (
         EngineConfig,
         "inter_token_target_s",
         SECONDS,
-        "how long a step that computes prompts should take while answers are generated: prompts get "
-        "what the answers' tokens leave of this time, but at least as much as those take; 0: "
-        "only --step-time-target counts",
+        "how long a step that computes prompts should take while answers are generated: prompts "
+        "get what the answers' tokens leave of this time, but at least as much as those take; "
+        "0: only --step-time-target counts",
     ),
     Flag("block-size", EngineConfig, "block_size", COUNT, "tokens in one block of the KV pool"),
     Flag(

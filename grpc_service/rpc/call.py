@@ -92,7 +92,7 @@ class Call:
         self.is_compressed = False
         self.is_evicted = False  # the server has given up the call, for what it costs
         encoding = headers.get(b"grpc-encoding", b"identity")
-        self._body = RequestBody(stream, connection, encoding, self._wake)
+        self.request = RequestBody(stream, connection, encoding, self._wake)
         self.encoding = encoding.decode("latin-1") if encoding in COMPRESSIONS else ""
         self._accepted = {*headers.get(b"grpc-accept-encoding", b"").replace(b" ", b"").split(b",")}
         self._accepted.add(encoding)
@@ -129,20 +129,9 @@ class Call:
         return self.code is None and not self.is_over and trio.current_time() >= self.deadline
 
     @property
-    def is_faulty(self) -> bool:
-        """Whether the request is malformed, or too large."""
-        return self.fault is not None or self._body.is_faulty
-
-    @property
     def is_over(self) -> bool:
         """Whether nothing can be sent any more."""
         return self._stream.is_over
-
-    @property
-    def is_being_read(self) -> bool:
-        """Whether the client takes what waits for it on this connection, if only slowly."""
-        progressed_at = self.connection.holder.progressed_at
-        return trio.current_time() - progressed_at < self.limits.held_stall_s
 
     # ---- the request
 
@@ -154,7 +143,7 @@ class Call:
                 other message will come.
         Cancellation: safe; no message is lost.
         """
-        reader = self._body.reader
+        reader = self.request.reader
         if self._has_begun:  # thousands of messages may be there, and no answer has to wait
             await trio.lowlevel.checkpoint()
         while not reader.messages:
@@ -166,14 +155,10 @@ class Call:
                 if reader.is_amid_message:
                     raise InvalidMessage("the request's message breaks off")
                 return None
-            self._body.note_waiting()
+            self.request.note_waiting()
             await self._wait_for_change()
-        message, self.is_compressed = self._body.take()
+        message, self.is_compressed = self.request.take()
         return message
-
-    def close_request(self) -> None:
-        """Take no more messages: what the client still sends is dropped."""
-        self._body.close()
 
     # ---- the answer
 
@@ -349,7 +334,7 @@ class Call:
 
     def release(self) -> None:
         """Let the server count nothing for this call any more."""
-        self._body.close()
+        self.request.close()
         self._held.set_bytes(self._answer, 0)
 
     # ---- what the client does (`grpc_service.rpc.streams.StreamListener`)
@@ -357,15 +342,15 @@ class Call:
     @property
     def has_request(self) -> bool:
         """Whether a message of the request has come, or its end."""
-        return self._body.has_request
+        return self.request.has_request
 
     def on_data(self, data: bytes) -> None:
         """Take the next bytes of the request; wake the task if they complete a message."""
-        self._body.feed(data)
+        self.request.feed(data)
 
     def on_end(self) -> None:
         """Wake the task, because the request is complete."""
-        self._body.note_request()
+        self.request.note_request()
         self._wake()
 
     def on_reset(self) -> None:

@@ -117,7 +117,7 @@ def _settle(call: Call) -> None:
     account, code = call.connection.account, call.code
     if code is StatusCode.OK:
         account.earn(accounts.GOOD_CALL)
-    elif call.refusal or call.is_faulty or code in CLIENTS_FAULTS:
+    elif call.refusal or call.fault or call.request.is_faulty or code in CLIENTS_FAULTS:
         account.charge(accounts.FAILED_CALL)
     elif code in UNFINISHED and not call.has_answered:
         account.owe(accounts.LOST_CALL)

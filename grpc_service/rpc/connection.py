@@ -156,6 +156,12 @@ class Connection:
             self.flush()
 
     @property
+    def is_being_read(self) -> bool:
+        """Whether the client takes what waits for it, if only slowly."""
+        idle_s = trio.current_time() - self.holder.progressed_at
+        return idle_s < self.limits.held_stall_s
+
+    @property
     def is_quiet(self) -> bool:
         """Whether no call runs and no output waits."""
         return not (self.http2.num_streams or self._is_writing)

@@ -70,7 +70,7 @@ async def read_request(method: Method, call: Call) -> Message:
         )
     if data is None:
         raise MissingMessage(f"{method.name} takes one request, and none was sent")
-    call.close_request()
+    call.request.close()
     try:
         return method.request.FromString(data)
     except DecodeError:

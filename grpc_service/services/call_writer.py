@@ -95,7 +95,7 @@ class CallWriter:
     @property
     def is_being_read(self) -> bool:
         """Whether the client takes what waits on the call's connection."""
-        return self._call.is_being_read
+        return self._call.connection.is_being_read
 
     # ---- the engine's side, in the delivery of a step
 

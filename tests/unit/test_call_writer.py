@@ -32,6 +32,13 @@ REQUEST = GenerateRequest(text="a")
 STARTED = Started("r", "m", 1, (), ())
 
 
+class Connection(str):
+    """A connection whose client does not read."""
+
+    __slots__ = ()
+    is_being_read = False
+
+
 class Call:
     """A gRPC call that keeps what is written to it; its messages are the events themselves.
 
@@ -41,7 +48,7 @@ class Call:
     """
 
     def __init__(self, *, is_open=False, bug=None, connection="one"):
-        self.connection = connection
+        self.connection = Connection(connection)
         self.is_evicted = False
         self.is_open = is_open
         self.bug = bug
@@ -70,8 +77,6 @@ class Call:
 
     async def end(self, *status):
         self.status = status
-
-    is_being_read = False
 
     def evict(self):
         self.is_evicted = True

@@ -13,11 +13,11 @@ MAX_TOKENS = 2048
 
 
 def test_without_a_measurement_or_a_target_only_the_budget_counts():
-    assert DecodePace(MAX_TOKENS, 0.05).prompt_tokens(3) == MAX_TOKENS
+    assert DecodePace(MAX_TOKENS, 0.05).prompt_tokens(MAX_TOKENS, 3) == MAX_TOKENS
     pace = DecodePace(MAX_TOKENS, 0.0)
     pace.note(100, 0, 10.0)
     pace.note(0, 3, 10.0)
-    assert pace.prompt_tokens(3) == MAX_TOKENS
+    assert pace.prompt_tokens(MAX_TOKENS, 3) == MAX_TOKENS
 
 
 @given(
@@ -36,7 +36,7 @@ def test_a_step_takes_the_target_or_twice_its_decodes(
     pace.note(first, 0, chunk_s + token_s * first)
     for _ in range(60):
         pace.note(0, num_decodes, decode_s)
-        count = pace.prompt_tokens(num_decodes)
+        count = pace.prompt_tokens(MAX_TOKENS, num_decodes)
         takes_s = decode_s + chunk_s + token_s * count
         pace.note(count, num_decodes, takes_s)
     allowed_s = max(target_s, 2 * decode_s)
@@ -51,7 +51,7 @@ def test_costs_that_change_are_followed():
     counts = []
     for token_s in [1e-3] * 30 + [2e-3] * 30 + [5e-4] * 30:
         pace.note(0, 4, 0.01)
-        counts.append(pace.prompt_tokens(4))
+        counts.append(pace.prompt_tokens(MAX_TOKENS, 4))
         pace.note(counts[-1], 4, 0.01 + token_s * counts[-1])
     assert counts[29] == pytest.approx(40, rel=0.1)
     assert counts[59] == pytest.approx(20, rel=0.1)
@@ -62,8 +62,8 @@ def test_more_decodes_than_were_measured_count_as_those_that_were():
     pace = DecodePace(MAX_TOKENS, 0.1)
     pace.note(1000, 0, 1.0)
     pace.note(0, 4, 0.04)
-    assert pace.prompt_tokens(4) == pace.prompt_tokens(100) == 60
-    assert pace.prompt_tokens(1) == 100, "fewer were never measured"
+    assert pace.prompt_tokens(MAX_TOKENS, 4) == pace.prompt_tokens(MAX_TOKENS, 100) == 60
+    assert pace.prompt_tokens(MAX_TOKENS, 1) == 100, "fewer were never measured"
 
 
 @pytest.mark.parametrize("prepared_plans", [False, True])
@@ -72,6 +72,7 @@ def test_a_prompt_beside_an_answer_is_computed_in_small_steps_and_alone_in_large
 ):
     driver = Driver(
         max_num_batched_tokens=512,
+        max_model_len=1024,
         max_num_seqs=8,
         inter_token_target_s=0.1,
         prepared_plans=prepared_plans,

@@ -1,4 +1,4 @@
-"""Measures what the interpreter's switch interval changes: `sys.setswitchinterval`.
+"""Measures what the interpreter's switch interval changes (setswitchinterval of Python's sys).
 
 A thread that wants the interpreter's lock asks for it after this time. A shorter one lets a step's
 worker thread go on sooner beside an event loop that is busy with clients, and costs more switches.

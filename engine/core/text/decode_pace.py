@@ -1,5 +1,5 @@
-"""How many prompt tokens a step may have while sequences decode, so that those get their next tokens
-in time.
+"""How many prompt tokens a step may have while sequences decode, so that those get their next
+tokens in time.
 
 Rule: such a step takes about the target, or twice as long as its decodes would take alone,
 whichever is longer. So prompts go on beside any number of decodes, and no decode waits much longer
@@ -41,13 +41,13 @@ class DecodePace:
         k = (-(-self._max_tokens // num_prompt_tokens) - 1).bit_length()
         _follow(self._rates, k, num_prompt_tokens / left_s)
 
-    def prompt_tokens(self, num_decodes: int) -> int:
-        """Return how many prompt tokens a step may have beside so many decodes, at least one of
-        them."""
+    def prompt_tokens(self, limit: int, num_decodes: int) -> int:
+        """Return how many prompt tokens, at most ``limit``, a step may have beside so many
+        decodes."""
+        if not (self._target_s and num_decodes):
+            return limit
         decode_s = self._decodes_take(num_decodes)
-        if not self._target_s:
-            return self._max_tokens
-        return self._tokens_in(max(self._target_s - decode_s, decode_s))
+        return min(limit, self._tokens_in(max(self._target_s - decode_s, decode_s)))
 
     def _decodes_take(self, num_decodes: int) -> float:
         """Return how long the decodes would take alone, by steps with as many of them or fewer."""

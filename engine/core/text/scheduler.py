@@ -15,6 +15,7 @@ Source: etcd raft's Ready/Advance for the shape; design D4–D7, D17–D19 for t
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.core.common.core import CoreStatistics, Phase
@@ -38,8 +39,8 @@ from engine.core.common.stalls import next_stall
 from engine.core.common.step_budget import StepBudget
 from engine.core.common.types import EndReason, Explanation, PlanId, RequestId
 from engine.core.text.best_rate import BestRate
-from engine.core.text.decode_pace import DecodePace
 from engine.core.text.commit import Committer
+from engine.core.text.decode_pace import DecodePace
 from engine.core.text.endings import Endings
 from engine.core.text.explain import Explainer
 from engine.core.text.intake import Intake
@@ -184,17 +185,14 @@ class Scheduler:
         return self._builder(now, only_begun=self._pause is PauseMode.WAIT).build()
 
     def _builder(self, now: float, *, only_begun: bool = False) -> StepBuilder:
-        """Return a builder for one step."""
-        return StepBuilder(
-            self._ledger, now, self._prompt_limit, self._note_preemption, only_begun=only_begun
-        )
-
-    def _prompt_limit(self, num_decodes: int) -> int:
-        """Return how many prompt tokens a step may have beside so many decodes: the smallest of the
+        """Return a builder for one step. Its prompt tokens are bounded by the smallest of the
         budget, which is halved by running out of memory (D17), of what can be computed in the time
         that a step should take, and of what the decodes can wait for (D4)."""
         limit = min(self._budget.tokens, self._best_rate.prompt_budget)
-        return min(limit, self._pace.prompt_tokens(num_decodes)) if num_decodes else limit
+        limit_beside = partial(self._pace.prompt_tokens, limit)
+        return StepBuilder(
+            self._ledger, now, limit_beside, self._note_preemption, only_begun=only_begun
+        )
 
     def _note_preemption(self, seq: Sequence) -> None:
         self._preemptions += 1

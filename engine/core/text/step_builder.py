@@ -124,13 +124,10 @@ class StepBuilder:
     def _chunk_room(self) -> int:
         """Return how many prompt tokens this step can still take beside its decodes."""
         if self._chunk_left is None:
-            decodes = self._num_decodes()
+            decodes = _num_decodes(self._ledger)
             room = self._ledger.config.max_num_batched_tokens - decodes
             self._chunk_left = min(self._prompt_limit(decodes), room)
         return self._chunk_left
-
-    def _num_decodes(self) -> int:
-        return sum(1 for s in self._ledger.running if s.num_tokens - s.num_computed == 1)
 
     def _chunk_of(self, seq: Sequence, remaining: int) -> int:
         """Return how many of a prompt's ``remaining`` tokens this step can take."""
@@ -315,7 +312,7 @@ class StepBuilder:
         if (first := self._first_waiting()) is None:
             return []
         return admission.victims_for_first(
-            self._ledger, first, self._now, self._prompt_limit(self._num_decodes())
+            self._ledger, first, self._now, self._prompt_limit(_num_decodes(self._ledger))
         )
 
     def _make_room_for_first(self) -> None:
@@ -323,7 +320,7 @@ class StepBuilder:
         sequences are planned, because a sequence in the plan cannot be preempted. A first sequence
         whose stream is full is parked; the next one is then the first."""
         while (first := self._first_waiting()) is not None and not admission.has_slots(
-            self._ledger, first, self._prompt_limit(self._num_decodes())
+            self._ledger, first, self._prompt_limit(_num_decodes(self._ledger))
         ):
             if any(other.state is State.RUNNING for other in first.live.sequences):
                 return  # the running choice needs the slots, or parks them both
@@ -390,3 +387,7 @@ class StepBuilder:
         if ledger.keys.uses_cache(seq.live.request):
             ledger.cache.queried_tokens += seq.num_known
             ledger.cache.hit_tokens += start
+
+
+def _num_decodes(ledger: Ledger) -> int:
+    return sum(1 for seq in ledger.running if seq.num_tokens - seq.num_computed == 1)

@@ -432,7 +432,7 @@ async def test_a_requests_bytes_are_dropped_when_its_call_ends(autojump_clock):
             await client.settle()
             client.reset(call)
             await client.settle()
-        assert [call._body.reader.num_bytes for call in running.calls] == [0] * 5
+        assert [call.request.reader.num_bytes for call in running.calls] == [0] * 5
         running.check_idle()
 
 
