@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf import descriptor_pool
 from google.protobuf.message import DecodeError
-from grpc_reflection.v1alpha import reflection as v1alpha
 from grpc_reflection.v1alpha import reflection_pb2 as v1alpha_pb2
 
 from engine.errors import InvalidRequest
@@ -61,10 +60,17 @@ class PoolWithMethods:
 
 class ReflectionServicer:
     """Answers a stream of requests with grpcio's servicer, which never waits. ``listed`` are the
-    full names of the services to list."""
+    full names of the services to list. That servicer is imported at the first call, because it
+    imports grpcio: this takes some 40 ms, once."""
 
     def __init__(self, listed: Iterable[str]) -> None:
-        self._servicer = v1alpha.ReflectionServicer(listed, pool=PoolWithMethods())
+        self._listed = tuple(listed)
+        self._servicer: Any = None
+
+    def _make_servicer(self) -> None:
+        from grpc_reflection.v1alpha.reflection import ReflectionServicer as Servicer
+
+        self._servicer = Servicer(self._listed, pool=PoolWithMethods())
 
     async def ServerReflectionInfo(self, _request: None, rpc: Rpc) -> None:
         """Answer each request until the client sends no more.
@@ -74,6 +80,8 @@ class ReflectionServicer:
 
         Cancellation: safe; the call ends.
         """
+        if self._servicer is None:
+            self._make_servicer()
         while (data := await rpc.call.read()) is not None:
             try:
                 request = v1alpha_pb2.ServerReflectionRequest.FromString(data)

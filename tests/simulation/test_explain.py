@@ -25,7 +25,11 @@ def run(body, *, num_blocks=512, script=None, seed=0, load_s=0.0, **config):
     threads = VirtualThreads()
     script = script or FakeScript()
     script.step_s, script.sleep, script.load_s = STEP_S, threads.note_sleep, load_s
-    settings = {"check_level": 2, "stall_timeout_s": 1e6, "prefix_cache": False} | config
+    settings = {
+        **{"check_level": 2, "stall_timeout_s": 1e6, "prefix_cache": False},
+        **{"inter_token_target_s": 0.0},
+        **config,
+    }
 
     def make_runner(model, config):
         return FakeRunner(script=script, num_blocks=num_blocks, max_model_len=num_blocks * 16)

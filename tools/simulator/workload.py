@@ -174,6 +174,7 @@ def _draw_config(
         check_level=rng.choice([1, 2, 2, 2, 2, 2]),
         # drawn from numbers of its own, so that worlds without it stay the same
         step_time_target_s=step_s * random.Random(f"pace {seed}").choice([0.0, 0.0, 1.5, 6.0]),
+        inter_token_target_s=step_s * random.Random(f"beside {seed}").choice([0.0, 0.0, 0.5, 2.0]),
     )
 
 
