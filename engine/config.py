@@ -191,7 +191,7 @@ class EngineConfig:
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
     step_time_target_s: float = 0.15
-    inter_token_target_s: float = 0.05
+    inter_token_target_s: float = 0.02
     kv_cache_memory: int | None = None  # bytes of each replica's KV pool; None: the runner decides
     memory_limit: int | None = None  # bytes of all models; None: 0.80 of what the process may use
     stall_timeout_s: float = 30.0

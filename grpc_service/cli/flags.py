@@ -217,9 +217,9 @@ FLAGS = (
         EngineConfig,
         "inter_token_target_s",
         SECONDS,
-        "how long a step that computes prompts should take while answers are generated: prompts "
-        "get what the answers' tokens leave of this time, but at least as much as those take; "
-        "0: only --step-time-target counts",
+        "how long a step that computes prompts should take while answers are generated, and a "
+        "sixth more for each sequence that waits for its first token; prompts get at least half "
+        "of the step's time; 0: only --step-time-target counts",
     ),
     Flag("block-size", EngineConfig, "block_size", COUNT, "tokens in one block of the KV pool"),
     Flag(

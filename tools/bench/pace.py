@@ -25,9 +25,8 @@ LOADS = ("8 clients", "32 clients")
 SETTINGS = (
     ("--inter-token-target", "0", "--step-time-target", "0"),
     ("--inter-token-target", "0"),
-    ("--inter-token-target", "0.1"),
     ("--inter-token-target", "0.05"),
-    ("--inter-token-target", "0.03"),
+    ("--inter-token-target", "0.02"),
 )
 FIGURES = ("output", "first token p50", "between tokens p99")
 

@@ -189,7 +189,9 @@ class Scheduler:
         budget, which is halved by running out of memory (D17), of what can be computed in the time
         that a step should take, and of what the decodes can wait for (D4)."""
         limit = min(self._budget.tokens, self._best_rate.prompt_budget)
-        limit_beside = partial(self._pace.prompt_tokens, limit)
+        num_sequences = len(self._ledger.running) + len(self._ledger.waiting)
+        num_sequences = min(num_sequences, self.config.max_num_seqs)
+        limit_beside = partial(self._pace.prompt_tokens, limit, num_sequences)
         return StepBuilder(
             self._ledger, now, limit_beside, self._note_preemption, only_begun=only_begun
         )
