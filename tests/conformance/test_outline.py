@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from engine.worker.forward import native  # noqa: E402
+from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.rewrites import take_apart  # noqa: E402
 from engine.worker.load import loader  # noqa: E402
 from engine.worker.load.architectures import SERVED, layer_shapes  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.load.probe import probe  # noqa: E402
+from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.outline.config import OutlineConfig, read_outline  # noqa: E402
 from engine.worker.outline.families import LISTED, REQUIRED, WITHOUT_EFFECT  # noqa: E402
 from engine.worker.outline.modules import Outline  # noqa: E402
-from tests.support.model_zoo import LLAMA3_ROPE, YARN_ROPE, ZOO, Zoo  # noqa: E402
+from tests.support.model_zoo import LLAMA3_ROPE, YARN_ROPE, ZOO, Zoo, load_runner  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -222,6 +226,7 @@ UNUSUAL = {
     "an unknown rotary field": LLAMA | {"rope_scaling": YARN_ROPE | {"mrope_section": [1]}},
     "a rotary without its factor": LLAMA | {"rope_scaling": {"type": "linear"}},
     "a rotary that shrinks": LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}},
+    "a rotary base of one": LLAMA | {"rope_theta": 1.0},
     "no rotary base": LLAMA | {"rope_theta": None},
     "a partly rotated head": LLAMA | {"partial_rotary_factor": 0.5},
     "a yarn of another length": LLAMA | {"rope_scaling": YARN_ROPE | {"factor": 3.0}},
@@ -251,6 +256,34 @@ def test_an_unusual_config_is_left_to_transformers(raw):
 def test_an_architecture_without_a_compiled_form_is_left_to_transformers(zoo):
     for name in ("gpt2", "opt", "qwen3_moe", "starcoder2"):
         assert not isinstance(read_config(zoo.directory(name))[1], OutlineConfig)
+
+
+def test_an_unusual_config_runs_compiled_all_the_same(zoo, tmp_path):
+    directory = shutil.copytree(zoo.directory("llama"), tmp_path / "model")
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"unheard_of": 1}))
+    runner, info = load_runner(directory)
+    assert isinstance(runner._model.module, NativeDecoder)
+    assert info == load_runner(zoo.directory("llama"))[1]
+    runner.close()
+
+
+def test_without_kernels_a_listed_model_is_transformers_own(zoo, monkeypatch):
+    def load():
+        raise native.Unavailable("they are switched off")
+
+    monkeypatch.setattr(native, "load", load)
+    runner, _ = load_runner(zoo.directory("llama"))
+    assert type(runner._model.module).__name__ == "LlamaForCausalLM"
+    runner.close()
+
+
+def test_a_shape_that_cannot_be_is_refused_as_by_transformers(tmp_path):
+    for is_stock in (False, True):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 1 << 62}))
+        architecture, config = read_config(tmp_path, is_stock=is_stock)
+        with pytest.raises(Refusal, match=r"config\.json does not describe a LlamaForCausalLM \("):
+            loader._build_empty(architecture, config)
 
 
 def test_a_config_is_not_changed_by_reading_it():

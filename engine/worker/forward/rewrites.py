@@ -1,4 +1,4 @@
-"""Decides which transformers models the compiled decoder runs, and takes them apart for it.
+"""Takes models apart for the compiled decoder: outlines, and modules of transformers.
 
 Rule 1: only the classes in `LISTED` are compiled. Other models run as they are. Rule 2: a loaded
 module that differs from the usual form of its class (another activation, a norm of another kind)

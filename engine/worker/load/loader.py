@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -188,20 +189,24 @@ def _refuse_quantised(checkpoint: Checkpoint) -> None:
 
 def _build_empty(architecture: Architecture, config: Any) -> Any:
     """Build the model on the meta device: it has shapes, but no memory."""
-    if isinstance(config, OutlineConfig):
-        return Outline(config)
-    attention.register()
-    config._attn_implementation = attention.NAME
-    package = f"transformers.models.{architecture.module}.modeling_{architecture.module}"
-    model_class = getattr(importlib.import_module(package), architecture.name)
+    is_outline = isinstance(config, OutlineConfig)
+    build = Outline if is_outline else _stock_class(architecture, config)
     try:
-        with torch.device("meta"):
-            return model_class(config)
+        with nullcontext() if is_outline else torch.device("meta"):
+            return build(config)
     except Exception as error:
         raise Refusal(
             f"its config.json does not describe a {architecture.name} ({first_line(error)})",
             detail=str(error),
         ) from error
+
+
+def _stock_class(architecture: Architecture, config: Any) -> Any:
+    """Return transformers' class, and have its layers call our attention."""
+    attention.register()
+    config._attn_implementation = attention.NAME
+    package = f"transformers.models.{architecture.module}.modeling_{architecture.module}"
+    return getattr(importlib.import_module(package), architecture.name)
 
 
 def _assign_weights(

@@ -188,6 +188,8 @@ def _is_usual_setting(name: str, value: Any) -> bool:
         return isinstance(value, list) and all(_is_positive(one) for one in value)
     if name == "original_max_position_embeddings":
         return type(value) is int and value > 1
+    if name == "rope_theta":
+        return _is_positive(value) and value > 1
     if name == "factor":
         return _is_positive(value) and value >= 1
     if name == "partial_rotary_factor":
