@@ -23,8 +23,8 @@ def collect_seldom() -> None:
 def freeze_after_load() -> None:
     """Exempt everything that is alive from later collections, and collect seldom. A process that
     serves calls this when its models have loaded: a full collection of the objects of torch and
-    transformers would stop every thread for a tenth of a second."""
-    gc.collect()
+    transformers would stop every thread for a tenth of a second. For that reason it is not made
+    here, either; the garbage of the imports, about a megabyte, stays."""
     gc.freeze()
     collect_seldom()
 

@@ -161,7 +161,7 @@ class Worker:
     def _load(self) -> Loaded:
         runner, before = self._runner, own_bytes()
         info = runner.load(lambda progress: self._channel.send("progress", progress))
-        freeze_after_load()  # takes 0.4 s with torch, for which no step should wait
+        freeze_after_load()
         encoder_tokenizer = runner.encoder_tokenizer if isinstance(info, EncoderInfo) else None
         return Loaded(info, before, runner.tokenizer, encoder_tokenizer)
 
