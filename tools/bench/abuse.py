@@ -3,9 +3,8 @@
 The victim reads one stream after the other of the demo model. Its gaps and its tokens per second
 are compared with those beside a process that only spins, which takes a core as an attacker does.
 Each attack runs over one connection and from ten addresses of the loopback network; its first
-second does not count. Before it, honest clients have used the server. Windows beside the attack and
-beside the spinning process alternate; from the second one on, the server remembers the attacker's
-address.
+second does not count. Windows beside the attack and beside the spinning process alternate; from the
+second one on, the server remembers the attacker's address.
 ``BENCH_ONLY`` is a pattern for the attacks' names.
 """
 
@@ -40,7 +39,6 @@ WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "2.5"))
 REPEATS = 3  # windows beside each of the two, in turn
 SETTLE_S = 1.0
 TOKENS = 400
-POOL_CALLS, POOL_TOKENS = 6, 400  # of eight choices each: more than any attack keeps
 ONE = ("127.0.0.1",)
 TEN = tuple(f"127.0.1.{number}" for number in range(1, 11))
 SPIN = "while True: pass"
@@ -146,31 +144,10 @@ def serving() -> Iterator[tuple[str, int]]:
         yield f"127.0.0.1:{found[1]}", server.pid
 
 
-def fill_pool(address: str) -> None:
-    """Use the server's KV pool as honest clients do, so that its memory is that of a server in use.
-    The pool is reserved when the model loads, and the system gives its pages at their first use."""
-
-    def read() -> None:
-        for _ in stub.Generate(request, timeout=120):
-            pass
-
-    request = pb.GenerateRequest(
-        text="Once", n=8, sampling={"max_tokens": POOL_TOKENS, "ignore_eos": True}
-    )
-    with grpc.insecure_channel(address, options=NO_PROXY) as channel:
-        stub = stubs.InferenceStub(channel)
-        readers = [threading.Thread(target=read) for _ in range(POOL_CALLS)]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join()
-
-
 def attack(name: str, sources: tuple[str, ...]) -> tuple[list[Seen], list[Seen]]:
     """Return what the victim saw beside a process that spins and beside an attack, in turn."""
     beside_spin, beside_attack = [], []
     with serving() as (address, pid):
-        fill_pool(address)
         host, port = address.split(":")
         argv = [sys.executable, "-m", "tools.bench.attackers", name, host, port, *sources]
         for _ in range(REPEATS):
