@@ -96,8 +96,8 @@ def test_watchers_get_the_load_the_drain_and_nothing_else(watch):
 
 @pytest.mark.model
 def test_a_real_server_answers_while_it_imports_and_loads(demo):
-    """Neither the import of torch nor the load delays the event loop."""
-    assert len(demo.heard) > 10
+    """Neither the import of torch nor the load, of a fifth of a second, delays the event loop."""
+    assert len(demo.heard) > 3
     assert demo.heard[:-1] == [NOT_SERVING] * (len(demo.heard) - 1)
 
 
