@@ -67,8 +67,9 @@ class Call:
     client's, on Trio's clock; infinite without one. ``code`` is the status that the call was ended
     with; None while it runs, and for ever if its client has ended it. ``refusal`` is the HTTP
     answer to a request that is no gRPC call, and empty for a gRPC call. ``fault`` is what is wrong
-    with its headers, if something is. ``scope`` is cancelled when the client ends the call.
-    ``touch`` is called after each write, because the connection then has output.
+    with its headers, if something is. ``request`` is the request's body; whoever needs no more of
+    it closes it. ``scope`` is cancelled when the client ends the call. ``touch`` is called after
+    each write, because the connection then has output.
 
     A handler may set two things before its first `write`: ``initial_metadata``, which the client
     gets then (but one that had no window at first was sent the headers before), and ``encoding``,

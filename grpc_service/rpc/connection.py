@@ -53,6 +53,9 @@ log = logging.getLogger(__name__)
 # Bytes sent in one piece while a client is slow: one TLS record. A client that accepts anything at
 # all accepts so many within `Limits.keepalive_timeout_s`.
 SEND_BYTES = 2**14
+# The size of a new client's first part (`Limits.part_bytes_min`), as nothing is known yet of what
+# the client's frames cost. A client with cheap ones gets larger parts after a few. Guess.
+FIRST_PART_BYTES = 2**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class Connection:
         self._may_write = trio.Event()  # `_is_writing` is set
         self._has_written = trio.Event()  # it is not set any more
         self._heard_at = trio.current_time()  # when the client last showed that it is alive
-        self._part_bytes = 2**12  # the size of the next part to be handled
+        self._part_bytes = FIRST_PART_BYTES  # the size of the next part to be handled
         self._nursery: trio.Nursery
         self._calls: CallTasks
         self._is_asked_to_leave = trio.Event()

@@ -25,7 +25,8 @@ WAIT_MIN_S = 1e-4  # a shorter wait may be nothing, as clocks have no finer step
 
 
 class _Turns:
-    """Tasks that wait for their turns."""
+    """Tasks that wait, each for an owner. Owners take turns, and an owner's tasks go on in the
+    order in which they came."""
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, trio.lowlevel.ParkingLot] = {}  # the next owner first
@@ -53,7 +54,8 @@ class _Turns:
 
 
 class FairLock:
-    """A lock whose owners take turns. Made and used inside `trio.run`."""
+    """A lock that one task holds at a time; the owners of those that wait take turns. Made and
+    used inside `trio.run`."""
 
     def __init__(self) -> None:
         self._waiting = _Turns()

@@ -1,7 +1,8 @@
 """Bounds the bytes that the server keeps for its clients.
 
-Counted are incomplete requests, unread answers, and calls that wait for their request or for their
-client's window. One object counts them for all connections. Beyond `Limits.held_bytes`
+Counted are incomplete requests, unread answers, calls that wait for their request or for their
+client's window, and output that a client's connection does not accept. One object counts them for
+all connections. Beyond `Limits.held_bytes`
 
 1. calls of connections without progress for `Limits.held_stall_s` are ended, those of the address
    with most bytes first;
@@ -51,9 +52,11 @@ class Holder:
 
 
 class Holding:
-    """The ``num_bytes`` that are kept for one call: for its request, or for its answer.
+    """The ``num_bytes`` that are kept for a call's request, for its answer, or for a connection's
+    unsent output.
 
-    ``evict`` ends the call. ``grow`` enlarges the request's window; None for an answer.
+    ``evict`` ends the call, or the connection. ``grow`` enlarges the request's window; None for an
+    answer and for output.
     ``changed_at`` is when ``num_bytes`` last changed, in the clock's seconds.
     """
 

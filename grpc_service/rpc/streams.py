@@ -38,11 +38,12 @@ _PREFIX = Struct(">BI")
 
 
 class StreamListener(Protocol):
-    """The server's side of one stream. ``has_request``: a message of the request has come, or its
-    end."""
+    """The server's side of one stream."""
 
     @property
-    def has_request(self) -> bool: ...
+    def has_request(self) -> bool:
+        """Whether a message of the request has come, or its end."""
+        ...
 
     def on_data(self, data: bytes) -> None:
         """Take the next bytes of the request's body."""

@@ -225,8 +225,7 @@ def real(*args, model=DEMO, uds=None):
     """Yield `triolet serve` with a real model, once it is ready, with an open channel.
 
     ``model`` None serves the models that the server has by itself. It listens on any free port, or
-    on a Unix socket ``uds``; ``heard`` then has what health answered from the bind until it was
-    ready. It is started by `real_process`.
+    on a Unix socket ``uds``. It is started by `real_process`.
     """
     where = ["--port", "0"] if uds is None else ["--uds", uds]
     models = [] if model is None else ["--model", model]
@@ -234,7 +233,7 @@ def real(*args, model=DEMO, uds=None):
     with real_process(*models, *where, *args, imports=imports) as server:
         if uds is not None:
             server.address = f"unix:{uds}"
-            server.heard = listen_until_ready(server)
+            listen_until_ready(server)
         found = server.wait_for_output(READY.search, MODEL_START_LIMIT_S)
         server.address = found[1]
         with connect(server.address) as server.channel:

@@ -228,9 +228,10 @@ class Scheduler:
         self._committer.commit(step, result, now)
         seconds = now - step.started_at
         if seconds > 0:
-            self._best_rate.note(step.plan.num_tokens, seconds)
-            self._recent_rate.note(step.plan.num_tokens, seconds)
-            self._pace.note(*_prompts_and_decodes(step.plan), seconds)
+            num_tokens = step.plan.num_tokens  # a sum over the rows
+            self._best_rate.note(num_tokens, seconds)
+            self._recent_rate.note(num_tokens, seconds)
+            self._pace.note(*_prompts_and_decodes(step.plan, num_tokens), seconds)
 
     def _step_failed(self, failure: StepFailure, now: float) -> None:
         step = self._take_step(failure.plan_id)
@@ -344,9 +345,9 @@ class Scheduler:
             assert min(credit.free, credit.filled) >= 0, f"{name}: {credit} has too few slots"
 
 
-def _prompts_and_decodes(plan: StepPlan) -> tuple[int, int]:
-    """Return how many prompt tokens a plan has, and how many decodes."""
-    if plan.num_tokens == len(plan.rows):
+def _prompts_and_decodes(plan: StepPlan, num_tokens: int) -> tuple[int, int]:
+    """Return how many prompt tokens a plan of ``num_tokens`` has, and how many decodes."""
+    if num_tokens == len(plan.rows):
         return 0, len(plan.rows)
     chunks = [row.count for row in plan.rows if row.count > 1]
     return sum(chunks), len(plan.rows) - len(chunks)
