@@ -21,7 +21,9 @@ DEMO_MODELS = ("demo-stories", "demo-embed", "demo-rerank")
 IN_PROCESS_BUFFER = 4096  # unread messages of a stream in this process (R7)
 STREAM_BUFFER = 256  # messages of a gRPC stream that are not written yet (R7)
 RUNNERS = ("thread", "pinned", "process")
+SPECULATIONS = ("off", "lookup", "model")
 ROUTINGS = ("least-tokens", "round-robin", "prefix")
+RANKS_MAX = 64  # guess: as for replicas
 REPLICAS_MAX = 64  # guess: far more than the devices and cores of one machine can use
 
 
@@ -60,11 +62,33 @@ class WorkerConfig:
         _one_of("runner", self.runner or RUNNERS[0], RUNNERS)
 
 
+# The files in an adapter's directory: its configuration, and its weights.
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """An adapter (LoRA) of a text model, in a directory that peft wrote. Clients ask for it by
+    ``BASE:NAME``, the name of its base model before its own."""
+
+    name: str
+    directory: str
+    aliases: tuple[str, ...] = ()  # further names, without the base's
+
+    def __post_init__(self) -> None:
+        directory = os.path.expanduser(os.fspath(self.directory))
+        object.__setattr__(self, "directory", directory)
+        if not self.name or ":" in self.name:
+            raise ConfigError(f"the adapter's name {self.name!r} is empty or has a colon")
+        if not self.directory:
+            raise ConfigError(f"the adapter {self.name} has no directory")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One model to serve."""
 
-    model: str  # a directory, a demo id or a Hugging Face id
+    model: str  # a directory, a GGUF file, a demo id or a Hugging Face id
     name: str = ""  # by which clients ask for it; empty: the last part of `model`
     aliases: tuple[str, ...] = ()  # further names
     revision: str = ""  # a branch, tag or commit of a Hugging Face id
@@ -76,6 +100,9 @@ class ModelConfig:
     runner: str = RUNNERS[0]  # thread: any thread; pinned: always the same; process: its own
     workers: tuple[WorkerConfig, ...] = ()  # empty: one replica with the values above
     quantization: str = "none"  # of a text model's weights; encoders ignore it
+    adapters: tuple[AdapterConfig, ...] = ()  # only text models have some
+    tp: int = 1  # processes that a text model is divided among; encoders ignore it
+    speculation: str = SPECULATIONS[1]  # how a text model's next tokens are drafted
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", os.fspath(self.model))
@@ -83,14 +110,42 @@ class ModelConfig:
             raise ConfigError("--model is empty")
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _one_of("runner", self.runner, RUNNERS)
-        _one_of("quantization", self.quantization, ("none", "int8"))
+        _one_of("quantization", self.quantization, ("none", "int8", "int4"))
+        _one_of("speculation", self.speculation, SPECULATIONS)
+        if self.speculation == "model":
+            raise ConfigError(
+                "--speculation is 'model', but this version has no draft models; use lookup or off"
+            )
         _at_least("threads", self.threads, 0)
+        _at_least("tensor-parallel-size", self.tp, 1)
+        if self.tp > RANKS_MAX:
+            raise ConfigError(
+                f"--tensor-parallel-size is {self.tp}, but may be at most {RANKS_MAX}"
+            )
+        if self.tp > 1 and "pinned" in (self.runner, *(one.runner for one in self.workers)):
+            raise ConfigError(
+                f"{self.model} has --tensor-parallel-size {self.tp} and --runner pinned, but its "
+                "ranks are processes; use --runner process"
+            )
+        if self.tp > 1 and self.adapters:
+            raise ConfigError(
+                f"{self.model} has --tensor-parallel-size {self.tp} and adapters, but a divided "
+                "model takes none; leave one of them out"
+            )
         if self.num_replicas > REPLICAS_MAX:
             raise ConfigError(
                 f"{self.model} has {self.num_replicas} workers, but may have at most {REPLICAS_MAX}"
             )
         if not self.name:
             object.__setattr__(self, "name", self.model.rstrip("/").rsplit("/", 1)[-1])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that the model and its adapters are asked for by."""
+        found = [self.name, *self.aliases]
+        for adapter in self.adapters:
+            found += [f"{self.name}:{adapter.name}", *adapter.aliases]
+        return tuple(found)
 
     @property
     def num_replicas(self) -> int:
@@ -190,6 +245,9 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
+    # Of an image's file. A picture of 8K has 33.2 million, and a phone's mostly 12 or 24; decoding
+    # takes up to 20 bytes for each, one image at a time.
+    max_image_pixels: int = 2**25
     step_time_target_s: float = 0.15
     inter_token_target_s: float = 0.02
     kv_cache_memory: int | None = None  # bytes of each replica's KV pool; None: the runner decides
@@ -214,11 +272,12 @@ class EngineConfig:
         object.__setattr__(self, "models", _models_of(self.models))
         if not self.models:
             raise ConfigError("no --model is given")
-        names = [name for model in self.models for name in (model.name, *model.aliases)]
+        names = [name for model in self.models for name in model.names]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(
-                    f"two models are served as {name!r}; rename one with --served-model-name"
+                    f"two models are served as {name!r}; rename one with "
+                    "--served-model-name, or an adapter"
                 )
         for flag, value, minimum in (
             ("block-size", self.block_size, 1),
@@ -228,6 +287,7 @@ class EngineConfig:
             ("stream-buffer", self.stream_buffer, 1),
             ("in-process-buffer", self.in_process_buffer, 1),
             ("max-worker-deaths", self.max_worker_deaths, 1),
+            ("max-image-pixels", self.max_image_pixels, 1),
             ("drain-timeout", self.drain_timeout_s, 0),
             ("step-time-target", self.step_time_target_s, 0),
             ("inter-token-target", self.inter_token_target_s, 0),

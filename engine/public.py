@@ -8,10 +8,11 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import TrioletError
+from engine.requests.chat_values import Chat
+from engine.requests.continuation import Continuation, ContinuedChoice
 from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
 from engine.requests.text_values import (
     AnswerTokens,
-    Chat,
     GenerateRequest,
     OutputOptions,
     PromptOptions,
@@ -24,6 +25,8 @@ __all__ = [
     "AnswerTokens",
     "Chat",
     "Constraint",
+    "Continuation",
+    "ContinuedChoice",
     "EmbedRequest",
     "Embedding",
     "EndReason",

@@ -52,6 +52,7 @@ class ReplicaStatus:
     failed: int = 0  # requests that failed because of the engine or the worker
     cancelled: int = 0  # requests that their clients cancelled
     busy_s: float = 0.0  # seconds spent in steps
+    tp: int = 1  # processes that the model is divided among
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +72,16 @@ class ModelStatus:
     device: str = ""
     architecture: str = ""
     max_model_len: int = 0  # tokens
+    quantization: str = ""  # the form of the linear layers' weights; "": that of dtype
     context_note: str = ""  # why that is less than the model's own length
     full_sequences: int = 0  # of max_model_len, that the KV pools hold at once
     is_demo: bool = False
     is_lazy: bool = False  # a request loads it: it is configured so, or was loaded before
     is_hung: bool = False  # a step takes longer than the step timeout (D17)
     is_restarting: bool = False  # no replica serves, and those that died restart by themselves
+    base: str = ""  # of an adapter: the name of its base model; "": it is a model by itself
+    adapter_digest: str = ""  # of an adapter's content, while it is loaded
+    adapter_rank: int = 0  # the largest of an adapter's layers, while it is loaded
 
     @property
     def can_be_asked(self) -> bool:
@@ -104,7 +109,10 @@ class RequestsTotal:
 
 # The counters of `Counts` that can go down, except memory.
 LEVELS = frozenset(
-    {"running", "waiting", "parked", "ending", "free_blocks", "total_blocks", "cached_blocks"}
+    {
+        *("running", "waiting", "parked", "ending", "detached"),
+        *("free_blocks", "total_blocks", "cached_blocks"),
+    }
 )
 
 
@@ -134,6 +142,7 @@ class Counts:
     memory_reserved: int = 0  # bytes
     memory_limit: int = 0  # bytes
     peak_waiting: int = 0  # the most in the queue at once since the load (R69)
+    detached: int = 0  # Generate streams that wait for clients which lost their connections
 
 
 @dataclass(frozen=True, slots=True)

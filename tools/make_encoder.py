@@ -1,8 +1,9 @@
-"""Writes a random-weight encoder of any BERT shape in the format of sentence-transformers.
+"""Writes a random-weight encoder: BERT in the format of sentence-transformers, CLIP or SigLIP.
 
     python -m tools.make_encoder --preset minilm --out DIR
     python -m tools.make_encoder --preset tiny --pooling cls --normalize --out DIR
     python -m tools.make_encoder --preset tiny --rerank --out DIR
+    python -m tools.make_encoder --preset tiny --images siglip --out DIR
 
 Rule 1: the same arguments write the same weights; all randomness comes from ``--seed``. Rule 2: the
 libraries themselves write the files, so that they are like those of real models.
@@ -27,6 +28,10 @@ queen ship star moon sun rain snow wind fire stone gold silver query document pa
 question red green blue small large old young happy sad
 """
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+# The architectures that embed images, and how their classes of transformers begin.
+IMAGE_ARCHS = {"clip": "CLIP", "siglip": "Siglip", "siglip2": "Siglip2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +172,88 @@ def make_reranker(
     return out
 
 
+def make_image_embedder(
+    out: Path | str,
+    arch: str = "clip",
+    shape: Shape = PRESETS["tiny"],
+    *,
+    side: int = 32,
+    patch: int = 8,
+    seed: int = 0,
+) -> Path:
+    """Write a model that embeds texts and images into ``out``, in the format of transformers, and
+    return the path. ``arch`` is one of `IMAGE_ARCHS`. Images have ``side`` × ``side`` pixels in
+    patches of ``patch`` × ``patch``; those of SigLIP 2 have up to 256 patches of 16 × 16."""
+    import torch
+    import transformers
+    from transformers import AutoModel, PreTrainedTokenizerFast
+
+    out = Path(out)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words_tokenizer(shape.vocab),
+        model_max_length=shape.max_len,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        bos_token="[CLS]",
+        eos_token="[SEP]",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    tower: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "intermediate_size": shape.mlp,
+    }
+    text = tower | {
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": shape.max_len,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    vision = tower | {"patch_size": patch}
+    names = IMAGE_ARCHS[arch]
+    square = {"height": side, "width": side}
+    settings: dict[str, Any] = {"size": square}
+    if arch == "clip":
+        settings = {"size": {"shortest_edge": side}, "crop_size": square}
+        text["projection_dim"] = vision["projection_dim"] = shape.hidden // 2
+    if arch == "siglip2":
+        settings = {"patch_size": 16, "max_num_patches": 256}  # its processor takes no others
+        vision |= {"patch_size": 16, "num_patches": 16}
+    else:
+        vision["image_size"] = side
+    more = {"projection_dim": shape.hidden // 2} if arch == "clip" else {}
+    config = getattr(transformers, f"{names}Config")(text_config=text, vision_config=vision, **more)
+    torch.manual_seed(seed)
+    model = AutoModel.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.2)  # wide enough that different inputs have different vectors
+    model.save_pretrained(str(out))
+    images = getattr(transformers, f"{names}ImageProcessorPil")(**settings)
+    getattr(transformers, f"{names}Processor")(
+        image_processor=images, tokenizer=tokenizer
+    ).save_pretrained(str(out))
+    return out
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--rerank", action="store_true")
+    parser.add_argument("--images", choices=sorted(IMAGE_ARCHS))
     parser.add_argument("--pooling", default="mean")
     parser.add_argument("--normalize", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     shape = PRESETS[args.preset]
-    if args.rerank:
+    if args.images:
+        made = make_image_embedder(args.out, args.images, shape, seed=args.seed)
+    elif args.rerank:
         made = make_reranker(args.out, shape, seed=args.seed)
     else:
         made = make_embedder(

@@ -1,4 +1,4 @@
-"""Measures what a dtype or int8 weights cost a text model's accuracy.
+"""Measures what a dtype or weights of 8 or 4 bits cost a text model's accuracy.
 
     python -m tools.measure_quantization                   the shipped story model
     python -m tools.measure_quantization DIR --text FILE   another model, over a text
@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 STORIES = Path(__file__).parents[1] / "engine" / "demo" / "stories"
-WAYS = (("float32", "none"), ("float32", "int8"), ("bfloat16", "none"), ("bfloat16", "int8"))
+WAYS = tuple(
+    (dtype, quantization)
+    for dtype in ("float32", "bfloat16")
+    for quantization in ("none", "int8", "int4")
+)
 PIECE = 256  # tokens of a piece of text
 PIECES = 16
 NUM_STORIES = 100

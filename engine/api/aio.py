@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from engine.core.common.events import PauseMode
     from engine.core.common.types import Explanation
     from engine.pool.loader import RunnerFactory
+    from engine.requests.chat_values import Chat as ChatMessages
     from engine.requests.encode_values import (
         AnyRequest,
         EmbedEvent,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
         RerankEvent,
         RerankRequest,
     )
-    from engine.requests.text_values import Chat as ChatMessages
     from engine.requests.text_values import GenerateRequest, SamplingParams, StreamEvent
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
     from engine.worker.interface import TokenSpan
@@ -371,12 +371,12 @@ class Chat(_Handle[handles.Chat]):
 class Encoder(_Handle[handles.Encoder]):
     """Makes vectors (`engine.api.handles.Encoder`)."""
 
-    async def embed(self, texts: Sequence[str]) -> tuple[tuple[float, ...], ...]:
+    async def embed(self, inputs: handles.Inputs) -> tuple[tuple[float, ...], ...]:
         """Return one vector per text, in their order (`engine.api.handles.Encoder.embed`).
 
         Cancellation: ends the call.
         """
-        return await self._caller.call(lambda engine: self._handle.embed(texts))
+        return await self._caller.call(lambda engine: self._handle.embed(inputs))
 
 
 class CrossEncoder(_Handle[handles.CrossEncoder]):

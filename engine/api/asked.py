@@ -32,11 +32,13 @@ def sampling_of(given: SamplingParams | Mapping[str, Any] | None) -> SamplingPar
     return sampling
 
 
-def require_list(name: str, texts: Sequence[str]) -> None:
-    """Check that an argument is several texts, and not one, whose characters would be taken for
-    them."""
+def require_list(name: str, texts: Sequence[str | bytes]) -> None:
+    """Check that an argument is several texts or images, and not one, whose characters or bytes
+    would be taken for them."""
     if isinstance(texts, str):
         raise TypeError(f"{name} takes a list of texts; for one text, give [text]")
+    if isinstance(texts, bytes):
+        raise TypeError(f"{name} takes a list; for one image, give [image]")
 
 
 def generate_request(asked: GenerateRequest | str) -> GenerateRequest:

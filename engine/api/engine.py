@@ -42,6 +42,7 @@ from engine.status import Capability, ModelState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+    from pathlib import Path
 
     from engine.config import EngineConfig, ModelConfig
     from engine.core.common.types import Explanation
@@ -51,8 +52,9 @@ if TYPE_CHECKING:
     from engine.replica.loop import OnEvent, WriteBatch
     from engine.replica.replica import AnyRunner
     from engine.replica.telemetry import EngineTelemetry
+    from engine.requests.chat_values import Chat
     from engine.requests.encode_values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
-    from engine.requests.text_values import Chat, GenerateRequest, StreamEvent
+    from engine.requests.text_values import GenerateRequest, StreamEvent
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
     from engine.worker.interface import TokenSpan
 
@@ -68,13 +70,17 @@ class Engine:
     """A running engine; made by `open_engine`. All methods belong to its Trio thread.
 
     ``submit`` is `Supervisor.submit`, for callers that hand over a reader of their own.
-    ``registry`` has the configured models, to be looked at only.
+    ``registry`` has the configured models, to be looked at only. ``detached`` has the streams that
+    clients may attach to, and those that wait for them. ``adapters`` loads and unloads adapters
+    (LoRA) while their bases serve.
     """
 
     def __init__(self, config: EngineConfig, pool: Pool, supervisor: Supervisor) -> None:
         self.config = config
         self.registry = pool.registry
         self.submit = supervisor.submit
+        self.detached = supervisor.detached
+        self.adapters = pool.adapters
         self._pool = pool
         self._supervisor = supervisor
         self._snapshots = Snapshots(pool, supervisor)
@@ -156,8 +162,11 @@ class Engine:
     # ---- views
 
     def list_models(self) -> tuple[ModelStatus, ...]:
-        """Return the status of every configured model, in the order of the configuration."""
-        return tuple([entry.status() for entry in self.registry.entries.values()])
+        """Return the status of every configured model, in the order of the configuration, each
+        followed by its adapters."""
+        return tuple(
+            [status for entry in self.registry.entries.values() for status in entry.statuses()]
+        )
 
     def get_model(self, name: str) -> ModelStatus:
         """Return the status of one model, by name or alias.
@@ -165,7 +174,7 @@ class Engine:
         Raises:
             ModelNotFound: no such model.
         """
-        return self.registry.find(name).status()
+        return self.registry.status_of(name)
 
     async def wait_ready(self, name: str = "") -> None:
         """Wait until a model is ready; an empty name stands for the first one.
@@ -315,6 +324,14 @@ def capability_by_files(model: ModelConfig) -> Capability | None:
     from engine.worker.load.capability import find
 
     return find(model.model, model.revision)
+
+
+def files_of(model: ModelConfig) -> Path | None:
+    """Return the directory of a model's files; None if they are not on this machine."""
+    from engine.worker.load.resolve import resolve_local
+
+    found = resolve_local(model.model, model.revision)
+    return None if found is None else found.directory
 
 
 @asynccontextmanager

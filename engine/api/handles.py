@@ -12,7 +12,7 @@ it has ended → the handle is closed: what runs ends, and every later call rais
 
 `stop` ends what was asked for before it, even if that has not begun, and nothing that is asked for
 after it. With nothing asked for it has no effect, and it is not remembered (R3). A call is asked
-for when the method is called: ``nursery.start_soon(encoder.embed, texts)`` asks at once.
+for when the method is called: ``nursery.start_soon(encoder.embed, inputs)`` asks at once.
 
 A handle may be made on any thread; all its methods belong to the Trio thread.
 """
@@ -31,11 +31,11 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, RequestCancelled
+from engine.requests.chat_values import Chat as ChatMessages
 from engine.requests.context_truncation import without_messages
 from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
 from engine.requests.text_stream import TextStream
 from engine.requests.text_values import AnswerTokens, GenerateRequest
-from engine.requests.text_values import Chat as ChatMessages
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
@@ -47,12 +47,13 @@ if TYPE_CHECKING:
     from engine.requests.stream import Reader
     from engine.requests.text_values import SamplingParams, StreamEvent
 
+    Inputs = Sequence[str | bytes]  # texts, and files of images
+
 
 class EmbedFunction(Protocol):
-    """Returns one vector per text, in the order of the texts. Raises a TrioletError for a bad
-    text."""
+    """Returns one vector per text or image, in their order. Raises a TrioletError for a bad one."""
 
-    async def __call__(self, model: str, texts: Sequence[str]) -> Sequence[Sequence[float]]:
+    async def __call__(self, model: str, inputs: Inputs) -> Sequence[Sequence[float]]:
         """Return the vectors. Cancellation: must end the call."""
         ...
 
@@ -373,13 +374,13 @@ class _Embedder:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    async def __call__(self, model: str, texts: Sequence[str]) -> Sequence[Sequence[float]]:
+    async def __call__(self, model: str, inputs: Inputs) -> Sequence[Sequence[float]]:
         made: dict[int, Sequence[float]] = {}
-        async with self._engine.embed(EmbedRequest(model=model, inputs=tuple(texts))) as stream:
+        async with self._engine.embed(EmbedRequest(model=model, inputs=tuple(inputs))) as stream:
             async for event in stream:
                 if isinstance(event, Embedding):
                     made[event.index] = event.values
-        return [made[index] for index in range(len(texts))]
+        return [made[index] for index in range(len(inputs))]
 
 
 class _Ranker:
@@ -399,7 +400,7 @@ class _Ranker:
 
 
 class Encoder(Handle):
-    """Turns texts into vectors; any number of calls at a time."""
+    """Turns texts, and the bytes of images, into vectors; any number of calls at a time."""
 
     def __init__(
         self, engine: Engine, model: str = "", *, function: EmbedFunction | None = None
@@ -408,18 +409,18 @@ class Encoder(Handle):
         self._model = model
         self._function = function or _Embedder(engine)
 
-    def embed(self, texts: Sequence[str]) -> Coroutine[Any, Any, tuple[tuple[float, ...], ...]]:
-        """Return a coroutine for one vector per text, in their order.
+    def embed(self, inputs: Inputs) -> Coroutine[Any, Any, tuple[tuple[float, ...], ...]]:
+        """Return a coroutine for one vector per text or image, in their order.
 
         Raises:
-            TrioletError: as `Engine.embed` and `Guard.call`. TypeError: ``texts`` is one text.
+            TrioletError: as `Engine.embed` and `Guard.call`. TypeError: ``inputs`` is no list.
         Cancellation: ends the call.
         """
 
         async def job() -> tuple[tuple[float, ...], ...]:
-            return tuple([tuple(one) for one in await self._function(self._model, texts)])
+            return tuple([tuple(one) for one in await self._function(self._model, inputs)])
 
-        require_list("texts", texts)
+        require_list("inputs", inputs)
         return self._guard.call(job)
 
 

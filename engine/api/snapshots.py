@@ -6,7 +6,7 @@ Rule: taking a copy changes nothing and never waits, not even for a step (R180).
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.core.common.types import EndReason
@@ -49,7 +49,14 @@ class Snapshots:
         return EngineTelemetry(
             self.statistics(),
             tuple([_telemetry_of(one) for entry in entries for one in entry.replicas]),
-            models={entry.config.name: entry.status().can_be_asked for entry in entries},
+            models={
+                status.name: status.can_be_asked for entry in entries for status in entry.statuses()
+            },
+            adapters={
+                version.name: replace(version.counts)
+                for entry in entries
+                for version in entry.adapters.values()
+            },
             deaths={entry.config.name: entry.num_deaths for entry in entries},
             degraded={entry.config.name: entry.num_degraded for entry in entries},
             deadlines_missed={
@@ -94,10 +101,12 @@ def _sum(counts: Sequence[Counts]) -> dict[str, Any]:
 
 
 def _telemetry_of(replica: AnyReplica) -> ReplicaSnapshot:
+    statistics = replica.loop.core.statistics()
     return ReplicaSnapshot(
         replica.model,
         replica.replica_id,
-        replica.loop.core.statistics().plans_discarded,
+        statistics.plans_discarded,
         replica.loop.telemetry.snapshot() if replica.loop.telemetry else None,
         replica.process.rss_bytes() if replica.process else None,
+        statistics.drafts,
     )

@@ -3,13 +3,16 @@
 // Rule 1: the residual stream, sums, norms and rotary embeddings are float32 in every dtype. The
 // inputs of products and the cache are in the model's dtype. Rule 2: the result of a row does not
 // depend on the other rows (see matmul.h and attention.h).
+//
+// This file is long because all parts of a layer work on one set of buffers.
 #pragma once
 
 #include <omp.h>
 
-#include <cstdlib>
+#include <initializer_list>
 
 #include "attention.h"
+#include "experts.h"
 
 namespace triolet {
 
@@ -17,24 +20,31 @@ enum Activation { SILU = 0, GELU_TANH = 1 };
 
 // Mirrored by `engine.worker.forward.native.Layer`. A norm that the layer does not have is null. If
 // ``is_norm_of_heads``, the norms of queries and keys are those of each head; otherwise they are
-// those of all heads together.
+// those of all heads together. A layer with experts has neither gate_up nor down.
 struct Layer {
     Linear qkv, output, gate_up, down;
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;
     const float *query_norm, *key_norm;
     int64_t is_norm_of_heads, rotary;
+    Experts experts;
     Attention attention;
 };
+
+// Adds up ``count`` numbers over the ranks of a divided model, in place. Returns 0, or 1 if that
+// failed.
+typedef int32_t (*SumFunction)(float *numbers, int64_t count);
 
 // Mirrored by `engine.worker.forward.native.Model`.
 struct Model {
     const Layer *layers;
     int64_t num_layers, hidden, mlp, vocab, activation;
     float eps, embedding_scale, residual_scale, logits_scale, logits_softcap;
-    int32_t is_tied;
-    const void *embedding;  // [vocab][hidden], or the head's panels if is_tied
+    int32_t is_packed;
+    const void *embedding;  // [vocab][hidden], or null if is_packed
+    Linear table;           // the embedding in panels if is_packed, such as the head
     const float *final_norm;
     Linear head;
+    SumFunction add_up;  // of the branches of a divided model; null if the model is whole
 };
 
 // Mirrored by `engine.worker.forward.native.Step`.
@@ -43,36 +53,9 @@ struct Step {
     const int64_t *ids, *keep;  // keep: the tokens whose logits are computed, strictly ascending
     const float *const *cosines, *const *sines;  // [kinds of rotary][num_tokens][rotary_width / 2]
     int64_t rotary_width, num_kept, num_threads;
-    float *logits;  // [num_kept][vocab]
-};
-
-// The memory that a model's steps use, one step at a time. It grows and never shrinks.
-struct Arena {
-    char *memory = nullptr;
-    size_t size = 0;
-
-    ~Arena() { free(memory); }
-
-    bool reserve(size_t wanted) {
-        if (wanted <= size) return true;
-        free(memory);
-        memory = (char *)aligned_alloc(64, wanted);
-        size = memory ? wanted : 0;
-        return memory != nullptr;
-    }
-};
-
-// Divides an arena's memory into arrays. Without memory, it only adds up the sizes.
-struct Allotment {
-    char *memory;
-    size_t used = 0;
-
-    template <class T>
-    T *take(size_t count) {
-        T *own = memory ? (T *)(memory + used) : nullptr;
-        used += (count * sizeof(T) + 63) / 64 * 64;
-        return own;
-    }
+    float *logits;  // [num_kept][vocab], or null: no logits are computed
+    const Group *groups;  // the tokens that have adapters
+    int64_t num_groups, shrunk_width;
 };
 
 // Counts a step's decodes and takes the memory of their plan.
@@ -88,17 +71,53 @@ static void lay_out_plan(Allotment &from, const Attention &call, const Rows &row
     plan.packed = from.take<char>(plan.packed_size);
 }
 
-static inline long padded_rows(long rows) { return (rows + ROW_PAD - 1) / ROW_PAD * ROW_PAD; }
+// Returns the memory for the rounded rows of any layer with weights of 8 or 4 bits, or 0 if there
+// is none.
+static inline size_t most_rounded_bytes(const Model &model, long rows) {
+    size_t most = 0;
+    auto count = [&](const Linear &linear, long own_rows) {
+        const size_t own = linear.scales ? rounded_bytes(own_rows, linear.inputs) : 0;
+        if (own > most) most = own;
+    };
+    count(model.head, rows);
+    for (long i = 0; i < model.num_layers; i++) {
+        const Layer &layer = model.layers[i];
+        for (const Linear *one : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+            count(*one, rows);
+        if (!layer.experts.count) continue;
+        const long places = rows * layer.experts.chosen;
+        count(layer.experts.gate_up[0], places);
+        count(layer.experts.down[0], places);
+    }
+    return most;
+}
+
+// Takes the memory of a mixture, which all layers that have one share.
+template <class T>
+static void lay_out_routing(Allotment &from, const Model &model, long rows, long input_depth,
+                            Routing<T> &routing) {
+    long chosen = 0, count = 0, width = 0;
+    for (long i = 0; i < model.num_layers; i++) {
+        const Experts &own = model.layers[i].experts;
+        if (own.count > count) count = own.count;
+        if (own.chosen > chosen) chosen = own.chosen;
+        if (own.count && own.down[0].inputs > width) width = own.down[0].inputs;
+    }
+    routing.lay_out(from, rows, count, chosen, input_depth, width, model.hidden);
+}
 
 // A step's activations. Rows and depths are padded; the padding of the depths is 0.
 template <class T>
 struct Buffers {
     float *residual, *qkv, *branch;
-    T *normed, *attended, *gated, *last;
+    T *normed, *attended, *gated, *last, *shrunk;
     long normed_depth, attended_depth, gated_depth, qkv_width;
     Scratch *scratch;     // [num_threads]
+    char *rounded;        // shared by all threads
+    Routing<T> routing;
     Gathered<T> *gathered;
     AttentionPlan plan;
+    bool *has_failed;  // whether the sum of a branch over the ranks has failed
 
     void lay_out(Allotment &from, const Model &model, const Step &step) {
         const Attention &call = model.layers[0].attention;
@@ -115,7 +134,10 @@ struct Buffers {
         gated = from.take<T>(rows * gated_depth);
         last = from.take<T>(padded_rows(step.num_kept) * normed_depth);
         scratch = from.take<Scratch>(step.num_threads);
+        rounded = from.take<char>(most_rounded_bytes(model, rows));
+        lay_out_routing<T>(from, model, rows, normed_depth, routing);
         gathered = from.take<Gathered<T>>(step.num_threads);
+        shrunk = from.take<T>(step.rows.num_tokens * step.shrunk_width);
         lay_out_plan<T>(from, call, step.rows, plan);
     }
 
@@ -125,6 +147,7 @@ struct Buffers {
         memset(normed, 0, rows * normed_depth * sizeof(T));
         memset(attended, 0, rows * attended_depth * sizeof(T));
         memset(gated, 0, rows * gated_depth * sizeof(T));
+        routing.clear_padding();
         memset(last, 0, padded_rows(step.num_kept) * normed_depth * sizeof(T));
     }
 };
@@ -158,20 +181,20 @@ static void embed(const Model &model, const Step &step, float *residual) {
     for (long token = 0; token < step.rows.num_tokens; token++) {
         const long id = step.ids[token];
         float *to = residual + token * model.hidden;
-        if (!model.is_tied) {
+        if (!model.is_packed) {
             const T *from = (const T *)model.embedding + id * model.hidden;
             for (long d = 0; d < model.hidden; d++)
                 to[d] = to_float(from[d]) * model.embedding_scale;
             continue;
         }
-        const long first = id / PANEL * PANEL * depth, lane = id % PANEL;
-        const float *scales = model.head.scale;
-        const float scale = model.embedding_scale * (scales ? scales[id] : 1.0f);
-        for (long d = 0; d < model.hidden; d++) {
-            const long at = first + panel_index<T>(d, lane);
-            to[d] = scale * (scales ? (float)((const int8_t *)model.embedding)[at]
-                                    : to_float(((const T *)model.embedding)[at]));
+        if (model.table.scales) {
+            for (long d = 0; d < model.hidden; d++)
+                to[d] = small_weight(model.table, id, d) * model.embedding_scale;
+            continue;
         }
+        const T *from = (const T *)model.table.weight + id / PANEL * PANEL * depth;
+        for (long d = 0; d < model.hidden; d++)
+            to[d] = to_float(from[panel_index<T>(d, id % PANEL)]) * model.embedding_scale;
     }
 }
 
@@ -242,24 +265,41 @@ static inline void store_part(float *to, v16 value, long count) {
     for (long i = 0; i < count; i++) to[i] = own[i];
 }
 
+// The adapters of a step, or null if it has none: `of` those of one product.
+template <class T>
+struct StepAdapters {
+    const Step &step;
+    T *shrunk;
+    Adaptation<T> own{};
+
+    const Adaptation<T> *of(long product, bool is_kept) {
+        if (!step.num_groups) return nullptr;
+        own = {step.groups, step.num_groups, product, is_kept, shrunk, step.shrunk_width};
+        return &own;
+    }
+};
+
+// Returns a function that takes sums and stores them in ``to``, [rows][outputs].
+static inline auto store_sums(long outputs, float *to) {
+    return [=](long row, long count, long panel, long panels, const float *sums_) {
+        each_vector(sums_, count, panels, [&](long m, long n, v16 value) {
+            const long column = (panel + n) * PANEL;
+            store_part(to + (row + m) * outputs + column, value, outputs - column);
+        });
+    };
+}
+
 // Computes to[rows][outputs] = the layer's product.
 template <class T>
 static void project(const Linear &layer, const T *x, long ldx, long rows, float *to,
-                    Scratch &scratch) {
-    linear(layer, x, ldx, rows, scratch,
-           [&](long row, long count, long panel, long panels, const float *sums_) {
-               each_vector(sums_, count, panels, [&](long m, long n, v16 value) {
-                   const long column = (panel + n) * PANEL;
-                   store_part(to + (row + m) * layer.outputs + column, value,
-                              layer.outputs - column);
-               });
-           });
+                    Scratch &scratch, const Adaptation<T> *with) {
+    linear(layer, x, ldx, rows, scratch, store_sums(layer.outputs, to), with);
 }
 
 // Computes residual += scale * the layer's product.
 template <class T>
 static void project_and_add(const Linear &layer, const T *x, long ldx, long rows, float scale,
-                            float *residual, Scratch &scratch) {
+                            float *residual, Scratch &scratch, const Adaptation<T> *with) {
     linear(layer, x, ldx, rows, scratch,
            [&](long row, long count, long panel, long panels, const float *sums_) {
                each_vector(sums_, count, panels, [&](long m, long n, v16 value) {
@@ -271,44 +311,76 @@ static void project_and_add(const Linear &layer, const T *x, long ldx, long rows
                    }
                    for (long i = 0; i < layer.outputs - column; i++) to[i] += scale * value[i];
                });
-           });
+           }, with);
+}
+
+// Adds up a branch over the ranks. The thread that called the step does this, because the function
+// may need what belongs to that thread. After a failure, no branch of the step is added up.
+static void add_up_branch(const Model &model, long rows, float *branch, bool &has_failed) {
+#pragma omp master
+    if (!has_failed) has_failed = model.add_up(branch, rows * model.hidden) != 0;
+#pragma omp barrier
+}
+
+// Adds a branch to the residual. Before that, a branch of a divided model is added up, and the norm
+// behind it is computed, if there is one.
+template <class T>
+static void add_branch(const Model &model, long rows, const float *after, const Buffers<T> &has) {
+    if (model.add_up) add_up_branch(model, rows, has.branch, *has.has_failed);
+#pragma omp for
+    for (long token = 0; token < rows; token++) {
+        float *branch = has.branch + token * model.hidden;
+        float *to = has.residual + token * model.hidden;
+        if (after) norm(branch, after, model.eps, model.hidden, branch);
+        for (long d = 0; d < model.hidden; d++) to[d] += model.residual_scale * branch[d];
+    }
 }
 
 // Computes a branch's last product and its norm, if there is one, and adds it to the residual.
 template <class T>
 static void end_branch(const Model &model, long rows, const Linear &layer, const T *x, long ldx,
-                       const float *after, const Buffers<T> &has, Scratch &scratch) {
-    if (!after) {
-        project_and_add(layer, x, ldx, rows, model.residual_scale, has.residual, scratch);
+                       const float *after, const Buffers<T> &has, Scratch &scratch,
+                       const Adaptation<T> *with) {
+    if (!after && !model.add_up) {
+        project_and_add(layer, x, ldx, rows, model.residual_scale, has.residual, scratch, with);
         return;
     }
-    project(layer, x, ldx, rows, has.branch, scratch);
-#pragma omp for
-    for (long token = 0; token < rows; token++) {
-        float *branch = has.branch + token * model.hidden;
-        float *to = has.residual + token * model.hidden;
-        norm(branch, after, model.eps, model.hidden, branch);
-        for (long d = 0; d < model.hidden; d++) to[d] += model.residual_scale * branch[d];
-    }
+    project(layer, x, ldx, rows, has.branch, scratch, with);
+    add_branch(model, rows, after, has);
 }
 
-// Computes activation(gate) * up. The panels of gate and up alternate, so that a task has both.
+// Returns a function that takes the sums of gates and ups, whose panels alternate, and stores
+// activation(gate) * up in ``gated``, [rows][depth], of which the first ``width`` are in use.
 template <class T>
-static void gate(const Model &model, const Layer &layer, long rows, const Buffers<T> &has,
-                 Scratch &scratch) {
-    linear(layer.gate_up, has.normed, has.normed_depth, rows, scratch,
-           [&](long row, long count, long panel, long panels, const float *sums_) {
-               for (long m = 0; m < count; m++)
-                   for (long n = 0; n < panels; n += 2) {
-                       const float *at = sums_ + (m * panels + n) * PANEL;
-                       v16 value = activate(model.activation, load(at)) * load(at + PANEL);
-                       const long column = (panel + n) / 2 * PANEL;
-                       T *to = has.gated + (row + m) * has.gated_depth + column;
-                       if (model.mlp - column >= PANEL) store(to, value);
-                       else
-                           for (long i = 0; i < model.mlp - column; i++) store_one(to + i, value[i]);
-                   }
-           });
+static inline auto store_gated(int64_t activation, long width, T *gated, long depth) {
+    return [=](long row, long count, long panel, long panels, const float *sums_) {
+        for (long m = 0; m < count; m++)
+            for (long n = 0; n < panels; n += 2) {
+                const float *at = sums_ + (m * panels + n) * PANEL;
+                v16 value = activate(activation, load(at)) * load(at + PANEL);
+                const long column = (panel + n) / 2 * PANEL;
+                T *to = gated + (row + m) * depth + column;
+                if (width - column >= PANEL) store(to, value);
+                else
+                    for (long i = 0; i < width - column; i++) store_one(to + i, value[i]);
+            }
+    };
+}
+
+// Computes a layer's mixture of experts and adds it to the residual.
+template <class T>
+static void mix(const Model &model, const Layer &layer, long rows, const Buffers<T> &has,
+                Scratch &scratch) {
+    const Experts &experts = layer.experts;
+    const Routing<T> &own = has.routing;
+    route(experts, has.normed, rows, own, scratch);
+    linear_of_experts(experts.gate_up, experts, own.starts, own.inputs, own.input_depth, scratch,
+                      store_gated(model.activation, experts.down[0].inputs, own.gated,
+                                  own.gated_depth));
+    linear_of_experts(experts.down, experts, own.starts, own.gated, own.gated_depth, scratch,
+                      store_sums(model.hidden, own.outputs));
+    add_experts(experts, rows, model.hidden, own, has.branch);
+    add_branch(model, rows, layer.after_mlp, has);
 }
 
 // Moves the rows whose logits are wanted to the front, in place (``keep`` ascends strictly).
@@ -329,11 +401,16 @@ static void gather_kept(const Model &model, const Step &step, const Buffers<T> &
 // and values are written: of a prompt's thousand rows, one goes on. The rows of ``residual`` behind
 // those of ``keep`` then hold arbitrary numbers.
 template <class T>
-static void run_layer(const Model &model, const Layer &layer, const Step &step, bool is_last,
-                      const Buffers<T> &has, Scratch &scratch, Gathered<T> &gathered) {
+static void run_layer(const Model &model, long index, const Step &step, const Buffers<T> &has,
+                      Scratch &scratch, Gathered<T> &gathered) {
+    const Layer &layer = model.layers[index];
+    const bool is_last = index + 1 == model.num_layers;
+    const long product = index * PRODUCTS_OF_LAYER;
+    StepAdapters<T> adapters{step, has.shrunk};
     long rows = step.rows.num_tokens;
     norm_rows(model, rows, has.residual, layer.before_attention, has.normed, has.normed_depth);
-    project(layer.qkv, has.normed, has.normed_depth, rows, has.qkv, scratch);
+    project(layer.qkv, has.normed, has.normed_depth, rows, has.qkv, scratch,
+            adapters.of(product, false));
     prepare_attention(model, layer, step, has);
     if (is_last && !step.num_kept) return;
     attend<T>(layer.attention, step.rows, has.plan, has.qkv, has.qkv_width, has.attended,
@@ -343,20 +420,28 @@ static void run_layer(const Model &model, const Layer &layer, const Step &step, 
         rows = step.num_kept;
     }
     end_branch(model, rows, layer.output, has.attended, has.attended_depth, layer.after_attention,
-               has, scratch);
+               has, scratch, adapters.of(product + 1, is_last));
     norm_rows(model, rows, has.residual, layer.before_mlp, has.normed, has.normed_depth);
-    gate(model, layer, rows, has, scratch);
-    end_branch(model, rows, layer.down, has.gated, has.gated_depth, layer.after_mlp, has, scratch);
+    if (layer.experts.count) {
+        mix(model, layer, rows, has, scratch);
+        return;
+    }
+    linear(layer.gate_up, has.normed, has.normed_depth, rows, scratch,
+           store_gated(model.activation, model.mlp, has.gated, has.gated_depth),
+           adapters.of(product + 2, is_last));
+    end_branch(model, rows, layer.down, has.gated, has.gated_depth, layer.after_mlp, has, scratch,
+               adapters.of(product + 3, is_last));
 }
 
 template <class T>
 static void run_head(const Model &model, const Step &step, const Buffers<T> &has,
                      Scratch &scratch) {
-    if (!step.num_kept) return;
+    if (!step.num_kept || !step.logits) return;
 #pragma omp for
     for (long i = 0; i < step.num_kept; i++)
         norm(has.residual + i * model.hidden, model.final_norm, model.eps, model.hidden,
              has.last + i * has.normed_depth);
+    StepAdapters<T> adapters{step, has.shrunk};
     linear(model.head, has.last, has.normed_depth, step.num_kept, scratch,
            [&](long row, long count, long panel, long panels, const float *sums_) {
                each_vector(sums_, count, panels, [&](long m, long n, v16 value) {
@@ -367,7 +452,7 @@ static void run_head(const Model &model, const Step &step, const Buffers<T> &has
                    store_part(step.logits + (row + m) * model.vocab + column, value,
                               model.vocab - column);
                });
-           });
+           }, adapters.of(model.num_layers * PRODUCTS_OF_LAYER, true));
 }
 
 template <class T>
@@ -378,7 +463,8 @@ static int64_t step_bytes(const Model &model, const Step &step) {
     return (int64_t)needed.used;
 }
 
-// Returns 0, or 1 if there was no memory. Changes only the arena, the step's slots and its logits.
+// Returns 0, 1 if there was no memory, or 2 if a sum over the ranks failed. Changes only the arena,
+// the step's slots and its logits.
 template <class T>
 static int run_step(const Model &model, const Step &step, Arena &arena) {
     if (!arena.reserve(step_bytes<T>(model, step))) return 1;
@@ -387,18 +473,20 @@ static int run_step(const Model &model, const Step &step, Arena &arena) {
     has.lay_out(given, model, step);
     list_decodes(step.rows, has.plan);
     has.clear_padding(step);
+    bool has_failed = false;
+    has.has_failed = &has_failed;
 #pragma omp parallel num_threads((int)step.num_threads)
     {
         Tiles tiles;
         Scratch &scratch = has.scratch[omp_get_thread_num()];
+        scratch.rounded = has.rounded;
         Gathered<T> &gathered = has.gathered[omp_get_thread_num()];
         embed<T>(model, step, has.residual);
         for (long i = 0; i < model.num_layers; i++)
-            run_layer(model, model.layers[i], step, i + 1 == model.num_layers, has, scratch,
-                      gathered);
+            run_layer(model, i, step, has, scratch, gathered);
         run_head(model, step, has, scratch);
     }
-    return 0;
+    return has_failed ? 2 : 0;
 }
 
 }  // namespace triolet

@@ -3,7 +3,7 @@
 // Weights [outputs, inputs] are stored in panels of 16 outputs:
 //   float32   [inputs][16]
 //   bfloat16  [inputs / 2][16][2], with the inputs padded with 0 to a multiple of 32
-//   int8      in the order of the compute type, one byte a number, with a scale for each output
+// Weights of 8 and 4 bits are in small_weights.h.
 // AVX512-BF16 and AMX multiply this layout as it is, and a core reads it in order.
 //
 // Rule 1: the product of a row does not depend on the other rows. Every kernel adds up the terms of
@@ -11,6 +11,8 @@
 // Rule 2: the memory of rows is padded to a multiple of ROW_PAD rows. Padding rows hold arbitrary
 // numbers; their results may be computed and are never read.
 #pragma once
+
+#include <type_traits>
 
 #include "simd.h"
 
@@ -160,12 +162,22 @@ struct Sums {
     }
 };
 
-template <int ROWS, int PANELS>
+// Begins to fetch a line of each of COUNT panels into a core's cache.
+template <int COUNT, class T>
+static inline void fetch(const T *panels, long stride, long at) {
+#pragma GCC unroll 2
+    for (int n = 0; n < COUNT; n++) __builtin_prefetch(panels + n * stride + at, 0, 2);
+}
+
+// Computes a block. In each step of its loop it also fetches a line of each of FETCHED panels from
+// ``next`` on, which are as far apart as its own.
+template <int ROWS, int PANELS, int FETCHED = 0>
 static void block(const float *x, long ldx, const float *w, long stride, long begin, long end,
-                  float *out, long ldo, bool is_more) {
+                  float *out, long ldo, bool is_more, const float *next = nullptr) {
     Sums<ROWS, PANELS> sums;
     sums.begin(out, ldo, is_more);
     for (long k = begin; k < end; k++) {
+        fetch<FETCHED>(next, stride, k * PANEL);
         v16 own[PANELS];
 #pragma GCC unroll 4
         for (int n = 0; n < PANELS; n++) own[n] = load(w + n * stride + k * PANEL);
@@ -221,12 +233,13 @@ static inline void pair_up(const bf16 *first, const bf16 *second, u16v *pairs) {
     for (int c = 0; c < VECTORS; c++) pairs[c] = pair_up(first + c * LANES, second + c * LANES);
 }
 
-template <int ROWS, int PANELS>
+template <int ROWS, int PANELS, int FETCHED = 0>
 static void block(const bf16 *x, long ldx, const bf16 *w, long stride, long begin, long end,
-                  float *out, long ldo, bool is_more) {
+                  float *out, long ldo, bool is_more, const bf16 *next = nullptr) {
     Sums<ROWS, PANELS> sums;
     sums.begin(out, ldo, is_more);
     for (long k = begin; k < end; k += 2) {
+        fetch<FETCHED>(next, stride, k * PANEL);
         u16v own[PANELS];
 #pragma GCC unroll 4
         for (int n = 0; n < PANELS; n++) own[n] = load_as<u16v>(w + n * stride + k * PANEL);
@@ -243,8 +256,10 @@ static void block(const bf16 *x, long ldx, const bf16 *w, long stride, long begi
 
 #if defined(__AVX512F__)
 constexpr int MOST_ROWS = 12, FEW_ROWS = 4;  // then 24 or 16 of 32 registers hold sums
+constexpr long FETCHING_ROWS = 64;  // measured: with more rows, memory is not what they wait for
 #else
 constexpr int MOST_ROWS = 4, FEW_ROWS = 0;  // a vector takes two registers or four
+constexpr long FETCHING_ROWS = 0;
 #endif
 
 // Computes blocks of ROWS rows from row ``m`` on, as many as fit, and returns the first row left.
@@ -256,10 +271,51 @@ static long blocks_of(long m, const T *x, long ldx, long rows, const T *w, long 
     return m;
 }
 
+// Computes the first blocks of 16 to FETCHING_ROWS rows and a pair of panels, and returns the first
+// row left. The first block waits for memory; those after it find its weights in the cache, and
+// fetch the pair of panels at ``next`` meanwhile.
+template <class T>
+static long fetching_blocks(const T *x, long ldx, long rows, const T *w, long stride, long begin,
+                            long end, float *out, long ldo, bool is_more, const T *next) {
+    long m = 0;
+    auto add = [&](auto size, auto fetched, const T *from) {
+        block<size.value, 2, fetched.value>(x + m * ldx, ldx, w, stride, begin, end, out + m * ldo,
+                                            ldo, is_more, from);
+        m += size.value;
+    };
+    constexpr std::integral_constant<int, 0> none;
+    constexpr std::integral_constant<int, 1> one;
+    constexpr std::integral_constant<int, 2> both;
+    constexpr std::integral_constant<int, 8> eight;
+    constexpr std::integral_constant<int, 12> twelve;
+    if (rows < 20) {
+        add(eight, none, next);
+        add(eight, both, next);
+    } else if (rows < 24) {
+        add(twelve, none, next);
+        add(eight, both, next);
+    } else if (rows < 32) {
+        add(twelve, none, next);
+        add(twelve, both, next);
+    } else {
+        add(twelve, none, next);
+        add(twelve, one, next);
+        if (rows < 36)
+            add(eight, one, next + stride);
+        else
+            add(twelve, one, next + stride);
+    }
+    return m;
+}
+
 template <int PANELS, class T>
 static void rows_of_block(const T *x, long ldx, long rows, const T *w, long stride, long begin,
-                          long end, float *out, long ldo, bool is_more) {
+                          long end, float *out, long ldo, bool is_more, const T *next) {
     long m = 0;
+    if constexpr (PANELS == 2 && FETCHING_ROWS) {
+        if (next && rows >= 16 && rows <= FETCHING_ROWS)
+            m = fetching_blocks(x, ldx, rows, w, stride, begin, end, out, ldo, is_more, next);
+    }
     if constexpr (PANELS <= 2 && MOST_ROWS > 4) {
         m = blocks_of<MOST_ROWS, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
         m = blocks_of<8, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
@@ -271,168 +327,41 @@ static void rows_of_block(const T *x, long ldx, long rows, const T *w, long stri
 
 template <class T>
 static void vector_block(const T *x, long ldx, long rows, const T *w, long stride, long panels,
-                         long begin, long end, float *out, long ldo, bool is_more) {
+                         long begin, long end, float *out, long ldo, bool is_more, const T *next) {
     long n = 0;
     constexpr int PAIR = MOST_ROWS > 4 ? 2 : 1;
     if (rows <= FEW_ROWS)
         for (; panels - n >= 4; n += 4)
             rows_of_block<4>(x, ldx, rows, w + n * stride, stride, begin, end, out + n * PANEL,
-                             ldo, is_more);
+                             ldo, is_more, next);
     for (; panels - n >= PAIR; n += PAIR)
         rows_of_block<PAIR>(x, ldx, rows, w + n * stride, stride, begin, end, out + n * PANEL, ldo,
-                            is_more);
+                            is_more, n + PAIR < panels ? w + (n + PAIR) * stride : next);
     for (; panels - n >= 1; n++)
         rows_of_block<1>(x, ldx, rows, w + n * stride, stride, begin, end, out + n * PANEL, ldo,
-                         is_more);
+                         is_more, next);
 }
 
 // Computes out[rows][panels x 16] = (if ``is_more``: out +) x[rows][begin … end - 1] · the same
 // inputs of ``panels`` panels, which begin ``stride`` numbers apart. In bfloat16, ``begin`` and
-// ``end`` are multiples of DEPTH_PAD.
+// ``end`` are multiples of DEPTH_PAD. ``next`` are panels that the thread will probably need next,
+// or null.
 static inline void multiply(const float *x, long ldx, long rows, const float *w, long stride,
-                            long panels, long begin, long end, float *out, long ldo,
-                            bool is_more) {
-    vector_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more);
+                            long panels, long begin, long end, float *out, long ldo, bool is_more,
+                            const float *next = nullptr) {
+    vector_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more, next);
 }
 
 static inline void multiply(const bf16 *x, long ldx, long rows, const bf16 *w, long stride,
-                            long panels, long begin, long end, float *out, long ldo,
-                            bool is_more) {
+                            long panels, long begin, long end, float *out, long ldo, bool is_more,
+                            const bf16 *next = nullptr) {
 #if defined(__AMX_BF16__)
     if (has_amx()) {
         amx_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more);
         return;
     }
 #endif
-    vector_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more);
-}
-
-// --- a whole linear layer -----------------------------------------------------------------------
-
-// Mirrored by `engine.worker.forward.native.Linear`.
-struct Linear {
-    const void *weight;   // in panels, see the top of this file
-    const float *scale;   // [outputs] for int8 weights, else null
-    const float *bias;    // [outputs] or null
-    int64_t outputs, inputs;
-};
-
-constexpr long ROWS_AT_ONCE = 128, PANELS_MOST = 16;
-constexpr long DEPTH_AT_ONCE = 640;  // measured, K 576 to 4864: a pair of panels fits a core's L1
-
-constexpr long WIDE_AT_ONCE = 256;  // inputs of int8 weights that are widened at once
-
-// A thread's memory: a task's sums, [ROWS_AT_ONCE][PANELS_MOST x 16], and a widened pair of panels.
-struct Scratch {
-    alignas(64) float sums[ROWS_AT_ONCE * PANELS_MOST * PANEL];
-    alignas(64) float wide[2 * WIDE_AT_ONCE * PANEL];
-};
-
-static inline v16 load(const int8_t *from) {
-#if defined(__AVX512F__)
-    __m128i bytes;
-    memcpy(&bytes, from, sizeof bytes);
-    return (v16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-#else
-    typedef int8_t b16 __attribute__((vector_size(16)));
-    return __builtin_convertvector(__builtin_convertvector(load_as<b16>(from), i16v), v16);
-#endif
-}
-
-// Converts int8 numbers to T, in which all of them are exact.
-template <class T>
-static inline void widen(const int8_t *from, long count, T *to) {
-    for (long i = 0; i < count; i += 2 * LANES) {
-#if defined(__AVX512BF16__)
-        if constexpr (sizeof(T) == 2) {
-            auto both = _mm512_cvtne2ps_pbh((__m512)load(from + i + LANES), (__m512)load(from + i));
-            memcpy(to + i, &both, sizeof both);
-            continue;
-        }
-#endif
-        store(to + i, load(from + i));
-        store(to + i + LANES, load(from + i + LANES));
-    }
-}
-
-// Returns how many panels a task has. Few rows are bound by memory, so small tasks share it evenly;
-// with many rows, a weight that is in the cache should be used often.
-static inline long panels_of_task(long rows, long panels) {
-    if (rows > ROWS_AT_ONCE) return PANELS_MOST;
-    return panels >= 512 ? 8 : panels >= 64 ? 4 : 2;
-}
-
-// Returns how many inputs one pass takes: ``depth`` in equal parts of at most DEPTH_AT_ONCE.
-static inline long even_step(long depth) {
-    const long passes = (depth + DEPTH_AT_ONCE - 1) / DEPTH_AT_ONCE;
-    return ((depth + passes - 1) / passes + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
-}
-
-// Computes the sums of a task with int8 weights: widens as much of a pair of panels as fits into a
-// core's L1, multiplies, and goes on.
-template <class T>
-static void sum_int8_task(const Linear &linear, const T *x, long ldx, long rows, long panel,
-                          long panels, Scratch &scratch) {
-    const long depth = padded_depth<T>(linear.inputs), stride = depth * PANEL;
-    const int8_t *weight = (const int8_t *)linear.weight + panel * stride;
-    T *wide = (T *)scratch.wide;
-    for (long n = 0; n < panels; n += 2)
-        for (long k = 0; k < depth; k += WIDE_AT_ONCE) {
-            const long count = depth - k < WIDE_AT_ONCE ? depth - k : WIDE_AT_ONCE;
-            const long pair = panels - n < 2 ? 1 : 2, own = WIDE_AT_ONCE * PANEL;
-            for (long i = 0; i < pair; i++)
-                widen(weight + (n + i) * stride + k * PANEL, count * PANEL, wide + i * own);
-            multiply(x + k, ldx, rows, wide, own, pair, 0, count, scratch.sums + n * PANEL,
-                     panels * PANEL, k > 0);
-        }
-}
-
-// Computes the sums of a task.
-template <class T>
-static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long panel, long panels,
-                     Scratch &scratch) {
-    const long depth = padded_depth<T>(linear.inputs), stride = depth * PANEL;
-    const long step = rows <= ROW_PAD ? depth : even_step(depth);
-    const T *weight = (const T *)linear.weight + panel * stride;
-    for (long k = 0; k < depth; k += step)
-        multiply(x, ldx, rows, weight, stride, panels, k, k + step < depth ? k + step : depth,
-                 scratch.sums, panels * PANEL, k > 0);
-}
-
-// Multiplies sums by the layer's scales and adds its bias, if it has these.
-template <class T>
-static void finish_sums(const Linear &linear, long rows, long panel, long panels, float *sums_) {
-    if (!linear.scale && !linear.bias) return;
-    for (long m = 0; m < rows; m++)
-        for (long n = 0; n < panels; n++) {
-            float *at = sums_ + (m * panels + n) * PANEL;
-            v16 value = load(at);
-            if (linear.scale) value *= load(linear.scale + (panel + n) * PANEL);
-            if (linear.bias) value += load(linear.bias + (panel + n) * PANEL);
-            store(at, value);
-        }
-}
-
-// Called by all threads of a region. Computes every output of ``rows`` rows, and passes them on
-// block by block as ``take(first row, rows, first panel, panels, sums)``, with sums [rows][panels x
-// 16].
-template <class T, class Take>
-static void linear(const Linear &linear, const T *x, long ldx, long rows, Scratch &scratch,
-                   Take take) {
-    const long panels = (linear.outputs + PANEL - 1) / PANEL;
-    const long group = panels_of_task(rows, panels);
-    const long groups = (panels + group - 1) / group;
-    const long parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-#pragma omp for schedule(dynamic, 1)
-    for (long task = 0; task < groups * parts; task++) {
-        const long panel = task / parts * group, row = task % parts * ROWS_AT_ONCE;
-        const long own_panels = panels - panel < group ? panels - panel : group;
-        const long own_rows = rows - row < ROWS_AT_ONCE ? rows - row : ROWS_AT_ONCE;
-        auto sum = linear.scale ? sum_int8_task<T> : sum_task<T>;
-        sum(linear, x + row * ldx, ldx, own_rows, panel, own_panels, scratch);
-        finish_sums<T>(linear, own_rows, panel, own_panels, scratch.sums);
-        take(row, own_rows, panel, own_panels, scratch.sums);
-    }
+    vector_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more, next);
 }
 
 }  // namespace triolet

@@ -17,7 +17,7 @@
 // GCC's own header copies uninitialised vectors on purpose (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 #if defined(__GNUC__) && !defined(__clang__)
@@ -30,6 +30,8 @@ typedef float v16 __attribute__((vector_size(64)));
 typedef uint32_t u16v __attribute__((vector_size(64)));
 typedef int32_t i16v __attribute__((vector_size(64)));
 typedef uint16_t h16 __attribute__((vector_size(32)));
+typedef uint8_t b64 __attribute__((vector_size(64)));
+typedef int8_t b16 __attribute__((vector_size(16)));
 
 struct bf16 {
     uint16_t bits;
@@ -196,6 +198,145 @@ static inline v16 sums(v16 *parts) {
 #pragma GCC unroll 2
     for (int i = 0; i < 2; i++) parts[i] = fold<4>(parts[2 * i], parts[2 * i + 1]);
     return fold<8>(parts[0], parts[1]);
+}
+
+// --- integers -----------------------------------------------------------------------------------
+
+// Returns a * b + c with one rounding where the processor has such an instruction, so that every
+// kernel that computes a number rounds it alike.
+static inline v16 multiply_add(v16 a, v16 b, v16 c) {
+#if defined(__AVX512F__)
+    return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return a * b + c;
+#endif
+}
+
+static inline v16 to_floats(i16v value) { return __builtin_convertvector(value, v16); }
+
+// Rounds numbers of at most 2^21 to the nearest integers, ties to even.
+static inline i16v to_integers(v16 value) {
+#if defined(__AVX512F__)
+    return (i16v)_mm512_cvtps_epi32((__m512)value);
+#else
+    return (i16v)(value + 12582912.0f) - 0x4b400000;  // rounds by the mantissa's end
+#endif
+}
+
+// Returns the largest magnitude as the bits of a float. Those of a NaN are above all others.
+static inline uint32_t highest_magnitude(u16v bits) {
+    bits &= 0x7fffffff;
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epu32((__m512i)bits);
+#else
+    uint32_t best = 0;
+    for (int i = 0; i < LANES; i++) best = bits[i] > best ? bits[i] : best;
+    return best;
+#endif
+}
+
+// Converts 16 finite numbers of IEEE's half precision.
+static inline v16 load_half(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (v16)_mm512_cvtph_ps(load_as<__m256i>(from));
+#else
+    u16v half = __builtin_convertvector(load_as<h16>(from), u16v);
+    v16 magnitude = (v16)((half & 0x7fff) << 13) * 0x1p112f;  // exact, also below the normal numbers
+    return (v16)((u16v)magnitude | (half & 0x8000) << 16);
+#endif
+}
+
+static inline float to_float_of_half(uint16_t half) {
+    uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
+    float magnitude;
+    memcpy(&magnitude, &bits, sizeof magnitude);
+    magnitude *= 0x1p112f;
+    return half & 0x8000 ? -magnitude : magnitude;
+}
+
+// Returns the name of the instructions that `add_quads` uses, for people to read.
+[[maybe_unused]] static const char *integer_kind() {
+#if defined(__AVX512VNNI__)
+    return "AVX512-VNNI";
+#elif defined(__AVX2__) && defined(__AVXVNNI__)
+    return "AVX-VNNI";
+#elif defined(__AVX512BW__)
+    return "AVX-512";
+#elif defined(__AVX2__)
+    return "AVX2";
+#else
+    return "vectors";
+#endif
+}
+
+#if defined(__AVX2__)
+// Does for half of the sums what `add_quads` does.
+static inline __m256i add_half_quads(__m256i acc, __m256i bytes, __m256i quad) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(acc, bytes, quad);
+#else
+    // `vpmaddubsw` would saturate. Even and odd bytes are multiplied as numbers of 16 bits.
+    const __m256i low = _mm256_set1_epi16(0xff);
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8);
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(bytes, low), even));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(bytes, 8),
+                                                   _mm256_srai_epi16(quad, 8)));
+#endif
+}
+#endif
+
+// Adds to each of 16 sums the products of its four bytes, which are unsigned, with the four signed
+// bytes of ``quad``. The sums are exact.
+static inline i16v add_quads(i16v acc, b64 bytes, int32_t quad) {
+#if defined(__AVX512VNNI__)
+    return (i16v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)bytes, _mm512_set1_epi32(quad));
+#elif defined(__AVX512BW__) && !(defined(__AVX2__) && defined(__AVXVNNI__))
+    const __m512i low = _mm512_set1_epi16(0xff), all = _mm512_set1_epi32(quad);
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8);
+    __m512i sum = _mm512_madd_epi16(_mm512_and_si512((__m512i)bytes, low), even);
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_srli_epi16((__m512i)bytes, 8),
+                                                  _mm512_srai_epi16(all, 8)));
+    return acc + (i16v)sum;
+#elif defined(__AVX2__)
+    __m256i sums_[2], parts[2];
+    memcpy(sums_, &acc, sizeof acc);
+    memcpy(parts, &bytes, sizeof bytes);
+    for (int i = 0; i < 2; i++) sums_[i] = add_half_quads(sums_[i], parts[i], _mm256_set1_epi32(quad));
+    return load_as<i16v>(sums_);
+#else
+    const u16v four = (u16v)bytes;
+    acc += (i16v)(four & 0xff) * (int32_t)(int8_t)quad;
+    acc += (i16v)(four >> 8 & 0xff) * (int32_t)(int8_t)(quad >> 8);
+    acc += (i16v)(four >> 16 & 0xff) * (int32_t)(int8_t)(quad >> 16);
+    acc += (i16v)(four >> 24) * (int32_t)(int8_t)(quad >> 24);
+    return acc;
+#endif
+}
+
+// Returns a table of 16 bytes as `look_up` takes it: in each 16 bytes of a vector.
+static inline b64 spread_table(const uint8_t *table) {
+    uint8_t own[64];
+    for (int i = 0; i < 64; i++) own[i] = table[i % 16];
+    return load_as<b64>(own);
+}
+
+// Returns for each byte of ``codes``, which are below 16, the byte at its place in ``table``.
+static inline b64 look_up(b64 codes, b64 table) {
+#if defined(__AVX512BW__)
+    return (b64)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif defined(__AVX2__)
+    __m256i parts[2], tables[2];
+    memcpy(parts, &codes, sizeof codes);
+    memcpy(tables, &table, sizeof table);
+    for (int i = 0; i < 2; i++) parts[i] = _mm256_shuffle_epi8(tables[i], parts[i]);
+    return load_as<b64>(parts);
+#else
+    uint8_t own[64], from[64];
+    memcpy(own, &codes, sizeof codes);
+    memcpy(from, &table, sizeof table);
+    for (int i = 0; i < 64; i++) own[i] = from[own[i]];
+    return load_as<b64>(own);
+#endif
 }
 
 }  // namespace triolet

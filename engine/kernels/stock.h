@@ -53,12 +53,14 @@ static int run_linear(const Linear &layer, const T *x, long rows, T *out, long n
     const long depth = padded_depth<T>(layer.inputs), padded = padded_rows(rows);
     const size_t size = padded * depth * sizeof(T);
     const size_t scratch_size = sizeof(Scratch) * num_threads;
-    if (!arena.reserve(size + scratch_size)) return 1;
+    const size_t rounded_size = layer.scales ? rounded_bytes(rows, layer.inputs) : 0;
+    if (!arena.reserve(size + scratch_size + rounded_size)) return 1;
     Scratch *scratch = (Scratch *)arena.memory;
     T *own = (T *)(arena.memory + scratch_size);
 #pragma omp parallel num_threads((int)num_threads)
     {
         Tiles tiles;
+        scratch[omp_get_thread_num()].rounded = arena.memory + scratch_size + size;
 #pragma omp for
         for (long m = 0; m < rows; m++) {
             memcpy(own + m * depth, x + m * layer.inputs, layer.inputs * sizeof(T));

@@ -6,23 +6,33 @@
 
 using namespace triolet;
 
-template <class T, class Number>
-static void pack(const T *weight, long outputs, long inputs, long pair, Number *panels) {
-    const long depth = padded_depth<T>(inputs);
+// Returns where a panel of ``count`` lies. The panels of a pair, gate and up, alternate.
+static long place_of(long panel, long count, long pair) {
+    return pair ? (panel % (count / pair)) * pair + panel / (count / pair) : panel;
+}
+
+// Calls ``put(place, first output, number of outputs)`` for each panel, in parallel.
+template <class Put>
+static void each_panel(long outputs, long pair, Put put) {
     const long count = (outputs + PANEL - 1) / PANEL;
 #pragma omp parallel for
     for (long panel = 0; panel < count; panel++) {
-        // The panels of a pair, gate and up, alternate.
-        Number *to = panels + (pair ? (panel % (count / pair)) * pair + panel / (count / pair)
-                                    : panel) * depth * PANEL;
+        const long first = panel * PANEL, left = outputs - first;
+        put(place_of(panel, count, pair), first, left < PANEL ? left : (long)PANEL);
+    }
+}
+
+template <class T>
+static void pack(const T *weight, long outputs, long inputs, long pair, T *panels) {
+    const long depth = padded_depth<T>(inputs);
+    each_panel(outputs, pair, [&](long place, long first, long count) {
+        T *to = panels + place * depth * PANEL;
         memset(to, 0, depth * PANEL * sizeof *to);
-        for (long lane = 0; lane < PANEL; lane++) {
-            const long output = panel * PANEL + lane;
-            if (output >= outputs) break;
-            const Number *from = (const Number *)weight + output * inputs;
+        for (long lane = 0; lane < count; lane++) {
+            const T *from = weight + (first + lane) * inputs;
             for (long k = 0; k < inputs; k++) to[panel_index<T>(k, lane)] = from[k];
         }
-    }
+    });
 }
 
 extern "C" {
@@ -42,32 +52,76 @@ const char *triolet_kind(void) {
 #endif
 }
 
+// Returns the instructions that this library multiplies integers with, for people to read:
+// "AVX512-VNNI", "AVX-VNNI", "AVX-512", "AVX2" or "vectors".
+const char *triolet_integer_kind(void) { return integer_kind(); }
+
 // Returns how many numbers the panels of a layer have, with their padding.
 int64_t triolet_packed_numbers(int64_t kind, int64_t outputs, int64_t inputs) {
     const int64_t panels = (outputs + PANEL - 1) / PANEL;
     return panels * PANEL * (kind ? padded_depth<bf16>(inputs) : padded_depth<float>(inputs));
 }
 
-// Packs ``weight`` [outputs][inputs] into panels (see matmul.h); with ``is_int8`` its numbers are
-// int8. With a ``pair`` of 2, the first half of the outputs are gates and the second half ups, each
-// a multiple of 16; otherwise ``pair`` is 0.
-void triolet_pack(int64_t kind, int64_t is_int8, const void *weight, int64_t outputs,
-                  int64_t inputs, int64_t pair, void *panels) {
-    if (is_int8 && kind)
-        pack<bf16>((const bf16 *)weight, outputs, inputs, pair, (int8_t *)panels);
-    else if (is_int8)
-        pack<float>((const float *)weight, outputs, inputs, pair, (int8_t *)panels);
-    else if (kind)
+// Packs ``weight`` [outputs][inputs] into panels (see matmul.h). With a ``pair`` of 2, the first
+// half of the outputs are gates and the second half ups, each a multiple of 16; otherwise ``pair``
+// is 0.
+void triolet_pack(int64_t kind, const void *weight, int64_t outputs, int64_t inputs, int64_t pair,
+                  void *panels) {
+    if (kind)
         pack<bf16>((const bf16 *)weight, outputs, inputs, pair, (bf16 *)panels);
     else
         pack<float>((const float *)weight, outputs, inputs, pair, (float *)panels);
 }
 
+// Returns how many bytes the panels of a layer with weights of ``bits`` have (see small_weights.h).
+int64_t triolet_small_bytes(int64_t bits, int64_t outputs, int64_t inputs) {
+    return (outputs + PANEL - 1) / PANEL * PANEL * small_depth(inputs) * bits / 8;
+}
+
+// Packs ``numbers`` [outputs][inputs] of a byte each into panels of 8 or 4 ``bits``: int8, or codes
+// below 16. ``pair`` is as for `triolet_pack`.
+void triolet_pack_small(int64_t bits, const uint8_t *numbers, int64_t outputs, int64_t inputs,
+                        int64_t pair, uint8_t *panels) {
+    const long stride = small_depth(inputs) * PANEL * bits / 8;
+    each_panel(outputs, pair, [&](long place, long first, long count) {
+        uint8_t *to = panels + place * stride;
+        memset(to, bits == 8 ? ZERO : 0, stride);
+        for (long lane = 0; lane < count; lane++, to += 4) {
+            const uint8_t *from = numbers + (first + lane) * inputs;
+            for (long k = 0; k < inputs; k++)
+                if (bits == 8)
+                    to[k / 4 * 64 + k % 4] = (uint8_t)(from[k] + ZERO);
+                else
+                    to[k / 8 * 64 + k % 4] |= (uint8_t)(k % 8 < 4 ? from[k] : from[k] << 4);
+        }
+    });
+}
+
+// Returns how many numbers the packed scales of a layer have, and so its offsets.
+int64_t triolet_packed_scales(int64_t outputs, int64_t inputs, int64_t group) {
+    return (outputs + PANEL - 1) / PANEL * PANEL * num_groups(inputs, group);
+}
+
+// Packs scales or offsets [outputs][groups] of half precision into panels [groups][16], with zeros
+// for the groups of the padding.
+void triolet_pack_scales(const uint16_t *scales, int64_t outputs, int64_t inputs, int64_t group,
+                         int64_t pair, uint16_t *panels) {
+    const long stored = (inputs + group - 1) / group, room = num_groups(inputs, group) * PANEL;
+    each_panel(outputs, pair, [&](long place, long first, long count) {
+        uint16_t *to = panels + place * room;
+        memset(to, 0, room * sizeof *to);
+        for (long lane = 0; lane < count; lane++)
+            for (long own = 0; own < stored; own++)
+                to[own * PANEL + lane] = scales[(first + lane) * stored + own];
+    });
+}
+
 // Writes the sizes of the structs that ctypes mirrors, in the order of
 // `engine.worker.forward.native.MIRRORED`.
 void triolet_sizes(int64_t *sizes) {
-    const int64_t own[] = {sizeof(Linear), sizeof(Rows),  sizeof(Attention),
-                           sizeof(Layer),  sizeof(Model), sizeof(Step)};
+    const int64_t own[] = {sizeof(Linear), sizeof(Rows),  sizeof(Attention), sizeof(Experts),
+                           sizeof(Layer),  sizeof(Model), sizeof(Step), sizeof(Expansion),
+                           sizeof(Adapted), sizeof(Group)};
     memcpy(sizes, own, sizeof own);
 }
 
@@ -82,7 +136,8 @@ int64_t triolet_step_bytes(int64_t kind, const Model *model, const Step *step) {
     return kind ? step_bytes<bf16>(*model, *step) : step_bytes<float>(*model, *step);
 }
 
-// Runs one forward. Returns 0, or 1 if there was no memory; then nothing was computed.
+// Runs one forward. Returns 0, 1 if there was no memory (then nothing was computed), or 2 if a sum
+// over the ranks failed.
 int triolet_step(int64_t kind, const Model *model, const Step *step, void *arena) {
     return kind ? run_step<bf16>(*model, *step, *(Arena *)arena)
                 : run_step<float>(*model, *step, *(Arena *)arena);

@@ -1,4 +1,4 @@
-"""The kind of work that encodes texts, for requests of `Inference.Embed` and `Inference.Rerank`."""
+"""The kind of work that encodes texts and images, for requests of Embed and Rerank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class EncodeKind:
     """Implements `ReplicaKind` and `RequestKind` for embedding and reranking."""
 
-    capabilities = (Capability.TEXT_EMBEDDING, Capability.RERANK)
+    capabilities = (Capability.TEXT_EMBEDDING, Capability.IMAGE_EMBEDDING, Capability.RERANK)
     request_types = (EmbedRequest, RerankRequest)
     default_threads = 1
     token_event = None
@@ -50,9 +50,13 @@ class EncodeKind:
 
     def capability_for(self, request: EncodeRequests) -> Capability:
         """Return the capability that a model needs for a request."""
-        if isinstance(request, EmbedRequest):
-            return Capability.TEXT_EMBEDDING
-        return Capability.RERANK
+        if not isinstance(request, EmbedRequest):
+            return Capability.RERANK
+        return Capability.IMAGE_EMBEDDING if request.has_images else Capability.TEXT_EMBEDDING
+
+    def image_bytes(self, request: EncodeRequests) -> int:
+        """Return the bytes of the files of a request's images."""
+        return request.image_bytes if isinstance(request, EmbedRequest) else 0
 
     def make_stream(
         self, request: EncodeRequests, options: StreamOptions[EncodeEvent]

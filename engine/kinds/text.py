@@ -61,6 +61,10 @@ class TextKind:
         """Return the capability that a model needs for a request."""
         return Capability.TEXT_TO_TEXT
 
+    def image_bytes(self, request: GenerateRequest) -> int:
+        """Return 0: no request has images yet."""
+        return 0
+
     def make_stream(
         self, request: GenerateRequest, options: StreamOptions[StreamEvent]
     ) -> TextStream:

@@ -14,29 +14,36 @@ from engine.status import Capability
 class ModelTraits:
     """How the pool treats the models of one capability.
 
-    ``description`` completes the sentence "a model that …". ``loads_alone``: no two such models
+    ``description`` completes the sentence "a model that …". ``also`` is what such models can do
+    besides. ``loads_alone``: no two such models
     load at the same time. ``loads_last``: when the server starts, such a model loads after all
     others have loaded. ``has_kv_cache``: the model's memory includes a KV pool, whose size the
     operator can set and which may hold a request's prefix.
     """
 
     description: str
+    also: tuple[Capability, ...] = ()
     loads_alone: bool = False
     loads_last: bool = False
     has_kv_cache: bool = False
 
 
-def _sentence_transformers(description: str) -> ModelTraits:
+def _sentence_transformers(description: str, *also: Capability) -> ModelTraits:
     """Return the traits of models that sentence-transformers loads: its loading changes torch's
     default dtype for every thread, and its import takes seconds (D14)."""
-    return ModelTraits(description, loads_alone=True, loads_last=True)
+    return ModelTraits(description, also, loads_alone=True, loads_last=True)
 
 
 TRAITS = {
     Capability.TEXT_TO_TEXT: ModelTraits("generates text", has_kv_cache=True),
     Capability.TEXT_EMBEDDING: _sentence_transformers("makes embeddings"),
     Capability.RERANK: _sentence_transformers("reranks"),
-    Capability.IMAGE_EMBEDDING: ModelTraits("embeds images"),
+    Capability.IMAGE_EMBEDDING: _sentence_transformers("embeds images", Capability.TEXT_EMBEDDING),
     Capability.VISION: ModelTraits("reads images", has_kv_cache=True),
     Capability.TEXT_TO_IMAGE: ModelTraits("makes images"),
 }
+
+
+def can(own: Capability, needed: Capability | None) -> bool:
+    """Return whether a model of the capability ``own`` can do what is needed; None is nothing."""
+    return needed is None or needed is own or needed in TRAITS[own].also

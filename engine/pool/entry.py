@@ -31,6 +31,7 @@ from engine.status import Capability, ModelState, ModelStatus
 if TYPE_CHECKING:
     from engine.config import ModelConfig
     from engine.core.common.events import Pause
+    from engine.pool.adapter_version import AdapterVersion
     from engine.pool.backoff import RestartBackoff
     from engine.pool.capabilities import ModelTraits
     from engine.replica.replica import AnyReplica
@@ -92,6 +93,8 @@ class Entry:
     last_used: float = 0.0  # seconds since the epoch
     progress: LoadProgress | None = None
     pause: Pause | None = None
+    adapters: dict[str, AdapterVersion] = field(default_factory=dict)  # by full name
+    adapters_lock: trio.Lock = field(default_factory=trio.Lock)  # held by a load of an adapter
     _turn: int = 0
 
     @property
@@ -141,10 +144,14 @@ class Entry:
             progress = replace(before, phase=progress.phase)
         self.progress = progress
 
-    def pick(self, routing: str) -> AnyReplica | None:
+    def ready_with(self, version: AdapterVersion | None) -> list[AnyReplica]:
+        """Return the ready replicas that have an adapter; with None, all of them."""
+        return [one for one in self.ready if version is None or version in one.adapters]
+
+    def pick(self, routing: str, version: AdapterVersion | None = None) -> AnyReplica | None:
         """Return the ready replica for a request whose prompt is not known yet; None if no replica
-        is ready."""
-        ready = self.ready
+        is ready that has its adapter."""
+        ready = self.ready_with(version)
         if len(ready) <= 1:
             return ready[0] if ready else None
         self._turn += 1
@@ -155,7 +162,9 @@ class Entry:
     def pick_by_prefix(self, request: Any) -> AnyReplica | None:
         """Return the ready replica for a request whose tokens are known, by how many of them each
         replica has cached; None if no replica is ready. ``request`` is the core's request."""
-        ready = self.ready
+        ready, adapter = self.ready, getattr(request, "adapter", "")
+        if adapter:
+            ready = [one for one in ready if one.has_adapter(adapter)]
         if len(ready) <= 1:
             return ready[0] if ready else None
         keys = ready[0].prefix_keys(request)  # equal for all replicas: one name, one block size
@@ -170,6 +179,31 @@ class Entry:
         taken = {replica.replica_id for replica in self.replicas}
         numbers = (number for number in itertools.count() if number not in taken)
         return list(itertools.islice(numbers, count))
+
+    def adapter_status(self, version: AdapterVersion) -> ModelStatus:
+        """Return the snapshot of one of its adapters. An adapter is in the state of its base,
+        unless it did not load."""
+        infos = [one.adapters[version] for one in self.replicas if version in one.adapters]
+        own = self.status()
+        has_failed = version.error is not None and not infos
+        return replace(
+            own,
+            name=version.name,
+            state=ModelState.FAILED if has_failed else own.state,
+            aliases=version.config.aliases,
+            error=str(error_for_request(version.name, version.error)) if has_failed else own.error,
+            memory_bytes=sum(info.num_bytes for info in infos),
+            replicas=(),
+            leases=version.num_leases,
+            last_used=version.last_used,
+            base=self.config.name,
+            adapter_digest=infos[0].digest if infos else "",
+            adapter_rank=infos[0].rank if infos else 0,
+        )
+
+    def statuses(self) -> tuple[ModelStatus, ...]:
+        """Return the snapshots of the model and of its adapters."""
+        return (self.status(), *map(self.adapter_status, self.adapters.values()))
 
     def status(self) -> ModelStatus:
         """Return the snapshot that ListModels shows."""
@@ -187,6 +221,7 @@ class Entry:
             leases=sum(replica.num_leases for replica in self.replicas),
             last_used=self.last_used,
             dtype=info.dtype if info else "",
+            quantization=info.quantization if info else "",
             device=", ".join(dict.fromkeys(one.info.device for one in self.replicas)),
             architecture=info.architecture if info else "",
             max_model_len=info.max_model_len if info else 0,

@@ -105,22 +105,45 @@ class Governor:
         """Reserve for each of ``needs`` that fits now. Never waits (rule 1)."""
         granted: list[Reservation | None] = []
         for need in needs:
-            self._memory.add_device(need.device, need.limit)
-            reserved = self._memory.reserved(need.device) + self._pledged(need.device, load)
-            limit = self._memory.limit(need.device)
-            fits = plan_workers(reserved, need.num_bytes, limit, wanted=1)
-            name = entry.config.name
-            granted.append(
-                self._memory.reserve(name, need.device, need.num_bytes) if fits else None
-            )
+            for part in need.by_device:
+                self._memory.add_device(part.device, part.limit)
+            fits = all(self._has_room(part, load) for part in need.by_device)
+            wanted = {part.device: part.num_bytes for part in need.by_device}
+            granted.append(self._memory.reserve(entry.config.name, wanted) if fits else None)
         return granted
 
-    def _pledged(self, device: str, load: Load) -> int:
+    def grow(self, name: str, reservation: Reservation, num_bytes: int) -> None:
+        """Add bytes for an adapter to the reservation of a replica that serves, which has one
+        device. No other model is evicted for it.
+
+        Raises:
+            MemoryExhausted: they are not free.
+        """
+        [device] = reservation.by_device
+        reserved = self._memory.reserved(device) + self._pledged(device)
+        limit = self._memory.limit(device)
+        if reserved + num_bytes > limit:
+            raise MemoryExhausted(
+                f"Memory limit reached for {name}: loading it takes {_mib(num_bytes)} on {device}, "
+                f"where {_mib(reserved)} of {_mib(limit)} are reserved; unload another adapter or "
+                "model, or raise --memory-limit",
+                retry_after_s=ROOM_RETRY_S,
+            )
+        reservation.change(num_bytes)
+
+    def _has_room(self, need: MemoryEstimate, load: Load) -> bool:
+        """Return whether what is needed of one device is free."""
+        reserved = self._memory.reserved(need.device) + self._pledged(need.device, load)
+        limit = self._memory.limit(need.device)
+        return plan_workers(reserved, need.num_bytes, limit, wanted=1) == 1
+
+    def _pledged(self, device: str, load: Load | None = None) -> int:
         """Return how many bytes of a device are being freed for other loads than this one."""
         return sum(
-            need.num_bytes
+            part.num_bytes
             for other, need in self._pledges.items()
-            if other is not load and need.device == device
+            for part in need.by_device
+            if other is not load and part.device == device
         )
 
     async def _make_room(self, entry: Entry, load: Load, need: MemoryEstimate) -> None:
@@ -130,35 +153,50 @@ class Governor:
             MemoryExhausted: there is no room, whatever is retired. Nothing was retired.
         Cancellation: ends the wait; the retired replicas stay retired.
         """
+        missing = {part.device: self._missing(part, load) for part in need.by_device}
         held = [
             (other, replica)
             for other in self._entries
             for replica in other.replicas
-            if replica.reservation.device == need.device
+            if any(replica.reservation.on(device) for device in missing)
         ]
-        # negative if loads needed more than was estimated and more than the limit
-        coming = self._memory.limit(need.device) - self._memory.reserved(need.device)
-        coming -= self._pledged(need.device, load)
-        coming += sum(one.reservation.num_bytes for _, one in held if one.is_retired)
         may_go = victims(entry, held) if load.may_evict else []
         chosen = []
         for replica in may_go:
-            if coming < need.num_bytes:
-                coming += replica.reservation.num_bytes
+            own = replica.reservation
+            if any(own.on(device) and left > 0 for device, left in missing.items()):
+                missing = {device: left - own.on(device) for device, left in missing.items()}
                 chosen.append(replica)
-        if coming < need.num_bytes:
-            raise self._exhausted(entry, need, may_go)
+        for part in need.by_device:
+            if missing[part.device] > 0:
+                raise self._exhausted(entry, part, may_go)
         for replica in chosen:
             log.info("%s makes room for %s", replica.model, entry.config.name)
             replica.retire()
         self._on_change()
         await self._freed.wait()
 
+    def _missing(self, need: MemoryEstimate, load: Load) -> int:
+        """Return how many bytes of one device are neither free nor about to be. The free ones are
+        less than none if loads needed more than was estimated and more than the limit."""
+        device = need.device
+        coming = self._memory.limit(device) - self._memory.reserved(device)
+        coming -= self._pledged(device, load)
+        coming += sum(
+            replica.reservation.on(device)
+            for entry in self._entries
+            for replica in entry.replicas
+            if replica.is_retired
+        )
+        return need.num_bytes - coming
+
     def _exhausted(
         self, entry: Entry, need: MemoryEstimate, may_go: Sequence[AnyReplica]
     ) -> MemoryExhausted:
         reserved, limit = self._memory.reserved(need.device), self._memory.limit(need.device)
-        names = ", ".join(f"{one.model} ({_mib(one.reservation.num_bytes)})" for one in may_go)
+        names = ", ".join(
+            f"{one.model} ({_mib(one.reservation.on(need.device))})" for one in may_go
+        )
         never_fits = need.num_bytes > limit
         ways = ["raise --memory-limit"] * (need.device == CPU)
         ways += ["lower --kv-cache-memory"] * entry.traits.has_kv_cache

@@ -80,12 +80,15 @@ class Leases:
         deadline = trio.current_time() + self._spawn_timeout_s
         while True:
             entry = self._loads.ensure(name, capability)
-            replica = entry.pick(self._routing)
+            version = self._registry.find_adapter(name)
+            replica = entry.pick(self._routing, version)
             if replica is not None:
                 # the capability may have been unknown until the model was loaded
                 self._registry.require_capability(entry, capability)
                 entry.last_used = time.time()
                 return replica
+            if version is not None and entry.ready:
+                raise error_for_request(version.name, version.error)
             assert entry.load is not None
             await self._wait_settled(entry, entry.load, deadline)
 

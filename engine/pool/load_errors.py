@@ -11,12 +11,13 @@ from engine.errors import (
     ShuttingDown,
     SpawnFailed,
     TrioletError,
+    WorkerLost,
 )
 
 log = logging.getLogger(__name__)
 
 # Causes that a request receives as they are. Every other cause becomes SpawnFailed.
-_KEPT_CAUSES = (MemoryExhausted, ShuttingDown, NoWorkers)
+_KEPT_CAUSES = (MemoryExhausted, ShuttingDown, NoWorkers, WorkerLost)
 
 
 def error_for_request(model: str, cause: BaseException | None, hint: str = "") -> TrioletError:
@@ -42,8 +43,19 @@ def log_failed_load(model: str, error: Exception) -> None:
     """Log why a replica did not load, with the detail that only the operator may see, which the
     record also has by itself as ``detail``. A load that was given up, because its model or the
     server is going, has not failed and is not logged."""
+    _log(f"a worker of {model}", error)
+
+
+def log_failed_adapter(name: str, error: Exception) -> None:
+    """Log why an adapter did not load with a replica, as `log_failed_load`."""
+    _log(f"the adapter {name}", error)
+
+
+def _log(what: str, error: Exception) -> None:
     if isinstance(error, ShuttingDown | NoWorkers):
         return
+    is_known = isinstance(error, TrioletError)
     detail = " ".join(error.log_detail.split()) if isinstance(error, TrioletError) else ""
     shown, extra = f" [{detail}]" if detail else "", {"detail": detail}
-    log.warning("a worker of %s did not load: %s%s", model, error, shown, extra=extra)
+    text = str(error) if is_known else f"{type(error).__name__}: {error}"
+    log.warning("%s did not load: %s%s", what, text, shown, extra=extra)

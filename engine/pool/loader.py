@@ -7,7 +7,7 @@ this module if the load fails, otherwise when the replica has ended (R119).
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import trio
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.config import EngineConfig, ModelConfig
+    from engine.pool.adapter_version import AdapterVersion
+    from engine.pool.adapters import Adapters
     from engine.pool.entry import Entry, Load
     from engine.pool.governor import Governor
     from engine.pool.memory import Reservation
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from engine.pool.runner_jobs import RunnerJobs
     from engine.pool.serving import Serving
     from engine.replica.replica import AnyReplica, AnyRunner
-    from engine.worker.interface import MemoryEstimate, WorkerInfo
+    from engine.worker.interface import AdapterInfo, MemoryEstimate, WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class ReplicaLoader:
         self._serving = serving
         self._jobs = jobs
         self._on_change = on_change
+        self.adapters: Adapters | None = None  # set when the pool is put together
 
     async def load_replicas(self, entry: Entry, load: Load) -> None:
         """Load as many of the wanted replicas as find memory. Each serves as soon as it has loaded,
@@ -127,7 +130,11 @@ class ReplicaLoader:
         def make() -> _Candidate:
             runner = self._make_runner(config, self._config)
             try:
-                return _Candidate(config, runner, runner.estimate())
+                estimate = runner.estimate()
+                if entry.adapters and self.adapters is not None:
+                    more = self.adapters.measure(entry, runner)
+                    estimate = replace(estimate, num_bytes=estimate.num_bytes + more)
+                return _Candidate(config, runner, estimate)
             except BaseException:
                 runner.close()
                 raise
@@ -154,7 +161,10 @@ class ReplicaLoader:
         replica: AnyReplica | None = None
         try:
             info = await self._jobs.run_for_load(entry, load_it)
-            replica = self._register(entry, load, candidate, info, reservation)
+            adapters: dict[AdapterVersion, AdapterInfo] = {}
+            if entry.adapters and self.adapters is not None:
+                adapters = await self.adapters.load_all(entry, runner)
+            replica = self._register(entry, load, candidate, info, reservation, adapters)
         except Exception as error:
             log_failed_load(entry.config.name, error)
             failures.append(error)
@@ -177,12 +187,15 @@ class ReplicaLoader:
         candidate: _Candidate,
         info: WorkerInfo,
         reservation: Reservation,
+        adapters: dict[AdapterVersion, AdapterInfo],
     ) -> AnyReplica:
-        """Have a replica that has loaded serve, and count the success."""
-        reservation.measured(info.memory_bytes)
+        """Have a replica that has loaded serve, with its adapters, and count the success."""
+        own = sum(one.num_bytes for one in adapters.values())
+        reservation.measured(info.memory_bytes + own)
         if entry.capability is None:
             entry.capability = info.capability
         replica = self._serving.start(entry, candidate.config, candidate.runner, info, reservation)
+        replica.adapters.update(adapters)
         entry.restarts_of[replica.replica_id] += load.is_restart
         replica.restarts = entry.restarts_of[replica.replica_id]
         entry.cause = None

@@ -68,7 +68,7 @@ class Loads:
             SpawnFailed: the last load failed, and its backoff has not ended.
         """
         self._registry.require_open()
-        entry = self._registry.find(name, capability)
+        entry = self._registry.find_base(name, capability)
         self._registry.require_open(entry)
         if entry.load is not None:
             entry.load.may_evict |= not (is_preload or entry.ready)

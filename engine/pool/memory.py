@@ -7,9 +7,13 @@ free (R119, R120). Rule 2: each device has a limit of its own (D16).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.errors import EngineBug
 from engine.memory_limit import CPU
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def plan_workers(reserved: int, each: int, limit: int, wanted: int) -> int:
@@ -22,20 +26,43 @@ def plan_workers(reserved: int, each: int, limit: int, wanted: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Bytes of one device that are reserved for ``owner``, a model's name."""
+    """Bytes that are reserved for ``owner``, a model's name, by device: of one device, or of one
+    for each rank of a divided model."""
 
     owner: str
-    device: str
-    num_bytes: int
+    by_device: dict[str, int]
     ledger: MemoryLedger
     is_released: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all devices together."""
+        return sum(self.by_device.values())
+
+    def on(self, device: str) -> int:
+        """Return how many bytes of a device are reserved here."""
+        return self.by_device.get(device, 0)
+
     def measured(self, num_bytes: int) -> None:
-        """Replace the estimate by ``num_bytes``, which a load turned out to need. They are in use
-        already and may pass the limit; the next reservation is then refused."""
+        """Replace the estimate by ``num_bytes``, which a load turned out to need; several devices
+        have the same shares of it as of the estimate. They are in use already and may pass the
+        limit; the next reservation is then refused."""
         self._require_held()
-        self.ledger.change(self.device, num_bytes - self.num_bytes)
-        self.num_bytes = num_bytes
+        estimate, left = self.num_bytes, num_bytes
+        *others, last = self.by_device
+        for device in others:
+            share = num_bytes * self.by_device[device] // max(1, estimate)
+            self._change(device, share)
+            left -= share
+        self._change(last, left)
+
+    def change(self, num_bytes: int) -> None:
+        """Add ``num_bytes``, which may be negative, for what was loaded beside on the only device;
+        without effect once the reservation is released. The caller has checked that they are
+        free."""
+        if not self.is_released:
+            [device] = self.by_device
+            self._change(device, self.by_device[device] + num_bytes)
 
     def release(self) -> None:
         """Give the bytes back.
@@ -45,7 +72,12 @@ class Reservation:
         """
         self._require_held()
         self.is_released = True
-        self.ledger.change(self.device, -self.num_bytes)
+        for device, num_bytes in self.by_device.items():
+            self.ledger.change(device, -num_bytes)
+
+    def _change(self, device: str, num_bytes: int) -> None:
+        self.ledger.change(device, num_bytes - self.by_device[device])
+        self.by_device[device] = num_bytes
 
     def _require_held(self) -> None:
         if self.is_released:
@@ -93,16 +125,19 @@ class MemoryLedger:
         """Bytes that may be reserved on all devices together."""
         return sum(self._limits.values())
 
-    def reserve(self, owner: str, device: str, num_bytes: int) -> Reservation:
-        """Reserve bytes of a device. The caller has checked that they are free.
+    def reserve(self, owner: str, needs: Mapping[str, int]) -> Reservation:
+        """Reserve bytes of one or several devices. The caller has checked that they are free.
 
         Raises:
-            EngineBug: they are not free.
+            EngineBug: they are not free; nothing is reserved.
         """
-        if num_bytes > self.free(device):
-            raise EngineBug(f"{num_bytes} bytes reserved for {owner}, {self.free(device)} are free")
-        self.change(device, num_bytes)
-        return Reservation(owner, device, num_bytes, self)
+        for device, num_bytes in needs.items():
+            if num_bytes > self.free(device):
+                free = self.free(device)
+                raise EngineBug(f"{num_bytes} bytes reserved for {owner}, {free} are free")
+        for device, num_bytes in needs.items():
+            self.change(device, num_bytes)
+        return Reservation(owner, dict(needs), self)
 
     def change(self, device: str, num_bytes: int) -> None:
         """Add ``num_bytes``, which may be negative, to what is reserved. Only `Reservation` and

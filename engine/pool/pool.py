@@ -8,6 +8,7 @@
 | `Serving` | loaded replicas: their loops and their ends |
 | `Revival` | when replicas that died come back |
 | `Leases` | which request holds which replica |
+| `Adapters` | which adapters are loaded, and which request holds which |
 | `Governor` | which load gets memory, and which replica leaves to make room |
 
 Everything here belongs to the Trio thread. It sees what a worker thread has made after the thread's
@@ -23,6 +24,7 @@ import trio
 from engine.core.common.events import Pause, Resume
 from engine.errors import ShuttingDown
 from engine.memory_limit import default_limit
+from engine.pool.adapters import Adapters
 from engine.pool.governor import Governor
 from engine.pool.leases import Leases
 from engine.pool.load_watch import LoadWatch
@@ -99,6 +101,15 @@ class Pool:
         self._revival = Revival(self.registry, config.max_worker_deaths)
         self._loads = Loads(self.registry, loader, self._revival, self._start_task, on_change)
         self.leases = Leases(config, self.registry, self._loads)
+        self.adapters = loader.adapters = Adapters(
+            self.registry,
+            self.leases,
+            self._governor,
+            jobs,
+            self._start_task,
+            on_change,
+            config.drain_timeout_s,
+        )
 
     # ---- the pool's own tasks
 

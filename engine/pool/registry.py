@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.errors import InvalidRequest, ModelNotFound, NoWorkers, ShuttingDown
-from engine.pool.capabilities import TRAITS
+from engine.config import AdapterConfig
+from engine.errors import ConfigError, InvalidRequest, ModelNotFound, NoWorkers, ShuttingDown
+from engine.pool.adapter_version import AdapterVersion
+from engine.pool.capabilities import TRAITS, can
 from engine.pool.entry import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.config import EngineConfig, ModelConfig
-    from engine.status import Capability
+    from engine.status import Capability, ModelStatus
 
     FindCapability = Callable[[ModelConfig], Capability | None]
 
@@ -37,6 +39,10 @@ class Registry:
         self._names = {
             alias: model.name for model in config.models for alias in (model.name, *model.aliases)
         }
+        self._adapters: dict[str, tuple[Entry, AdapterVersion]] = {}  # by every name
+        for entry in self.entries.values():
+            for adapter in entry.config.adapters:
+                self.set_adapter(entry, AdapterVersion(entry.config.name, adapter))
         self._is_closed = False
 
     @property
@@ -54,23 +60,131 @@ class Registry:
 
         Raises:
             ModelNotFound: no model has this name, or none the capability.
-            InvalidRequest: the named model has another capability.
+            InvalidRequest: the named model has another capability, or is an adapter.
         """
         if not name:
             return self._first(capability)
+        if name in self._adapters:
+            base = self._adapters[name][0].config.name
+            raise InvalidRequest.of(
+                "model", f"{name} is an adapter of {base}; name that model, or use LoadAdapter and "
+                "UnloadAdapter"
+            )  # fmt: skip
         try:
             entry = self.entries[self._names[name]]
         except KeyError:
-            known = ", ".join(self.entries)
-            raise ModelNotFound(
-                f"no model is named {name!r}; the configured models are: {known}"
-            ) from None
+            raise self._not_found(name) from None
         self.require_capability(entry, capability)
         return entry
 
+    def find_base(self, name: str, capability: Capability | None = None) -> Entry:
+        """Return the model that computes the requests for a name: an adapter's base, or as
+        `find`."""
+        if name not in self._adapters:
+            return self.find(name, capability)
+        entry = self._adapters[name][0]
+        self.require_capability(entry, capability)
+        return entry
+
+    def _not_found(self, name: str) -> ModelNotFound:
+        known = ", ".join((*self.entries, *(one.name for one in self._versions())))
+        return ModelNotFound(f"no model is named {name!r}; the configured models are: {known}")
+
+    def _versions(self) -> list[AdapterVersion]:
+        return [one for entry in self.entries.values() for one in entry.adapters.values()]
+
+    # ---- adapters
+
+    def find_adapter(self, name: str) -> AdapterVersion | None:
+        """Return the adapter with this name or alias; None if there is none."""
+        return self._adapters[name][1] if name in self._adapters else None
+
+    def require_adapter(self, name: str) -> tuple[Entry, AdapterVersion]:
+        """Return an adapter and its base.
+
+        Raises:
+            ModelNotFound: no model has this name. InvalidRequest: it is not an adapter.
+        """
+        if name in self._adapters:
+            return self._adapters[name]
+        if name in self._names:
+            raise InvalidRequest.of("model", f"{name} is not an adapter; use UnloadModel")
+        raise self._not_found(name)
+
+    def adapter_config(
+        self, name: str, directory: str, aliases: tuple[str, ...]
+    ) -> tuple[Entry, AdapterConfig]:
+        """Return the base and the configuration of an adapter that is to be loaded.
+
+        Raises:
+            ModelNotFound: its base is not configured.
+            InvalidRequest: the name is not ``BASE:NAME``, its base is divided among processes, or
+                as `require_names`.
+        """
+        base, _, own = name.rpartition(":")
+        if not base or not own:
+            raise InvalidRequest.of("model", f"is {name!r}, and must be BASE:NAME")
+        entry = self.find(base)
+        if entry.config.tp > 1:
+            raise InvalidRequest.of(
+                "model",
+                f"{base} is divided among {entry.config.tp} processes (--tensor-parallel-size), "
+                "and a divided model takes no adapters",
+            )
+        try:
+            config = AdapterConfig(own, directory, tuple(dict.fromkeys(aliases)))
+        except ConfigError as error:
+            raise InvalidRequest.of("directory", str(error)) from error
+        self.require_names(entry, config)
+        return entry, config
+
+    def require_names(self, entry: Entry, config: AdapterConfig) -> None:
+        """Check that an adapter may have its names. Loads of two adapters may ask for one name at
+        the same time, so `set_adapter` needs this check right before it.
+
+        Raises:
+            InvalidRequest: a name stands for another model, or an alias is the adapter's own name.
+        """
+        full = f"{entry.config.name}:{config.name}"
+        for one in (full, *config.aliases):
+            known = self.find_adapter(one)
+            if one in self._names or (known is not None and known.name != full):
+                field = "model" if one == full else "aliases"
+                raise InvalidRequest.of(field, f"{one} is the name of another model")
+        if full in config.aliases:
+            raise InvalidRequest.of("aliases", f"{full} is the adapter's own name; leave it out")
+
+    def set_adapter(self, entry: Entry, version: AdapterVersion) -> None:
+        """Give an adapter its names, and take them from the version that had them before."""
+        old = entry.adapters.get(version.name)
+        if old is not None:
+            self.forget_adapter(entry, old)
+        entry.adapters[version.name] = version
+        for name in (version.name, *version.config.aliases):
+            self._adapters[name] = (entry, version)
+
+    def forget_adapter(self, entry: Entry, version: AdapterVersion) -> None:
+        """Take away the names that stand for this version of an adapter."""
+        if entry.adapters.get(version.name) is version:
+            del entry.adapters[version.name]
+        for name in (version.name, *version.config.aliases):
+            if self.find_adapter(name) is version:
+                del self._adapters[name]
+
+    def status_of(self, name: str) -> ModelStatus:
+        """Return the snapshot of a model or an adapter.
+
+        Raises:
+            ModelNotFound: no model has this name.
+        """
+        if name in self._adapters:
+            entry, version = self._adapters[name]
+            return entry.adapter_status(version)
+        return self.find(name).status()
+
     def _first(self, capability: Capability | None) -> Entry:
         for entry in self.entries.values():
-            if capability in (None, entry.likely_capability):
+            if can(entry.likely_capability, capability):
                 return entry
         assert capability is not None
         raise ModelNotFound(f"no model that {TRAITS[capability].description} is configured")
@@ -81,8 +195,9 @@ class Registry:
         Raises:
             InvalidRequest: it has another one.
         """
-        if capability is None or entry.capability in (None, capability):
+        if entry.capability is None or can(entry.capability, capability):
             return
+        assert capability is not None
         raise InvalidRequest.of(
             "model",
             f"{entry.config.name} {entry.traits.description}, but the request needs a model that "

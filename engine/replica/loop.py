@@ -234,6 +234,11 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         """Whether nothing is live, nothing is posted and no step is in flight."""
         return self.core.is_idle and not self._commands
 
+    def num_undelivered(self, request_id: RequestId, kind: type[OutputEvent]) -> int:
+        """Return how many events of one kind a request has in the loop: the core has made them, and
+        the next delivery brings them to the request's stream."""
+        return sum(isinstance(e, kind) and e.request_id == request_id for e in self._outbox)
+
     async def wait_idle(self) -> None:
         """Wait until nothing is live, posted or in flight, or the loop has ended.
 
@@ -261,7 +266,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             self._cause = error if isinstance(error, WorkerLost) else EngineBug(repr(error))
             self._has_ended = True
             self._on_death(self._cause)
-            self._deliver()
+            self._deliver(self._time())
             for request_id, stream in list(self._streams.items()):
                 stream.lose_replica(self._cause, has_begun=self._has_begun(request_id))
             if self._cause is error:
@@ -285,60 +290,64 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         nothing is live."""
         if self._lost is not None:
             raise self._lost
-        began = self._time()
-        self._drain_commands()
-        now = self._time()
+        now = self._drain_commands(self._time())
         if (due := self.core.next_wakeup(now)) is not None and due <= now:
             self._apply(Tick(), now)  # also in a busy loop: steps may follow one another for hours
         plan, events = self.core.plan(now)
         self._outbox += events
+        planned = self._time()
         if self.telemetry is not None:
-            self.telemetry.loop_spent("commands", now - began)
-            self.telemetry.loop_spent("plan", self._time() - now)
+            self.telemetry.loop_spent("plan", planned - now)
             self.telemetry.look_at_cancelled(self.core.is_live, now)
         if plan is not None:
             if self._on_event is not None:
                 self._on_event(plan)
-            await self._step(plan)
+            await self._step(plan, planned)
             return True
-        self._deliver()
+        self._deliver(planned)
         if self._is_closing and self.is_idle:
             self._check_invariants(now)
             return False
         await self._wait_for_work(now)
         return True
 
-    def _drain_commands(self) -> None:
+    def _drain_commands(self, began: float) -> float:
+        """Apply every posted command, and return the time afterwards."""
         commands = self._commands
+        if not commands:
+            return began
         while commands:
             event = commands.popleft()
             if isinstance(event, Submit):
                 self._num_submits -= 1
             self._apply(event, self._time())
+        now = self._time()
+        if self.telemetry is not None:
+            self.telemetry.loop_spent("commands", now - began)
+        return now
 
     def _apply(self, event: InputEvent[RequestT, ResultT], now: float) -> None:
         if self._on_event is not None:
             self._on_event(event)
         self._outbox += self.core.apply(event, now)
 
-    async def _step(self, plan: PlanT) -> None:
+    async def _step(self, plan: PlanT, started: float) -> None:
         """Execute one plan in the worker's thread and commit its result. Meanwhile deliver what the
-        last step caused, and prepare the next plan."""
+        last step caused, and prepare the next plan. ``started`` is now."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        started = self._time()
         if self.telemetry is not None:
             self.telemetry.step_begins(len(plan.rows), started)
         is_few = max(len(self._outbox), len(plan.rows)) <= EVENTS_TO_SEND_FIRST
         is_held_back = len(self._outbox) >= EVENTS_TO_HOLD_BACK
         if is_few:
-            self._work_ahead()
+            self._work_ahead(started)
         job = self._threads.start(lambda: self._execute(plan), reports_begin=is_held_back)
         self._watch.begin(plan.plan_id)
         try:
             if is_held_back:
                 await job.wait_begun()
             if not is_few:
-                self._work_ahead()
+                self._work_ahead(self._time())
         finally:
             try:
                 outcome = await job.wait()
@@ -353,14 +362,13 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         if self._check_level >= 2:
             self.core.check()
 
-    def _work_ahead(self) -> None:
+    def _work_ahead(self, now: float) -> None:
         """Do what needs no result of the step: deliver what the last one caused, and prepare the
         next plan."""
-        self._deliver()
-        now = self._time()
-        self.core.prepare(now)
+        delivered = self._deliver(now)
+        self.core.prepare(delivered)
         if self.telemetry is not None:
-            self.telemetry.loop_spent("prepare", self._time() - now)
+            self.telemetry.loop_spent("prepare", self._time() - delivered)
 
     def _execute(self, plan: PlanT) -> StepDone[ResultT] | StepFailed:
         """Execute the plan, in the worker's thread. What the model raises becomes a value (R51,
@@ -395,11 +403,11 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
 
     # ---- delivery
 
-    def _deliver(self) -> None:
-        """Push every event into its request's stream, in order; then send what readers wrote."""
+    def _deliver(self, began: float) -> float:
+        """Push every event into its request's stream, in order; then send what readers wrote.
+        Return the time afterwards."""
         if not self._outbox:
-            return
-        began = self._time()
+            return began
         events, self._outbox = self._outbox, []
         if self._on_event is not None:
             for event in events:
@@ -415,7 +423,8 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
                     stream.push(event)
         finally:
             self._batch.release()
+        now = self._time()
         if self.telemetry is not None:
-            now = self._time()
             self.telemetry.loop_spent("deliver", now - began)
             self.telemetry.delivered(events, now)
+        return now

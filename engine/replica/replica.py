@@ -22,6 +22,7 @@ from typing import (
 
 import trio
 
+from engine.core.common.events import ObservePrefixes
 from engine.replica.loop import EngineLoop, LoopSettings, WriteBatch
 from engine.replica.telemetry import ReplicaTelemetry
 from engine.status import Capability, ModelState, ReplicaStatus
@@ -32,11 +33,12 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig, ModelConfig
     from engine.core.common.core import Core
+    from engine.core.common.events import PrefixObserver
     from engine.errors import TrioletError
     from engine.replica.loop import OnEvent
     from engine.replica.threads import Threads
     from engine.replica.watchdog import Watchdog
-    from engine.worker.interface import Runner, Tokenizer
+    from engine.worker.interface import AdapterInfo, Adapters, Runner, Tokenizer
 
 
 InfoT = TypeVar("InfoT", bound=WorkerInfo)
@@ -69,10 +71,16 @@ class ProcessWorker(Protocol):
 
 
 class ReservedMemory(Protocol):
-    """Bytes of one device that are reserved for a replica, until the pool releases them."""
+    """Bytes that are reserved for a replica, until the pool releases them."""
 
-    device: str
-    num_bytes: int
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all devices together."""
+        ...
+
+    def on(self, device: str) -> int:
+        """Return how many bytes of a device are reserved."""
+        ...
 
     def release(self) -> None:
         """Give the bytes back, once."""
@@ -134,6 +142,8 @@ class Replica(Generic[InfoT, ToolsT]):
     reservation: ReservedMemory
     on_idle: Callable[[Replica[Any, Any]], None]
     process: ProcessWorker | None = None
+    adapter_store: Adapters | None = None  # of the runner; None for one that takes no adapters
+    adapters: dict[Any, AdapterInfo] = field(default_factory=dict)  # loaded, by the pool's keys
     is_retired: bool = False
     idle_since: float = field(default_factory=trio.current_time)  # on Trio's clock
     outstanding_tokens: int = 0  # of requests that run or wait here, prompt and output, at most
@@ -177,6 +187,10 @@ class Replica(Generic[InfoT, ToolsT]):
                     self.loop.close()
                 self.on_idle(self)
 
+    def has_adapter(self, digest: str) -> bool:
+        """Return whether an adapter with this content is loaded."""
+        return any(info.digest == digest for info in self.adapters.values())
+
     def retire(self) -> None:
         """Give no more leases, and end when the last one has ended. Idempotent."""
         self.is_retired = True
@@ -202,6 +216,10 @@ class Replica(Generic[InfoT, ToolsT]):
         """Return how many tokens of the prefix with these keys need not be computed."""
         return self.loop.core.cached_tokens(keys)
 
+    def observe_prefixes(self, observer: PrefixObserver) -> None:
+        """Tell ``observer``, instead of any other, what the prefix cache holds from now on."""
+        self.loop.post(ObservePrefixes(observer))
+
     @property
     def state(self) -> ModelState:
         """READY, or DRAINING once it is retired."""
@@ -219,6 +237,7 @@ class Replica(Generic[InfoT, ToolsT]):
             failed=self.failed,
             cancelled=self.cancelled,
             busy_s=self.loop.busy_s,
+            tp=self.info.tp,
         )
 
 
@@ -282,4 +301,5 @@ class ReplicaMaker:
             reservation,
             self.on_idle,
             process=runner if isinstance(runner, ProcessWorker) else None,
+            adapter_store=getattr(runner, "adapters", None),
         )

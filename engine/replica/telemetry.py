@@ -11,14 +11,16 @@ the labels are models, replicas, phases and ends.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine.core.common.core import NO_DRAFTS
 from engine.core.common.events import Finished, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from engine.core.common.core import DraftCounts
     from engine.core.common.events import OutputEvent, Submit
     from engine.core.common.types import RequestId
     from engine.status import EngineStatistics
@@ -112,6 +114,16 @@ class ReplicaSnapshot:
     plans_discarded: int
     telemetry: TelemetrySnapshot | None
     process_bytes: int | None = None
+    drafts: DraftCounts = NO_DRAFTS
+
+
+@dataclass(slots=True)
+class AdapterCounts:
+    """What requests have done under an adapter's name since it was first loaded."""
+
+    running: int = 0  # requests that hold it now
+    requests: int = 0
+    tokens: int = 0  # that its requests have got
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +139,7 @@ class EngineTelemetry:
     degraded: dict[str, int]  # replicas that died and are to come back, or hang, by model
     deadlines_missed: dict[str, int]
     num_draining: int
+    adapters: dict[str, AdapterCounts] = field(default_factory=dict)  # by name
 
 
 class ReplicaTelemetry:

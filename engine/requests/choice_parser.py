@@ -1,20 +1,21 @@
 """Parses the answer of one choice, event by event.
 
 Rule: each event from the core becomes exactly one event, so that the stream's credit stays right.
-Text that the parser holds back comes with a later event, or at the end.
+Text that the parser holds back comes with a later event, at the latest with the last tokens: a
+client that has these has all of the choice, and can continue it without its end.
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
+from operator import add
 from typing import TYPE_CHECKING
 
-from engine.core.text.types import Tokens
-from engine.requests.answer_parser import AnswerParser
+from engine.requests.answer_parser import AnswerParser, Parts
 from engine.requests.text_values import AnswerTokens, ToolCallDelta
 
 if TYPE_CHECKING:
-    from engine.core.common.types import RequestId
+    from engine.core.text.types import Tokens
     from engine.requests.answer_format import AnswerFormat
     from engine.requests.answer_parser import ToolCall
 
@@ -31,16 +32,14 @@ class ChoiceParser:
     def take(self, event: Tokens) -> AnswerTokens:
         """Return the event to send in place of ``event``."""
         parts = self._parser.feed(event.text)
+        if event.is_last:
+            parts = Parts(*map(add, parts, self._parser.close()))
         calls = tuple([self._delta(call) for call in parts.calls])
         return AnswerTokens.of(event._replace(text=parts.text), parts.reasoning, calls)
 
-    def end(self, request_id: RequestId, choice: int) -> AnswerTokens | None:
-        """Return an event with the text that was held back, or None if none was."""
-        parts = self._parser.close()
-        if not any(parts):
-            return None
-        calls = tuple([self._delta(call) for call in parts.calls])
-        return AnswerTokens.of(Tokens(request_id, choice, (), parts.text), parts.reasoning, calls)
+    def skip(self, text: str) -> None:
+        """Read text that the client has already: what follows is parsed as its continuation."""
+        self._num_calls += len(self._parser.feed(text).calls)
 
     def _delta(self, call: ToolCall) -> ToolCallDelta:
         """Return the call with an id: the model's own, or else nine letters and digits, which

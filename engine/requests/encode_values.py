@@ -53,7 +53,8 @@ RERANK_TYPES = COMMON_TYPES | {
 
 @dataclass(frozen=True, slots=True)
 class EmbedRequest:
-    """One Embed call. An input is a text, or a tuple of token ids that are used unchanged.
+    """One Embed call. An input is a text, a tuple of token ids that are used unchanged, or the
+    bytes of an image file (JPEG, PNG, WebP or GIF), for models that embed images.
 
     ``dimensions`` cuts each vector to that many numbers. ``normalize`` says whether to scale
     vectors to length 1; unset: as the model does. ``truncate`` says whether inputs that are too
@@ -62,7 +63,7 @@ class EmbedRequest:
     """
 
     model: str = ""
-    inputs: tuple[str | tuple[int, ...], ...] = ()
+    inputs: tuple[str | bytes | tuple[int, ...], ...] = ()
     dimensions: int | None = None
     normalize: bool | None = None
     prompt_name: str = ""
@@ -76,6 +77,16 @@ class EmbedRequest:
         convert_fields(self, EMBED_TYPES)
         if check:
             self.validate()
+
+    @property
+    def has_images(self) -> bool:
+        """Whether an input is an image."""
+        return bytes in map(type, self.inputs)
+
+    @property
+    def image_bytes(self) -> int:
+        """The bytes of the files of its images."""
+        return sum(len(one) for one in self.inputs if isinstance(one, bytes))
 
     def validate(self) -> None:
         """Check every range that needs no model.
@@ -93,7 +104,8 @@ class EmbedRequest:
         yield from common_violations(self.priority, self.request_id, self.timeout_s)
         for index, one in enumerate(self.inputs[:MAX_INPUTS]):
             if not isinstance(one, str) and not one:
-                yield FieldViolation(f"inputs[{index}].token_ids.ids", "is empty")
+                name = "image" if isinstance(one, bytes) else "token_ids.ids"
+                yield FieldViolation(f"inputs[{index}].{name}", "is empty")
         if self.dimensions is not None and self.dimensions < 1:
             yield FieldViolation("dimensions", "must be at least 1")
         if len(self.prompt_name) > MAX_PROMPT_NAME_CHARS:

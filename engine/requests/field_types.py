@@ -15,6 +15,7 @@ from numbers import Real
 from operator import index
 from typing import Any, NamedTuple
 
+_Bytes = bytes | bytearray | memoryview
 SHOWN_CHARS_MAX = 60  # of a wrong value in a message
 
 
@@ -61,6 +62,23 @@ def options(made: type[Any]) -> FieldType:
         return made(**given or {})
 
     return FieldType(made(), (made,), convert)
+
+
+def several(made: type[Any]) -> FieldType:
+    """Return the type of a field that has a tuple of objects of the dataclass ``made``. A mapping
+    stands for the object with these fields."""
+    one = options(made)
+
+    def convert(name: str, given: Any) -> Any:
+        if isinstance(given, str | Mapping):
+            raise wrong_type(name, f"a list of {made.__name__}", given)
+        entries = enumerate(_tuple(given))
+        return tuple(
+            entry if type(entry) is made else one.convert(f"{name}[{index}]", entry)
+            for index, entry in entries
+        )
+
+    return FieldType((), (), convert)
 
 
 def instance(made: type[Any], wanted: str) -> FieldType:
@@ -113,13 +131,17 @@ def _ids(given: Any) -> tuple[int, ...]:
     return ids if set(map(type, ids)) <= {int} else tuple(map(index, ids))
 
 
-def _inputs(given: Any) -> tuple[str | tuple[int, ...], ...]:
-    if isinstance(given, str):
-        return (given,)
+def _inputs(given: Any) -> tuple[str | bytes | tuple[int, ...], ...]:
+    if isinstance(given, str | _Bytes):
+        return (_input(given),)
     inputs = _tuple(given)
-    if set(map(type, inputs)) <= {str}:
-        return inputs
-    return tuple(one if isinstance(one, str) else _ids(one) for one in inputs)
+    return inputs if set(map(type, inputs)) <= {str, bytes} else tuple(map(_input, inputs))
+
+
+def _input(given: Any) -> str | bytes | tuple[int, ...]:
+    if isinstance(given, str):
+        return given
+    return bytes(given) if isinstance(given, _Bytes) else _ids(given)
 
 
 def _mappings(given: Any) -> tuple[Mapping[str, Any], ...]:
@@ -139,7 +161,7 @@ TEXT = _field_type("a text", None, (str,), _text)
 TEXTS = _field_type("a list of texts", (), (), _texts)
 IDS = _field_type("a list of token ids", (), (), _ids)
 OPTIONAL_IDS = _field_type("a list of token ids", None, (), _ids)
-INPUTS = _field_type("a list of texts, or of lists of token ids", (), (), _inputs)
+INPUTS = _field_type("a list of texts, lists of token ids, or bytes of images", (), (), _inputs)
 MAPPING = _field_type("a mapping", None, (dict,), _mapping)
 MESSAGES = _field_type("a list of mappings, each with role and content", (), (), _mappings)
 TOOLS = _field_type("a list of mappings, each with a function", (), (), _mappings)

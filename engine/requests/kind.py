@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from contextlib import AbstractAsyncContextManager
+    from contextlib import AbstractAsyncContextManager, ExitStack
 
     from engine.core.common.events import CoreRequest
     from engine.replica.replica import Replica
@@ -45,8 +45,11 @@ class ClientRequest(Protocol):
 class Preparer(Protocol):
     """Makes the core's requests of one kind. Belongs to the Trio thread."""
 
-    async def prepare(self, stream: Any, replica: Replica[Any, Any]) -> CoreRequest:
-        """Return the core's request for the stream's request.
+    async def prepare(
+        self, stream: Any, replica: Replica[Any, Any], held: ExitStack
+    ) -> CoreRequest:
+        """Return the core's request for the stream's request. What was taken for it is entered in
+        ``held``, which gives it back when the request has ended.
 
         Raises:
             InvalidRequest, RequestTooLarge: fields that only the model can check are wrong.
@@ -73,6 +76,10 @@ class RequestKind(Protocol):
 
     def capability_for(self, request: Any) -> Capability:
         """Return what a model must be able to do for a request."""
+        ...
+
+    def image_bytes(self, request: Any) -> int:
+        """Return the bytes of the files of a request's images."""
         ...
 
     def make_stream(self, request: Any, options: StreamOptions[Any]) -> RequestStream[Any]:

@@ -2,7 +2,9 @@
 
 Rule 1: everything that can be wrong in a request is found here, before its first result, and every
 violation names its proto path. Rule 2: texts are tokenised with a limiter of their own, so that a
-large Embed does not delay a Generate's prompt.
+large Embed does not delay a Generate's prompt. Rule 3: images are decoded with another limiter, one
+image at a time, so that requests take turns, and that one which leaves waits for no more than one
+image; the memory of the decoded ones is bounded (`engine.requests.image_memory`).
 """
 
 from __future__ import annotations
@@ -10,15 +12,26 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.core.encode.types import EncodeInput, EncodeOptions, EncodeRequest, TokenizedInput
+from engine.core.encode.types import (
+    EncodeInput,
+    EncodeOptions,
+    EncodeRequest,
+    ImageInput,
+    TokenizedInput,
+)
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
+from engine.images.errors import BadImage
 from engine.requests.encode_values import EmbedRequest
+from engine.requests.image_memory import ImageMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import ExitStack
 
+    from engine.core.encode.types import AnyInput
     from engine.replica.replica import Replica
     from engine.requests.encode_stream import EncodeStream
     from engine.requests.encode_values import RerankRequest
@@ -42,27 +55,35 @@ class InputPreparer:
 
     def __init__(self, tokenizing: Tokenizing) -> None:
         self._tokenizing = tokenizing
+        self._decoding = tokenizing.with_own_limiter()
+        self.image_memory = ImageMemory()
 
     def holding(self, request: EncodeRequest, replica: EncodeReplica) -> None:
         """Return None: an encoder has no constraint to hold for a request."""
 
-    async def prepare(self, stream: EncodeStream, replica: EncodeReplica) -> EncodeRequest:
-        """Return the core's request: every input tokenised, checked and cut.
+    async def prepare(
+        self, stream: EncodeStream, replica: EncodeReplica, held: ExitStack
+    ) -> EncodeRequest:
+        """Return the core's request: every text tokenised, checked and cut, every image decoded and
+        fitted. ``held`` gets the memory of the images.
 
         Raises:
-            InvalidRequest: Fields are wrong for this model; it lists every one of them.
-            RequestTooLarge: Inputs are too long and may not be cut.
+            InvalidRequest: Fields are wrong for this model; it lists every one of them. Images are
+                only looked at if all else is right.
+            RequestTooLarge: Inputs are too long and may not be cut, or there are too many images.
 
-        Cancellation: at once. A thread that tokenises goes on to its end, and its result is
-            dropped.
+        Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
+            is dropped.
         """
         asked, info, tokenizer = stream.request, replica.info, replica.tools.tokenizer
+        images: list[ImageInput] = []
         if isinstance(asked, EmbedRequest):
             _check_embed(asked, info)
             tokenized = await self._tokenize_inputs(asked, info, tokenizer)
             paths = [
                 f"inputs[{index}].{'text' if isinstance(one, str) else 'token_ids'}"
                 for index, one in enumerate(asked.inputs)
+                if not isinstance(one, bytes)
             ]
             options = EncodeOptions(asked.dimensions, asked.normalize)
         else:
@@ -70,10 +91,12 @@ class InputPreparer:
             paths = [f"documents[{index}]" for index in range(len(tokenized))]
             options = EncodeOptions(raw_scores=bool(asked.raw_scores))
         _check_lengths(tokenized, paths, info.max_model_len, may_cut=asked.truncate is not False)
+        if isinstance(asked, EmbedRequest) and asked.has_images:
+            images = await self._read_images(stream, asked, info, held)
         deadline = stream.scope.deadline
         return EncodeRequest(
             request_id=stream.core_id,
-            inputs=tuple(one.input for one in tokenized),
+            inputs=_in_order(asked, tokenized, images),
             arrival=stream.started_at,
             options=options,
             priority=asked.priority or 0,
@@ -93,11 +116,48 @@ class InputPreparer:
 
         made = iter(await self._tokenizing.run(_size_of(texts), encode)) if texts else iter(())
         return [
-            next(made)
-            if isinstance(one, str)
-            else TokenizedInput(EncodeInput(one[: info.max_model_len]), len(one))
+            _widened(
+                next(made)
+                if isinstance(one, str)
+                else TokenizedInput(EncodeInput(one[: info.max_model_len]), len(one)),
+                info.text_width,
+            )
             for one in asked.inputs
+            if not isinstance(one, bytes)
         ]
+
+    async def _read_images(
+        self, stream: EncodeStream, asked: EmbedRequest, info: EncoderInfo, held: ExitStack
+    ) -> list[ImageInput]:
+        """Return the images as the model reads them, in order.
+
+        Raises:
+            InvalidRequest: Images cannot be read; it lists every one of them.
+            RequestTooLarge: There are too many images for one request.
+        """
+        fit = info.images
+        assert fit is not None, "the capability was checked when the replica was leased"
+        data = {index: one for index, one in enumerate(asked.inputs) if isinstance(one, bytes)}
+        most = max(1, self.image_memory.request_bytes_max // fit.max_bytes)
+        if len(data) > most:
+            raise RequestTooLarge.of(
+                "inputs",
+                f"has {len(data)} images, of at most {most} in one request; send the others in "
+                "further requests",
+            )
+        stream.phase = "decode image"
+        await self.image_memory.take(len(data) * fit.max_bytes, held)
+        made, found = [], []
+        for index, one in data.items():
+            try:
+                image = await self._decoding.run_in_thread(partial(fit.read, one))
+            except BadImage as error:
+                found.append(FieldViolation(f"inputs[{index}].image", str(error)))
+            else:
+                made.append(ImageInput(image, fit.num_tokens))
+        if found:
+            raise InvalidRequest(found)
+        return made
 
     async def _tokenize_pairs(
         self, asked: RerankRequest, tokenizer: EncoderTokenizer
@@ -111,6 +171,27 @@ class InputPreparer:
                 return tokenizer.encode_pairs(asked.query, documents)
 
         return await self._tokenizing.run(size, encode)
+
+
+def _widened(one: TokenizedInput, width: int) -> TokenizedInput:
+    """Return a text that the model pads to ``width`` tokens, if that is not 0."""
+    if not width or not one.input.token_ids:
+        return one
+    return one._replace(input=one.input._replace(width=width))
+
+
+def _in_order(
+    asked: EmbedRequest | RerankRequest,
+    tokenized: Sequence[TokenizedInput],
+    images: Sequence[ImageInput],
+) -> tuple[AnyInput, ...]:
+    """Return texts and images in the order in which the client sent them."""
+    if not isinstance(asked, EmbedRequest) or not images:
+        return tuple(one.input for one in tokenized)
+    texts, pixels = iter(tokenized), iter(images)
+    return tuple(
+        next(pixels) if isinstance(one, bytes) else next(texts).input for one in asked.inputs
+    )
 
 
 @contextmanager
@@ -143,7 +224,7 @@ def _check_embed(asked: EmbedRequest, info: EncoderInfo) -> None:
         known = ", ".join(info.prompt_names) or "none"
         found.append(FieldViolation("prompt_name", f"is not one of the model's prompts: {known}"))
     for index, one in enumerate(asked.inputs):
-        if not isinstance(one, str):
+        if isinstance(one, tuple):
             found += _unknown_ids(f"inputs[{index}].token_ids.ids", one, info.vocab_size)
     if found:
         raise InvalidRequest(found)

@@ -21,7 +21,7 @@ from engine.requests.tool_grammar import tool_constraint
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from contextlib import AbstractAsyncContextManager
+    from contextlib import AbstractAsyncContextManager, ExitStack
 
     from engine.core.text.types import Constraint, Sampling, Stops
     from engine.replica.compiled_constraints import CompiledConstraints
@@ -49,8 +49,9 @@ class TextPreparer:
         self._tokenizing = tokenizing
         self._tasks = tasks
 
-    async def prepare(self, stream: TextStream, replica: TextReplica) -> Request:
-        """Return the core's request: prompt tokenised and cut, sampling and stops resolved.
+    async def prepare(self, stream: TextStream, replica: TextReplica, held: ExitStack) -> Request:
+        """Return the core's request: prompt tokenised and cut, sampling and stops resolved. Nothing
+        is entered in ``held``.
 
         Raises:
             InvalidRequest: A field is wrong for this model.
@@ -73,6 +74,10 @@ class TextPreparer:
             )
         sampling = resolve_sampling(asked.sampling, asked.output, info.defaults, bad_words)
         _check_choice_left(sampling, stops, info.vocab_size)
+        sampling = replace(sampling, drawn_seed=stream.seed if sampling.seed is None else None)
+        outputs = _outputs(asked, stops, info)
+        if outputs:  # the client has the prompt's log-probabilities
+            sampling = replace(sampling, prompt_logprobs=None)
         if asked.output.echo:
             skips = asked.output.skip_special_tokens is not False
             stream.echo(await self._tokenizing.decode(replica, prompt, skip_special_tokens=skips))
@@ -91,6 +96,9 @@ class TextPreparer:
             constraint=constraint,
             cache_salt=asked.prompt.cache_salt,
             bypass_prefix_cache=bool(asked.prompt.bypass_prefix_cache),
+            outputs=outputs,
+            adapter=stream.adapter,
+            speculates=asked.sampling.speculation is not False,
         )
 
     def holding(
@@ -121,7 +129,8 @@ class TextPreparer:
         form = detect_format(
             replica.tokenizer.chat_template(has_tools=has_tools),
             has_tools=has_tools,
-            prompt=text,
+            # the answer's beginning, if the chat has it, is no part of what the template opened
+            prompt=text.removesuffix(chat.answer_begun.lstrip()),
             constraint=None if asked.constraint is None else asked.constraint.source,
         )
         return await self._tokenizing.chat_ids(replica, text, bool(add_special)), form
@@ -240,6 +249,31 @@ def _check_choice_left(sampling: Sampling, stops: Stops, vocab_size: int) -> Non
             )
     elif len(never) >= vocab_size:
         raise InvalidRequest.of("sampling.banned_token_ids", "leaves no token to sample")
+
+
+def _outputs(
+    asked: GenerateRequest, stops: Stops, info: ModelInfo
+) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the tokens that each choice of a continued request has, None for one that has ended;
+    () for a request that is new, or whose stream was cut before anything of it came.
+
+    Raises:
+        InvalidRequest: a token is not of the vocabulary, or a choice has more than it may have.
+    """
+    continuation = asked.continuation
+    if continuation is None or not continuation.has_begun:
+        return ()
+    found: list[tuple[int, ...] | None] = [()] * (asked.n or 1)
+    for index, choice in enumerate(continuation.choices):
+        path = f"continuation.choices[{index}].token_ids"
+        check_ids(path, choice.token_ids, info.vocab_size)
+        if len(choice.token_ids) > stops.max_tokens:
+            what = (
+                f"has {len(choice.token_ids)} tokens, but a choice has at most {stops.max_tokens}"
+            )
+            raise InvalidRequest.of(path, what)
+        found[index] = None if choice.finished else choice.token_ids
+    return tuple(found)
 
 
 def _truncate(options: PromptOptions, prompt: tuple[int, ...]) -> tuple[int, ...]:

@@ -94,6 +94,29 @@ class QueuedTokens:
             self._num_tokens = 0
 
 
+class QuotaCount:
+    """Counts one of the requests that a holder runs beside those of its calls: a stream that waits
+    for its client. Both methods are idempotent, and never refuse."""
+
+    __slots__ = ("_is_held", "_quota")
+
+    def __init__(self, quota: Quota | None) -> None:
+        self._quota = quota
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Count the request."""
+        if self._quota is not None and not self._is_held:
+            self._is_held = True
+            self._quota.num_requests += 1
+
+    def release(self) -> None:
+        """Count the request no more."""
+        if self._quota is not None and self._is_held:
+            self._is_held = False
+            self._quota.num_requests -= 1
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a request comes from. ``fallback_id`` is a unique id for a request that has none of its

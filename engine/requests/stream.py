@@ -139,6 +139,8 @@ class StreamOptions(Generic[EventT]):
     ``core_id`` is the core's name for the request, ``buffer`` the number of messages that may wait
     for the reader. Events go to ``reader``; None opens a memory channel, which
     `RequestStream.receive` reads. ``on_end`` is called once, before the reader hears of the end.
+    ``on_loss`` is called when the reader's client has lost its connection; it returns whether the
+    stream waits for that client. ``on_leave`` is called when the last reader has left.
     """
 
     request_id: str
@@ -147,6 +149,8 @@ class StreamOptions(Generic[EventT]):
     reader: Reader[EventT] | None = None
     quota: Quota | None = None
     on_end: Callable[[RequestStream[Any]], None] = lambda stream: None
+    on_loss: Callable[[Any], bool] = lambda stream: False
+    on_leave: Callable[[Any], None] = lambda stream: None
 
 
 class RequestStream(Generic[EventT]):
@@ -157,8 +161,12 @@ class RequestStream(Generic[EventT]):
 
     ``error`` is None for a request that succeeded; it is meaningful once ``is_closed`` is set.
     ``closed_at`` is when that was, on Trio's clock.
-    ``queued`` counts the waiting prompt against the quota, where there is one.
+    ``queued`` counts the waiting prompt against the quota, where there is one. ``holder`` is that
+    quota. ``attach_token`` is what a client must show to take the stream up again; empty for a
+    stream that nobody can take up.
     """
+
+    attach_token = ""
 
     def __init__(
         self, options: StreamOptions[EventT], *, num_beside: int, credited: tuple[type, ...]
@@ -176,8 +184,10 @@ class RequestStream(Generic[EventT]):
         self.reason: EndReason | None = None
         self.client_deadline = math.inf  # when the client's own timer ends the call
         self.model = ""
+        self.adapter = ""  # the digest of the adapter that it is computed with
         self.credited = credited
         self.credit = Credit(options.buffer)
+        self.holder = options.quota
         self.queued = QueuedTokens(options.quota)
         self._channel: ChannelReader[EventT] | None = None
         reader = options.reader
@@ -226,6 +236,12 @@ class RequestStream(Generic[EventT]):
         """Let the core know that a stream which was starved has free slots again."""
         if self.replica is not None:
             self.replica.loop.post(ReaderDrained(self.core_id))
+
+    def leave(self, reader: Reader[EventT], left_at: float, *, is_lost: bool = False) -> None:
+        """Act on the leave of ``reader`` at ``left_at``, on Trio's clock. ``is_lost``: its client
+        has lost its connection, and did not end the call."""
+        if not self.is_closed:
+            self.close_reader(left_at)
 
     def close_reader(self, left_at: float | None = None) -> None:
         """End the request, if it has not ended, because its reader leaves; drop what waits for it.

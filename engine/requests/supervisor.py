@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import uuid
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from engine.errors import (
     TrioletError,
     WorkerLost,
 )
+from engine.requests.detached import DetachedStreams
 from engine.requests.end_counts import EndCounts
 from engine.requests.quota import NOWHERE, Origin
 from engine.requests.stream import StreamOptions, server_deadline
@@ -60,10 +61,14 @@ log = logging.getLogger(__name__)
 # remembered. Both are guesses; control.proto states them at Abort.
 ABORT_MEMORY_S = 60.0
 ABORT_MEMORY_MAX = 10_000
+# Bytes of the image files of all live requests: a photograph takes a second to decode, and arrives
+# in less. A guess: sixty photographs of a phone.
+IMAGE_FILE_BYTES_MAX = 256 * 2**20
 
 WAITING_FOR = {  # what a request waits for, by its phase, before the core knows of it
     "load": "model load",
     "tokenize": "its tokens, which are being made",
+    "decode image": "its images, which are being decoded",
     "compile": "its constraint, which is being compiled",
 }
 
@@ -92,10 +97,12 @@ class Supervisor:
         self._is_draining = False
         self._num_cut = 0
         self._background_drain: trio.Event | None = None
+        self.detached = DetachedStreams(self._tasks)
         # The queue's bound counts only the requests in it, not those that load, tokenise or are
         # parked; so all live requests have a bound of their own.
         each = config.max_queued_requests + config.max_num_seqs
         self._max_live = each * sum(model.num_replicas for model in config.models)
+        self._image_bytes = 0  # of the files of all live requests
         self._recently_ended = _RecentIds()
         self._aborts_to_come = _RecentIds()
         self._idle = trio.Event()
@@ -153,6 +160,8 @@ class Supervisor:
             reader,
             origin.quota,
             self._count if error is None else self._count_refusal,
+            self.detached.add,
+            self.detached.remove,
         )
         stream = kind.make_stream(request, options)
         if error is not None:
@@ -166,6 +175,8 @@ class Supervisor:
         if request.timeout_s is not None:
             stream.client_deadline = start + request.timeout_s
         self._live[request_id] = stream
+        self._image_bytes += kind.image_bytes(request)
+        self.detached.register(stream)
         log.debug("registered", extra={"request_id": logs.printable(request_id)})
         self._tasks.start(self._supervise, request, stream, name=f"request {request_id}")
         return stream
@@ -180,6 +191,13 @@ class Supervisor:
             return DuplicateRequest(f"request_id {request_id!r} is in use")
         if len(self._live) >= self._max_live:
             return Overloaded(f"the server holds its {self._max_live} requests", retry_after_s=1.0)
+        held, more = self._image_bytes, self._kinds[type(request)].image_bytes(request)
+        if held and more and held + more > IMAGE_FILE_BYTES_MAX:
+            most = IMAGE_FILE_BYTES_MAX >> 20
+            return Overloaded(
+                f"the images of all requests would exceed {most} MiB; try again later",
+                retry_after_s=1.0,
+            )
         try:
             request.validate()
         except InvalidRequest as error:
@@ -201,6 +219,7 @@ class Supervisor:
         """End a request for the operator: now if it is live, otherwise when it arrives, if that is
         within `ABORT_MEMORY_S`. Never waits."""
         stream = self._live.get(request_id)
+        self.detached.abort(request_id)
         if stream is not None and not stream.is_closed:
             stream.cancel(EndReason.ABORTED)
             return AbortOutcome.ABORTED
@@ -217,12 +236,16 @@ class Supervisor:
         """
         stream = self._live.get(request_id)
         if stream is None or stream.is_closed:
-            raise RequestNotFound(f"no live request has the id {request_id!r}")
+            waiting = self.detached.waiting(request_id)
+            if waiting is None:
+                raise RequestNotFound(f"no live request has the id {request_id!r}")
+            return self.detached.explain(waiting, Explanation("ENDED"))
+        explained = None
         if stream.replica is not None:
             explained = stream.replica.loop.explain(stream.core_id)
-            if explained is not None:
-                return explained
-        return Explanation("WAITING", WAITING_FOR.get(stream.phase, "its end"))
+        if explained is None:
+            explained = Explanation("WAITING", WAITING_FOR.get(stream.phase, "its end"))
+        return self.detached.explain(stream, explained)
 
     # ---- one request's task
 
@@ -241,6 +264,7 @@ class Supervisor:
             if not stream.is_closed:  # the whole engine is being cancelled
                 stream.reason = EndReason.SHUTDOWN
                 stream.close(stream.early_end())
+            self._image_bytes -= self._kinds[type(request)].image_bytes(request)
             self._end(stream)
 
     async def _serve(self, request: ClientRequest, stream: RequestStream[Any]) -> None:
@@ -251,6 +275,8 @@ class Supervisor:
             try:
                 await self._serve_once(request, stream)
             except WorkerLost as error:  # the replica died before the request was in its queue
+                if stream.phase == "load":  # it died while it loaded, and so would the next one
+                    raise
                 stream.lose_replica(error, has_begun=False)
             except ShuttingDown:  # so a runner answers that was closed after its worker's death
                 cause = None if stream.replica is None else stream.replica.loop.cause_of_death
@@ -267,11 +293,15 @@ class Supervisor:
         preparer = self._preparers[type(request)]
         cut = partial(stream.cancel, EndReason.ABORTED)
         async with self._pool.leases.acquire(request.model, capability, cut) as leased:
-            stream.model = leased.model
             stream.load_s = trio.current_time() - stream.started_at
             stream.phase = "tokenize"
-            prepared = await preparer.prepare(stream, leased)
-            with self._pool.leases.reroute(leased, prepared, cut) as replica:
+            with ExitStack() as held:
+                adapted = self._pool.adapters.leased(
+                    request.model, leased, cut, lambda: stream.tokens_done
+                )
+                stream.model, stream.adapter = held.enter_context(adapted)
+                prepared = await preparer.prepare(stream, leased, held)
+                replica = held.enter_context(self._pool.leases.reroute(leased, prepared, cut))
                 stream.replica = replica
                 holding = preparer.holding(prepared, replica)
                 if holding is not None:
@@ -336,6 +366,7 @@ class Supervisor:
         """Refuse new requests from now on."""
         if not self._is_draining:
             self._is_draining = True
+            self.detached.close()
             self._pool.notify()
 
     async def drain(self, timeout_s: float) -> int:

@@ -2,70 +2,142 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.core.common.types import RequestId
-from engine.core.text.types import Tokens
+from engine.core.text.types import Replayed, Tokens
+from engine.errors import InvalidRequest
 from engine.requests.choice_parser import ChoiceParser
+from engine.requests.kept_events import KeptEvents
+from engine.requests.quota import QuotaCount
 from engine.requests.stream import RequestStream
-from engine.requests.text_values import Started, StreamEvent
+from engine.requests.text_values import AnswerTokens, Started, StreamEvent
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.core.common.events import Admitted, Finished, OutputEvent
     from engine.core.text.types import TokenLogprob
     from engine.requests.answer_format import AnswerFormat
-    from engine.requests.stream import StreamOptions
+    from engine.requests.kept_events import ReceivedChoice
+    from engine.requests.stream import Reader, StreamOptions
     from engine.requests.text_values import GenerateRequest
 
 
+ATTACH_TOKEN_BYTES = 16  # nobody finds one by trying
+SEED_BITS = 53  # of a seed that is drawn here: JavaScript's numbers have no more
+
+
 class TextStream(RequestStream[StreamEvent]):
-    """A Generate request's life on the Trio thread."""
+    """A Generate request's life on the Trio thread.
+
+    ``seed`` is the client's, that of the stream which this one continues, or drawn here.
+    """
 
     def __init__(self, request: GenerateRequest, options: StreamOptions[StreamEvent]) -> None:
         self.request = request
-        self.echo_text: str | None = None
         self._num_choices = max(1, request.n or 1)  # n may be out of range, and about to be refused
-        self._num_finished = 0
+        continued = request.continuation.choices if request.continuation is not None else ()
+        self._num_left = self._num_choices - sum([choice.finished for choice in continued])
+        # Choices of which the client has something, and with that the echo.
+        self._echoed = {
+            index for index, choice in enumerate(continued) if choice.token_ids or choice.finished
+        }
+        self._echo = ""
+        self.seed = request.sampling.seed
+        if self.seed is None and request.continuation is not None:
+            self.seed = request.continuation.seed
+        if self.seed is None:
+            self.seed = secrets.randbits(SEED_BITS)
         self._is_renamed = options.core_id != options.request_id
         self.dropped: tuple[int, ...] = ()  # indices of the chat's messages that were left out
         self._parsers: tuple[ChoiceParser, ...] = ()  # one per choice of a chat that has a format
-        # Started, the end of each choice, and the text that its parser still holds then have no
-        # credit.
-        super().__init__(options, num_beside=2 * self._num_choices + 1, credited=(Tokens,))
+        self.resume_window_s = request.resume_window_s
+        self.counted = QuotaCount(options.quota)
+        self._on_loss, self._on_leave = options.on_loss, options.on_leave
+        self._kept: KeptEvents | None = None
+        if options.reader is not None and self.resume_window_s is not None:
+            self._kept = KeptEvents(options.reader, continued)
+            options = replace(options, reader=self._kept)
+        # Started, and the end of each choice, have no credit.
+        super().__init__(options, num_beside=self._num_choices + 1, credited=(Tokens,))
+        if self._kept is not None:
+            self.attach_token = secrets.token_urlsafe(ATTACH_TOKEN_BYTES)
+
+    # ---- a client that loses its connection and comes again
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a call has this stream, of those that can be attached to."""
+        return self._kept is not None and self._kept.is_read
+
+    @property
+    def kept_bytes(self) -> int:
+        """About how much memory the request takes, and the events that a client may need again."""
+        return 0 if self._kept is None else self._kept.num_bytes + self.request.num_bytes
+
+    def leave(self, reader: Reader[StreamEvent], left_at: float, *, is_lost: bool = False) -> None:
+        """Let the stream wait for a client that lost its connection; any other leave is an end."""
+        kept = self._kept
+        if kept is not None:
+            if not kept.is_read_by(reader):
+                return  # the client has attached by another call
+            kept.detach()
+            if is_lost and self._on_loss(self):
+                return
+            self._on_leave(self)
+        super().leave(reader, left_at, is_lost=is_lost)
+
+    def has_dropped(self, received: Sequence[ReceivedChoice]) -> bool:
+        """Return whether the client lacks events that are not kept any more."""
+        return self._kept is not None and self._kept.has_dropped(received)
+
+    def check_kept(self, received: Sequence[ReceivedChoice]) -> None:
+        """Check what a client says to have received, and that all that it lacks is kept.
+
+        Raises:
+            InvalidRequest: it names what cannot be, or of what too little was received.
+        """
+        assert self._kept is not None
+        violations = tuple(self._kept.violations(received, self._num_choices))
+        if violations:
+            raise InvalidRequest(violations)
+
+    def attach(self, reader: Reader[StreamEvent], received: Sequence[ReceivedChoice]) -> None:
+        """Let ``reader`` read from now on, after what its client lacks. `check_kept` was called."""
+        assert self._kept is not None
+        num_sent = self._kept.attach(reader, received)
+        loop = None if self.replica is None else self.replica.loop
+        num_undelivered = 0 if loop is None else loop.num_undelivered(self.core_id, Tokens)
+        if self.credit.send_again(num_sent, num_undelivered):
+            self.report_drained()
 
     # ---- before the request is in the queue
 
     def echo(self, text: str) -> None:
-        """Send the prompt's text before each choice.
-
-        These messages take their slots of the credit now, because once the request is submitted,
-        its first step may take all slots.
-        """
-        if self.echo_text is not None:
-            return  # a request that changes its replica has its slots already
-        if self.credit.try_reserve(self._num_choices):  # without slots, the core refuses it
-            self.credit.fill(self._num_choices)
-            self.echo_text = text
+        """Send the prompt's text before each choice, in one message with its first token, so that a
+        client without a token of a choice has nothing of it."""
+        self._echo = text
 
     def parse_answers(self, form: AnswerFormat) -> None:
-        """Separate reasoning and tool calls from the text of each choice.
-
-        The text that a parser still holds at the end of its choice belongs to no step, so the
-        message with it gets a slot of its own.
-        """
-        if self._parsers:
-            return  # a request that changes its replica has its slots already
+        """Separate reasoning and tool calls from the text of each choice."""
         choices = range(self._num_choices)
         self._parsers = tuple(ChoiceParser(form, f"{self.core_id}/{choice}") for choice in choices)
-        self.credit.widen(self._num_choices)
+        if self.request.chat is not None and (begun := self.request.chat.answer_begun):
+            for parser in self._parsers:
+                parser.skip(begun)
 
     # ---- the loop's side
 
     def push(self, event: OutputEvent) -> None:
         """Take an event of the core; pass tokens on, with the client's own id and parsed."""
         if event.__class__ is not Tokens:
-            super().push(event)
+            if isinstance(event, Replayed):
+                self._replay(event)
+            else:
+                super().push(event)
             return
         self.phase = "decode"
         self.tokens_done += len(event.token_ids)
@@ -78,10 +150,19 @@ class TextStream(RequestStream[StreamEvent]):
             event = tuple.__new__(Tokens, (self.request_id, *event[1:]))
         if self._parsers:
             event = self._parsers[event.choice].take(event)
+        if self._echo and event.choice not in self._echoed:
+            self._echoed.add(event.choice)
+            event = _behind(self._echo, event)
         self._reader.push(event)
 
+    def _replay(self, event: Replayed) -> None:
+        if self._parsers:
+            self._parsers[event.choice].skip(event.text)
+
     def _admit(self, event: Admitted) -> None:
-        if self.request.output.prompt_logprobs is None and not self._is_begun:
+        continuation = self.request.continuation
+        has_received = continuation is not None and continuation.has_begun
+        if (has_received or self.request.output.prompt_logprobs is None) and not self._is_begun:
             self._begin(())
 
     def _begin(self, prompt_logprobs: tuple[TokenLogprob, ...]) -> None:
@@ -91,19 +172,27 @@ class TextStream(RequestStream[StreamEvent]):
         chat = self.request.chat
         dropped = tuple([chat.messages[index] for index in self.dropped]) if chat else ()
         self._reader.push(
-            Started(self.request_id, self.model, self._prompt_tokens, prompt_logprobs, dropped)
+            Started(
+                self.request_id,
+                self.model,
+                self._prompt_tokens,
+                prompt_logprobs,
+                dropped,
+                self.seed,
+                self.attach_token,
+            )
         )
-        if self.echo_text is not None:
-            for choice in range(self._num_choices):
-                self._reader.push(Tokens(RequestId(self.request_id), choice, (), self.echo_text))
 
     def _finish(self, event: Finished) -> None:
-        own_id = RequestId(self.request_id)
-        if self._parsers:
-            rest = self._parsers[event.choice].end(own_id, event.choice)
-            if rest is not None:
-                self._reader.push(rest)
-        self._reader.push(replace(event, request_id=own_id))
-        self._num_finished += 1
-        if self._num_finished == self._num_choices:
+        self._reader.push(replace(event, request_id=RequestId(self.request_id)))
+        self._num_left -= 1
+        if self._num_left == 0:
             self.close(None)
+
+
+def _behind(text: str, event: Tokens) -> Tokens:
+    """Return the event with ``text`` before its own."""
+    tokens = Tokens(*event)._replace(text=text + event.text)
+    if isinstance(event, AnswerTokens):
+        return AnswerTokens.of(tokens, event.reasoning, event.tool_calls)
+    return tokens

@@ -12,7 +12,6 @@ Source of ranges and defaults: the comments in inference.proto.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,18 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from engine.core.common.events import Finished
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import FieldViolation, InvalidRequest
+from engine.requests.chat_values import Chat
+from engine.requests.continuation import Continuation
 from engine.requests.field_types import (
     BIASES,
     IDS,
-    MAPPING,
-    MESSAGES,
     NAME,
     NUMBER,
     OPTIONAL_IDS,
     SWITCH,
     TEXT,
     TEXTS,
-    TOOLS,
     WHOLE,
     convert_fields,
     instance,
@@ -40,12 +38,13 @@ from engine.requests.field_types import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from engine.core.text.types import TokenLogprob
 
 # The proto documents these limits. All are guesses, except MAX_LOGPROBS, which is vLLM's default.
 MAX_CHOICES = 16
+TOKEN_ID_BYTES = 40  # of memory: a number, and its place in a tuple
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
@@ -55,6 +54,7 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_CONSTRAINT_CHARS = 65_536  # guess: a schema of a thousand properties has half as many
 CONSTRAINT_KINDS = frozenset({"json_schema", "json_object", "regex", "lark", "choice"})
+MAX_RESUME_WINDOW_S = 3600.0  # guess: who is away for longer sends a continuation
 MAX_REQUEST_ID_CHARS = 128  # guess: room for two UUIDs and a prefix
 INT32 = (-(2**31), 2**31 - 1)
 
@@ -70,7 +70,7 @@ RANGES = (  # of numbers; the last value says whether the lower bound itself is 
 SAMPLING_TYPES = {
     **dict.fromkeys([name for name, *_ in RANGES], NUMBER),
     **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "seed"), WHOLE),
-    **dict.fromkeys(("ignore_eos", "include_stop"), SWITCH),
+    **dict.fromkeys(("ignore_eos", "include_stop", "speculation"), SWITCH),
     **dict.fromkeys(("stop", "bad_words"), TEXTS),
     **dict.fromkeys(("stop_token_ids", "allowed_token_ids", "banned_token_ids"), IDS),
     "logit_bias": BIASES,
@@ -101,6 +101,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
+    speculation: bool | None = None
 
     def __post_init__(self) -> None:
         convert_fields(self, SAMPLING_TYPES)
@@ -148,76 +149,6 @@ def _outside(
     bracket = "(" if low_open else "["
     top = "∞)" if math.isinf(high) else f"{high:g}]"
     yield FieldViolation(path, f"is {value:g}, outside {bracket}{low:g}, {top}")
-
-
-CHAT_TYPES = {
-    "messages": MESSAGES,
-    "tools": TOOLS,
-    "template_args": MAPPING,
-    "tool_choice": NAME,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation for the model's own chat template.
-
-    A message is a dict with role and content in transformers' (OpenAI's) form; an assistant's
-    message may have tool_calls, and a tool's message has tool_call_id. ``tools`` have the same
-    form: ``{"type": "function", "function": {…}}``. ``tool_choice`` is auto, none, required (at
-    least one call), or the name of the one function that must be called.
-
-    ``truncates``: if the chat leaves too little room for an answer, turns are left out
-    (`engine.requests.context_truncation`), and `Started.dropped` lists their messages.
-    """
-
-    messages: tuple[Mapping[str, Any], ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    template_args: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    truncates: bool = False
-    tool_choice: str = "auto"
-
-    def __post_init__(self) -> None:
-        convert_fields(self, CHAT_TYPES)
-
-    @property
-    def offered_tools(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that the model may know of."""
-        return () if self.tool_choice == "none" else self.tools
-
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.tool_choice not in ("auto", "none")
-
-    def violations(self) -> Iterator[FieldViolation]:
-        """Yield every broken field, by proto path."""
-        if not self.messages:
-            yield FieldViolation("chat.messages", "is empty")
-        for index, message in enumerate(self.messages):
-            path = f"chat.messages[{index}]"
-            if not message.get("role"):
-                yield FieldViolation(f"{path}.role", "is empty")
-            for number, call in enumerate(message.get("tool_calls") or ()):
-                function, call_path = function_of(call), f"{path}.tool_calls[{number}]"
-                if not function.get("name"):
-                    yield FieldViolation(f"{call_path}.name", "is empty")
-                if function.get("arguments", {}) is None:
-                    yield FieldViolation(f"{call_path}.arguments_json", "is not a JSON object")
-        names = [function_of(tool).get("name") for tool in self.tools]
-        for number, name in enumerate(names):
-            if not name:
-                yield FieldViolation(f"chat.tools[{number}].name", "is empty")
-        if self.must_call and self.tool_choice not in names + ["required"][: len(names)]:
-            what = "must be auto, none, required or the name of one of the tools"
-            yield FieldViolation("chat.tool_choice", f"is {self.tool_choice!r}, but {what}")
-
-
-def function_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the function of a tool or a tool call; transformers also takes it bare."""
-    function = entry.get("function", entry)
-    return function if isinstance(function, Mapping) else {}
 
 
 PROMPT_TYPES = {
@@ -270,6 +201,8 @@ GENERATE_TYPES = {
     "prompt": options(PromptOptions),
     "output": options(OutputOptions),
     "timeout_s": NUMBER,
+    "continuation": instance(Continuation, "an engine.Continuation"),
+    "resume_window_s": NUMBER,
 }
 
 
@@ -279,7 +212,9 @@ class GenerateRequest:
 
     ``sampling``, ``prompt`` and ``output`` may also be given as mappings of their fields.
     ``timeout_s`` is the time left until the client's deadline, None without a deadline. The
-    engine makes an id for a request whose ``request_id`` is empty.
+    engine makes an id for a request whose ``request_id`` is empty. With a ``continuation`` the
+    stream has only what comes after it. ``resume_window_s`` is for gRPC's clients: how long the
+    request waits for one that has lost its connection.
 
     Raises:
         InvalidRequest: a field is out of range, unless ``check`` is False; as `validate`.
@@ -298,12 +233,21 @@ class GenerateRequest:
     prompt: PromptOptions = field(default_factory=PromptOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
     timeout_s: float | None = None
+    continuation: Continuation | None = None
+    resume_window_s: float | None = None
     check: InitVar[bool] = True
 
     def __post_init__(self, check: bool) -> None:
         convert_fields(self, GENERATE_TYPES)
         if check:
             self.validate()
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory the input takes."""
+        if self.chat is not None:
+            return sum([len(str(message)) for message in self.chat.messages])
+        return len(self.text or "") + TOKEN_ID_BYTES * len(self.token_ids or ())
 
     def validate(self) -> None:
         """Check every range that needs no model.
@@ -342,6 +286,12 @@ class GenerateRequest:
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 yield FieldViolation(f"output.{name}", f"is {value}, outside [0, {MAX_LOGPROBS}]")
         yield from self.sampling.violations()
+        if self.continuation is not None:
+            yield from self.continuation.violations(self.n or 1, self.sampling.seed)
+        if self.resume_window_s is not None:
+            yield from _outside(
+                "resume_window", self.resume_window_s, 0.0, MAX_RESUME_WINDOW_S, low_open=True
+            )
 
 
 def common_violations(
@@ -391,7 +341,9 @@ class Started:
     """The first event of a stream: the request is admitted.
 
     If the request asks for ``prompt_logprobs``, this event has them and comes with the first token.
-    ``dropped`` are the messages left out of a truncated chat, oldest first.
+    ``dropped`` are the messages left out of a truncated chat, oldest first. ``seed`` is that of the
+    draws, the client's own or one that was drawn; an encoder's requests have none. ``attach_token``
+    is for `Attach`; empty unless the request has a resume window.
     """
 
     request_id: str
@@ -399,6 +351,8 @@ class Started:
     prompt_tokens: int
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     dropped: tuple[Mapping[str, Any], ...] = ()
+    seed: int | None = None
+    attach_token: str = ""
 
 
 class ToolCallDelta(NamedTuple):

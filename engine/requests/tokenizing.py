@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from engine.replica.replica import Replica
     from engine.replica.threads import Threads
+    from engine.requests.chat_values import Chat
     from engine.requests.tasks import RequestTasks
-    from engine.requests.text_values import Chat
     from engine.worker.interface import TokenSpan
 
     AnyReplica = Replica[Any, Any]
@@ -152,7 +152,8 @@ class Tokenizing:
                 chat.messages,
                 tools=chat.offered_tools,
                 template_args=chat.template_args,
-                add_generation_prompt=chat.add_generation_prompt,
+                add_generation_prompt=chat.opens_turn,
+                continue_final_message=chat.continue_final_message,
             ),
             limiter,
         )
@@ -163,6 +164,10 @@ class Tokenizing:
         """
         if num_chars < INLINE_TOKENIZE_CHARS:
             return _guarded(work)()
+        return await self._in_thread(work, self._limiter)
+
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """Return ``work()``, called in a thread. Cancellation: as the class."""
         return await self._in_thread(work, self._limiter)
 
     async def _in_thread(self, work: Callable[[], T], limiter: trio.CapacityLimiter) -> T:

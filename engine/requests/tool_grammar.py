@@ -25,7 +25,8 @@ from engine.requests.answer_format import (
     ToolFormat,
 )
 from engine.requests.answer_parser import NAME_CHARS_MAX
-from engine.requests.text_values import MAX_CONSTRAINT_CHARS, function_of
+from engine.requests.chat_values import function_of
+from engine.requests.text_values import MAX_CONSTRAINT_CHARS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from engine.errors import SpawnFailed
 from engine.memory_limit import default_limit
 from engine.status import Capability
 from engine.worker.interface import RunnerSpec
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
     from engine.worker.interface import EncodeRunner, TextRunner
 
 RUNNER_OF = "engine.worker.factory:runner_of"  # the function that a worker process calls
-ENCODERS = (Capability.TEXT_EMBEDDING, Capability.RERANK)
+ENCODERS = (Capability.TEXT_EMBEDDING, Capability.IMAGE_EMBEDDING, Capability.RERANK)
 # The default size of a shipped model's KV pool. It holds 32 sequences of the story teller's full
 # length; a pool for --max-num-seqs sequences would reserve a gigabyte for a model of 4 MB.
 DEMO_KV_BYTES = 128 << 20
+# The least time after which a rank that says nothing while it loads counts as hung, however short
+# the step timeout: importing torch holds Python's lock for seconds, and for more on a busy machine.
+SILENCE_S = 20.0
 
 
 def threads_for(model: ModelConfig, config: EngineConfig) -> int:
@@ -44,7 +48,7 @@ def threads_for(model: ModelConfig, config: EngineConfig) -> int:
     if _known_capability(model) in ENCODERS:
         return 1
     num_workers = sum(
-        one.num_replicas for one in config.models if _known_capability(one) not in ENCODERS
+        one.num_replicas * one.tp for one in config.models if _known_capability(one) not in ENCODERS
     )
     return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
@@ -63,6 +67,7 @@ def _kv_bytes(model: ModelConfig, config: EngineConfig) -> int | None:
 def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
     """Return one model's share of the configuration, as its runner needs it."""
     limit = config.memory_limit or default_limit()
+    tp = 1 if _known_capability(model) in ENCODERS else model.tp
     return RunnerSpec(
         model=model.model,
         revision=model.revision,
@@ -77,27 +82,31 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
         memory_limit=limit,
         seed=config.seed,
         quantization=model.quantization,
+        max_image_pixels=config.max_image_pixels,
+        tp=tp,
+        speculation=model.speculation if tp == 1 else "off",
     )
 
 
 def make_runner(model: ModelConfig, config: EngineConfig) -> TextRunner | EncodeRunner:
     """Return an unloaded runner that works where ``model.runner`` says: in any thread, on one
-    thread, or in a process of its own.
+    thread, or in a process of its own. A divided model has one process for each rank.
 
     Raises:
         SpawnFailed: as `look_at_files`, unless the runner is a process, which does that by itself.
     """
-    if model.runner == "process":
-        return make_process_runner(model, config)
     spec = runner_spec(model, config)
+    if model.runner == "process" or spec.tp > 1:
+        return make_process_runner(model, config)
     if model.runner == "pinned":
         return pinned_runner_of(spec, model.capability, model.name)
     return runner_of(spec, model.capability)
 
 
 def make_process_runner(model: ModelConfig, config: EngineConfig) -> ProcessRunner:
-    """Return an unloaded runner that works in a process of its own."""
-    return ProcessRunner(RUNNER_OF, runner_spec(model, config), model.capability)
+    """Return an unloaded runner that works in a process of its own, or in those of its ranks."""
+    spec, patience_s = runner_spec(model, config), max(SILENCE_S, config.step_timeout_s)
+    return ProcessRunner(RUNNER_OF, spec, model.capability, patience_s)
 
 
 def pinned_runner_of(
@@ -122,6 +131,9 @@ def runner_of(spec: RunnerSpec, kind: Capability | None) -> TextRunner | EncodeR
         SpawnFailed: as `look_at_files`.
     """
     kind = look_at_files(spec, kind)
+    if spec.tp > 1 and kind in ENCODERS:
+        what = f"{kind.value} models are not divided; leave tensor_parallel_size out"
+        raise SpawnFailed(what)
     return _encode_runner(spec, kind) if kind in ENCODERS else _text_runner(spec)
 
 
@@ -134,7 +146,12 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
         SpawnFailed: there are no such files, or they are not those of a model that is served.
     """
     try:
-        directory = resolve(spec.model, spec.revision).directory
+        source = resolve(spec.model, spec.revision)
+        if source.gguf is not None:
+            if kind in ENCODERS:
+                raise Refusal("a GGUF file is served as a text model only")
+            return Capability.TEXT_TO_TEXT
+        directory = source.directory
         refuse_pointers(directory, WANTED_FILES)
         kind = kind or capability.capability_of(directory)
         if kind in ENCODERS:
@@ -150,6 +167,10 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
 
 
 def _text_runner(spec: RunnerSpec) -> TextRunner:
+    if spec.tp > 1:
+        from engine.worker.rank_runners import rank_runner
+
+        return rank_runner(spec)
     from engine.worker.text_runner import TorchRunner
 
     return TorchRunner(spec)

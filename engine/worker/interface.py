@@ -5,13 +5,15 @@ load, execute a plan, close. Each kind adds what it alone can do: a `TextRunner`
 constraints, an `EncodeRunner` has a tokenizer for inputs. A new kind of work is a new plan, a new
 result, a new info and a protocol beside these two.
 
+This file is long because it has every sentence of the contract between the engine and its workers.
+
 Rule 1: every value here pickles without torch, so that a runner can live in a process of its own.
 Rule 2: this file imports no torch; the rest of `engine.worker` does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from engine.core.text.types import Constraint
+    from engine.images.fit import ImageFit
 
 
 # ---- what a runner is made from, and what it reports while it loads
@@ -32,11 +35,16 @@ if TYPE_CHECKING:
 class RunnerSpec:
     """Which model to load, and with what resources. A spec is all that a runner is made from.
 
-    ``model`` is a directory, a demo id or a Hugging Face id. ``kv_bytes`` bounds the KV pool;
-    the runner turns the bound into blocks once it knows the model. ``memory_limit`` is how many
-    bytes the process may use; error messages of a load name it. ``threads`` 0 means the library's
-    default. ``quantization`` is "none" or "int8", which stores each weight in one byte with one
-    scale per output.
+    ``model`` is a directory, a GGUF file, a demo id or a Hugging Face id. ``kv_bytes`` bounds the
+    KV pool; the runner turns the bound into blocks once it knows the model. ``memory_limit`` is how
+    many bytes the process may use; error messages of a load name it. ``threads`` 0 means the
+    library's default. ``quantization`` is "none", or the bits that float weights are rounded to:
+    "int8" or "int4". ``max_image_pixels`` is how many pixels the file of an image may have.
+    ``speculation`` is how tokens are drafted: "off", or "lookup".
+
+    The runner is rank ``rank`` of the ``tp`` ranks of a divided model, which meet in the file
+    ``rendezvous``; ``kv_bytes`` and ``memory_limit`` are those of all ranks together. With a ``tp``
+    of 1, it computes the whole model.
     """
 
     model: str
@@ -52,6 +60,11 @@ class RunnerSpec:
     memory_limit: int = 0
     seed: int = 0
     quantization: str = "none"
+    max_image_pixels: int = 2**25
+    speculation: str = "off"
+    tp: int = 1
+    rank: int = 0
+    rendezvous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +72,19 @@ class MemoryEstimate:
     """How much memory a runner will need once it is loaded: weights, KV pool and workspace.
 
     ``num_bytes`` are bytes of ``device``. ``limit`` is how many bytes of that device all models
-    together may use; None stands for the limit that the CPU's memory has.
+    together may use; None stands for the limit that the CPU's memory has. ``others`` is what the
+    runner needs of other devices, where the ranks of its model have a device each.
     """
 
     num_bytes: int
     device: str = "cpu"
     limit: int | None = None
+    others: tuple[MemoryEstimate, ...] = ()
+
+    @property
+    def by_device(self) -> tuple[MemoryEstimate, ...]:
+        """What the runner needs of each device."""
+        return (replace(self, others=()), *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +144,19 @@ class WorkerInfo(Protocol):
         ...
 
     @property
+    def quantization(self) -> str:
+        """The form of the linear layers' weights, such as int8; empty if it is that of the
+        dtype."""
+        ...
+
+    @property
+    def tp(self) -> int:
+        """How many processes the model is divided among; 1 if it is whole."""
+        ...
+
+    @property
     def memory_bytes(self) -> int:
-        """Bytes of the device that the model takes."""
+        """Bytes of the device that the model takes, or of all devices of its ranks."""
         ...
 
     @property
@@ -230,6 +261,7 @@ class Tokenizer(Protocol):
         tools: Sequence[Mapping[str, object]] = (),
         template_args: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the prompt that the model's chat template makes of messages.
 
@@ -288,6 +320,8 @@ class ModelInfo:
     is_demo: bool = False
     threads: int = 0  # CPU threads that a step uses
     context_note: str = ""  # why max_model_len is less than the model's own length
+    quantization: str = ""  # the form of the linear layers' weights; "": that of the dtype
+    tp: int = 1  # processes that the model is divided among
 
     @property
     def capability(self) -> Capability:
@@ -300,9 +334,53 @@ class ModelInfo:
         return self.num_blocks // -(-self.max_model_len // self.block_size)
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """Describes a loaded adapter. Adapters of one ``digest`` have the same content, and so give the
+    same answers. ``num_bytes`` are those of the device that it takes."""
+
+    digest: str
+    num_bytes: int
+    rank: int = 0  # the largest of its layers
+    num_layers: int = 0  # linear layers that it changes
+
+
+class Adapters(Protocol):
+    """The adapters (LoRA) of one loaded text model. Each method is called from any thread, several
+    at once, and during steps."""
+
+    def measure(self, directory: str) -> int:
+        """Return how many bytes of the device loading an adapter takes at most. May be called
+        before the model has loaded.
+
+        Raises:
+            SpawnFailed: as `load`, as far as the adapter's small files show.
+        """
+        ...
+
+    def load(self, directory: str) -> AdapterInfo:
+        """Load the adapter in a directory. A step may use it, by its digest, as soon as this
+        returns. Loading the same content again counts, and takes no more memory.
+
+        Raises:
+            SpawnFailed: it cannot be served with this model; one sentence says why.
+            ShuttingDown, WorkerLost: the model is gone.
+        """
+        ...
+
+    def unload(self, digest: str) -> None:
+        """Drop an adapter, once this was called for its digest as often as `load` returned it."""
+        ...
+
+
 class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):
     """A runner of a model that generates text. Its steps run the model, sample, turn tokens into
     text and match stop strings. It owns the KV pool, too."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """The model's adapters."""
+        ...
 
     def compile(self, constraint: Constraint) -> int:
         """Make a constraint ready for sequences that will be admitted with it; return about how
@@ -321,18 +399,32 @@ class TextRunner(Runner[StepPlan, StepResult, ModelInfo], Protocol):
         ...
 
 
+@runtime_checkable
+class RankRunner(Protocol):
+    """A runner of one rank of a divided model."""
+
+    @property
+    def num_collectives(self) -> int:
+        """How many operations of all ranks together this one has begun. After a step that failed,
+        the ranks can go on if they have begun equally many."""
+        ...
+
+
 # ---- runners of encoders
 
 
 class EncoderKind(Enum):
-    """What an encoder computes: a vector for each text, or a score for each pair of texts."""
+    """What an encoder computes: a vector for each text, a vector for each text or image, or a score
+    for each pair of texts."""
 
     EMBEDDING = "embedding"
+    IMAGE_EMBEDDING = "image-embedding"
     RERANK = "rerank"
 
 
 _CAPABILITIES = {
     EncoderKind.EMBEDDING: Capability.TEXT_EMBEDDING,
+    EncoderKind.IMAGE_EMBEDDING: Capability.IMAGE_EMBEDDING,
     EncoderKind.RERANK: Capability.RERANK,
 }
 
@@ -352,9 +444,13 @@ class EncoderInfo:
     prompt_names: tuple[str, ...] = ()
     is_demo: bool = False
     threads: int = 0  # CPU threads that a step uses
+    text_width: int = 0  # tokens to which the model pads each text, alone as in a batch; 0: none
+    images: ImageFit | None = None  # how its images are fitted; None: it reads none
 
     context_note = ""
+    quantization = ""
     full_sequences = 0
+    tp = 1
 
     @property
     def capability(self) -> Capability:

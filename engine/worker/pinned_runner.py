@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from engine.core.text.types import Constraint
     from engine.worker.interface import (
+        Adapters,
         EncoderTokenizer,
         EncodeRunner,
         LoadProgress,
@@ -128,6 +129,11 @@ class PinnedTextRunner(_PinnedRunner[StepPlan, StepResult, ModelInfo]):
     def __init__(self, runner: TextRunner, name: str) -> None:
         super().__init__(runner, name)
         self._runner = runner
+
+    @property
+    def adapters(self) -> Adapters:
+        """The runner's own adapters. They are loaded in the caller's thread, beside steps."""
+        return self._runner.adapters
 
     def compile(self, constraint: Constraint) -> int:
         """Compile in the caller's thread, beside steps."""

@@ -1,19 +1,25 @@
 """The state that a worker keeps for each sequence, from its admission to its release.
 
-Rule 1: a state changes only in `SequenceState.advance`, `place`, `note_scores` and `tell_scores`,
-which the runner calls once the step can no longer fail. Rule 2: a preempted sequence keeps
+Rule 1: a state changes only in `SequenceState.advance`, `place`, `note_scores`, `tell_scores`,
+`take_replayed` and `offer`, which the runner calls once the step can no longer fail; `replay` is
+part of its making. Rule 2: a preempted sequence keeps
 everything but its blocks, because its text and its sampling depend on prompt and output only (D8).
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.core.common.steps import RowFailure
+from engine.core.text.plan import DRAFTED_TOKENS_MAX, RowResult
 from engine.core.text.types import TokenLogprob
-from engine.errors import EngineBug
+from engine.errors import EngineBug, FieldViolation
+from engine.worker.drafting.look_up import LookUp
+from engine.worker.failures import describe
 from engine.worker.sampling.edits import make_edits
 from engine.worker.sampling.sampler import SampleRow
 from engine.worker.text.detokenizer import TextState
@@ -34,6 +40,8 @@ if TYPE_CHECKING:
 
 NO_BLOCKS = np.zeros(0, np.int64)
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class SequenceState:
@@ -48,13 +56,56 @@ class SequenceState:
     edits: Edits | None = None  # the request's changes to its logits
     matching: Matching | None = None  # the sequence's state in its constraint's grammar
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the second token on
+    replayed: str = ""  # the text of a continued choice's earlier tokens, until it was returned
+    verdict: RowResult | RowFailure | None = None  # of a sequence that cannot go on
+    look_up: LookUp | None = None  # None: no tokens are drafted
+    draft: list[int] = field(default_factory=list)  # may follow ``tokens``
+    adapter: str = ""  # the digest of the adapter that computes it; "": the base model alone
 
     @classmethod
-    def admit(cls, new: AdmittedSequence, matching: Matching | None = None) -> SequenceState:
-        """Return the state of a new sequence, which has no blocks and no output."""
+    def admit(
+        cls, new: AdmittedSequence, matching: Matching | None = None, *, drafts: bool = False
+    ) -> SequenceState:
+        """Return the state of a new sequence, which has no blocks and no output. ``drafts``: it
+        offers drafts, unless its request does not want them."""
         edits = make_edits(new.sampling, new.prompt)
         tokens, size = list(new.prompt), len(new.prompt)
-        return cls(tokens, size, new.sampling, new.stops, None, NO_BLOCKS, edits, matching)
+        state = cls(tokens, size, new.sampling, new.stops, None, NO_BLOCKS, edits, matching)
+        state.look_up = LookUp() if drafts and new.speculates else None
+        state.adapter = new.adapter
+        return state
+
+    def replay(self, new: AdmittedSequence, tokenizer: HfTokenizer) -> None:
+        """Take the tokens that a continued choice has already, as if they had been sampled here. If
+        they end the choice, or cannot be the output of its request, every row of the sequence gets
+        the ``verdict``. Never raises."""
+        self.verdict = self._replay(new, tokenizer)
+        self.tokens = [*new.prompt, *new.output]  # the plans have rows for all of them
+
+    def _replay(
+        self, new: AdmittedSequence, tokenizer: HfTokenizer
+    ) -> RowResult | RowFailure | None:
+        texts: list[str] = []
+        end: RowResult | None = None
+        for index, token in enumerate(new.output):
+            if end is not None:
+                return _misfit(new, index, "comes after the end of the choice")
+            if self.matching is not None and not self.matching.allows(token):
+                return _misfit(new, index, "does not follow the constraint")
+            try:
+                step = self.advance(token, tokenizer)
+            except Exception as error:
+                return RowFailure(new.sequence, "text", describe(error))
+            texts.append(step.text)
+            if step.finish is not None:
+                end = RowResult(new.sequence, finish=step.finish, matched=step.matched)
+        self.replayed = "".join(texts)
+        return end
+
+    def take_replayed(self) -> str:
+        """Return the text of the tokens that were replayed, and drop it here."""
+        text, self.replayed = self.replayed, ""
+        return text
 
     @property
     def position(self) -> int:
@@ -63,14 +114,35 @@ class SequenceState:
 
     def sample_row(self) -> SampleRow:
         """Return how the next token is to be sampled. A constraint's mask is still empty."""
-        is_early = self.position < self.stops.min_tokens
-        banned = self.stops.token_ids if is_early else frozenset()
-        if self.matching is None:
-            return SampleRow(self.sampling, self.position, banned, self.edits)
-        # With ignore_eos, the grammar's end tokens are not among the request's stop tokens.
-        banned |= frozenset(self.matching.ends) - self.stops.token_ids
-        mask = self.matching.new_mask()
-        return SampleRow(self.sampling, self.position, banned, self.edits, mask)
+        return _sample_row(self.sampling, self.stops, self.position, self.edits, self.matching)
+
+    def ahead(self) -> Ahead:
+        """Return a copy of what decides how tokens are sampled, to sample behind drafts."""
+        return Ahead(
+            self.sampling,
+            self.stops,
+            self.position,
+            None if self.edits is None else self.edits.fork(),
+            None if self.matching is None else self.matching.fork(),
+        )
+
+    def offer(self) -> int:
+        """Draft tokens that may follow, and return how many there are. What the constraint forces
+        comes first. The draft ends before a token that would end the sequence, and before one that
+        the constraint forbids."""
+        self.draft = []
+        most = min(DRAFTED_TOKENS_MAX, self.stops.max_tokens - self.position - 1)
+        if self.look_up is None or most < 1:
+            return 0
+        forced = [] if self.matching is None else self.matching.forced()[:most]
+        draft = forced
+        if len(forced) < most:
+            draft = [*forced, *self.look_up.draft(self.tokens, forced, most - len(forced))]
+        ends = self.stops.token_ids
+        self.draft = draft[: next((i for i, token in enumerate(draft) if token in ends), most)]
+        if self.matching is not None:
+            del self.draft[self.matching.num_allowed(self.draft) :]
+        return len(self.draft)
 
     @property
     def is_scoring(self) -> bool:
@@ -137,4 +209,63 @@ class SequenceState:
             blocks=np.array(child.blocks, np.int64),
             edits=None if self.edits is None else self.edits.fork(),
             matching=None if self.matching is None else self.matching.fork(),
+            adapter=self.adapter,
+            look_up=None if self.look_up is None else LookUp(),
         )
+
+
+@dataclass(slots=True)
+class Ahead:
+    """What decides how a sequence samples, some tokens ahead of its `SequenceState`: these tokens
+    were sampled in the same step and are not part of the state yet."""
+
+    sampling: Sampling
+    stops: Stops
+    position: int
+    edits: Edits | None
+    matching: Matching | None
+
+    def push(self, token: int) -> bool:
+        """Take a token that was sampled. Returns False if it ends the sequence.
+
+        Raises:
+            EngineBug: the constraint does not allow the token.
+        """
+        self.position += 1
+        if self.edits is not None:
+            self.edits.push(token)
+        return self.matching is None or not self.matching.push(token)
+
+    def sample_row(self) -> SampleRow:
+        """Return how the next token is to be sampled. A constraint's mask is filled already."""
+        row = _sample_row(self.sampling, self.stops, self.position, self.edits, self.matching)
+        if self.matching is not None and row.mask is not None:
+            self.matching.fill(row.mask)
+        return row
+
+
+def _sample_row(
+    sampling: Sampling, stops: Stops, position: int, edits: Edits | None, matching: Matching | None
+) -> SampleRow:
+    banned = stops.token_ids if position < stops.min_tokens else frozenset()
+    if matching is None:
+        return SampleRow(sampling, position, banned, edits)
+    # With ignore_eos, the grammar's end tokens are not among the request's stop tokens.
+    banned |= frozenset(matching.ends) - stops.token_ids
+    return SampleRow(sampling, position, banned, edits, matching.new_mask())
+
+
+def _misfit(new: AdmittedSequence, index: int, what: str) -> RowFailure:
+    """Return the failure of a continued choice whose tokens its request cannot have made."""
+    path = f"continuation.choices[{new.sampling.choice}].token_ids[{index}]"
+    return RowFailure(new.sequence, "replay", what, FieldViolation(path, what))
+
+
+def offer_of(state: SequenceState) -> int:
+    """Return how many tokens the sequence drafts. A draft that fails is none."""
+    try:
+        return state.offer()
+    except Exception:
+        log.exception("drafting failed")
+        state.look_up = None
+        return 0

@@ -12,7 +12,7 @@ work on the fields of one runner; whatever does not need these fields has a modu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from engine.core.common.steps import RowFailure, StepTimings
-from engine.core.text.plan import Logits, RowResult, StepResult
+from engine.core.text.plan import DRAFTING_STEP_MAX, Logits, RowResult, StepResult
 from engine.errors import EngineBug, ShuttingDown
 from engine.gc_tuning import collect_after_close
+from engine.worker.adapters import LoadedAdapters, group_rows
 from engine.worker.failures import describe, is_out_of_memory, load_failures, step_failures
 from engine.worker.forward import packing
 from engine.worker.forward.attention import KEYWORD
@@ -33,15 +34,23 @@ from engine.worker.forward.thread_state import thread_state
 from engine.worker.forward.transfer import send
 from engine.worker.interface import LoadProgress, ModelInfo
 from engine.worker.load.architectures import context_limit, context_note, layer_shapes
-from engine.worker.load.checkpoint import Checkpoint
+from engine.worker.load.division import Division, pick_rank_device
 from engine.worker.load.generation_config import read_generation
-from engine.worker.load.loader import estimate_on, load_model, pick_device, pick_dtype, read_config
+from engine.worker.load.loader import (
+    estimate_on,
+    load_model,
+    pick_dtype,
+    read_config,
+    weight_bytes,
+)
 from engine.worker.load.probe import probe
-from engine.worker.load.resolve import resolve, short_name
-from engine.worker.sampling.constraint_compiler import LEAVES_NOTHING, ConstraintCompiler, refusal
+from engine.worker.load.resolve import short_name
+from engine.worker.model_files import open_files
+from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
 from engine.worker.sampling.logprobs import Wanted, score
-from engine.worker.sampling.sampler import NothingToSample, sample
-from engine.worker.sequences import SequenceState
+from engine.worker.sampling.sampler import sample
+from engine.worker.sequences import SequenceState, offer_of
+from engine.worker.step_batch import NO_SCORES, Batch, Choice, Drawn, ScoredRow, Scores, failure_of
 from engine.worker.text.tokenizer import load_tokenizer
 from engine.worker.warmup import warm_up, workspace_bytes
 
@@ -52,59 +61,14 @@ if TYPE_CHECKING:
     from engine.core.common.types import SequenceId
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
     from engine.core.text.types import Constraint, TokenLogprob
+    from engine.worker.forward.adapters import AdapterGroup, AdapterHost
     from engine.worker.forward.attention import AttentionBackend
     from engine.worker.forward.packing import Ints
     from engine.worker.interface import MemoryEstimate, RunnerSpec
     from engine.worker.load.loader import LoadedModel
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.masks import Mask
-    from engine.worker.sampling.sampler import SampleRow
     from engine.worker.text.tokenizer import HfTokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """One token to be sampled, for a row's sequence or for a child that forks from it."""
-
-    sequence: SequenceId
-    row: SampleRow
-    logits: int  # index of its row in the kept logits
-
-
-@dataclass(frozen=True, slots=True)
-class _ScoredRow:
-    """A row that scores tokens of its prompt, namely those after positions ``start`` to
-    ``start + count - 1``. Its ``count`` kept logits begin at index ``logits``."""
-
-    sequence: SequenceId
-    start: int
-    count: int
-    logits: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """The log-probabilities of one step: of each sampled token, and of the prompt tokens that the
-    step scored."""
-
-    tokens: Mapping[SequenceId, TokenLogprob]
-    prompts: Mapping[SequenceId, Sequence[TokenLogprob]]
-
-
-NO_SCORES = _Scores({}, {})
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """A plan in the form that the model takes."""
-
-    rows: packing.PackedRows
-    input_ids: Ints  # [num_tokens]
-    tables: tuple[Ints, ...]  # each row's block table after the step
-    keep: Ints  # [num_kept] indices of the tokens whose logits are computed, ascending
-    choices: tuple[_Choice, ...]
-    scored: tuple[_ScoredRow, ...]
-    masks: tuple[tuple[Matching, Mask], ...]  # each is filled before the choices are drawn
 
 
 class TorchRunner:
@@ -116,8 +80,11 @@ class TorchRunner:
     """
 
     def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
+        self.adapters = LoadedAdapters(spec)
         self._spec = spec
         self._chosen = backend
+        self._host: AdapterHost | None = None
+        self._division = Division(spec.rank, spec.tp)
         self._backend: AttentionBackend | None = None
         self._device = torch.device("cpu")
         self._model: LoadedModel | None = None
@@ -135,20 +102,23 @@ class TorchRunner:
         return self._tokenizer
 
     def estimate(self) -> MemoryEstimate:
-        """Return what `load` will need, from the config and the headers of the weight files.
+        """Return what `load` will need, from the config and the headers of the weight files. A
+        rank's estimate is that of its own part.
 
         Raises:
             SpawnFailed: the model cannot be served, as far as these files show.
         """
-        with self._load_failures():
+        with _failures_of(self):
             spec = self._spec
-            device = pick_device(spec.device)
-            source = resolve(spec.model, spec.revision)
-            _, config = read_config(source.directory)
-            limit = context_limit(config, spec.max_model_len)
-            with Checkpoint(source.directory) as checkpoint:
-                dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-                num_bytes = checkpoint.num_values * dtype.itemsize
+            device = pick_rank_device(spec.device, self._division)
+            with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
+                architecture, config = read_config(files.source.directory)
+                self._division.divide(config, architecture)
+                limit = context_limit(config, spec.max_model_len)
+                with files.open_weights() as whole:
+                    checkpoint = self._division.part_of(whole, architecture, config)
+                    dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+                    num_bytes = weight_bytes(checkpoint, config, dtype, spec.quantization)
             num_bytes += size_pool(spec, layer_shapes(config), dtype.itemsize, limit).num_bytes
             return estimate_on(device, num_bytes + workspace_bytes(spec, config, dtype))
 
@@ -158,12 +128,8 @@ class TorchRunner:
         Raises:
             SpawnFailed: the model cannot be served; one sentence says why. Nothing is kept.
         """
-        with self._load_failures(), self._thread_state():
+        with _failures_of(self), self._thread_state():
             return self._load(progress)
-
-    def _load_failures(self) -> AbstractContextManager[None]:
-        name = short_name(self._spec.model)
-        return load_failures(name, self.close, needs="weights and KV pool")
 
     def compile(self, constraint: Constraint) -> int:
         """Compile a constraint, as `ConstraintCompiler.compile`.
@@ -195,6 +161,8 @@ class TorchRunner:
         Idempotent."""
         self._model = self._cache = self._tokenizer = self._generator = self._backend = None
         self._sequences.clear()
+        self._host = None
+        self.adapters.close()
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
@@ -207,21 +175,35 @@ class TorchRunner:
     def _load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
         spec = self._spec
         progress(LoadProgress("config"))
-        self._device = device = pick_device(spec.device)
-        source = resolve(spec.model, spec.revision)
-        architecture, config = read_config(source.directory)
-        limit = context_limit(config, spec.max_model_len)
-        shapes = layer_shapes(config)
-        defaults, ends = read_generation(source, config)
-        with Checkpoint(source.directory) as checkpoint:
-            dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-            pool = size_pool(spec, shapes, dtype.itemsize, limit)
-            self._tokenizer = load_tokenizer(source.directory)
-            if self._chosen is not None or objection_to_kernels(device, dtype, shapes):
-                _, config = read_config(source.directory, is_stock=True)
-            model = load_model(
-                checkpoint, architecture, config, dtype=dtype, device=device, progress=progress
-            )
+        self._device = device = pick_rank_device(spec.device, self._division)
+        with open_files(spec.model, spec.revision, with_tokenizer=True) as files:
+            source = files.source
+            architecture, config = read_config(source.directory)
+            self._division.divide(config, architecture)
+            limit = context_limit(config, spec.max_model_len)
+            shapes = layer_shapes(config)
+            defaults, ends = read_generation(source, config)
+            with files.open_weights() as whole:
+                checkpoint = self._division.part_of(whole, architecture, config)
+                dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
+                pool = size_pool(spec, shapes, dtype.itemsize, limit)
+                self._tokenizer = load_tokenizer(source.directory)
+                if (
+                    self._chosen is not None
+                    or objection_to_kernels(device, dtype, shapes)
+                    or self._division.objection_to_decoder(architecture)
+                ):
+                    _, config = read_config(source.directory, is_stock=True)
+                    self._division.divide(config, architecture)
+                model = load_model(
+                    checkpoint,
+                    architecture,
+                    config,
+                    dtype=dtype,
+                    device=device,
+                    progress=progress,
+                    quantization=spec.quantization,
+                )
         progress(LoadProgress("warm-up"))
         calls = probe(model, shapes)
         self._cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
@@ -229,10 +211,19 @@ class TorchRunner:
         if backend is None:
             backend, reason = pick_backend(device, dtype, shapes, calls)
         execution = prepare(
-            model, backend, reason, calls, self._cache, quantization=spec.quantization
+            model,
+            backend,
+            reason,
+            calls,
+            self._cache,
+            quantization=spec.quantization,
+            objection=self._division.objection_to_decoder(architecture),
         )
         self._model = model = execution.model
+        self._connect(model)
         self._backend = execution.backend
+        self._host = execution.adapters
+        self.adapters.open(execution.adapters, dtype, device)
         self._generator = torch.Generator(device).manual_seed(spec.seed)
         self._grammars = ConstraintCompiler(self._tokenizer, int(config.vocab_size), ends)
         warm_up(self._execute, pool)
@@ -251,7 +242,11 @@ class TorchRunner:
             is_demo=source.is_demo,
             threads=spec.threads,
             context_note=context_note(config, spec.max_model_len, pool.max_model_len),
+            quantization=execution.model.quantization,
         )
+
+    def _connect(self, model: LoadedModel) -> None:
+        """Do nothing: the ranks of a divided model connect here (`engine.worker.rank_runners`)."""
 
     def _thread_state(self) -> AbstractContextManager[None]:
         """Return a context that sets the calling thread's state (Rule 3)."""
@@ -271,7 +266,7 @@ class TorchRunner:
         for matching, mask in batch.masks if batch else ():  # a device still computes the forward
             matching.fill(mask)
         times.append(perf_counter())
-        drawn = self._sample(batch.choices, logits) if batch and logits is not None else {}
+        drawn = self._choose(plan.rows, batch, logits) if batch and logits is not None else {}
         scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
         times.append(perf_counter())
         rows = self._finish(plan.rows, batch, drawn, scores) if batch else ()
@@ -288,10 +283,15 @@ class TorchRunner:
             matching = None
             if new.constraint is not None and self._grammars is not None:
                 matching = self._grammars.start(new.constraint)
-            self._sequences[new.sequence] = SequenceState.admit(new, matching)
+            drafts = self._spec.speculation != "off"
+            state = SequenceState.admit(new, matching, drafts=drafts)
+            if new.output:
+                state.replay(new, self.tokenizer)
+            self._sequences[new.sequence] = state
 
-    def _pack(self, rows: Sequence[Row]) -> _Batch:
-        """Lay the rows out for the model. This changes no state.
+    def _pack(self, rows: Sequence[Row]) -> Batch:
+        """Lay the rows out for the model, those of one adapter after one another. This changes no
+        state, except that a row whose adapter has gone gets its ``verdict``.
 
         Raises:
             EngineBug: a row does not fit its sequence.
@@ -299,39 +299,53 @@ class TorchRunner:
         ids: list[int] = []
         keep: list[int] = []
         tables: list[Ints] = []
-        choices: list[_Choice] = []
-        scored: list[_ScoredRow] = []
+        choices: list[Choice] = []
+        scored: list[ScoredRow] = []
         masks: list[tuple[Matching, Mask]] = []
+        planned, adapters = rows, self.adapters.of_rows(rows, self._sequences)
+        if adapters:
+            rows = sorted(rows, key=lambda row: self._state_of(row).adapter)
         for row in rows:
             state = self._state_of(row)
-            ids.extend(state.tokens[row.start : row.start + row.count])
+            drafts = tuple(state.draft[: row.drafts])
+            ids.extend(state.tokens[row.start : row.start + row.count - row.drafts])
+            ids.extend(drafts)
             tables.append(self._table_after(row, state))
-            if row.logits is Logits.NONE:
+            is_decided = state.verdict is not None
+            # The ranks of a divided model keep the same rows, and only the first knows verdicts.
+            if row.logits is Logits.NONE or (is_decided and self._division.size == 1):
                 continue
-            kept = row.count if row.logits.scores else 1
+            kept = row.count if row.logits.scores else 1 + row.drafts
             if row.logits.scores and state.is_scoring:
-                scored.append(_ScoredRow(row.sequence, row.start, row.count, len(keep)))
+                scored.append(ScoredRow(row.sequence, row.start, row.count, len(keep)))
             keep.extend(range(len(ids) - kept, len(ids)))
-            if not row.logits.samples:
+            if not row.logits.samples or is_decided:
                 continue
             first = state.sample_row()
             if state.matching is not None and first.mask is not None:
                 masks.append((state.matching, first.mask))
-            choices.append(_Choice(row.sequence, first, len(keep) - 1))
+            choices.append(Choice(row.sequence, first, len(keep) - 1 - row.drafts, drafts))
             for child in row.children:  # they share the mask of their parent
                 own = replace(first, sampling=replace(first.sampling, choice=child.choice))
-                choices.append(_Choice(child.sequence, own, len(keep) - 1))
+                choices.append(Choice(child.sequence, own, len(keep) - 1))
         starts = [row.start for row in rows]
         counts = [row.count for row in rows]
         packed = packing.pack(starts, counts, tables, self._spec.block_size)
-        return _Batch(
+        kept_tokens = np.array(keep, np.int64)
+        groups: tuple[AdapterGroup, ...] = ()
+        if adapters:
+            groups = group_rows([adapters.get(row.sequence) for row in rows], counts, kept_tokens)
+            of_row = {row.sequence: table for row, table in zip(rows, tables, strict=True)}
+            tables = [of_row[row.sequence] for row in planned]
+        return Batch(
             packed,
             np.array(ids, np.int64),
             tuple(tables),
-            np.array(keep, np.int64),
+            kept_tokens,
             tuple(choices),
             tuple(scored),
             tuple(masks),
+            groups,
         )
 
     def _state_of(self, row: Row) -> SequenceState:
@@ -343,14 +357,16 @@ class TorchRunner:
         state = self._sequences.get(row.sequence)
         if state is None:
             raise EngineBug(f"sequence {row.sequence} is planned and not admitted")
-        end = row.start + row.count
-        if row.count < 1 or row.start < 0 or end > len(state.tokens):
+        end = row.start + row.count - row.drafts
+        if end <= row.start or row.start < 0 or end > len(state.tokens):
             raise EngineBug(
                 f"sequence {row.sequence} has {len(state.tokens)} tokens, and positions "
                 f"{row.start} … {end - 1} are planned"
             )
         if row.logits.samples and end != len(state.tokens):
             raise EngineBug(f"sequence {row.sequence} is to be sampled before its last token")
+        if row.drafts > (len(state.draft) if row.logits is Logits.LAST else 0):
+            raise EngineBug(f"sequence {row.sequence} is to verify more drafts than it offered")
         if row.logits is Logits.LAST and state.num_unscored:
             raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
         return state
@@ -367,7 +383,7 @@ class TorchRunner:
             raise EngineBug(f"sequence {row.sequence} has {len(table)} blocks for {end} tokens")
         return table
 
-    def _forward(self, batch: _Batch) -> torch.Tensor:
+    def _forward(self, batch: Batch) -> torch.Tensor:
         """Run the step's forward and return logits [num_kept, vocab] float32."""
         assert self._model is not None
         assert self._cache is not None
@@ -375,17 +391,53 @@ class TorchRunner:
         ids, positions, keep = send(
             (batch.input_ids, batch.rows.positions, batch.keep), self._device
         )
-        output = self._model.module(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            **{KEYWORD: self._backend.prepare(batch.rows, self._cache)},
-        )
+        inputs = {
+            "input_ids": ids[None],
+            "position_ids": positions[None],
+            "use_cache": False,
+            "logits_to_keep": keep,
+            KEYWORD: self._backend.prepare(batch.rows, self._cache),
+        }
+        if batch.groups:
+            assert self._host is not None
+            output = self._host.forward(batch.groups, inputs)
+        else:
+            output = self._model.module(**inputs)
         return output.logits[0].to(torch.float32)
 
+    def _choose(
+        self, rows: Sequence[Row], batch: Batch, logits: torch.Tensor
+    ) -> dict[SequenceId, Drawn]:
+        """Return what each choice gets: its next token and, as long as the tokens are those that
+        were drafted, the ones behind them. This changes no state."""
+        first = self._sample(batch.choices, logits)
+        drawn: dict[SequenceId, Drawn] = {
+            name: (token,) if isinstance(token, int) else token for name, token in first.items()
+        }
+        going = [
+            (choice, self._sequences[choice.sequence].ahead())
+            for choice in batch.choices
+            if choice.drafts and first[choice.sequence] == choice.drafts[0]
+        ]
+        while going:
+            next_ones = [
+                (Choice(one.sequence, ahead.sample_row(), one.logits + 1, one.drafts[1:]), ahead)
+                for one, ahead in going
+                if ahead.push(one.drafts[0])
+            ]
+            found = self._sample([one for one, _ in next_ones], logits) if next_ones else {}
+            going = []
+            for one, ahead in next_ones:
+                token, before = found[one.sequence], drawn[one.sequence]
+                # A failure here is that of the next step, which samples this position again.
+                if isinstance(token, int) and not isinstance(before, RowFailure):
+                    drawn[one.sequence] = (*before, token)
+                    if one.drafts and token == one.drafts[0]:
+                        going.append((one, ahead))
+        return drawn
+
     def _sample(
-        self, choices: Sequence[_Choice], logits: torch.Tensor
+        self, choices: Sequence[Choice], logits: torch.Tensor
     ) -> dict[SequenceId, int | RowFailure]:
         """Return a token for each choice, or why the choice has none: its logits are not finite, or
         none of its tokens may be sampled. All choices are drawn in one call. If the call fails,
@@ -405,13 +457,13 @@ class TorchRunner:
                 raise
             if len(left) == 1:
                 only = left[0]
-                return drawn | {only.sequence: _failure(only, logits[only.logits], error)}
+                return drawn | {only.sequence: failure_of(only, logits[only.logits], error)}
         for choice in left:
             drawn.update(self._sample([choice], logits))
         return drawn
 
     def _draw(
-        self, choices: Sequence[_Choice], logits: torch.Tensor
+        self, choices: Sequence[Choice], logits: torch.Tensor
     ) -> dict[SequenceId, int | RowFailure]:
         assert self._generator is not None
         where = [choice.logits for choice in choices]
@@ -422,28 +474,31 @@ class TorchRunner:
 
     def _score(
         self,
-        batch: _Batch,
+        batch: Batch,
         logits: torch.Tensor,
-        drawn: Mapping[SequenceId, int | RowFailure],
-    ) -> _Scores:
+        drawn: Mapping[SequenceId, Drawn],
+    ) -> Scores:
         """Return the log-probabilities that the step's requests ask for. This changes no state."""
         chosen = [
-            (choice.sequence, Wanted(choice.logits, token, choice.row.sampling.logprobs))
+            (choice.sequence, Wanted(choice.logits + place, token, choice.row.sampling.logprobs))
             for choice in batch.choices
             if choice.row.sampling.logprobs is not None
-            and isinstance(token := drawn[choice.sequence], int)
+            and not isinstance(tokens := drawn[choice.sequence], RowFailure)
+            for place, token in enumerate(tokens)
         ]
         if not chosen and not batch.scored:
             return NO_SCORES
         text_of = self.tokenizer.token_text
         entries = score(logits, [wanted for _, wanted in chosen], text_of)
-        tokens = dict(zip((sequence for sequence, _ in chosen), entries, strict=True))
+        found: dict[SequenceId, tuple[TokenLogprob, ...]] = {}
+        for (sequence, _), entry in zip(chosen, entries, strict=True):
+            found[sequence] = (*found.get(sequence, ()), entry)
         prompts = {
             row.sequence: score(logits, self._unscored(row), text_of) for row in batch.scored
         }
-        return _Scores(tokens, prompts)
+        return Scores(found, prompts)
 
-    def _unscored(self, row: _ScoredRow) -> list[Wanted]:
+    def _unscored(self, row: ScoredRow) -> list[Wanted]:
         """Return the prompt tokens that this row scores and no earlier row has scored. A preempted
         sequence computes positions again whose scores are known already.
 
@@ -468,53 +523,68 @@ class TorchRunner:
     def _finish(
         self,
         rows: Sequence[Row],
-        batch: _Batch,
-        drawn: Mapping[SequenceId, int | RowFailure],
-        scores: _Scores,
+        batch: Batch,
+        drawn: Mapping[SequenceId, Drawn],
+        scores: Scores,
     ) -> tuple[RowResult | RowFailure, ...]:
         """Apply the step to the sequences: block tables, children, tokens, text. Never raises."""
         results: list[RowResult | RowFailure] = []
+        may_offer = len(rows) < DRAFTING_STEP_MAX  # with more, the next step drafts nothing
         for row, table in zip(rows, batch.tables, strict=True):
             state = self._sequences[row.sequence]
             state.place(table)
             if row.sequence in scores.prompts:
                 state.note_scores(scores.prompts[row.sequence])
+            if state.verdict is not None:
+                results.append(state.verdict)
+                if isinstance(state.verdict, RowFailure):
+                    ids = [child.sequence for child in row.children]
+                    results += [replace(state.verdict, sequence=one) for one in ids]
+                continue
             if not row.logits.samples:
                 results.append(RowResult(row.sequence))
                 continue
             forks = [(child.sequence, state.fork(child)) for child in row.children]
             for sequence, one in [(row.sequence, state), *forks]:
-                scored = scores.tokens.get(sequence)
-                results.append(self._take(sequence, one, drawn[sequence], scored))
+                scored = scores.tokens.get(sequence, ())
+                result = self._take(sequence, one, drawn[sequence], scored)
+                if may_offer and isinstance(result, RowResult) and result.finish is None:
+                    result = result._replace(offered=offer_of(one))
+                results.append(result)
         return tuple(results)
 
     def _take(
         self,
         sequence: SequenceId,
         state: SequenceState,
-        token: int | RowFailure,
-        scored: TokenLogprob | None,
+        tokens: Drawn,
+        scored: tuple[TokenLogprob, ...],
     ) -> RowResult | RowFailure:
-        """Append the token to the sequence and return the row's result. A forked child becomes
-        known to the worker here."""
-        if isinstance(token, RowFailure):
-            return token
+        """Append the tokens to the sequence, up to one that ends it, and return the row's result. A
+        forked child becomes known to the worker here."""
+        if isinstance(tokens, RowFailure):
+            return tokens
         told: tuple[TokenLogprob, ...] = ()
+        text, count = "", 0
         try:
             if state.is_scoring:
                 told = state.tell_scores(self.tokenizer.token_text)
-            step = state.advance(token, self.tokenizer)
+            for token in tokens:
+                step = state.advance(token, self.tokenizer)
+                text, count = text + step.text, count + 1
+                if step.finish is not None:
+                    break
         except Exception as error:
             return RowFailure(sequence, "text", describe(error))
         self._sequences[sequence] = state
-        own = () if scored is None else (scored,)
-        return RowResult(sequence, (token,), step.text, own, told, step.finish, step.matched)
+        own, replayed = scored[:count], state.take_replayed()
+        return RowResult(
+            sequence, tokens[:count], text, own, told, step.finish, step.matched, replayed
+        )
 
 
-def _failure(choice: _Choice, logits: torch.Tensor, error: Exception) -> RowFailure:
-    """Return the failure of a choice that got no token. The request is to blame if the model's
-    logits are finite and its constraint and its other settings together exclude every token."""
-    is_left_none = isinstance(error, NothingToSample) and error.is_empty
-    if is_left_none and choice.row.mask is not None and bool(logits.isfinite().any()):
-        return refusal(choice.sequence, choice.row.mask, LEAVES_NOTHING)
-    return RowFailure(choice.sequence, "sample", describe(error))
+def _failures_of(runner: TorchRunner) -> AbstractContextManager[None]:
+    """Return a context in which any failure of a load closes the runner and becomes one
+    sentence."""
+    name = short_name(runner._spec.model)
+    return load_failures(name, runner.close, needs="weights and KV pool")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import BlockId, PlanId, SequenceId
 from engine.core.text.plan import (
+    DRAFTING_STEP_MAX,
     SCORED_TOKENS_MAX,
     AdmittedSequence,
     BlockDelta,
@@ -73,7 +74,7 @@ def workspace_bytes(
 ) -> int:
     """Return an upper estimate of a step's own memory: activations and logits of the largest plan.
     ``activations`` are their bytes where these are known exactly, as for a compiled decoder."""
-    rows = spec.max_num_seqs + SCORED_TOKENS_MAX
+    rows = max(spec.max_num_seqs, DRAFTING_STEP_MAX) + SCORED_TOKENS_MAX
     if activations is None:
         mlp = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
         width = LIVE_ACTIVATIONS * (int(config.hidden_size) + mlp)

@@ -1,7 +1,7 @@
 """The access log: one line for each RPC, with its status, its duration and what it used.
 
-Rule: a line holds numbers and names, and nothing of a prompt or an answer. Calls to health, which
-probes make every few seconds, are logged at DEBUG, all others at INFO.
+Rule: a line holds numbers and names, and nothing of a prompt or an answer. Calls to health and
+the like, which probes make every few seconds, are logged at DEBUG, all others at INFO.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from engine import logs
-from grpc_service.access.policy import OURS
+from grpc_service.access.policy import USES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +22,7 @@ log = logging.getLogger("triolet.access")
 
 def write(rpc: Rpc, fields: Mapping[str, str | int | float]) -> None:
     """Log a call that has ended; ``fields`` are those of `fields_of`."""
-    level = logging.INFO if rpc.method.startswith(OURS) else logging.DEBUG
+    level = logging.INFO if rpc.method.startswith(USES) else logging.DEBUG
     if not log.isEnabledFor(level):
         return
     shown = " ".join(

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from grpc_service.rpc.status import Status
 
 LIMITED = "triolet.v1.Inference/"  # the service whose calls count against a key's limits
+# A stream that waits for its client is counted already (`engine.requests.detached`).
+COUNTED_ALREADY = {"triolet.v1.Inference/Attach"}
 
 
 class Recorder(Protocol):
@@ -49,9 +51,9 @@ class Interceptor:
     """Serves every call with one of ``methods``; a handler gets the request and its `Rpc`.
 
     Without ``keys``, calls need no key, and the keys that they send are ignored. ``status_of``
-    returns the status for an error. ``recorder`` gets the calls to the services of this API.
+    returns the status for an error. ``recorder`` gets the calls of clients that use the server.
     ``calls`` counts the calls that have ended, without those of reflection, by method and name of
-    the status code.
+    the status code; interceptors may share one.
     """
 
     def __init__(
@@ -60,12 +62,13 @@ class Interceptor:
         keys: KeyRing | None,
         status_of: Callable[[Exception], Status],
         recorder: Recorder | None = None,
+        calls: Counter[tuple[str, str]] | None = None,
     ) -> None:
         self._methods = {method.name: method for method in methods}
         self._keys = keys
         self._status_of = status_of
         self._recorder = recorder
-        self.calls: Counter[tuple[str, str]] = Counter()
+        self.calls: Counter[tuple[str, str]] = Counter() if calls is None else calls
 
     async def serve(self, call: Call) -> None:
         """Serve one call to its end. Raises nothing.
@@ -96,7 +99,7 @@ class Interceptor:
             self.calls[rpc.method, code] += 1
             fields = access_log.fields_of(rpc, code, time.monotonic() - started_at)
             access_log.write(rpc, fields)
-            if self._recorder is not None and rpc.method.startswith(policy.OURS):
+            if self._recorder is not None and rpc.method.startswith(policy.USES):
                 self._recorder.record(fields, call.metadata, rpc.logged_id)
 
     async def _admit(self, rpc: Rpc, method: Method) -> None:
@@ -106,7 +109,8 @@ class Interceptor:
             request = await read_request(method, rpc.call)
             rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
             logs.request_id.set(logs.printable(rpc.request_id))
-            quota = rpc.quota if rpc.method.startswith(LIMITED) else None
+            is_limited = rpc.method.startswith(LIMITED) and rpc.method not in COUNTED_ALREADY
+            quota = rpc.quota if is_limited else None
             if quota is not None:
                 quota.enter()
         except Exception as error:

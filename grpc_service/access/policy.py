@@ -32,8 +32,13 @@ if TYPE_CHECKING:
     from grpc_service.access.keys import KeyRing
 
 OURS = "triolet.v1."
+# The calls by which clients use the server: they are logged at INFO and traced. Others are probes.
+USES = (OURS, *(f"vllm.grpc.engine.VllmEngine/{name}" for name in ("Generate", "Embed", "Abort")))
 CONTROL = "triolet.v1.Control/"
-OPERATING = {"triolet.v1.Models/LoadModel", "triolet.v1.Models/UnloadModel"}
+OPERATING = {
+    f"triolet.v1.Models/{name}"
+    for name in ("LoadModel", "UnloadModel", "LoadAdapter", "UnloadAdapter")
+}
 HEADER = "authorization"
 SCHEME = b"bearer "
 

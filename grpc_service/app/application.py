@@ -36,6 +36,7 @@ from engine.status import ModelState
 from grpc_service.access.interceptor import Interceptor
 from grpc_service.access.keys import open_keys, reload_keys
 from grpc_service.access.unread_calls import UnreadCalls
+from grpc_service.app.gateway_ports import GatewayPorts, check_gateways
 from grpc_service.app.health import SERVICE_NAME as HEALTH_NAME
 from grpc_service.app.health import HealthServicer, apply_states, health_methods
 from grpc_service.app.listening import check_free, listen
@@ -49,11 +50,11 @@ from grpc_service.rpc.limits import Limits
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.backend import Backend
 from grpc_service.services.error_status import status_of
-from grpc_service.services.methods import SERVICE_NAMES, methods
+from grpc_service.services.methods import SERVICE_NAMES, TAKING_IMAGES, methods
 from grpc_service.services.reflection import reflection_methods
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 
     from engine.api.engine import Engine
     from engine.config import EngineConfig
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from grpc_service.access.keys import KeyRing
     from grpc_service.app.server_config import ServerConfig
     from grpc_service.app.startup import HeldBack
+    from grpc_service.rpc.methods import Method
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class _Ending:
     keys: KeyRing | None = None
     backend: Backend | None = None  # None while the engine is being opened
     server: RpcServer | None = None  # None before it listens
+    gateways: GatewayPorts | None = None  # as `server`
     is_serving: bool = False
     first: trio.Event = field(default_factory=trio.Event)
     second: trio.Event = field(default_factory=trio.Event)
@@ -123,10 +126,12 @@ class _Ending:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server, for programs that embed it. ``port`` is the port that it listens on."""
+    """A running server, for programs that embed it. ``port`` is the port that it listens on;
+    ``vllm_engine_ports`` has those for gateways, by the model's name."""
 
     engine: Engine
     port: int
+    vllm_engine_ports: Mapping[str, int] = field(default_factory=dict)
 
 
 async def serve(
@@ -151,6 +156,7 @@ async def serve(
 
     Cancellation: running requests are cut at once, and the threads are joined.
     """
+    check_gateways(engine_config, server_config)
     check_free(server_config)
     server_context(server_config)  # so that a broken file is reported before models load
     keys = open_keys(server_config)
@@ -185,6 +191,8 @@ async def _serve(
         if ending.backend is not None:
             engine = ending.backend.engine
             apply_states(health, engine.list_models(), draining=engine.is_draining)
+            if ending.gateways is not None:
+                ending.gateways.refresh()
             if engine.is_draining and ending.server is not None:
                 ending.server.drain_connections()
 
@@ -210,7 +218,8 @@ async def _serve(
                         freeze_after_load()  # again, because encoders load last (D14)
 
                 ending.is_serving = True
-                task_status.started(Server(engine, port))
+                assert ending.gateways is not None
+                task_status.started(Server(engine, port, ending.gateways.ports))
                 async with trio.open_nursery() as watched:
                     if shows_progress:
                         watched.start_soon(show_loading, engine)
@@ -236,18 +245,30 @@ async def _serving_calls(
     """
     tracing = open_tracing(os.environ)
     names = [*SERVICE_NAMES, HEALTH_NAME]
-    served = [*methods(backend), *health_methods(health), *reflection_methods(names)]
+    own = methods(backend, config.max_message_bytes, adapter_root=config.adapter_root)
+    served = [*own, *health_methods(health), *reflection_methods(names)]
     interceptor = Interceptor(served, ending.keys, status_of, tracing)
-    server = ending.server = RpcServer(interceptor.serve, _limits_of(config), flusher)
+    limits = _limits_of(config)
+    server = ending.server = RpcServer(interceptor.serve, limits, flusher)
+
+    def serve_gateways(methods: Iterable[Method]) -> RpcServer:
+        """Return the server of a port for gateways, which send no keys."""
+        own = Interceptor(methods, None, status_of, tracing, interceptor.calls)
+        return RpcServer(own.serve, limits, flusher)
+
+    gateways = ending.gateways = GatewayPorts(config, backend, serve_gateways)
     # Metrics start first and end last, so that they show a drain to its end.
     async with serving_metrics(config, backend, interceptor), trio.open_nursery() as nursery:
         listeners = listen(config, server_context(config))
         nursery.start_soon(server.run, listeners)
+        gateways.start(nursery)
         try:
             yield listeners[0].port
         finally:
             with trio.CancelScope(shield=True):  # bounded by the grace
-                await server.stop(STOP_GRACE_S)
+                async with trio.open_nursery() as stopping:
+                    stopping.start_soon(server.stop, STOP_GRACE_S)
+                    stopping.start_soon(gateways.stop, STOP_GRACE_S)
             ending.leave()
     if tracing is not None:
         await WorkerThreads().run(tracing.flush, trio.CapacityLimiter(1))
@@ -256,6 +277,7 @@ async def _serving_calls(
 def _limits_of(config: ServerConfig) -> Limits:
     return Limits(
         max_message_bytes=config.max_message_bytes,
+        extra_bytes_by_method=dict.fromkeys(TAKING_IMAGES, config.max_image_bytes),
         keepalive_time_s=config.keepalive_time_s,
         keepalive_timeout_s=config.keepalive_timeout_s,
         connections_max=config.max_connections,
@@ -290,7 +312,7 @@ async def _wait_loaded(engine: Engine, reasons: HeldBack) -> None:
 
 def _failure(engine: Engine) -> str:
     """Return why no model was loaded; empty if one was or will be."""
-    models = engine.list_models()
+    models = [model for model in engine.list_models() if not model.base]  # not their adapters
     if any(model.state is not ModelState.FAILED for model in models):
         return ""
     if len(models) > 1:

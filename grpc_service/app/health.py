@@ -117,9 +117,9 @@ def model_states(models: Sequence[ModelStatus], *, draining: bool) -> dict[str, 
     """Return every health name and whether it is SERVING.
 
     The server as a whole is SERVING when its preloaded text models are. A text model that FAILED
-    affects only its own name, unless all text models have failed.
+    affects only its own name, unless all text models have failed; an adapter never affects more.
     """
-    text = [model for model in models if model.capability is Capability.TEXT_TO_TEXT]
+    text = [one for one in models if one.capability is Capability.TEXT_TO_TEXT and not one.base]
     alive = [model for model in text if model.state is not ModelState.FAILED]
     is_up = all(_is_serving(model) for model in alive) and (bool(alive) or not text)
     states = {

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 
 
 def check_free(config: ServerConfig) -> None:
-    """Check that the configured address can be bound; called before models load.
+    """Check that the configured addresses can be bound; called before models load.
 
     Raises:
         ConfigError: as `listen`.
     """
+    for _, port in config.vllm_engine_ports:
+        for listener in listen_for_gateway(config, port):
+            listener.close()
     if not config.uds:
         for listener in listen(config):
             listener.close()
@@ -29,7 +32,7 @@ def check_free(config: ServerConfig) -> None:
     try:
         check_unix(config.uds)
     except OSError as error:
-        raise _cannot_listen(config, error) from None
+        raise _cannot_listen(config.address, error, "--uds", "--uds") from None
 
 
 def listen(config: ServerConfig, tls: ssl.SSLContext | None = None) -> list[SocketListener]:
@@ -38,18 +41,32 @@ def listen(config: ServerConfig, tls: ssl.SSLContext | None = None) -> list[Sock
     Raises:
         ConfigError: the address is in use, or is not this machine's, or no socket can be made.
     """
+    flags = ("--uds", "--uds") if config.uds else ("--host", "--port")
     try:
         if config.uds:
             return listen_unix(config.uds, tls)
         return listen_tcp(config.host, config.port, tls)
     except OSError as error:
-        raise _cannot_listen(config, error) from None
+        raise _cannot_listen(config.address, error, *flags) from None
 
 
-def _cannot_listen(config: ServerConfig, error: OSError) -> ConfigError:
-    is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-    flag = "--uds" if config.uds else "--port" if is_port else "--host"
+def listen_for_gateway(config: ServerConfig, port: int) -> list[SocketListener]:
+    """Listen at a port for gateways.
+
+    Raises:
+        ConfigError: as `listen`.
+    """
+    host = config.vllm_engine_host
+    try:
+        return listen_tcp(host, port)
+    except OSError as error:
+        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        raise _cannot_listen(shown, error, "--host", "--vllm-engine-port") from None
+
+
+def _cannot_listen(address: str, error: OSError, host_flag: str, port_flag: str) -> ConfigError:
+    flag = port_flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else host_flag
     # Python's text for a failed bind repeats the address; the system's does not.
     own = os.strerror(error.errno) if error.errno and error.errno > 0 else None
-    reason = (error.strerror if config.uds else own or error.strerror) or str(error)
-    return ConfigError(f"cannot listen on {config.address}: {reason}; choose another with {flag}")
+    reason = (error.strerror if flag == "--uds" else own or error.strerror) or str(error)
+    return ConfigError(f"cannot listen on {address}: {reason}; choose another with {flag}")

@@ -80,7 +80,9 @@ OF_TELEMETRY = {
         "time_to_first_token_seconds", "from arrival to a choice's first token"
     ),
     "inter_token": _histogram(
-        "inter_token_latency_seconds", "from one token of a choice to the next"
+        "inter_token_latency_seconds",
+        "from one message with tokens of a choice to the next, and with drafts a message may have "
+        "several tokens",
     ),
     "request": _histogram("e2e_request_latency_seconds", "from arrival to a request's last event"),
     "queue": _histogram("request_queue_time_seconds", "from a request's arrival to its start"),
@@ -100,6 +102,14 @@ OF_TELEMETRY = {
 CACHE_USAGE = _gauge("kv_cache_usage_perc", "share of KV blocks in use, 0 to 1")
 SUCCESS = _counter("request_success_total", "choices that finished", (*REPLICA, "finished_reason"))
 DISCARDED = _counter("plan_discarded_total", "steps that were planned ahead and not used")
+DRAFTS = _counter("spec_decode_num_drafts_total", "drafts that steps verified")
+DRAFTED = _counter("spec_decode_num_draft_tokens_total", "drafted tokens that steps verified")
+ACCEPTED = _counter("spec_decode_num_accepted_tokens_total", "drafted tokens that were right")
+ACCEPTED_AT = _counter(
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "drafts that were right up to the token at this position, from 0",
+    (*REPLICA, "position"),
+)
 CANCEL_TO_FREE = _histogram(
     "cancel_to_free_seconds", "from an early end until its blocks are free", (*REPLICA, "phase")
 )
@@ -115,10 +125,20 @@ DEGRADED = _gauge(
     "replicas that died and wait for their restart, or that hang",
     ("model_name",),
 )
+ADAPTER_RUNNING = _gauge(
+    "adapter_requests_running", "requests that use the adapter now", ("model_name",)
+)
+ADAPTER_REQUESTS = _counter(
+    "adapter_requests_total", "requests that have used the adapter", ("model_name",)
+)
+ADAPTER_TOKENS = _counter(
+    "adapter_generation_tokens_total", "tokens that they got", ("model_name",)
+)
 DEATHS = _counter("worker_deaths_total", "workers that died", ("model_name",))
 ENDED = _counter("requests_total", "requests that ended, including refused ones", ("end",))
 DEADLINES = _counter("deadline_missed_total", "requests whose time ran out", ("phase",))
 UNREAD_CALLS = _gauge("unread_calls", "succeeded calls whose clients do not read the answer", ())
+DETACHED = _gauge("detached", "streams that wait for clients which lost their connections", ())
 DRAINING = _gauge("drain_remaining_requests", "requests that a drain waits for", ())
 MEMORY = _gauge("memory_reserved_bytes", "memory reserved for models", ())
 MEMORY_LIMIT = _gauge("memory_limit_bytes", "memory that may be reserved", ())
@@ -128,7 +148,9 @@ METRICS = (
     *OF_COUNTS.values(),
     *OF_TELEMETRY.values(),
     *(CACHE_USAGE, SUCCESS, DISCARDED, CANCEL_TO_FREE, LOOP, PROCESS_BYTES),
-    *(MODEL_READY, DEGRADED, DEATHS, ENDED, DEADLINES, UNREAD_CALLS),
+    *(ADAPTER_RUNNING, ADAPTER_REQUESTS, ADAPTER_TOKENS),
+    *(DRAFTS, DRAFTED, ACCEPTED, ACCEPTED_AT),
+    *(MODEL_READY, DEGRADED, DEATHS, ENDED, DEADLINES, UNREAD_CALLS, DETACHED),
     *(DRAINING, MEMORY, MEMORY_LIMIT, RPCS),
 )
 
@@ -150,12 +172,17 @@ def samples_of(
         yield DEGRADED, (model,), count
     for model, count in telemetry.deaths.items():
         yield DEATHS, (model,), count
+    for model, used in telemetry.adapters.items():
+        yield ADAPTER_RUNNING, (model,), used.running
+        yield ADAPTER_REQUESTS, (model,), used.requests
+        yield ADAPTER_TOKENS, (model,), used.tokens
     totals = statistics.totals
     for end in totals.requests_total.__slots__:
         yield ENDED, (end,), getattr(totals.requests_total, end)
     for phase, count in telemetry.deadlines_missed.items():
         yield DEADLINES, (phase,), count
     yield UNREAD_CALLS, (), totals.unread_calls
+    yield DETACHED, (), totals.detached
     yield DRAINING, (), telemetry.num_draining
     yield MEMORY, (), totals.memory_reserved
     yield MEMORY_LIMIT, (), totals.memory_limit
@@ -176,6 +203,11 @@ def _of_replica(
     replica: ReplicaSnapshot, labels: tuple[str, ...]
 ) -> Iterator[tuple[Metric, tuple[str, ...], Any]]:
     yield DISCARDED, labels, replica.plans_discarded
+    yield DRAFTS, labels, replica.drafts.rows
+    yield DRAFTED, labels, replica.drafts.drafted
+    yield ACCEPTED, labels, replica.drafts.accepted
+    for position, count in enumerate(replica.drafts.by_position):
+        yield ACCEPTED_AT, (*labels, str(position)), count
     if replica.process_bytes is not None:
         yield PROCESS_BYTES, labels, replica.process_bytes
     telemetry = replica.telemetry

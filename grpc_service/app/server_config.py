@@ -5,6 +5,7 @@ Rule 1: as in `engine.config`, a config object that exists is valid, and the def
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from engine.errors import ConfigError
@@ -24,6 +25,8 @@ class ServerConfig:
     ``keepalive_timeout_s``. A client is asked to connect anew after ``max_connection_age_s`` (None:
     never), and to leave after ``max_connection_idle_s`` without a call.
 
+    ``max_image_bytes`` are those of the images of one request, beside its ``max_message_bytes``.
+
     ``max_connections`` counts all connections, ``max_connections_per_address`` those of one
     address. ``connection_budget`` and ``max_held_bytes`` bound what clients may cost that bring no
     work, and what is kept for those that do not send or read on (`grpc_service.rpc.limits`).
@@ -32,6 +35,12 @@ class ServerConfig:
     ``api_key_file`` is read by `grpc_service.access.keys`; ``key_max_requests`` and
     ``key_max_queued_tokens`` are the limits of keys that have none of their own. With
     ``metrics_port`` None no metrics are served; 0 takes any free port.
+
+    ``vllm_engine_ports`` has a model's name, or "" for the only model, and the port on which a
+    gateway may use that model (`grpc_service.vllm_engine`); 0 takes any free port. Gateways send no
+    keys, so these ports are on loopback unless the server is ``insecure``.
+
+    LoadAdapter reads from directories below ``adapter_root`` only; "": from none.
     """
 
     host: str = DEFAULT_HOST
@@ -39,6 +48,8 @@ class ServerConfig:
     uds: str = ""
     insecure: bool = False
     max_message_bytes: int = 4 * 2**20
+    # A phone's photograph of 12 million pixels has 2 to 6 MB, one of 24 to 33 million up to 12.
+    max_image_bytes: int = 12 * 2**20
     keepalive_time_s: float = 30.0  # with the timeout, a client that has gone is noticed in 45 s
     keepalive_timeout_s: float = 15.0
     max_connections: int = 16_384
@@ -55,9 +66,12 @@ class ServerConfig:
     key_max_queued_tokens: int | None = None
     metrics_port: int | None = None
     metrics_host: str = DEFAULT_HOST
+    vllm_engine_ports: tuple[tuple[str, int], ...] = ()
     log_format: str = "auto"
+    adapter_root: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "adapter_root", os.path.expanduser(self.adapter_root))
         if self.uds:
             if len(self.uds.encode()) > UNIX_PATH_BYTES_MAX:
                 raise ConfigError(f"--uds is longer than {UNIX_PATH_BYTES_MAX} bytes")
@@ -72,9 +86,17 @@ class ServerConfig:
         for flag, host in (("host", self.host), ("metrics-host", self.metrics_host)):
             if not _is_encodable(host):
                 raise ConfigError(f"--{flag} is {host!r}, which is not the name of a host")
-        for flag, port in (("port", self.port), ("metrics-port", self.metrics_port or 0)):
+        own = [("vllm-engine-port", port) for _, port in self.vllm_engine_ports]
+        for flag, port in (("port", self.port), ("metrics-port", self.metrics_port or 0), *own):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"--{flag} is {port}, outside [0, 65535]")
+        taken = [port for _, port in own]
+        others = (0 if self.uds else self.port, self.metrics_port)
+        if double := [port for port in taken if port and (port in others or taken.count(port) > 1)]:
+            raise ConfigError(
+                f"--vllm-engine-port {double[0]} is taken by --port, --metrics-port or another "
+                "--vllm-engine-port; choose another"
+            )
         self._check_security()
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(
@@ -83,10 +105,13 @@ class ServerConfig:
             )
         if self.max_message_bytes < 1024:
             raise ConfigError("--max-message-bytes must be at least 1024")
-        if self.max_held_bytes < self.max_message_bytes:
+        if self.max_image_bytes < 0:
+            raise ConfigError("--max-image-bytes must be at least 0")
+        largest = self.max_message_bytes + self.max_image_bytes
+        if self.max_held_bytes < largest:
             raise ConfigError(
                 f"--max-held-bytes is {self.max_held_bytes}, but must be at least "
-                f"--max-message-bytes ({self.max_message_bytes})"
+                f"--max-message-bytes and --max-image-bytes together ({largest})"
             )
         for flag, seconds in (
             ("keepalive-time", self.keepalive_time_s),
@@ -124,6 +149,11 @@ class ServerConfig:
         """Whether the server uses TLS, so that others cannot read what is sent, or keys, so that
         others cannot call."""
         return bool(self.tls_cert or self.api_key_file)
+
+    @property
+    def vllm_engine_host(self) -> str:
+        """The address of the ports for gateways."""
+        return self.host if self.insecure or is_loopback(self.host) else DEFAULT_HOST
 
     @property
     def address(self) -> str:

@@ -119,8 +119,9 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
     lines = [f"Triolet is ready on {where} after {_seconds_since_start():.1f} s{without}."]
     for model in models:
         if model.state is ModelState.READY:
+            form = f" with {model.quantization} weights" if model.quantization else ""
             lines.append(
-                f"  {model.name}: {model.architecture}, {model.dtype} on {model.device}, "
+                f"  {model.name}: {model.architecture}, {model.dtype}{form} on {model.device}, "
                 f"{_context(model)}, {_memory(model)}"
             )
         else:
@@ -155,6 +156,8 @@ def _first_requests(engine: Engine, where: str, config: ServerConfig) -> Iterato
         yield f'  triolet generate "Once upon a time"{server}{needs}'
     if Capability.TEXT_EMBEDDING in kinds:
         yield f'  triolet embed "The dog sleeps." "A hound naps." "The ship left."{server}{needs}'
+    if Capability.IMAGE_EMBEDDING in kinds:
+        yield f'  triolet embed "a dog" "a ship" --image FILE{server}{needs}'
     if Capability.RERANK in kinds:
         texts = '"Where is the dog?" "The dog sleeps." "The ship left."'
         yield f"  triolet rerank {texts}{server}{needs}"

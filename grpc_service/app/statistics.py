@@ -49,7 +49,7 @@ def paused_text(entry: control_pb2.ReplicaStats) -> str:
 
 def _totals(totals: control_pb2.Totals) -> Iterator[tuple[str, str]]:
     ends = totals.requests_total
-    levels = ("running", "waiting", "parked", "ending", "unread_calls", "peak_waiting")
+    levels = ("running", "waiting", "parked", "ending", "unread_calls", "detached", "peak_waiting")
     yield "sequences", _named(totals, levels)
     yield "requests", _named(ends, [field.name for field in ends.DESCRIPTOR.fields])
     yield (

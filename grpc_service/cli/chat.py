@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
-from grpc_service.cli.client import explain, run_client
+from grpc_service.cli.client import break_note, explain, run_client
 from grpc_service.cli.generate import json_line, sampling_of
 from grpc_service.client import CallError, InvalidArgument, messages
 
@@ -172,6 +172,7 @@ class Conversation:
             model=self._args.model,
             sampling=self._sampling,
             timeout=self._args.timeout,
+            on_break=break_note(self._args),
         )
         printer = _Printer(is_json=self._args.json)
         try:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from grpc_service.client import Client
+    from grpc_service.client.resumption import OnBreak
 
 # How grpc's message begins where no connection was made; there is no code for that alone.
 NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
@@ -71,6 +72,17 @@ def run_client(args: argparse.Namespace, job: Callable[[Client], None]) -> int:
         print(f"triolet: {explain(error, args.server, args.timeout)}", file=sys.stderr)
         return EXIT_FAILED
     return 0
+
+
+def break_note(args: argparse.Namespace) -> OnBreak:
+    """Return what prints a line when an answer breaks off and is about to go on."""
+
+    def note(error: CallError, delay_s: float) -> None:
+        begin = "\n" if sys.stdout.isatty() else ""  # the answer's last line may be open
+        why = explain(error, args.server, args.timeout)
+        print(f"{begin}triolet: {why}; going on in {delay_s:.1f} s", file=sys.stderr, flush=True)
+
+    return note
 
 
 def explain(error: CallError, server: str, timeout_s: float | None) -> str:

@@ -10,7 +10,7 @@ import re
 import tomllib
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.config import WorkerConfig
+from engine.config import AdapterConfig, WorkerConfig
 from engine.errors import ConfigError
 from grpc_service.cli.values import COUNT, SWITCH, TEXT, Kind
 
@@ -26,7 +26,10 @@ MODEL_KEYS = {
     "dtype": TEXT,
     "runner": TEXT,
     "quantization": TEXT,
+    "tp": COUNT,
+    "speculation": TEXT,
 }
+ADAPTER_KEYS = {"name": TEXT, "directory": TEXT}
 WORKER_KEYS = {"device": TEXT, "count": COUNT, "threads": COUNT, "runner": TEXT}
 
 
@@ -56,28 +59,60 @@ def read_file(
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     try:
-        models = [
-            _model(entry, f"models[{index}].")
-            for index, entry in enumerate(_tables(table.pop("models", []), "models"))
-        ]
-        kinds = {key: setting.kind for key, setting in known.items()}
-        return _read(table, kinds, ""), models
+        return read_table(table, known)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def read_table(
+    table: Mapping[str, Any], known: Mapping[str, Setting]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the settings of a table as `read_file` does.
+
+    Raises:
+        ConfigError: a key or value is wrong; the message names the first one.
+    """
+    settings = dict(table)
+    models = [
+        _model(dict(entry), f"models[{index}].")
+        for index, entry in enumerate(_tables(settings.pop("models", []), "models"))
+    ]
+    kinds = {key: setting.kind for key, setting in known.items()}
+    return _read(settings, kinds, ""), models
+
+
 def _model(table: dict[str, Any], prefix: str) -> dict[str, Any]:
-    aliases = table.pop("aliases", [])
-    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
-        raise ConfigError(f"{prefix}aliases must be a list of names")
+    aliases = _aliases(table, prefix)
+    adapters = tuple(
+        _adapter(adapter, f"{prefix}adapters[{index}].")
+        for index, adapter in enumerate(_tables(table.pop("adapters", []), f"{prefix}adapters"))
+    )
     workers = tuple(
         _worker(worker, f"{prefix}workers[{index}].")
         for index, worker in enumerate(_tables(table.pop("workers", []), f"{prefix}workers"))
     )
-    model = _read(table, MODEL_KEYS, prefix, extra=("aliases", "workers"))
+    model = _read(table, MODEL_KEYS, prefix, extra=("aliases", "workers", "adapters"))
     if "model" not in model:
         raise ConfigError(f"{prefix}model is missing")
-    return model | {"aliases": tuple(aliases), "workers": workers}
+    return model | {"aliases": aliases, "workers": workers, "adapters": adapters}
+
+
+def _adapter(table: dict[str, Any], prefix: str) -> AdapterConfig:
+    aliases = _aliases(table, prefix)
+    adapter = _read(table, ADAPTER_KEYS, prefix, extra=("aliases",))
+    if missing := [key for key in ADAPTER_KEYS if key not in adapter]:
+        raise ConfigError(f"{prefix}{missing[0]} is missing")
+    try:
+        return AdapterConfig(**adapter, aliases=aliases)
+    except ConfigError as error:
+        raise ConfigError(f"{prefix.rstrip('.')}: {error}") from None
+
+
+def _aliases(table: dict[str, Any], prefix: str) -> tuple[str, ...]:
+    aliases = table.pop("aliases", [])
+    if not isinstance(aliases, list) or not all(isinstance(alias, str) for alias in aliases):
+        raise ConfigError(f"{prefix}aliases must be a list of names")
+    return tuple(aliases)
 
 
 def _worker(table: dict[str, Any], prefix: str) -> WorkerConfig:

@@ -41,11 +41,13 @@ if torch.cuda.is_available():
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 from engine.worker.forward import native
 try:
-    kernels, missing = native.kind(native.load()), ""
+    library, missing = native.load(), ""
+    kernels, integers = native.kind(library), native.integer_kind(library)
+    origin = native.origin(library)
 except native.Unavailable as error:
-    kernels, missing = "", str(error)
+    kernels, integers, origin, missing = "", "", "", str(error)
 print(json.dumps({"threads": torch.get_num_threads(), "devices": devices, "kernels": kernels,
-                  "missing": missing}))
+                  "integers": integers, "origin": origin, "missing": missing}))
 """
 
 
@@ -164,7 +166,8 @@ def _torch() -> Iterator[Finding]:
     yield Finding("devices", ", ".join(["cpu", *report["devices"]]))
     yield Finding("threads", f"{report['threads']} by torch's default")
     if report["kernels"]:
-        yield Finding("attention", f"compiled kernels, {report['kernels']}")
+        yield Finding("attention", f"compiled kernels, {report['kernels']} ({report['origin']})")
+        yield Finding("small weights", f"compiled kernels, {report['integers']}")
     else:
         advice = f"{report['missing']}; models run without the kernels, several times slower"
         yield Finding("attention", "reference", advice=advice)

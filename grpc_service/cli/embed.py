@@ -1,7 +1,7 @@
-"""``triolet embed``: turns texts into vectors, and shows how similar the texts are.
+"""``triolet embed``: turns texts and images into vectors, and shows how similar they are.
 
-Rule: --json prints every number, one line per text, in the order of the texts. Without it, the
-output is a table for people.
+Rule: --json prints every number, one line per text or image, in their order, the images after the
+texts. Without it, the output is a table for people.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from google.protobuf import json_format
 
 from grpc_service.cli.client import run_client
 from grpc_service.cli.query import print_table
-from grpc_service.cli.texts import fitted, in_order, progress, results_of, texts_of
+from grpc_service.cli.texts import (
+    ImageFile,
+    fitted,
+    images_of,
+    in_order,
+    progress,
+    results_of,
+    texts_of,
+)
 from grpc_service.client import messages
 
 if TYPE_CHECKING:
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
     from grpc_service.client import Client, Stream
 
     Response = messages.EmbedResponse
+    Input = str | ImageFile
 
 MATRIX_MAX = 10  # the most texts of which the similarities of all pairs are shown
 NUMBERS_SHOWN = 4
@@ -33,33 +42,43 @@ NEAREST_MAX = 300  # the most texts that are compared in Python: 0.7 s for vecto
 
 
 def run(args: argparse.Namespace) -> int:
-    """Embed the texts and print the vectors. Return the exit code."""
-    texts = texts_of(args.texts, args.file, "texts")
+    """Embed the texts and images and print the vectors. Return the exit code."""
+    images = images_of(args.images)
+    has_texts = args.texts or args.file is not None or not images
+    inputs: list[Input] = [
+        *(texts_of(args.texts, args.file, "texts") if has_texts else ()),
+        *images,
+    ]
 
     def job(client: Client) -> None:
-        def ask(part: Sequence[str], timeout_s: float | None) -> Stream[Response]:
+        def ask(part: Sequence[Input], timeout_s: float | None) -> Stream[Response]:
             return client.embed(request_of(args, part), timeout=timeout_s)
 
         is_quiet = args.json and sys.stdout.isatty()  # the bar would be printed among the lines
-        with progress("embedding", len(texts), is_quiet=is_quiet) as advance:
+        with progress("embedding", len(inputs), is_quiet=is_quiet) as advance:
             found: Iterator[Response] = in_order(
-                named(results_of(texts, ask, args.timeout, advance))
+                named(results_of(inputs, ask, args.timeout, advance))
             )
             if args.json:
                 print_json(found)
                 return
             vectors = list(found)
-        print_vectors(texts, vectors)
+        print_vectors(inputs, vectors)
 
     return run_client(args, job)
 
 
-def request_of(args: argparse.Namespace, texts: Sequence[str]) -> messages.EmbedRequest:
+def request_of(args: argparse.Namespace, inputs: Sequence[Input]) -> messages.EmbedRequest:
     """Return the request. Flags that are not given stay unset, so that the model's own defaults
     apply."""
     return messages.EmbedRequest(
         model=args.model,
-        inputs=[messages.EmbedInput(text=text) for text in texts],
+        inputs=[
+            messages.EmbedInput(image=one.read())
+            if isinstance(one, ImageFile)
+            else messages.EmbedInput(text=one)
+            for one in inputs
+        ],
         dimensions=args.dimensions,
         normalize=args.normalize,
         prompt_name=args.prompt_name,
@@ -85,9 +104,10 @@ def print_json(vectors: Iterable[Response]) -> None:
         print(json.dumps(fields, ensure_ascii=False), flush=True)
 
 
-def print_vectors(texts: Sequence[str], vectors: Sequence[Response]) -> None:
-    """Print one line per text, and then the similarities of all pairs. Of many texts, the line has
-    the nearest text instead."""
+def print_vectors(inputs: Sequence[Input], vectors: Sequence[Response]) -> None:
+    """Print one line per text or image, and then the similarities of all pairs. Of many, the line
+    has the nearest instead."""
+    texts = [one.path if isinstance(one, ImageFile) else one for one in inputs]
     lengths = [math.hypot(*vector.values) for vector in vectors]
     units = [
         _scaled(vector.values, length) for vector, length in zip(vectors, lengths, strict=True)

@@ -14,11 +14,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.config import DEMO_MODELS, EngineConfig, ModelConfig
+from engine.config import DEMO_MODELS, AdapterConfig, EngineConfig, ModelConfig
 from engine.errors import ConfigError
 from grpc_service.app.server_config import ServerConfig
-from grpc_service.cli.config_file import read_file
-from grpc_service.cli.values import BYTES, COUNT, SECONDS, SWITCH, TEXT, Kind
+from grpc_service.cli.config_file import read_file, read_table
+from grpc_service.cli.values import ADAPTER, BYTES, COUNT, PORTS, SECONDS, SWITCH, TEXT, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class Flag:
     def help_text(self) -> str:
         """Return the help text with the default, if there is one to show."""
         default = {f.name: f.default for f in dataclasses.fields(self.target)}[self.field]
-        if self.kind.is_switch or default is None or default == "":
+        if self.kind.is_switch or default is None or default in ("", ()):
             return self.help
         return f"{self.help} (default: {default})"
 
@@ -62,7 +62,14 @@ FLAGS = (
         ServerConfig,
         "max_message_bytes",
         BYTES,
-        "size of the largest request that is accepted",
+        "most bytes of a request, images not counted",
+    ),
+    Flag(
+        "max-image-bytes",
+        ServerConfig,
+        "max_image_bytes",
+        BYTES,
+        "most bytes of the images of one request, beside --max-message-bytes",
     ),
     Flag("tls-cert", ServerConfig, "tls_cert", TEXT, "PEM file of the server's certificate chain"),
     Flag("tls-key", ServerConfig, "tls_key", TEXT, "PEM file of the server's private key"),
@@ -102,6 +109,21 @@ FLAGS = (
         "port for Prometheus; 0 takes a free one (default: none)",
     ),
     Flag("metrics-host", ServerConfig, "metrics_host", TEXT, "address for Prometheus"),
+    Flag(
+        "vllm-engine-port",
+        ServerConfig,
+        "vllm_engine_ports",
+        PORTS,
+        "port on which a gateway (smg) may use the model, by vllm.grpc.engine.VllmEngine; with "
+        "several models MODEL=PORT, once for each; on loopback without --insecure",
+    ),
+    Flag(
+        "adapter-root",
+        ServerConfig,
+        "adapter_root",
+        TEXT,
+        "directory below which clients may have adapters loaded (LoadAdapter)",
+    ),
     Flag(
         "log-format",
         ServerConfig,
@@ -175,7 +197,24 @@ FLAGS = (
         ModelConfig,
         "quantization",
         TEXT,
-        "none, or int8: half the memory for a text model's weights, and a little less accuracy",
+        "none, or what a text model's float weights are rounded to: int8 (half of bfloat16's "
+        "memory, and nearly its accuracy) or int4 (a third of the memory, faster, less accurate)",
+    ),
+    Flag(
+        "tensor-parallel-size",
+        ModelConfig,
+        "tp",
+        COUNT,
+        "how many processes, each on a GPU of its own, a text model is divided among",
+    ),
+    Flag(
+        "speculation",
+        ModelConfig,
+        "speculation",
+        TEXT,
+        "how a text model's next tokens are guessed, so that one step can verify several: off, or "
+        "lookup (what followed the same tokens before, in prompt or answer). It changes no token, "
+        "and adapts to how often it is right",
     ),
     Flag("device", ModelConfig, "device", TEXT, "auto, cpu, cuda or cuda:N"),
     Flag("lazy", ModelConfig, "lazy", SWITCH, "load a model when a request first asks for it"),
@@ -202,6 +241,13 @@ FLAGS = (
         "max_num_batched_tokens",
         COUNT,
         "most tokens in one step",
+    ),
+    Flag(
+        "max-image-pixels",
+        EngineConfig,
+        "max_image_pixels",
+        COUNT,
+        "most pixels of an image; decoding takes up to 20 bytes of memory for each",
     ),
     Flag(
         "step-time-target",
@@ -344,8 +390,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=argparse.SUPPRESS,
         metavar="NAME_OR_DIR",
-        help="a directory, a demo id or a Hugging Face id; may be given several times (default: "
-        f"{', '.join(DEMO_MODELS)})",
+        help="a directory, a GGUF file, a demo id or a Hugging Face id; may be given several times "
+        f"(default: {', '.join(DEMO_MODELS)})",
     )
     parser.add_argument(
         "--served-model-name",
@@ -353,6 +399,15 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         metavar="NAME",
         help="the name that clients use; the first is that of the first --model, and so on",
+    )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="BASE:NAME=DIR",
+        type=_argument_type(ADAPTER),
+        help="an adapter (LoRA) that peft wrote to DIR, served beside its base model as the model "
+        "BASE:NAME; may be given several times",
     )
     parser.add_argument("--config", metavar="FILE.toml", help="a file with any of these settings")
     for flag in FLAGS:
@@ -367,6 +422,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(
                 f"--{flag.name}",
                 type=_argument_type(flag.kind),
+                action="extend" if flag.kind.is_repeated else "store",
                 default=argparse.SUPPRESS,
                 metavar=flag.kind.metavar,
                 help=flag.help_text(),
@@ -401,11 +457,28 @@ def configs_of(
     return EngineConfig(**engine), ServerConfig(**_fields(ServerConfig, settings))
 
 
+def engine_config_of(table: Mapping[str, Any]) -> EngineConfig:
+    """Return the config of an engine without a server of its own, from a table with the keys of the
+    file.
+
+    Raises:
+        ConfigError: the message names the key and what to change.
+    """
+    known = {key: flag for key, flag in BY_KEY.items() if flag.target is not ServerConfig}
+    settings, tables = read_table(table, known)
+    common = _fields(ModelConfig, settings)
+    tables = tables or [{"model": model} for model in DEMO_MODELS]
+    models = tuple(ModelConfig(**common | one) for one in tables)
+    return EngineConfig(models=models, **_fields(EngineConfig, settings))
+
+
 def _fields(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are fields of ``target``, by the fields' names."""
     return {
         flag.field: settings[flag.key] != flag.is_inverted
         if flag.kind.is_switch
+        else tuple(settings[flag.key])
+        if flag.kind.is_repeated
         else settings[flag.key]
         for flag in FLAGS
         if flag.target is target and flag.key in settings
@@ -429,6 +502,7 @@ def _models(
     for table, name in zip(tables, names, strict=False):
         table["name"] = name
     models = tuple(ModelConfig(**common | table) for table in tables)
+    models = _with_adapters(models, getattr(args, "adapter", []))
     if "model" not in args and not names:  # otherwise flags gave the names
         _check_names(args.config, models)
     return models
@@ -455,3 +529,24 @@ def _check_level(text: str) -> int:
     if text not in ("0", "1", "2"):
         raise ConfigError(f"ENGINE_CHECK is {text!r}; use 0, 1 or 2")
     return int(text)
+
+
+def _with_adapters(
+    models: tuple[ModelConfig, ...], given: list[tuple[str, str, str]]
+) -> tuple[ModelConfig, ...]:
+    """Return the models with the adapters of ``--adapter``, each a base, a name and a directory."""
+    names = [model.name for model in models]
+    for base, name, _ in given:
+        if base not in names:
+            raise ConfigError(
+                f"--adapter {base}:{name} has the base {base!r}, but the models are: "
+                f"{', '.join(names)}"
+            )
+    return tuple(
+        dataclasses.replace(
+            model,
+            adapters=model.adapters
+            + tuple(AdapterConfig(name, path) for base, name, path in given if base == model.name),
+        )
+        for model in models
+    )

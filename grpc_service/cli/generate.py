@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from google.protobuf import json_format
 
 from engine.errors import ConfigError
-from grpc_service.cli.client import run_client
+from grpc_service.cli.client import break_note, run_client
 from grpc_service.client import messages
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     request = request_of(args, _prompt(args.prompt))
 
     def job(client: Client) -> None:
-        with client.generate(request, timeout=args.timeout) as stream:
+        on_break = break_note(args)
+        with client.generate(request, timeout=args.timeout, on_break=on_break) as stream:
             if args.json:
                 print_json(stream)
             elif request.n > 1:

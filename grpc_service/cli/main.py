@@ -227,11 +227,21 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _add_embed(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Turn texts into vectors. Shows how similar the texts are: the cosines of all pairs, or, "
-        "of many texts, the nearest of each. --json prints all numbers, one line per text, in the "
-        "order of the texts."
+        "Turn texts and images into vectors. Shows how similar they are: the cosines of all pairs, "
+        "or, of many, the nearest of each. --json prints all numbers, one line per text or image, "
+        "in their order."
     )
     _add_texts(parser, "texts", "TEXT", "the texts to embed")
+    parser.add_argument(
+        "--image",
+        dest="images",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="files of images (JPEG, PNG, WebP or GIF), for a model that embeds images; texts come "
+        "before this flag",
+    )
     parser.add_argument(
         "--dimensions",
         type=_number("count"),
@@ -332,13 +342,26 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     unload = add("unload", "take a model out of memory; the next request for it loads it again")
     unload.add_argument("name", metavar="NAME")
-    unload.add_argument(
-        "--drain",
-        type=_number("real"),
-        metavar="SECONDS",
-        help="how long its requests may take to finish (default: the server's --drain-timeout)",
+    load_adapter = add(
+        "load-adapter", "load an adapter (LoRA) as a model of its own, or replace it"
     )
-    for action in (listing, load, unload):
+    load_adapter.add_argument("name", metavar="BASE:NAME")
+    load_adapter.add_argument(
+        "directory", metavar="DIR", help="on the server's machine, below its --adapter-root"
+    )
+    load_adapter.add_argument(
+        "--alias", action="append", default=[], metavar="NAME", help="a further name; repeatable"
+    )
+    unload_adapter = add("unload-adapter", "forget an adapter and free its memory")
+    unload_adapter.add_argument("name", metavar="BASE:NAME")
+    for action in (unload, unload_adapter):
+        action.add_argument(
+            "--drain",
+            type=_number("real"),
+            metavar="SECONDS",
+            help="how long its requests may take to finish (default: the server's --drain-timeout)",
+        )
+    for action in (listing, load, unload, load_adapter, unload_adapter):
         _add_client(action, timeout_s=None)
         _leave_defaults_to_parent(action)
 

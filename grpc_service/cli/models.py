@@ -1,4 +1,4 @@
-"""``triolet models``: lists, loads and unloads the server's models.
+"""``triolet models``: lists, loads and unloads the server's models, and adapters of them.
 
 Rule: Ctrl-C and --timeout do not end a load, which the server goes on with; after Ctrl-C the
 command says so.
@@ -25,8 +25,13 @@ LIST_TIMEOUT_S = 30.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, load or unload models. Return the exit code."""
-    action = {"load": _load, "unload": _unload}.get(args.action, _list)
+    """List, load or unload models and adapters. Return the exit code."""
+    action = {
+        "load": _load,
+        "unload": _unload,
+        "load-adapter": _load_adapter,
+        "unload-adapter": _unload_adapter,
+    }.get(args.action, _list)
     return run_client(args, lambda client: action(args, client))
 
 
@@ -72,6 +77,30 @@ def _unload(args: argparse.Namespace, client: Client) -> None:
         print(f"{args.name} is unloaded; the next request for it loads it again")
 
 
+def _load_adapter(args: argparse.Namespace, client: Client) -> None:
+    request = messages.LoadAdapterRequest(
+        model=args.name, directory=args.directory, aliases=args.alias
+    )
+    answer = client.models.load_adapter(request, timeout=args.timeout)
+    if args.json:
+        print_json(answer)
+        return
+    model = answer.model
+    size = size_text(model.memory_bytes)
+    print(f"{model.name} is loaded: rank {model.adapter_rank}, {size}")
+
+
+def _unload_adapter(args: argparse.Namespace, client: Client) -> None:
+    request = messages.UnloadAdapterRequest(model=args.name)
+    if (drain_s := getattr(args, "drain", None)) is not None:
+        request.drain.FromMicroseconds(int(drain_s * 1e6))
+    answer = client.models.unload_adapter(request, timeout=args.timeout)
+    if args.json:
+        print_json(answer)
+    else:
+        print(f"{args.name} is unloaded and no model any more")
+
+
 @contextmanager
 def _bar(args: argparse.Namespace) -> Iterator[Callable[[messages.LoadModelResponse], None]]:
     """Yield the function that shows a stage of a load."""
@@ -110,10 +139,10 @@ def print_models(listed: Sequence[messages.Model], pauses: Mapping[str, str]) ->
             + pauses.get(model.name, ""),
             _words(messages.Capability.Name(model.capability).removeprefix("CAPABILITY_")),
             model.device or "–",
-            model.dtype or "–",
+            ", ".join(filter(None, (model.dtype, model.quantization))) or "–",
             str(model.max_model_len or "–"),
             size_text(model.memory_bytes),
-            str(len(model.replicas)),
+            _count(model.replicas),
         )
         for model in listed
     ]
@@ -124,6 +153,13 @@ def print_models(listed: Sequence[messages.Model], pauses: Mapping[str, str]) ->
             print(f"{model.name}: {model.error}")
         if model.context_note:
             print(f"{model.name}: context {model.max_model_len} {model.context_note}")
+
+
+def _count(replicas: Sequence[messages.Replica]) -> str:
+    """Return how many replicas there are, and among how many processes each is divided."""
+    sizes = {replica.tensor_parallel_size for replica in replicas if replica.tensor_parallel_size}
+    divided = f" × {max(sizes)}" if sizes - {1} else ""
+    return f"{len(replicas)}{divided}"
 
 
 def _words(name: str) -> str:

@@ -1,8 +1,9 @@
-"""What ``triolet embed`` and ``rerank`` share: many texts, and the calls for them.
+"""What ``triolet embed`` and ``rerank`` share: many texts or images, and the calls for them.
 
 Rule 1: there may be any number of texts. If one call cannot take them all, several calls are made
 one after the other, and their results are numbered consecutively. Rule 2: a text is an argument or
-a whole line. No line is left out, so that results can be matched with their lines.
+a whole line. No line is left out, so that results can be matched with their lines. Rule 3: an image
+is read from its file only for its call.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import contextlib
 import shutil
 import sys
 import time
+from operator import gt
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from engine.errors import ConfigError
 from engine.requests.encode_values import MAX_INPUTS
@@ -24,8 +26,43 @@ if TYPE_CHECKING:
     from grpc_service.client import Stream
 
 BYTES_MAX = 2 * 2**20  # bytes of the texts of a call: half of a server's --max-message-bytes
+IMAGES_MAX = 64  # of a call: a server bounds the memory of decoded images
+IMAGE_BYTES_MAX = 6 * 2**20  # of a call: half of a server's --max-image-bytes; one image has more
 BAR_MIN = 100  # guess: fewer texts are done before anybody could read a bar
 TEXT_WIDTH_MIN = 20  # guess: a shorter beginning of a text is not worth a column
+
+
+class ImageFile(NamedTuple):
+    """An image that is given by its file. ``num_bytes`` is the file's size."""
+
+    path: str
+    num_bytes: int
+
+    def read(self) -> bytes:
+        """Return the file's bytes.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        try:
+            return Path(self.path).expanduser().read_bytes()
+        except OSError as error:
+            raise ConfigError(f"--image {self.path} cannot be read: {error.strerror}") from None
+
+
+def images_of(paths: Iterable[str]) -> list[ImageFile]:
+    """Return the images in these files.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    found = []
+    for path in paths:
+        whole = Path(path).expanduser()
+        if not whole.is_file():
+            raise ConfigError(f"--image {path} is not a file; texts come before --image")
+        found.append(ImageFile(path, whole.stat().st_size))
+    return found
 
 
 class Numbered(Protocol):
@@ -35,6 +72,7 @@ class Numbered(Protocol):
 
 
 Result = TypeVar("Result", bound=Numbered)
+Input = TypeVar("Input", bound="str | ImageFile")
 
 
 def texts_of(given: Sequence[str], file: str | None, what: str) -> list[str]:
@@ -80,22 +118,27 @@ def _lines(text: str) -> list[str]:
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def parts_of(texts: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
-    """Yield the texts in parts that fit one call each, with the place of each part's first
-    text."""
-    first, size = 0, 0
-    for place, text in enumerate(texts):
-        num_bytes = len(text.encode())
-        if place > first and (place - first == MAX_INPUTS or size + num_bytes > BYTES_MAX):
-            yield first, texts[first:place]
-            first, size = place, 0
-        size += num_bytes
-    yield first, texts[first:]
+def parts_of(inputs: Sequence[Input]) -> Iterator[tuple[int, Sequence[Input]]]:
+    """Yield texts and images in parts that fit one call each, with the place of each part's
+    first."""
+    limits = (MAX_INPUTS, BYTES_MAX, IMAGES_MAX, IMAGE_BYTES_MAX)
+    first, used = 0, [0, 0, 0, 0]
+    for place, one in enumerate(inputs):
+        if isinstance(one, ImageFile):
+            costs = (1, 0, 1, one.num_bytes)
+        else:
+            costs = (1, len(str(one).encode()), 0, 0)
+        sums = [cost + before for cost, before in zip(costs, used, strict=True)]
+        if place > first and any(map(gt, sums, limits)):
+            yield first, inputs[first:place]
+            first, sums = place, list(costs)
+        used = sums
+    yield first, inputs[first:]
 
 
 def results_of(
-    texts: Sequence[str],
-    ask: Callable[[Sequence[str], float | None], Stream[Result]],
+    texts: Sequence[Input],
+    ask: Callable[[Sequence[Input], float | None], Stream[Result]],
     timeout_s: float | None,
     advance: Callable[[], None],
 ) -> Iterator[Result]:

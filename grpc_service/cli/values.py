@@ -21,12 +21,14 @@ EXPONENTS = {"K": 1, "M": 2, "G": 3, "T": 4}
 class Kind:
     """A kind of values. ``read`` returns the value of a flag's text or of a TOML value, and raises
     ValueError if it is not of this kind. ``wanted`` completes the message "must be …". A switch
-    takes no text on the command line."""
+    takes no text on the command line. A flag that may be repeated has a tuple of values, as a list
+    in the file gives them; ``read`` then returns a tuple of one or more."""
 
     wanted: str
     metavar: str
     read: Callable[[Any], Any]
     is_switch: bool = False
+    is_repeated: bool = False
 
 
 def read_count(given: object) -> int:
@@ -76,8 +78,34 @@ def read_switch(given: object) -> bool:
     return given
 
 
+def read_ports(given: object) -> tuple[tuple[str, int], ...]:
+    """Return ports, each with the name of its model, "" without one: from a number, from a text
+    such as ``stories=50052``, or from a list of these."""
+    if isinstance(given, list):
+        return tuple(port for one in given for port in read_ports(one))
+    if not isinstance(given, str):
+        return (("", read_count(given)),)
+    name, separator, number = given.rpartition("=")
+    if separator and not name:
+        raise ValueError
+    return ((name, int(number)),)
+
+
+def read_adapter(given: object) -> tuple[str, str, str]:
+    """Return the base, the name and the directory of a text such as ``llama:sql=adapters/sql``."""
+    if not isinstance(given, str):
+        raise ValueError
+    full, _, directory = given.partition("=")
+    base, _, name = full.rpartition(":")
+    if not (base and name and directory):
+        raise ValueError
+    return base, name, directory
+
+
 COUNT = Kind("a whole number", "N", read_count)
 SECONDS = Kind("a number of seconds", "SECONDS", read_seconds)
 BYTES = Kind("a number of bytes, or such as 512MiB or 4GiB", "BYTES", read_size)
 TEXT = Kind("a text that is not empty", "TEXT", read_text)
 SWITCH = Kind("true or false", "", read_switch, is_switch=True)
+ADAPTER = Kind("BASE:NAME=DIR", "BASE:NAME=DIR", read_adapter)
+PORTS = Kind("a port, or MODEL=PORT", "[MODEL=]PORT", read_ports, is_repeated=True)

@@ -11,6 +11,7 @@ and the server's work with it. A load, an unload and a drain go on, because they
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
@@ -18,17 +19,19 @@ import grpc.aio
 
 from grpc_service.client import messages
 from grpc_service.client.channel import key_metadata, open_aio_channel
-from grpc_service.client.errors import Cancelled, call_error
+from grpc_service.client.errors import CallError, Cancelled, call_error
 from grpc_service.client.requests import chat_request
+from grpc_service.client.resumption import RESUME_S, Resumption
 from grpc_service.client.stubs import ControlStub, InferenceStub, ModelsStub
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Self, Unpack
 
     from google.protobuf.message import Message
 
     from grpc_service.client.channel import ChannelSettings
+    from grpc_service.client.resumption import OnBreak
 
 Response = TypeVar("Response")
 
@@ -72,7 +75,57 @@ class AsyncStream(Generic[Response]):
 
 
 class AsyncTextStream(AsyncStream[messages.GenerateResponse]):
-    """The events of a Generate call."""
+    """The events of a Generate request. A stream that breaks goes on in another call
+    (`AsyncClient.generate`)."""
+
+    def __init__(
+        self,
+        start: Callable[[Message, float | None], Any],
+        resumption: Resumption,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(start(resumption.request, timeout))
+        self._start = start
+        self._resumption = resumption
+        self._cancelled = asyncio.Event()
+
+    async def __anext__(self) -> messages.GenerateResponse:
+        while True:
+            try:
+                event = await super().__anext__()
+            except CallError as error:
+                await self._go_on(error)
+                continue
+            shown = self._resumption.take(event)
+            if shown is not None:
+                return shown
+
+    async def _go_on(self, error: CallError) -> None:
+        """Make the call that goes on after ``error``, or raise it.
+
+        Raises:
+            StopAsyncIteration: the stream is whole. CallError: it cannot go on.
+
+        Cancellation: nothing was called.
+        """
+        if self._resumption.is_whole and self._resumption.is_resumable(error):
+            raise StopAsyncIteration
+        next_call = None if self._cancelled.is_set() else self._resumption.next_call(error)
+        if next_call is None:
+            raise error
+        try:
+            async with asyncio.timeout(next_call.delay_s):
+                await self._cancelled.wait()
+        except TimeoutError:
+            self._call = self._start(next_call.request, next_call.timeout)
+            self._messages = self._call.__aiter__()
+        else:
+            raise Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled") from error
+
+    def cancel(self) -> None:
+        """End the request. A task that reads the stream gets `Cancelled`."""
+        self._cancelled.set()
+        super().cancel()
 
     async def text(self, choice: int = 0) -> str:
         """Read to the end, and return the text of one choice.
@@ -92,15 +145,22 @@ class AsyncClient:
 
     ``address`` is ``HOST``, ``HOST:PORT`` or ``unix:PATH``. ``api_key`` is sent with every call;
     over a network it needs ``tls``, because others could read it otherwise. For the other settings
-    see `ChannelSettings`. ``models`` and ``control`` have the calls for operators.
+    see `ChannelSettings`. ``models`` and ``control`` have the calls for operators. Generate streams
+    that break go on as those of `Client`.
 
     Raises:
         PemError: a TLS file is wrong.
     """
 
     def __init__(
-        self, address: str, *, api_key: str = "", **settings: Unpack[ChannelSettings]
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        resume_s: float = RESUME_S,
+        **settings: Unpack[ChannelSettings],
     ) -> None:
+        self._resume_s = resume_s
         self._channel = open_aio_channel(address, **settings)
         self._calls = _AsyncCalls(api_key)
         self._stub = InferenceStub(self._channel)
@@ -121,10 +181,34 @@ class AsyncClient:
         await self._channel.close()
 
     def generate(
-        self, request: messages.GenerateRequest, *, timeout: float | None = None
+        self,
+        request: messages.GenerateRequest,
+        *,
+        timeout: float | None = None,
+        on_break: OnBreak | None = None,
     ) -> AsyncTextStream:
-        """Continue a prompt or answer a chat."""
-        return AsyncTextStream(self._calls.start(self._stub.Generate, request, timeout))
+        """Continue a prompt or answer a chat. ``on_break`` is called whenever the stream breaks and
+        is about to go on, with the error and the seconds until then."""
+        resumption = Resumption(
+            request,
+            timeout=timeout,
+            resume_s=self._resume_s,
+            now=time.monotonic,
+            on_break=on_break,
+        )
+
+        def start(asked: Message, left: float | None) -> Any:
+            is_attaching = isinstance(asked, messages.AttachRequest)
+            method = self._stub.Attach if is_attaching else self._stub.Generate
+            return self._calls.start(method, asked, left)
+
+        return AsyncTextStream(start, resumption, timeout)
+
+    def attach(
+        self, request: messages.AttachRequest, *, timeout: float | None = None
+    ) -> AsyncStream[messages.GenerateResponse]:
+        """Take up a stream whose call was lost. `generate` does so by itself."""
+        return AsyncStream(self._calls.start(self._stub.Attach, request, timeout))
 
     def chat(
         self,
@@ -133,10 +217,12 @@ class AsyncClient:
         model: str = "",
         sampling: messages.SamplingParams | Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        on_break: OnBreak | None = None,
     ) -> AsyncTextStream:
         """Answer a conversation. A turn is a message, or a mapping with ``role`` and ``content``.
         `generate` takes everything else that a chat may have."""
-        return self.generate(chat_request(conversation, model, sampling), timeout=timeout)
+        request = chat_request(conversation, model, sampling)
+        return self.generate(request, timeout=timeout, on_break=on_break)
 
     def embed(
         self, request: messages.EmbedRequest, *, timeout: float | None = None
@@ -193,6 +279,18 @@ class AsyncModelsClient:
     ) -> messages.UnloadModelResponse:
         """Unload a model, and return when its memory is free. Cancellation: the unload goes on."""
         return await self._calls.ask(self._stub.UnloadModel, request, timeout)
+
+    async def load_adapter(
+        self, request: messages.LoadAdapterRequest, *, timeout: float | None = None
+    ) -> messages.LoadAdapterResponse:
+        """Load an adapter as a model of its own, or replace it, and return when it is loaded."""
+        return await self._calls.ask(self._stub.LoadAdapter, request, timeout)
+
+    async def unload_adapter(
+        self, request: messages.UnloadAdapterRequest, *, timeout: float | None = None
+    ) -> messages.UnloadAdapterResponse:
+        """Forget an adapter, and return when its memory is free."""
+        return await self._calls.ask(self._stub.UnloadAdapter, request, timeout)
 
 
 class AsyncControlClient:

@@ -3,27 +3,33 @@
 A method has its RPC's name, takes the RPC's request message, and returns the response message or a
 stream of them. ``timeout`` is in seconds and becomes the server's deadline; without it the call has
 no deadline. A status other than OK is raised as a `CallError`.
+
+Rule: threads may share a client. One thread reads a stream, and any thread may cancel it.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import grpc
 
 from grpc_service.client import messages
 from grpc_service.client.channel import key_metadata, open_channel
-from grpc_service.client.errors import call_error
+from grpc_service.client.errors import CallError, Cancelled, call_error
 from grpc_service.client.requests import chat_request
+from grpc_service.client.resumption import RESUME_S, Resumption
 from grpc_service.client.stubs import ControlStub, InferenceStub, ModelsStub
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from typing import Self, Unpack
 
     from google.protobuf.message import Message
 
     from grpc_service.client.channel import ChannelSettings
+    from grpc_service.client.resumption import OnBreak
 
 Response = TypeVar("Response")
 
@@ -61,7 +67,52 @@ class Stream(Generic[Response]):
 
 
 class TextStream(Stream[messages.GenerateResponse]):
-    """The events of a Generate call."""
+    """The events of a Generate request. A stream that breaks goes on in another call
+    (`Client.generate`)."""
+
+    def __init__(
+        self,
+        start: Callable[[Message, float | None], Any],
+        resumption: Resumption,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(start(resumption.request, timeout))
+        self._start = start
+        self._resumption = resumption
+        self._is_cancelled = threading.Event()
+
+    def __next__(self) -> messages.GenerateResponse:
+        while True:
+            try:
+                event = super().__next__()
+            except CallError as error:
+                self._go_on(error)
+                continue
+            shown = self._resumption.take(event)
+            if shown is not None:
+                return shown
+
+    def _go_on(self, error: CallError) -> None:
+        """Make the call that goes on after ``error``, or raise it.
+
+        Raises:
+            StopIteration: the stream is whole. CallError: it cannot go on.
+        """
+        if self._resumption.is_whole and self._resumption.is_resumable(error):
+            raise StopIteration
+        next_call = None if self._is_cancelled.is_set() else self._resumption.next_call(error)
+        if next_call is None:
+            raise error
+        if not self._is_cancelled.wait(next_call.delay_s):
+            self._call = self._start(next_call.request, next_call.timeout)
+        if self._is_cancelled.is_set():  # by another thread, perhaps before it saw this call
+            self._call.cancel()
+            raise Cancelled(grpc.StatusCode.CANCELLED, "the call was cancelled") from error
+
+    def cancel(self) -> None:
+        """End the request, from any thread. A thread that reads the stream gets `Cancelled`."""
+        self._is_cancelled.set()
+        super().cancel()
 
     def text(self, choice: int = 0) -> str:
         """Read to the end, and return the text of one choice.
@@ -79,13 +130,23 @@ class Client:
     over a network it needs ``tls``, because others could read it otherwise. For the other settings
     see `ChannelSettings`. ``models`` and ``control`` have the calls for operators.
 
+    A Generate stream that breaks because the server cannot be reached, or shuts down, goes on where
+    it was, with any server at the address that has the same model. It is given up when for
+    ``resume_s`` seconds nothing new has come; 0 gives it up at once.
+
     Raises:
         PemError: a TLS file is wrong.
     """
 
     def __init__(
-        self, address: str, *, api_key: str = "", **settings: Unpack[ChannelSettings]
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        resume_s: float = RESUME_S,
+        **settings: Unpack[ChannelSettings],
     ) -> None:
+        self._resume_s = resume_s
         self._channel = open_channel(address, **settings)
         self._calls = _Calls(api_key)
         self._stub = InferenceStub(self._channel)
@@ -103,10 +164,34 @@ class Client:
         self._channel.close()
 
     def generate(
-        self, request: messages.GenerateRequest, *, timeout: float | None = None
+        self,
+        request: messages.GenerateRequest,
+        *,
+        timeout: float | None = None,
+        on_break: OnBreak | None = None,
     ) -> TextStream:
-        """Continue a prompt or answer a chat."""
-        return TextStream(self._calls.start(self._stub.Generate, request, timeout))
+        """Continue a prompt or answer a chat. ``on_break`` is called whenever the stream breaks and
+        is about to go on, with the error and the seconds until then."""
+        resumption = Resumption(
+            request,
+            timeout=timeout,
+            resume_s=self._resume_s,
+            now=time.monotonic,
+            on_break=on_break,
+        )
+
+        def start(asked: Message, left: float | None) -> Any:
+            is_attaching = isinstance(asked, messages.AttachRequest)
+            method = self._stub.Attach if is_attaching else self._stub.Generate
+            return self._calls.start(method, asked, left)
+
+        return TextStream(start, resumption, timeout)
+
+    def attach(
+        self, request: messages.AttachRequest, *, timeout: float | None = None
+    ) -> Stream[messages.GenerateResponse]:
+        """Take up a stream whose call was lost. `generate` does so by itself."""
+        return Stream(self._calls.start(self._stub.Attach, request, timeout))
 
     def chat(
         self,
@@ -115,10 +200,12 @@ class Client:
         model: str = "",
         sampling: messages.SamplingParams | Mapping[str, Any] | None = None,
         timeout: float | None = None,
+        on_break: OnBreak | None = None,
     ) -> TextStream:
         """Answer a conversation. A turn is a message, or a mapping with ``role`` and ``content``.
         `generate` takes everything else that a chat may have."""
-        return self.generate(chat_request(conversation, model, sampling), timeout=timeout)
+        request = chat_request(conversation, model, sampling)
+        return self.generate(request, timeout=timeout, on_break=on_break)
 
     def embed(
         self, request: messages.EmbedRequest, *, timeout: float | None = None
@@ -175,6 +262,18 @@ class ModelsClient:
     ) -> messages.UnloadModelResponse:
         """Unload a model, and return when its memory is free."""
         return self._calls.ask(self._stub.UnloadModel, request, timeout)
+
+    def load_adapter(
+        self, request: messages.LoadAdapterRequest, *, timeout: float | None = None
+    ) -> messages.LoadAdapterResponse:
+        """Load an adapter as a model of its own, or replace it, and return when it is loaded."""
+        return self._calls.ask(self._stub.LoadAdapter, request, timeout)
+
+    def unload_adapter(
+        self, request: messages.UnloadAdapterRequest, *, timeout: float | None = None
+    ) -> messages.UnloadAdapterResponse:
+        """Forget an adapter, and return when its memory is free."""
+        return self._calls.ask(self._stub.UnloadAdapter, request, timeout)
 
 
 class ControlClient:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
+RECONNECT_MAX_MS = 2000  # guess: longer than a connection takes, shorter than people wait
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """The PEM files of an encrypted connection. ``ca`` is the authority that signed the server's
@@ -93,7 +96,8 @@ def key_metadata(api_key: str) -> tuple[tuple[str, str], ...]:
 
 
 def _options(address: str, settings: ChannelSettings) -> list[tuple[str, Any]]:
-    options: dict[str, Any] = {}
+    # grpc's own limit is two minutes: a server that has restarted would not be noticed for so long.
+    options: dict[str, Any] = {"grpc.max_reconnect_backoff_ms": RECONNECT_MAX_MS}
     if is_loopback(target_of(address).rpartition(":")[0]):
         # A proxy that the environment names cannot reach this machine's own loopback.
         options["grpc.enable_http_proxy"] = 0

@@ -42,6 +42,7 @@ FAILED_CALL = 40.0  # refused, malformed, or ended with an error
 HEADER_BYTE = 0.01  # of a header list, beyond `HEADER_BYTES_FREE`
 HEADER_BYTES_FREE = 1024
 INFLATED_BYTE = 4e-4  # of a request that decompression made very much larger (`framing`)
+FAILED_BYTE = 1.6e-4  # of a failed call's request, for reading and parsing it: owed time only
 GOOD_CALL = 30.0  # given back for a call that ended with OK
 SENT_DATA = 6.0  # given back for each DATA frame sent: clients answer with two updates and a ping
 OPENING = 30.0  # owed for a new connection; with its first frames less than `OWED_MIN`

@@ -91,9 +91,12 @@ class Call:
         self._answer = Holding(connection.holder, self._evict_answer)
         self.connection = connection
         self.is_compressed = False
+        self.is_lost = False  # its connection has ended, and nobody has ended the call before
         self.is_evicted = False  # the server has given up the call, for what it costs
         encoding = headers.get(b"grpc-encoding", b"identity")
-        self.request = RequestBody(stream, connection, encoding, self._wake)
+        path = headers.get(b":path", b"").decode("latin-1")
+        self.method = path[1:] if path[:1] == "/" else ""
+        self.request = RequestBody(stream, connection, encoding, self._wake, self.method)
         self.encoding = encoding.decode("latin-1") if encoding in COMPRESSIONS else ""
         self._accepted = {*headers.get(b"grpc-accept-encoding", b"").replace(b" ", b"").split(b",")}
         self._accepted.add(encoding)
@@ -113,8 +116,6 @@ class Call:
             self.metadata = metadata_of(stream.headers)
         except RpcError as fault:
             self.fault = fault
-        path = headers.get(b":path", b"").decode("latin-1")
-        self.method = path[1:] if path[:1] == "/" else ""
         self.refusal = refusal_of(headers)
         self.peer = connection.peer
         self.code: StatusCode | None = None
@@ -354,8 +355,9 @@ class Call:
         self.request.note_request()
         self._wake()
 
-    def on_reset(self) -> None:
-        """Cancel the call, because its client has ended it."""
+    def on_reset(self, *, is_lost: bool = False) -> None:
+        """Cancel the call, because its client has ended it, or its connection is lost."""
+        self.is_lost = is_lost and not self.scope.cancel_called
         self.scope.cancel(reason="the client ended the call")
 
     def on_sent(self) -> None:

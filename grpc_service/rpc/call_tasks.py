@@ -119,5 +119,6 @@ def _settle(call: Call) -> None:
         account.earn(accounts.GOOD_CALL)
     elif call.refusal or call.fault or call.request.is_faulty or code in CLIENTS_FAULTS:
         account.charge(accounts.FAILED_CALL)
+        account.owe(accounts.FAILED_BYTE * call.request.num_received)
     elif code in UNFINISHED and not call.has_answered:
         account.owe(accounts.LOST_CALL)

@@ -280,7 +280,7 @@ class Connection:
         while self._to_end:
             await self._shared.start_limiter.enter(self.address)
             if self._to_end:
-                self._to_end.pop().on_reset()
+                self._to_end.pop().on_reset(is_lost=True)
 
     async def _handle(self, data: bytes) -> None:
         """Handle received bytes in parts that take about `Limits.part_s` each."""

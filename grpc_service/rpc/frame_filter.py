@@ -150,6 +150,8 @@ class FrameFilter:
             self._connection.output.append(_PING_HEAD + body)
         elif body == DRAIN_PING:
             self._connection.send_goaway()
+        elif (on_received := self._connection.marks.pop(body, None)) is not None:
+            on_received()
         return True
 
     def _take_window_update(self, frame: Frame) -> bool:

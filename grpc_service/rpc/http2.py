@@ -74,10 +74,10 @@ class Http2Connection:
 
     ``on_stream`` is called for each new stream and returns its listener. ``account`` pays for what
     the client costs. ``output``, ``blocked_by_stream`` and ``blocked_by_connection`` (streams that
-    wait for a window), ``streams`` and ``h2`` are for `Stream` and `FrameFilter`. The owner sends
-    the ``output``, and sets ``is_clogged`` while the transport accepts nothing: messages then wait
-    as they do for a window, until `unclog`. ``is_ending``: client or server has announced that no
-    more streams will be opened.
+    wait for a window), ``streams``, ``marks`` and ``h2`` are for `Stream` and `FrameFilter`. The
+    owner sends the ``output``, and sets ``is_clogged`` while the transport accepts nothing:
+    messages then wait as they do for a window, until `unclog`. ``is_ending``: client or server has
+    announced that no more streams will be opened.
     """
 
     def __init__(
@@ -93,6 +93,8 @@ class Http2Connection:
         self.is_clogged = False
         self.is_ending = False
         self.streams: dict[int, Stream] = {}
+        self.marks: dict[bytes, Callable[[], None]] = {}  # by the bodies of pings
+        self._num_marks = 0
         self._has_settings = False  # of the client
         self._is_window_open = False  # more may be sent on the connection than before
         self._are_all_open = False  # more may be sent on every stream
@@ -277,6 +279,16 @@ class Http2Connection:
         self.h2.ping(_PING)
         self.collect()
 
+    def mark(self, on_received: Callable[[], None]) -> bytes:
+        """Call ``on_received`` once the client's machine has all that was output before. Return the
+        key of that in ``marks``, from which the caller removes it in the end."""
+        self._num_marks += 1
+        key = self._num_marks.to_bytes(8, "big")  # the body of no other ping
+        self.marks[key] = on_received
+        self.h2.ping(key)
+        self.collect()
+        return key
+
     def drain(self) -> None:
         """Announce that the connection will take no more streams. Those on their way are still
         served, until the client has answered the ping that follows. Source: RFC 9113, 6.8."""
@@ -298,7 +310,7 @@ class Http2Connection:
             stream.cut()
             self.forget(stream)
             if stream.listener.has_request:
-                stream.listener.on_reset()
+                stream.listener.on_reset(is_lost=True)
             else:
                 left.append(stream.listener)
         return left

@@ -6,7 +6,11 @@ A value marked "guess" was chosen by judgement and never measured against others
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +21,8 @@ class Limits:
 
     # Largest request, in bytes, after decompression. 4 MiB is the default of every gRPC server.
     max_message_bytes: int = 4 * 2**20
+    # Bytes that requests of some methods may have beyond that, by the method's full name.
+    extra_bytes_by_method: Mapping[str, int] = field(default_factory=dict)
     # Messages of this size and more are compressed where the client asks for it. Guess.
     compressed_bytes_min: int = 1024
     # Calls that one connection may have open. Guess: more than the sequences of the largest batch.
@@ -73,7 +79,9 @@ class Limits:
     # ---- bytes that the server keeps (`grpc_service.rpc.held_bytes`)
 
     # Bytes of requests that are not complete and of answers that are not read, for all clients.
-    # Guess: four requests of the largest size.
+    # Guess: four requests of ``max_message_bytes``. It must hold one request of the largest size
+    # (``max_message_bytes``, and what its method may have beyond); others then wait for their
+    # windows in their order.
     held_bytes: int = 16 * 2**20
     # A request or an answer that did not change for so long makes no progress. Guess.
     held_stall_s: float = 1.0

@@ -13,7 +13,7 @@ from grpc_service.rpc.errors import Disconnected, InvalidMessage, MissingMessage
 from grpc_service.rpc.status import Status, StatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Mapping
 
     from google.protobuf.descriptor import ServiceDescriptor
     from google.protobuf.message import Message
@@ -31,22 +31,30 @@ class Method(NamedTuple):
     ``handler`` takes the request and the call; an own dispatcher may pass something else for the
     call. It returns the answer, or writes all messages itself and returns None. With
     ``takes_stream`` the request is None, and the handler reads the messages itself (`Call.read`).
+    ``judge`` is called with the request's bytes before they are parsed; it may raise an `RpcError`.
     """
 
     name: str  # such as helloworld.Greeter/SayHello
     request: type[Message]
     handler: Handler
     takes_stream: bool = False
+    judge: Callable[[bytes], None] | None = None
 
 
-def methods_of(service: ServiceDescriptor, servicer: object) -> list[Method]:
-    """Return the methods of a service; the handler of each is ``servicer``'s method of its name."""
+def methods_of(
+    service: ServiceDescriptor,
+    servicer: object,
+    judges: Mapping[str, Callable[[bytes], None]] | None = None,
+) -> list[Method]:
+    """Return the methods of a service; the handler of each is ``servicer``'s method of its name.
+    ``judges`` has ``Method.judge`` by the method's name."""
     return [
         Method(
             f"{service.full_name}/{method.name}",
             GetMessageClass(method.input_type),
             getattr(servicer, method.name),
             method.client_streaming,
+            (judges or {}).get(method.name),
         )
         for method in service.methods
     ]
@@ -58,7 +66,8 @@ async def read_request(method: Method, call: Call) -> Message:
     Raises:
         MissingMessage: no request was sent.
         InvalidMessage: the bytes are not of the method's type.
-        RpcError: as `Call.read`, or the request did not become complete in time.
+        RpcError: as `Call.read` and ``Method.judge``, or the request did not become complete in
+            time.
     Cancellation: safe.
     """
     with trio.move_on_after(call.limits.request_timeout_s) as scope:
@@ -71,6 +80,8 @@ async def read_request(method: Method, call: Call) -> Message:
     if data is None:
         raise MissingMessage(f"{method.name} takes one request, and none was sent")
     call.request.close()
+    if method.judge is not None:
+        method.judge(data)
     try:
         return method.request.FromString(data)
     except DecodeError:

@@ -30,6 +30,7 @@ class RequestBody:
         connection: Connection,
         encoding: bytes,
         on_change: Callable[[], None],
+        method: str = "",
     ) -> None:
         self._stream = stream
         self._account = connection.account
@@ -38,11 +39,14 @@ class RequestBody:
         self._held = connection.held
         self._touch = connection.touch
         self._holding = Holding(connection.holder, self._evict, self._grow)
+        self.num_received = 0  # bytes
         self.has_request = False  # a message has come, or the body's end
         self._is_waiting = False  # the call's task waits for that
         self._is_closed = False
         self._account.owe(accounts.WAITING_CALL)
-        self.reader = MessageReader(connection.limits.max_message_bytes, encoding)
+        limits = connection.limits
+        most = limits.max_message_bytes + limits.extra_bytes_by_method.get(method, 0)
+        self.reader = MessageReader(most, encoding)
 
     @property
     def is_faulty(self) -> bool:
@@ -54,6 +58,7 @@ class RequestBody:
         if self._is_closed:
             self._account.charge(accounts.NO_OP_FRAME)
             return
+        self.num_received += len(data)
         was_decompressing = self.reader.is_decompressing
         self.reader.feed(data)
         self._note_change()
@@ -75,7 +80,7 @@ class RequestBody:
         return taken
 
     def note_waiting(self) -> None:
-        """Count the call itself while it waits for its first message."""
+        """Count the call itself, beside its bytes, while it waits for its first message."""
         if not (self.has_request or self._is_waiting):
             self._is_waiting = True
             self._count()
@@ -112,7 +117,7 @@ class RequestBody:
     def _count(self) -> None:
         num_bytes = self.reader.num_bytes
         if self._is_waiting:
-            num_bytes = max(num_bytes, CALL_BYTES)
+            num_bytes += CALL_BYTES
         self._held.set_bytes(self._holding, num_bytes)
 
     def _grow(self) -> None:

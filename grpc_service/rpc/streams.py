@@ -53,8 +53,9 @@ class StreamListener(Protocol):
         """Act on the end of the request's body."""
         ...
 
-    def on_reset(self) -> None:
-        """Act on the client's reset of the stream; nothing can be sent any more."""
+    def on_reset(self, *, is_lost: bool = False) -> None:
+        """Act on the client's reset of the stream or, with ``is_lost``, on the end of its
+        connection; nothing can be sent any more."""
         ...
 
     def on_sent(self) -> None:

@@ -29,5 +29,9 @@ class Backend:
         return replace(telemetry, statistics=self._with_unread_calls(telemetry.statistics))
 
     def _with_unread_calls(self, statistics: EngineStatistics) -> EngineStatistics:
-        totals = replace(statistics.totals, unread_calls=self.unread_calls.count())
+        totals = replace(
+            statistics.totals,
+            unread_calls=self.unread_calls.count(),
+            detached=self.engine.detached.count,
+        )
         return replace(statistics, totals=totals)

@@ -27,7 +27,7 @@ from grpc_service.rpc.errors import Disconnected
 from grpc_service.services.error_status import status_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from google.protobuf.message import Message
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.requests.stream import RequestStream
     from grpc_service.access.rpc_record import Rpc
     from grpc_service.access.unread_calls import UnreadCalls
+    from grpc_service.rpc.call import Call
 
     Encode = Callable[[Sequence[Any]], Sequence[Message]]
     EncodeShort = Callable[[Any], bytes | None]
@@ -61,6 +62,8 @@ class CallWriter:
     ``encode`` makes messages of events that are ready together. ``encode_short`` makes the bytes
     of one credited event: b"" if there is nothing to send, None if `encode` has to do it.
     ``is_large``: the first events take long to encode, which then happens in a thread.
+    ``wait_received`` waits until the client has what was written. Without it, what was written
+    counts as received.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class CallWriter:
         encode_short: EncodeShort = lambda event: None,
         *,
         is_large: bool = False,
+        wait_received: Callable[[Call], Awaitable[None]] | None = None,
     ) -> None:
         self._rpc = rpc
         self._call = rpc.call
@@ -78,12 +82,14 @@ class CallWriter:
         self._encode = encode
         self._encode_short = encode_short
         self._is_large = is_large
+        self._wait_received = wait_received
         self._pending: list[Any] = []  # events for the task
         self._waiter: trio.Event | None = None  # set while the task waits for events
         self._has_ended = False
         self._error: TrioletError | None = None  # of the request, once it has ended
         self._bug: Exception | None = None  # raised in `push` or `end`
         self._has_left = False
+        self._is_done = False  # the client has everything, or the call got its status
         self._num_written = 0
         self._writing = trio.CancelScope()  # gets a deadline when the request fails
 
@@ -143,7 +149,8 @@ class CallWriter:
         if log.isEnabledFor(logging.DEBUG):
             request_id = logs.printable(stream.request_id)
             log.debug("results sent: %d", self._num_written, extra={"request_id": request_id})
-        if stream.credit.release(num_events):
+        # After an error, the request is over, or another call has taken the stream up.
+        if self._error is None and stream.credit.release(num_events):
             stream.report_drained()
 
     # ---- the call's task
@@ -161,9 +168,13 @@ class CallWriter:
                 await self._write_events()
             if self._writing.cancelled_caught and self._error is not None:
                 raise self._error
+            if self._wait_received is not None:
+                await self._wait_received(self._call)
+            self._is_done = True
         except Disconnected:
             raise
         except Exception as error:
+            self._is_done = True
             self._cancel()
             await self._call.end(*status_of(error))
         finally:
@@ -213,9 +224,12 @@ class CallWriter:
         return await encode_in_thread(lambda: self._encode(events))
 
     def _cancel(self) -> None:
-        """End the request, if it has not ended."""
-        if not self._stream.is_closed:
-            self._stream.close_reader(trio.current_time())
+        """End the request, if it has not ended and its client is not to come again."""
+        call = self._call
+        # A task whose call nobody has ended leaves because its connection is cut.
+        is_lost = call.code is None and (call.is_lost or not call.scope.cancel_called)
+        is_lost &= not self._is_done
+        self._stream.leave(self, trio.current_time(), is_lost=is_lost)
 
     def _leave(self) -> None:
         """End the request, if it has not ended, and count the call as read."""

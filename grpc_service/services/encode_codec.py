@@ -17,7 +17,6 @@ from engine.requests.encode_values import (
 )
 from engine.requests.text_values import Started
 from grpc_service._generated.triolet.v1 import inference_pb2
-from grpc_service.services.later import refuse_later
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,23 +32,17 @@ def decode_embed(
     """Return the engine's request. Its ranges are not checked yet (`EmbedRequest.validate`).
 
     Raises:
-        Unsupported: An input is an image.
-        InvalidRequest: An input is neither text nor token ids, with every broken field; or there
-            are too many inputs.
+        InvalidRequest: Inputs are not set; it names every one of them. Or there are too many.
     """
     _refuse_too_many("inputs", len(message.inputs))
-    refuse_later(message)
     found = [
-        FieldViolation(f"inputs[{index}]", "set exactly one of text and token_ids")
+        FieldViolation(f"inputs[{index}]", "set exactly one of text, token_ids and image")
         for index, one in enumerate(message.inputs)
         if one.WhichOneof("input") is None
     ]
     request = EmbedRequest(
         model=message.model,
-        inputs=tuple(
-            tuple(one.token_ids.ids) if one.HasField("token_ids") else one.text
-            for one in message.inputs
-        ),
+        inputs=tuple(map(_input_of, message.inputs)),
         dimensions=message.dimensions if message.HasField("dimensions") else None,
         normalize=message.normalize if message.HasField("normalize") else None,
         prompt_name=message.prompt_name,
@@ -64,6 +57,15 @@ def decode_embed(
     return request
 
 
+def _input_of(one: inference_pb2.EmbedInput) -> str | bytes | tuple[int, ...]:
+    match one.WhichOneof("input"):
+        case "token_ids":
+            return tuple(one.token_ids.ids)
+        case "image":
+            return one.image
+    return one.text
+
+
 def decode_rerank(
     message: inference_pb2.RerankRequest, timeout_s: float | None = None
 ) -> RerankRequest:
@@ -73,7 +75,6 @@ def decode_rerank(
         InvalidRequest: There are too many documents.
     """
     _refuse_too_many("documents", len(message.documents))
-    refuse_later(message)
     return RerankRequest(
         model=message.model,
         query=message.query,

@@ -94,7 +94,7 @@ TRANSLATED: dict[type[RpcError], Callable[[str], errors.TrioletError]] = {
     InvalidMessage: lambda text: errors.InvalidRequest([], message=text),
     MissingMessage: lambda text: errors.InvalidRequest([], message=text),
     MessageTooLarge: lambda text: errors.RequestTooLarge(
-        [], message=f"{text} (--max-message-bytes)"
+        [], message=f"{text} (--max-message-bytes; of images --max-image-bytes)"
     ),
     TooManyHeld: lambda text: errors.MemoryExhausted(f"{text} (--max-held-bytes)"),
     UnsupportedEncoding: errors.Unsupported,

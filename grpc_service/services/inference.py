@@ -11,12 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.requests.quota import Origin
+from grpc_service.rpc.receipt import wait_received
 from grpc_service.services import encode_codec, text_codec, text_encoder
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
 if TYPE_CHECKING:
     from engine.requests.encode_values import AnyRequest
-    from grpc_service._generated.triolet.v1 import inference_pb2
+    from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
     from grpc_service.access.rpc_record import Rpc
     from grpc_service.services.backend import Backend
 
@@ -33,15 +34,58 @@ class Inference:
         Cancellation: ends the request.
         """
         asked = text_codec.decode_generate(request, clients_timeout(rpc.call.time_remaining()))
-        token_ids = request.output.token_ids
-        writer = CallWriter(
+        is_large = request.output.HasField("prompt_logprobs")
+        writer = self._text_writer(
+            rpc,
+            token_ids=request.output.token_ids,
+            is_large=is_large,
+            is_kept=asked.resume_window_s is not None,
+        )
+        await self._serve(asked, rpc, writer)
+
+    async def Attach(self, request: common_pb2.AttachRequest, rpc: Rpc) -> None:
+        """Stream the rest of what a Generate request generates, after its call was lost.
+
+        Raises:
+            RequestNotFound: the caller has no such stream.
+            InvalidRequest: what the client lacks is not kept any more.
+            Disconnected: the client has ended the call.
+        Cancellation: ends the request, unless the connection is lost again.
+        """
+        detached = self._backend.engine.detached
+        received = text_codec.decode_received(request)
+        stream = detached.attachable(
+            request.request_id,
+            request.attach_token,
+            rpc.quota,
+        )
+        output = stream.request.output
+        writer = self._text_writer(
+            rpc,
+            token_ids=bool(output.token_ids),
+            is_large=output.prompt_logprobs is not None,
+            is_kept=True,
+        )
+        timeout_s = clients_timeout(rpc.call.time_remaining())
+        detached.attach(stream, writer, received, timeout_s)
+        try:
+            await writer.run(stream)
+        finally:
+            detached.uncount(stream)
+
+    def _text_writer(
+        self, rpc: Rpc, *, token_ids: bool, is_large: bool, is_kept: bool
+    ) -> CallWriter:
+        """Return the writer of a Generate stream. ``is_kept``: if the connection is lost before the
+        client has the end, the client may take the stream up again."""
+        return CallWriter(
             rpc,
             self._backend.unread_calls,
             partial(text_encoder.encode_events, token_ids=token_ids),
             text_encoder.ShortDelta(token_ids=token_ids).encode,
-            is_large=request.output.HasField("prompt_logprobs"),
+            is_large=is_large,
+            wait_received=wait_received if is_kept else None,
         )
-        await self._serve(asked, rpc, writer)
 
     async def Embed(self, request: inference_pb2.EmbedRequest, rpc: Rpc) -> None:
         """Stream one vector for each input. Raises as `_serve`.
@@ -79,7 +123,7 @@ class Inference:
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, rpc: Rpc
-    ) -> inference_pb2.TokenizeResponse:
+    ) -> common_pb2.TokenizeResponse:
         """Return the tokens of a text or a chat.
 
         Cancellation: safe; the tokens are dropped.
@@ -90,8 +134,8 @@ class Inference:
         return await encode_in_thread(partial(text_encoder.encode_tokens, spans, max_model_len))
 
     async def Detokenize(
-        self, request: inference_pb2.DetokenizeRequest, rpc: Rpc
-    ) -> inference_pb2.DetokenizeResponse:
+        self, request: common_pb2.DetokenizeRequest, rpc: Rpc
+    ) -> common_pb2.DetokenizeResponse:
         """Return the text of token ids.
 
         Cancellation: safe; the text is dropped.

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 
 class Models:
-    """Lists, loads and unloads models (models.proto)."""
+    """Lists, loads and unloads models and adapters (models.proto). Adapters are loaded from below
+    ``adapter_root`` only; "": from nowhere."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, adapter_root: str = "") -> None:
         self._backend = backend
+        self._adapter_root = adapter_root
 
     async def ListModels(
         self, request: models_pb2.ListModelsRequest, rpc: Rpc
@@ -57,3 +59,26 @@ class Models:
         name, drain_s = operations_codec.decode_unload(request)
         await self._backend.engine.unload_model(name, drain_s)
         return models_pb2.UnloadModelResponse()
+
+    async def LoadAdapter(
+        self, request: models_pb2.LoadAdapterRequest, rpc: Rpc
+    ) -> models_pb2.LoadAdapterResponse:
+        """Load an adapter, and answer when every replica of its base has it.
+
+        Cancellation: nothing changes.
+        """
+        given = operations_codec.decode_load_adapter(request, self._adapter_root)
+        name, directory, aliases = given
+        status = await self._backend.engine.adapters.load(name, directory, aliases=aliases)
+        return models_pb2.LoadAdapterResponse(model=snapshots_codec.encode_model(status))
+
+    async def UnloadAdapter(
+        self, request: models_pb2.UnloadAdapterRequest, rpc: Rpc
+    ) -> models_pb2.UnloadAdapterResponse:
+        """Forget an adapter, and answer when its memory is free.
+
+        Cancellation: ends the wait; the unload goes on.
+        """
+        name, drain_s = operations_codec.decode_unload_adapter(request)
+        await self._backend.engine.adapters.unload(name, drain_s)
+        return models_pb2.UnloadAdapterResponse()

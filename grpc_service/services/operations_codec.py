@@ -3,9 +3,10 @@ back. Pure, like `grpc_service.services.text_codec`."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from engine.config import REPLICAS_MAX
+from engine.config import ADAPTER_FILES, REPLICAS_MAX
 from engine.core.common.events import PauseMode
 from engine.errors import InvalidRequest
 from engine.requests.text_values import MAX_REQUEST_ID_CHARS
@@ -95,6 +96,8 @@ def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
         computed_tokens=explained.computed_tokens,
         blocks=explained.blocks,
         parked=encode_duration(explained.parked_s),
+        drafted_tokens=explained.drafted_tokens,
+        accepted_tokens=explained.accepted_tokens,
     )
 
 
@@ -131,6 +134,47 @@ def decode_unload(message: models_pb2.UnloadModelRequest) -> tuple[str, float | 
     return _model(message), _seconds(message, "drain")
 
 
+def decode_load_adapter(
+    message: models_pb2.LoadAdapterRequest, root: str
+) -> tuple[str, str, tuple[str, ...]]:
+    """Return the adapter's name, its directory and its further names. ``root`` is the directory
+    below which adapters may be loaded; "": none may be.
+
+    Raises:
+        InvalidRequest: a field is empty, or the directory or one of its two files is not below the
+            root. Links are followed before that is decided.
+    """
+    name = _model(message)
+    if not message.directory:
+        raise InvalidRequest.of("directory", "is empty")
+    if not root:
+        raise InvalidRequest.of(
+            "directory", "cannot be loaded from: the server was started without --adapter-root"
+        )
+    if "\0" in message.directory:
+        raise InvalidRequest.of("directory", "holds a NUL")
+    inside = os.path.realpath(root)
+    path = os.path.realpath(os.path.join(inside, message.directory))
+    for one in (path, *(os.path.realpath(os.path.join(path, name)) for name in ADAPTER_FILES)):
+        if one == inside or os.path.commonpath((inside, one)) != inside:
+            raise InvalidRequest.of("directory", "is not below the server's --adapter-root")
+    if not all(message.aliases):
+        raise InvalidRequest.of("aliases", "holds an empty name")
+    return name, path, tuple(message.aliases)
+
+
+def decode_unload_adapter(
+    message: models_pb2.UnloadAdapterRequest,
+) -> tuple[str, float | None]:
+    """Return the adapter, and how many seconds its running requests may take to finish (None: the
+    server's own time).
+
+    Raises:
+        InvalidRequest: the name is empty, or the time is negative.
+    """
+    return _model(message), _seconds(message, "drain")
+
+
 def encode_load(status: LoadStatus) -> models_pb2.LoadModelResponse:
     """Return the message for a stage of a load."""
     progress = status.progress
@@ -144,10 +188,11 @@ def encode_load(status: LoadStatus) -> models_pb2.LoadModelResponse:
     )
 
 
-def _model(message: models_pb2.LoadModelRequest | models_pb2.UnloadModelRequest) -> str:
+def _model(message: Any) -> str:
     if not message.model:
         raise InvalidRequest.of("model", "is empty")
-    return message.model
+    name: str = message.model
+    return name
 
 
 def _seconds(message: Any, field: str) -> float | None:

@@ -15,6 +15,8 @@ from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, models_p
 from grpc_service.services.text_encoder import encode_duration
 
 if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
     from engine.status import Counts, EngineStatistics, ModelStatus, ReplicaStatus
 
 CAPABILITIES = {
@@ -67,6 +69,10 @@ def encode_model(status: ModelStatus) -> models_pb2.Model:
         max_model_len=status.max_model_len,
         demo=status.is_demo,
         context_note=status.context_note,
+        quantization=status.quantization,
+        base=status.base,
+        adapter_digest=status.adapter_digest,
+        adapter_rank=status.adapter_rank,
     )
 
 
@@ -76,6 +82,7 @@ def _encode_replica(status: ReplicaStatus) -> models_pb2.Replica:
         state=REPLICA_STATES[status.state],
         device=status.device,
         threads=status.threads,
+        tensor_parallel_size=status.tp,
         restarts=status.restarts,
         processed=status.processed,
         failed=status.failed,
@@ -87,22 +94,24 @@ def _encode_replica(status: ReplicaStatus) -> models_pb2.Replica:
 def encode_statistics(statistics: EngineStatistics) -> control_pb2.GetStatsResponse:
     """Return the message for a snapshot of the engine's counters."""
     return control_pb2.GetStatsResponse(
-        totals=control_pb2.Totals(**_encode_counts(statistics.totals)),
+        totals=control_pb2.Totals(**_encode_counts(statistics.totals, control_pb2.Totals)),
         replicas=[
             control_pb2.ReplicaStats(
                 model=entry.model,
                 replica=entry.replica,
                 state=REPLICA_STATES[entry.state],
                 pause=PAUSES[entry.pause],
-                **_encode_counts(entry.counts),
+                **_encode_counts(entry.counts, control_pb2.ReplicaStats),
             )
             for entry in statistics.replicas
         ],
     )
 
 
-def _encode_counts(counts: Counts) -> dict[str, Any]:
-    values = {name: getattr(counts, name) for name in counts.__slots__}
+def _encode_counts(counts: Counts, message: type[Message]) -> dict[str, Any]:
+    """Return the counters that ``message`` has."""
+    names = [name for name in message.DESCRIPTOR.fields_by_name if name in counts.__slots__]
+    values = {name: getattr(counts, name) for name in names}
     ends = values.pop("requests_total")
     values["requests_total"] = control_pb2.RequestsTotal(
         **{name: getattr(ends, name) for name in ends.__slots__}

@@ -2,10 +2,10 @@
 
 Rule 1: a proto3 field with presence that is unset becomes None, and nothing else does. Zero and
 unset stay different all the way; only the engine fills in defaults.
-Rule 2: no set field is ignored. A field whose feature does not exist yet stands in
-`grpc_service.services.later` and is refused by name; a test walks every field.
+Rule 2: no set field is ignored; a test walks every field.
 Rule 3: the codec checks no range; the engine's values do (`validate`). The codec refuses only what
-an engine value cannot represent, with a `TrioletError` that names the field.
+an engine value cannot represent, and lists that are so long that to convert them would hold up the
+loop, with a `TrioletError` that names the field.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from engine.core.text.types import Constraint
 from engine.errors import FieldViolation, InvalidRequest
+from engine.requests.chat_values import Chat
+from engine.requests.continuation import Continuation, ContinuedChoice
+from engine.requests.kept_events import ReceivedChoice
 from engine.requests.text_values import (
-    Chat,
+    MAX_CHOICES,
     GenerateRequest,
     OutputOptions,
     PromptOptions,
     SamplingParams,
 )
-from grpc_service.services.later import refuse_later
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +32,12 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
     from google.protobuf.struct_pb2 import Struct, Value
 
-    from grpc_service._generated.triolet.v1 import inference_pb2, models_pb2
+    from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2, models_pb2
+
+
+# Most messages of a chat, most tools, and most tool calls of all its messages. Guess: to convert so
+# many takes the loop about 10 ms.
+MESSAGES_MAX = 10_000
 
 
 # ---- requests --------------------------------------------------------------------------------
@@ -42,10 +49,9 @@ def decode_generate(
     """Return the engine's request. Its ranges are not checked yet (`GenerateRequest.validate`).
 
     Raises:
-        Unsupported: A set field's feature does not exist yet.
-        InvalidRequest: The constraint cannot be represented, with every broken field.
+        InvalidRequest: The constraint cannot be represented, with every broken field; or a list is
+            too long.
     """
-    refuse_later(message)
     request = GenerateRequest(
         model=message.model,
         text=message.text if message.HasField("text") else None,
@@ -61,6 +67,12 @@ def decode_generate(
         prompt=PromptOptions(**_set_fields(message.prompt)),
         output=OutputOptions(**_set_fields(message.output)),
         timeout_s=timeout_s,
+        continuation=_decode_continuation(message.continuation)
+        if message.HasField("continuation")
+        else None,
+        resume_window_s=message.resume_window.ToNanoseconds() / 1e9
+        if message.HasField("resume_window")
+        else None,
         check=False,
     )
     if message.HasField("constraint"):
@@ -83,14 +95,53 @@ def _plain(value: Any) -> Any:
 
 
 def _decode_chat(message: inference_pb2.Chat) -> Chat:
+    _check_count("chat.messages", len(message.messages), MESSAGES_MAX)
+    _check_count("chat.tools", len(message.tools), MESSAGES_MAX)
+    num_calls = sum([len(turn.tool_calls) for turn in message.messages])
+    _check_count("chat.messages.tool_calls", num_calls, MESSAGES_MAX)
     return Chat(
         messages=tuple(_decode_message(turn) for turn in message.messages),
         tools=tuple(_decode_tool(tool) for tool in message.tools),
         template_args=_decode_struct(message.template_args),
         add_generation_prompt=message.add_generation_prompt
         if message.HasField("add_generation_prompt")
-        else True,
+        else None,
         tool_choice=message.tool_choice or "auto",
+        continue_final_message=message.continue_final_message,
+    )
+
+
+def decode_received(message: common_pb2.AttachRequest) -> tuple[ReceivedChoice, ...]:
+    """Return what a client has of each choice.
+
+    Raises:
+        InvalidRequest: the id or the token is empty, or there are too many choices.
+    """
+    empty = [name for name in ("request_id", "attach_token") if not getattr(message, name)]
+    if empty:
+        raise InvalidRequest([FieldViolation(name, "is empty") for name in empty])
+    _check_count("received", len(message.received), MAX_CHOICES)
+    return tuple([ReceivedChoice(one.tokens, one.finished) for one in message.received])
+
+
+def _check_count(field: str, count: int, most: int) -> None:
+    """Refuse a field that has more than ``most`` values, before an object is made of each of them
+    on the loop. An empty value takes only two bytes of a message.
+
+    Raises:
+        InvalidRequest: it names the field.
+    """
+    if count > most:
+        raise InvalidRequest([FieldViolation(field, f"has {count} values, of at most {most}")])
+
+
+def _decode_continuation(message: common_pb2.Continuation) -> Continuation:
+    _check_count("continuation.choices", len(message.choices), MAX_CHOICES)
+    return Continuation(
+        choices=tuple(
+            [ContinuedChoice(tuple(one.token_ids), one.finished) for one in message.choices]
+        ),
+        seed=message.seed if message.HasField("seed") else None,
     )
 
 
@@ -190,12 +241,7 @@ class TokenizeInput(TypedDict):
 
 
 def decode_tokenize(message: inference_pb2.TokenizeRequest) -> TokenizeInput:
-    """Return the text or chat to split, which `Engine.tokenize` checks.
-
-    Raises:
-        Unsupported: A set field's feature does not exist yet.
-    """
-    refuse_later(message)
+    """Return the text or chat to split, which `Engine.tokenize` checks."""
     return TokenizeInput(
         text=message.text if message.HasField("text") else None,
         chat=_decode_chat(message.chat) if message.HasField("chat") else None,

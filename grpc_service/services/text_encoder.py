@@ -17,7 +17,7 @@ from engine.core.common.types import EndReason, Timings
 from engine.core.text.types import TokenLogprob, Tokens
 from engine.errors import RequestTooLarge
 from engine.requests.text_values import AnswerTokens, Started, StreamEvent, ToolCallDelta
-from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -83,7 +83,7 @@ class ShortDelta:
         to encode the event."""
         if event.__class__ is not Tokens:
             return None
-        _, choice, ids, text, logprobs, _ = event
+        _, choice, ids, text, logprobs, _, _ = event
         # A character takes at most 4 bytes, an id 5; 20 are enough for the rest.
         if logprobs or 4 * len(text) + 5 * len(ids) + 20 > MESSAGE_BYTES_MAX:
             return None
@@ -201,7 +201,11 @@ def _encode_started(event: Started) -> Iterator[inference_pb2.GenerateResponse]:
 def _bare_started(event: Started) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         started=inference_pb2.Started(
-            request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
+            request_id=event.request_id,
+            model=event.model,
+            prompt_tokens=event.prompt_tokens,
+            seed=event.seed,
+            attach_token=event.attach_token,
         )
     )
 
@@ -214,6 +218,9 @@ def _encode_finished(event: Finished) -> inference_pb2.GenerateResponse:
             prompt_tokens=event.usage.prompt_tokens,
             cached_tokens=event.usage.cached_tokens,
             completion_tokens=event.usage.completion_tokens,
+            resumed_tokens=event.usage.resumed_tokens,
+            drafted_tokens=event.usage.drafted_tokens,
+            accepted_tokens=event.usage.accepted_tokens,
         ),
         timings=_encode_timings(event.timings),
     )
@@ -256,18 +263,16 @@ def _encode_logprob(entry: TokenLogprob) -> inference_pb2.TokenLogprob:
     )
 
 
-def encode_tokens(spans: Sequence[TokenSpan], max_model_len: int) -> inference_pb2.TokenizeResponse:
+def encode_tokens(spans: Sequence[TokenSpan], max_model_len: int) -> common_pb2.TokenizeResponse:
     """Return the message with the tokens of a text.
 
     Raises:
         RequestTooLarge: they do not fit in one message.
     """
     return _fitting(
-        inference_pb2.TokenizeResponse(
+        common_pb2.TokenizeResponse(
             tokens=[
-                inference_pb2.Token(
-                    id=span.token_id, text=span.text, start=span.start, end=span.end
-                )
+                common_pb2.Token(id=span.token_id, text=span.text, start=span.start, end=span.end)
                 for span in spans
             ],
             max_model_len=max_model_len,
@@ -276,13 +281,13 @@ def encode_tokens(spans: Sequence[TokenSpan], max_model_len: int) -> inference_p
     )
 
 
-def encode_text(text: str) -> inference_pb2.DetokenizeResponse:
+def encode_text(text: str) -> common_pb2.DetokenizeResponse:
     """Return the message with the text of tokens.
 
     Raises:
         RequestTooLarge: it does not fit in one message.
     """
-    return _fitting(inference_pb2.DetokenizeResponse(text=text), "ids")
+    return _fitting(common_pb2.DetokenizeResponse(text=text), "ids")
 
 
 def _fitting(message: MessageT, field: str) -> MessageT:

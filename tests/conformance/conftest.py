@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 
 def pytest_terminal_summary(terminalreporter):
     parity = sys.modules.get("tests.support.parity")
@@ -9,3 +11,13 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("parity with transformers: positions skipped as near-ties")
         for line in parity.skipped_table():
             terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def scales_in_halves(monkeypatch):
+    """Have small weights expanded with scales and offsets in half precision, as kernels take
+    them."""
+    from engine.worker.small_weights import SmallWeight
+
+    expand = SmallWeight.expand
+    monkeypatch.setattr(SmallWeight, "expand", lambda self: expand(self.in_halves()))

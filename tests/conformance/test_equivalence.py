@@ -1,7 +1,7 @@
 """Whatever the schedule, the tokens are the same (D9, D10).
 
 On a real CPU model in float32: alone == batched == chunked == preempted == prefix-cached == without
-prepared plans.
+prepared plans == divided among two processes, with chunks, preemptions and cached prefixes.
 
 At a position where the two best scores (perturbed ones, for a seeded request) are closer than 1e-4,
 float noise decides. An output is compared up to its first such position; the share of positions
@@ -11,6 +11,7 @@ lost in this way is printed and must stay below 0.1 %.
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Sampling, Tokens
 from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker.factory import runner_spec
 from engine.worker.load.architectures import layer_shapes
 from engine.worker.load.loader import read_config
 from engine.worker.load.resolve import resolve
 from engine.worker.sampling.sampler import SampleRow, gumbel_margin
+from tests.support.rank_threads import RankThreads
 
 pytestmark = pytest.mark.model
 
@@ -35,13 +38,33 @@ SKIPPED_SHARE_MAX = 0.001
 NUM_REQUESTS = 32
 MAX_TOKENS = 40
 BASE = {"models": (ModelConfig("demo-stories"),), "check_level": 2, "prefix_cache": False}
+# Two ranks, with chunks, preemptions and cached prefixes.
+DIVIDED = {
+    "models": (ModelConfig("demo-stories", tp=2, threads=1),),
+    **{"max_num_seqs": 16, "max_num_batched_tokens": 24},
+    **{"max_model_len": 192, "kv_cache_memory": 0, "prefix_cache": True},
+}
+
+
+def rank_threads(model, config):
+    """Return a runner whose ranks are threads, which start faster than processes."""
+    spec = runner_spec(model, config)
+    return RankThreads(
+        DEMO, **{f.name: getattr(spec, f.name) for f in fields(spec) if f.name in RANK_FIELDS}
+    )
+
+
+RANK_FIELDS = ("block_size", "kv_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
 SCHEDULES = {
     "batched": {},
     "chunked": {"max_num_seqs": 16, "max_num_batched_tokens": 24},
     "preempted": {"max_model_len": 192, "kv_cache_memory": 0},
     "prefix-cached": {"prefix_cache": True},
     "plans not prepared": {"prepared_plans": False},
+    "divided": DIVIDED | {"make_runner": rank_threads},
+    "divided, in processes": DIVIDED,
 }
+LONG = ("divided", "divided, in processes")
 
 
 def requests(seeded):
@@ -74,7 +97,8 @@ async def outputs(config, wanted, *, one_by_one=False, twice=False):
     """Return the tokens of each request, and the engine's totals at the end."""
     found = {}
 
-    async with open_engine(EngineConfig(**config)) as engine:
+    make = {key: config.pop(key) for key in ("make_runner",) if key in config}
+    async with open_engine(EngineConfig(**config), **make) as engine:
 
         async def run(index, request):
             async with engine.generate(request) as stream:
@@ -123,16 +147,18 @@ def reference(request):
     return wanted, found, lengths
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(one, marks=[pytest.mark.full] * (one in LONG)) for one in SCHEDULES]
+)
 def test_the_schedule_does_not_change_a_token(reference, schedule):
     """R192."""
     wanted, expected, lengths = reference
     config = {**BASE, **SCHEDULES[schedule]}
-    if schedule == "preempted":
+    if "kv_cache_memory" in config:
         config["kv_cache_memory"] = tight_kv_bytes()
-    twice = schedule == "prefix-cached"
+    twice = config["prefix_cache"]
     found, totals = trio.run(lambda: outputs(config, wanted, twice=twice))
-    assert schedule != "preempted" or totals.preemptions > NUM_REQUESTS / 8
+    assert "kv_cache_memory" not in config or totals.preemptions > NUM_REQUESTS / 8
     assert schedule != "prefix-cached" or totals.prefix_hits > 16 * NUM_REQUESTS
     assert totals.step_rows_total > 3 * totals.step_count
     for index, length in enumerate(lengths):

@@ -33,7 +33,12 @@ OTHER_MARCHES = ("x86-64-v3", "x86-64-v4") if IS_X86 else ()
 # them, and there also the vector code that those replace, which any other processor runs anyway.
 HAS_AVX512 = bool(torch.cpu.get_capabilities().get("avx512_f"))
 MARCHES_RUN = ("native", "x86-64-v3") if IS_X86 and HAS_AVX512 else ("native",)
-TESTED = ("test_native_products.py", "test_native_attention.py", "test_rewrites.py")
+TESTED = (
+    "test_native_products.py",
+    "test_small_weights.py",
+    "test_native_attention.py",
+    "test_rewrites.py",
+)
 
 
 def compile_source(path, *flags):

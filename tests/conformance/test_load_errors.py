@@ -17,7 +17,7 @@ from engine.worker.interface import LoadProgress, RunnerSpec  # noqa: E402
 from engine.worker.load import checkpoint, resolve  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import REFERENCE, load_runner  # noqa: E402
+from tests.support.model_zoo import REFERENCE, WAYS, load_runner  # noqa: E402
 from tools.make_model import make  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -449,6 +449,32 @@ def test_a_checkpoint_without_the_base_models_prefix_loads(tmp_path):
 
     edit_weights(tmp_path, rename)
     assert load_runner(tmp_path)[1].architecture == "GPT2LMHeadModel"
+
+
+def join_experts(tensors):
+    """Join the weights of a layer's experts, as transformers holds them in memory."""
+    for layer in range(3):
+        base = f"model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            torch.stack([tensors.pop(f"{base}.{i}.{part}_proj.weight") for i in range(8)])
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{base}.gate_up_proj"] = torch.cat([gates, ups], 1)
+        tensors[f"{base}.down_proj"] = downs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_whose_experts_are_in_one_tensor_loads(tmp_path, way):
+    separate = make(tmp_path / "separate", "qwen3_moe")
+    joined = shutil.copytree(separate, tmp_path / "joined")
+    edit_weights(joined, join_experts)
+    outputs = []
+    for directory in (separate, joined):
+        runner, info = load_runner(directory, way=way)
+        planner = MiniPlanner(runner, info, seed=1, chunks=500)
+        planner.add([1, 2, 3], 8)
+        outputs.append(planner.run())
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("same", [True, False])

@@ -15,6 +15,7 @@ from engine.worker.forward import native  # noqa: E402
 from engine.worker.forward.backends import pick_backend  # noqa: E402
 from engine.worker.forward.native_attention import NativeBackend  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
+from engine.worker.forward.variants import VARIANTS, features_of  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load.architectures import LayerShape  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
@@ -196,7 +197,26 @@ def test_other_processors_get_the_same_numbers(fresh, monkeypatch, processor, le
     target = f"-march={processor}" if os.uname().machine == "x86_64" else "-O2"
     others = {"-march=native": target, "-O3": level}
     monkeypatch.setattr(native, "FLAGS", tuple(others.get(flag, flag) for flag in native.FLAGS))
-    backend = NativeBackend(native._load())
+    check_numbers(NativeBackend(native._load()))
+
+
+RUNNABLE = [
+    variant
+    for variant in VARIANTS
+    if features_of(Path("/proc/cpuinfo").read_text()).issuperset(variant.needs)
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", RUNNABLE, ids=lambda one: one.name)
+def test_a_wheels_variant_gets_the_same_numbers(fresh, monkeypatch, variant):
+    flags = tuple(flag for flag in native.FLAGS if flag != "-march=native")
+    monkeypatch.setattr(native, "FLAGS", flags + variant.flags)
+    check_numbers(NativeBackend(native._load()))
+
+
+def check_numbers(backend):
+    """Compare a library's attention and products with torch's."""
     for dtype in attention.TOLERANCE:
         for shape in ((9, 3, 64), (2, 1, 80)):
             attention.test_the_result_is_the_references_in_float64(backend, shape, 24, 1.5, dtype)

@@ -8,13 +8,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.worker.forward import native  # noqa: E402
-from engine.worker.forward.decoder import PANEL, PackedLinear, Packer, quantise  # noqa: E402
+from engine.worker.forward.decoder import PackedLinear  # noqa: E402
 from engine.worker.forward.native_attention import NativeBackend  # noqa: E402
 
 pytestmark = pytest.mark.model
 
 DTYPES = [torch.float32, torch.bfloat16]
-ROWS = [1, 2, 3, 7, 8, 12, 13, 16, 17, 31, 32, 33, 100, 129, 300]
+ROWS = [1, 2, 3, 7, 8, 12, 13, 16, 17, 20, 24, 31, 32, 33, 36, 64, 65, 100, 129, 300]
 SHAPES = [(16, 32), (40, 64), (100, 17), (257, 200), (512, 1100)]  # outputs, inputs
 
 
@@ -54,7 +54,7 @@ def test_a_rows_product_is_the_same_beside_any_others(backend, dtype):
     packed = PackedLinear(make_linear(257, 1100, dtype), backend, dtype)
     x = torch.randn(300, 1100).to(dtype)
     together = packed(x)
-    for low, high in ((0, 1), (5, 7), (17, 48), (40, 290)):
+    for low, high in ((0, 1), (5, 7), (17, 48), (60, 80), (100, 124), (130, 194), (40, 290)):
         assert torch.equal(packed(x[low:high]), together[low:high])
 
 
@@ -64,29 +64,3 @@ def test_packing_frees_the_stock_layer(backend):
     packed = PackedLinear(stock, backend, torch.float32)
     assert stock.weight is None
     assert packed.packed.numel() == weight.numel()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_int8_weights_are_their_rounded_values_in_a_product(backend, dtype):
-    torch.manual_seed(3)
-    weight = torch.randn(100, 300).to(dtype)
-    numbers, scales = quantise(weight)
-    assert numbers.dtype == torch.int8
-    assert numbers.abs().amax(1).eq(127).all()
-    rounded = numbers.double() * scales.double()[:, None]
-    assert (rounded - weight.double()).abs().le(0.51 * scales.double()[:, None]).all()
-    packed = PackedLinear(make_linear(100, 300, dtype), backend, dtype)
-    packer = Packer(backend.library, dtype, is_int8=True)
-    packed._linear, packed._packer = packer.pack(weight, None), packer
-    x = torch.randn(70, 300).to(dtype)
-    for rows in (1, 16, 33, 70):
-        out = packed(x[:rows])
-        wanted = x[:rows].double() @ rounded.T
-        limit = 1e-6 if dtype == torch.float32 else 4e-3
-        assert (out.double() - wanted).norm() / wanted.norm() < limit
-
-
-def test_quantised_zeros_are_zeros():
-    numbers, scales = quantise(torch.zeros(PANEL, 4))
-    assert not numbers.any()
-    assert scales.isfinite().all()

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from engine.worker.forward import native  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
-from engine.worker.forward.rewrites import take_apart  # noqa: E402
+from engine.worker.forward.rewrites import MlpParts, take_apart  # noqa: E402
 from engine.worker.load import loader  # noqa: E402
 from engine.worker.load.architectures import SERVED, layer_shapes  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
@@ -75,6 +76,14 @@ PUBLISHED = {
                                 max_window_layers=1),
     "Qwen3": published("Qwen3ForCausalLM", head_dim=128, attention_bias=False, rope_scaling=None,
                        sliding_window=None, rope_theta=1000000, tie_word_embeddings=True),
+    "Qwen3-MoE": published(
+        "Qwen3MoeForCausalLM", head_dim=128, attention_bias=False, rope_theta=1000000,
+        sliding_window=None, max_window_layers=48, decoder_sparse_step=1, mlp_only_layers=[],
+        moe_intermediate_size=96, norm_topk_prob=True, num_experts=16, num_experts_per_tok=4,
+        output_router_logits=False, router_aux_loss_coef=0.001, use_sliding_window=False),
+    "Qwen3-MoE, some layers dense": published(
+        "Qwen3MoeForCausalLM", decoder_sparse_step=2, mlp_only_layers=[1], num_hidden_layers=5,
+        num_experts=4, num_experts_per_tok=2, use_sliding_window=True, sliding_window=64),
     "Mistral 7B": published("MistralForCausalLM", sliding_window=4096, rope_theta=10000.0),
     "Mistral Nemo": published("MistralForCausalLM", sliding_window=None, head_dim=128),
     "Mistral, window left out": published("MistralForCausalLM"),
@@ -106,9 +115,7 @@ PUBLISHED = {
         logits_scaling=8, residual_multiplier=0.22, attention_bias=False),
     "Granite, left out": published("GraniteForCausalLM", num_key_value_heads=REQUIRED),
 }  # fmt: skip
-COMPILED_ROWS = [
-    name for name in ZOO if not name.startswith(("gpt2", "opt", "starcoder2", "qwen3_moe"))
-]
+COMPILED_ROWS = [name for name in ZOO if not name.startswith(("gpt2", "opt", "starcoder2"))]
 
 
 def stock_of(raw, directory):
@@ -125,6 +132,34 @@ def stock_of(raw, directory):
     return module, config, probe(model, layer_shapes(config))
 
 
+def named_shapes(module):
+    """Return the names and shapes of a module's parameters. The experts of a layer, which
+    transformers joins and an outline does not, are joined."""
+    shapes = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        match = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight", name)
+        if match is None:
+            shapes[name] = parameter.shape
+            continue
+        whole = f"{match[1]}.{'down' if match[2] == 'down' else 'gate_up'}_proj"
+        shapes.setdefault(whole, []).append(parameter.shape)
+    for name, parts in shapes.items():
+        if isinstance(parts, list):
+            experts = len(module.get_submodule(name.rpartition(".")[0]))
+            outputs = sum(part[0] for part in parts) // experts
+            assert {part[1] for part in parts} == {parts[0][1]}
+            shapes[name] = torch.Size((experts, outputs, parts[0][1]))
+    return list(shapes.items())
+
+
+def numbers_of(layer):
+    """Return the numbers of a layer's parts."""
+    own = layer.rotary, layer.is_norm_of_heads
+    if isinstance(layer.mlp, MlpParts):
+        return own
+    return *own, len(layer.mlp.experts), layer.mlp.chosen, layer.mlp.is_normalised
+
+
 def compare(raw, directory):
     """Check that the outline of a config is transformers' module in everything that a compiled
     decoder takes from it."""
@@ -137,9 +172,7 @@ def compare(raw, directory):
         if field not in ("architecture", "head_dim", "hidden_act", "hidden_activation"):
             assert getattr(config, field, value) == value, field
     assert layer_shapes(outline_config) == layer_shapes(config)
-    assert [(n, p.shape) for n, p in outline.named_parameters(remove_duplicate=False)] == [
-        (n, p.shape) for n, p in stock.named_parameters(remove_duplicate=False)
-    ]
+    assert named_shapes(outline) == named_shapes(stock)
     assert outline.all_tied_weights_keys == stock.all_tied_weights_keys
     assert outline.base_model_prefix == stock.base_model_prefix
     assert outline.calls == calls
@@ -149,9 +182,7 @@ def compare(raw, directory):
         *("residual_scale", "logits_scale", "logits_softcap"),
     ):
         assert getattr(ours, number) == getattr(theirs, number), number
-    assert [(one.rotary, one.is_norm_of_heads) for one in ours.layers] == [
-        (one.rotary, one.is_norm_of_heads) for one in theirs.layers
-    ]
+    assert [numbers_of(one) for one in ours.layers] == [numbers_of(one) for one in theirs.layers]
     original = outline_config.rope_parameters.get("original_max_position_embeddings")
     most = min(outline_config.max_position_embeddings, original or 1 << 30)
     positions = torch.tensor([[*range(300), most // 2, most - 1]])
@@ -254,7 +285,7 @@ def test_an_unusual_config_is_left_to_transformers(raw):
 
 
 def test_an_architecture_without_a_compiled_form_is_left_to_transformers(zoo):
-    for name in ("gpt2", "opt", "qwen3_moe", "starcoder2"):
+    for name in ("gpt2", "opt", "starcoder2"):
         assert not isinstance(read_config(zoo.directory(name))[1], OutlineConfig)
 
 
@@ -296,11 +327,13 @@ def test_a_config_is_not_changed_by_reading_it():
 SERVES_THE_DEMO = """
 import sys
 import engine, grpc_service.app.application, grpc_service.cli.main
-with engine.blocking.open_engine("demo-stories") as eng:
-    assert eng.complete("Once upon a time", max_tokens=5)
-    with eng.chat() as chat:
-        assert list(chat.ask("Hello."))
-heavy = {"transformers", "grpc", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor"}
+for quantization in ("none", "int4"):
+    model = engine.ModelConfig("demo-stories", quantization=quantization)
+    with engine.blocking.open_engine(engine.EngineConfig(models=(model,))) as eng:
+        assert eng.complete("Once upon a time", max_tokens=5)
+        with eng.chat() as chat:
+            assert list(chat.ask("Hello."))
+heavy = {"transformers", "scipy", "sympy", "torch._dynamo", "torch.distributed.tensor"}
 sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 """
 

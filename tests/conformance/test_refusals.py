@@ -67,8 +67,8 @@ REFUSED = {
     "no architecture": ({"model_type": "llama"}, "names no architecture"),
     "architectures of another kind": ({"architectures": "Llama"}, "names no architecture"),
     "quantised": (
-        LLAMA | {"quantization_config": {"quant_method": "gptq"}},
-        "the checkpoint is quantised (gptq)",
+        LLAMA | {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "the checkpoint is quantised (bitsandbytes); it needs plain float weights, or those of",
     ),
     "bidirectional": (
         {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},

@@ -4,6 +4,7 @@ Everything is deterministic: fixed generators and seeds; Hypothesis only draws i
 implementations, by rows and by batch, pass the same tests and give the same seeded tokens.
 """
 
+import dataclasses
 import math
 import random
 
@@ -452,6 +453,40 @@ def test_an_unseeded_batch_repeats_with_its_generator(way):
     rows = [SampleRow(Sampling(top_p=0.9 if i % 2 else 1.0), 0) for i in range(64)]
     assert sample(logits, rows, generator(1)) == sample(logits, rows, generator(1))
     assert sample(logits, rows, generator(1)) != sample(logits, rows, generator(2))
+
+
+def test_a_drawn_seed_alone_decides_a_draw_without_a_seed(way):
+    """Red with draws from the generator: a stream could not go on elsewhere."""
+    logits = torch.randn(64, 1000, generator=generator(8)) * 2
+    options = [Sampling(), Sampling(top_p=0.9), Sampling(temperature=0.6, top_k=40)]
+    rows = [
+        SampleRow(dataclasses.replace(options[i % 3], drawn_seed=i % 4, choice=i % 2), i // 3)
+        for i in range(64)
+    ]
+    together = sample(logits, rows, generator(1))
+    assert together == sample(logits, rows, generator(2))
+    alone = [sample(logits[i : i + 1], [rows[i]], generator(i))[0] for i in range(64)]
+    assert together == alone
+    mixed = [SampleRow(Sampling(), 0) if i % 2 else rows[i] for i in range(64)]
+    assert sample(logits, mixed, generator(3))[::2] == together[::2]
+    for changes in ({"drawn_seed": 9}, {"choice": 5}):
+        others = [
+            SampleRow(dataclasses.replace(row.sampling, **changes), row.position) for row in rows
+        ]
+        assert sample(logits, others, generator(1)) != together
+    assert sample(logits, [SampleRow(r.sampling, r.position + 9) for r in rows], None) != together
+
+
+def test_draws_by_drawn_seeds_follow_the_distribution():
+    """The shares of 20,000 draws differ from the probabilities by at most five deviations."""
+    vocab, count = 400, 20_000
+    logits = torch.randn(vocab, generator=generator(21)) * 1.5
+    rows = [SampleRow(Sampling(drawn_seed=i % 100), i // 100) for i in range(count)]
+    tokens = torch.tensor(sample(logits.expand(count, vocab), rows, generator()))
+    shares = torch.bincount(tokens, minlength=vocab) / count
+    expected = logits.double().softmax(0)
+    deviation = (expected * (1 - expected) / count).sqrt()
+    assert ((shares - expected).abs() <= 5 * deviation + 1 / count).all()
 
 
 # --- noise ----------------------------------------------------------------------------------

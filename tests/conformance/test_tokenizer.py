@@ -360,6 +360,31 @@ def test_a_chat_renders_as_in_transformers(directory):
         assert ours.encode(text, add_special_tokens=False) == tuple(encoded["input_ids"])
 
 
+@pytest.mark.parametrize("begun", ["Once", "Once upon ", "hi", "a\n\nb  "])
+def test_a_final_message_is_left_open_as_in_transformers(directory, begun):
+    (directory / "config.json").write_text('{"model_type": "qwen2"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(directory)
+    messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    text = load_tokenizer(directory).render_chat(messages, **options)
+    assert text == theirs.apply_chat_template(messages, tokenize=False, **options)
+    assert text.endswith(begun)
+
+
+@pytest.mark.parametrize(
+    "template", ["fixed", "{{ messages[-1].content * 2 }}", "{{ messages[-1].content | upper }}"]
+)
+def test_a_template_that_changes_the_final_message_is_refused_by_name(directory, template):
+    ours = write_template(directory, template)
+    with pytest.raises(InvalidRequest, match="template changes the last message") as caught:
+        ours.render_chat(
+            [{"role": "assistant", "content": "abc"}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+    assert [one.field for one in caught.value.violations] == ["chat.continue_final_message"]
+
+
 @pytest.mark.parametrize("name", ["the shipped model", "llama", "gemma3_text"])
 def test_a_checkpoints_tokens_and_chats_are_those_of_transformers(name, tmp_path):
     directory = DEMO

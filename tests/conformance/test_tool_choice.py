@@ -27,7 +27,8 @@ from engine.core.common.types import EndReason
 from engine.errors import InvalidRequest, Unsupported
 from engine.requests.answer_format import AnswerFormat, detect_format
 from engine.requests.answer_parser import AnswerParser
-from engine.requests.text_values import AnswerTokens, Chat, GenerateRequest, Tokens
+from engine.requests.chat_values import Chat
+from engine.requests.text_values import AnswerTokens, GenerateRequest, Tokens
 from engine.requests.tool_grammar import tool_constraint
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler
 from engine.worker.text.tokenizer import HfTokenizer

@@ -31,6 +31,9 @@ from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.text_runner import TorchRunner, is_out_of_memory  # noqa: E402
 from tests.support.mini_planner import GREEDY, MiniPlanner  # noqa: E402
 from tests.support.model_zoo import WAYS, Zoo, load_runner  # noqa: E402
+from tools.bench.small_weights import BAR_PEAK, BARS_MEMORY  # noqa: E402
+from tools.bench.small_weights import in_process as measured  # noqa: E402
+from tools.make_model import Shape, make  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -487,3 +490,14 @@ def test_loading_leaves_no_sequence_behind(zoo):
     assert not runner._sequences
     assert info.vocab_size == 512
     assert info.memory_bytes > info.num_blocks * 16 * 2 * 64 * 4 * 3
+
+
+@pytest.mark.full
+def test_a_load_of_small_weights_never_holds_the_float_weights(tmp_path):
+    """Of what a process has allocated, as the bench measures it."""
+    directory = make(tmp_path, "llama", Shape(8, 768, 12, 4, 3072, 8000, 256), dtype="bfloat16")
+    plain, int8, int4 = (measured(directory, one) for one in ("none", "int8", "int4"))
+    assert int8["end"] <= BARS_MEMORY["bfloat16 int8"] * plain["end"]
+    assert int4["end"] <= BARS_MEMORY["bfloat16 int4"] * plain["end"]
+    for one in (int8, int4):
+        assert one["peak"] <= BAR_PEAK * one["end"]

@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFailed
 from engine.core.common.steps import FailureKind, RowFailure, StepFailure
 from engine.core.common.types import EndReason
-from tests.support.encode_driver import EncodeDriver
+from tests.support.encode_driver import EncodeDriver, Picture
 
 REQUESTS = st.tuples(
-    st.lists(st.integers(1, 25), min_size=1, max_size=12),
+    st.lists(st.integers(1, 25) | st.just(Picture(4)), min_size=1, max_size=12),
     st.integers(-1, 1),
     st.sampled_from([None, None, None, 0.0, 0.02, 10.0]),
     st.sampled_from([0.0, 0.015, 12.0]),

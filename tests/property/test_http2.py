@@ -84,7 +84,7 @@ class Listener:
     def on_end(self):
         self.has_ended = True
 
-    def on_reset(self):
+    def on_reset(self, *, is_lost=False):
         assert not self.is_reset
         self.is_reset = True
 

@@ -9,7 +9,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.config import SchedulerConfig
 from engine.core.common.events import (
+    ObservePrefixes,
     Pause,
     PauseMode,
     ResetPrefixCache,
@@ -19,10 +21,35 @@ from engine.core.common.events import (
 )
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason
+from engine.core.text.prefix import extend_keys, root_key
 from engine.core.text.types import Sampling
-from tests.support.core_driver import Driver, make_request
+from tests.support.core_driver import Driver, expected_tokens, make_request
+from tools.simulator.drafters import drafter
 
 PREFIXES = [tuple(range(1, 30)), tuple(range(100, 130)), ()]
+NAMESPACE = SchedulerConfig(num_blocks=1, max_model_len=2).cache_namespace
+
+
+class Observer:
+    """A plain mirror of a prefix cache, from what the core says."""
+
+    def __init__(self, block_size):
+        self.block_size = block_size
+        self.root = root_key(NAMESPACE, "")
+        self.keys = set()
+
+    def stored(self, key, parent, tokens):
+        expected = []
+        extend_keys(expected, self.root if parent is None else parent, tokens, self.block_size)
+        assert expected == [key]  # a parent and tokens determine the key
+        assert key not in self.keys
+        self.keys.add(key)
+
+    def removed(self, key):
+        self.keys.discard(key)
+
+    def cleared(self):
+        self.keys.clear()
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -37,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prepared_plans=st.booleans(),
         buffer=st.sampled_from([1, 2, 5, 1000]),
         ends_every=st.sampled_from([None, 4, 11]),
+        acceptance=st.sampled_from([None, 0.0, 0.7, 1.0]),
     )
     def start(
         self,
@@ -48,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prepared_plans,
         buffer,
         ends_every,
+        acceptance,
     ):
         max_model_len = 96
         self.buffer = buffer
@@ -61,8 +90,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
             prepared_plans=prepared_plans,
         )
+        self.observer = Observer(block_size)
+        self.driver.apply(ObservePrefixes(self.observer))
         if ends_every is not None:
             self.driver.runner.script.eos_at = lambda digest: digest % ends_every == 0
+        if acceptance is not None:
+            self.driver.runner.script.draft = drafter(acceptance)
         self.count = 0
 
     @rule(
@@ -76,22 +109,49 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "a", "b"]),
         timeout=st.sampled_from([None, None, 0.0, 0.02, 10.0]),
         scored=st.sampled_from([None, None, 0]),
+        heard=st.sampled_from([(), (), ()]) | st.lists(st.integers(-2, 20), min_size=4, max_size=4),
     )
-    def submit(self, prefix, own, max_tokens, n, priority, seed, bypass, salt, timeout, scored):
+    def submit(
+        self, prefix, own, max_tokens, n, priority, seed, bypass, salt, timeout, scored, heard
+    ):
         self.count += 1
+        prompt, most = prefix + tuple(own), min(max_tokens, 96 - len(prefix) - len(own))
+        outputs = self.outputs_of(prompt, most, seed, heard[:n])
         request = make_request(
             f"r{self.count}",
-            prefix + tuple(own),
-            max_tokens=min(max_tokens, 96 - len(prefix) - len(own)),
+            prompt,
+            max_tokens=most,
             arrival=self.driver.now,
             n=n,
             priority=priority,
-            sampling=Sampling(temperature=0.0, seed=seed, prompt_logprobs=scored),
+            sampling=Sampling(
+                temperature=0.0, seed=seed, prompt_logprobs=None if outputs else scored
+            ),
             bypass_prefix_cache=bypass,
             cache_salt=salt,
             deadline=None if timeout is None else self.driver.now + timeout,
+            outputs=outputs,
         )
         self.driver.submit(request, buffer=self.buffer)
+
+    def outputs_of(self, prompt, most, seed, heard):
+        """Return what a client has of each choice whose stream was cut after ``heard`` tokens; None
+        for -1, whose end it has. A token that ends the choice may be among them."""
+        outputs = [
+            None
+            if count == -1
+            else tuple(
+                expected_tokens(
+                    prompt,
+                    count=min(max(count, 0), most),
+                    seed=seed,
+                    choice=choice,
+                    eos_at=self.driver.runner.script.eos_at,
+                )
+            )
+            for choice, count in enumerate(heard)
+        ]
+        return tuple(outputs) if any(outputs) else ()
 
     @rule(data=st.data(), reason=st.sampled_from([EndReason.CANCELLED, EndReason.DEADLINE]))
     def cancel(self, data, reason):
@@ -178,6 +238,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.check_tokens()
 
     @invariant()
+    def an_observer_knows_every_cached_block_but_those_of_a_salt(self):
+        if not hasattr(self, "driver"):
+            return
+        cached = set(self.driver.scheduler._ledger.cache._block_of)
+        assert self.observer.keys <= cached
+        if unknown := cached - self.observer.keys:
+            assert unknown <= self.salted_keys()
+
+    def salted_keys(self):
+        """Return the keys of every block that a request with a salt may have computed."""
+        found = set()
+        for name, request in self.driver.requests.items():
+            if request.cache_salt:
+                for choice in range(request.n):
+                    heard = (request.outputs[choice] if request.outputs else ()) or ()
+                    new = self.driver.tokens.get((name, choice), ())
+                    tokens = [*request.prompt, *heard, *new]
+                    keys, root = [], root_key(NAMESPACE, request.cache_salt)
+                    extend_keys(keys, root, tokens, self.observer.block_size)
+                    found.update(keys)
+        assert not self.observer.keys & found
+        return found
+
+    @invariant()
     def different_salts_share_no_block_and_bypassing_requests_share_none(self):
         if not hasattr(self, "driver"):
             return
@@ -206,7 +290,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert said.waiting_for
             else:
                 assert said.position == 0
-            if live.parent in ledger.waiting.sequences and said.state == "WAITING":
+            forks = not live.request.outputs  # else the parent need not be furthest behind
+            if forks and live.parent in ledger.waiting.sequences and said.state == "WAITING":
                 places.append((live.parent.waiting_key, said.position))
         assert [place for _, place in sorted(places)] == sorted(place for _, place in places)
         assert len(set(places)) == len(places)
@@ -231,7 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         driver.check_idle()
         for name, request in driver.requests.items():
             ends = [key for key in driver.finished if key[0] == name]
-            assert len(ends) == (0 if name in driver.refused else request.n), name
+            assert len(ends) == (0 if name in driver.refused else request.num_choices), name
 
 
 # R80, R82, R85, R151, R191, R192, R195, R197

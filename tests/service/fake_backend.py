@@ -109,6 +109,10 @@ class FakeStream:
     def report_drained(self):
         raise AssertionError("nobody waits for this stream's credit")
 
+    def leave(self, reader, left_at, *, is_lost=False):
+        if not self.is_closed:
+            self.close_reader(left_at)
+
     def close_reader(self, left_at=None):
         self._has_left = True
         for event in self.afterwards or ():
@@ -125,6 +129,7 @@ class FakeEngine:
     """
 
     config = SimpleNamespace(stream_buffer=64)
+    detached = None  # nobody attaches to these streams
 
     def __init__(self, script):
         self.asked = []
@@ -234,7 +239,7 @@ def serving(backend, health=None):
     started, told, found = threading.Event(), trio.Event(), []
 
     async def main():
-        served = [*methods(backend), *reflection_methods([*SERVICE_NAMES, HEALTH_NAME])]
+        served = [*methods(backend, 4 * 2**20), *reflection_methods([*SERVICE_NAMES, HEALTH_NAME])]
         served += health_methods(health or HealthServicer())
         server = RpcServer(Interceptor(served, None, status_of).serve)
         [listener] = listen_tcp("127.0.0.1", 0)

@@ -35,7 +35,8 @@ FINISHED = Finished("r1", 0, EndReason.STOP, Usage(4, 0, 0), Timings())
 
 
 def angle_of(text):
-    """Return the angle of a text's vector, in radians."""
+    """Return the angle of a text's vector, in radians; that of an image is its bytes as a text."""
+    text = text.decode() if isinstance(text, bytes) else text
     return math.radians(float(text) if text.replace(".", "").isdigit() else len(text))
 
 
@@ -95,6 +96,54 @@ def stdin(monkeypatch):
 
 
 # ---- embed -----------------------------------------------------------------------------------
+
+
+def test_embed_shows_how_alike_texts_and_images_are(ask, tmp_path):
+    names = [str(tmp_path / name) for name in ("dog.png", "ship.jpg")]
+    for name, angle in zip(names, (b"60", b"90"), strict=True):
+        (tmp_path / name).write_bytes(angle)
+    backend = Encoder()
+    code, out, err = ask(backend, "embed", "0", "--image", *names, "--model", "clip")
+    assert (code, err) == (0, "")
+    assert backend.streams[0].request.inputs == ("0", b"60", b"90")
+    lines = out.splitlines()
+    assert [line.split()[-1] for line in lines[1:4]] == ["0", *names]
+    assert lines[5:9] == [
+        "cosine similarity",
+        "   0      1      2",
+        "0  1.000  0.500  0.000",
+        "1  0.500  1.000  0.866",
+    ]
+
+
+def test_embed_of_images_alone_reads_no_standard_input(ask, tmp_path, stdin):
+    stdin("a line\n")
+    (tmp_path / "a.png").write_bytes(b"60")
+    backend = Encoder()
+    assert ask(backend, "embed", "--image", str(tmp_path / "a.png"))[0] == 0
+    assert backend.streams[0].request.inputs == (b"60",)
+
+
+def test_embed_names_an_image_that_is_no_file(ask, tmp_path):
+    code, _, err = ask(Encoder(), "embed", "--image", str(tmp_path / "none.png"))
+    assert code == 2
+    assert "none.png is not a file; texts come before --image" in err
+
+
+def test_many_images_are_sent_in_several_calls_each_read_for_its_own(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli_texts, "IMAGES_MAX", 2)
+    names = [str(tmp_path / f"{number}.png") for number in range(5)]
+    for number, name in enumerate(names):
+        (tmp_path / name).write_bytes(b"%d" % number)
+    backend = Encoder()
+    code, out, _ = ask(backend, "embed", "a", "--image", *names, "--json")
+    assert code == 0
+    assert [len(stream.request.inputs) for stream in backend.streams] == [3, 2, 1]
+    assert [json.loads(line)["index"] for line in out.splitlines()] == list(range(6))
+    monkeypatch.setattr(cli_texts, "IMAGE_BYTES_MAX", 1)
+    backend = Encoder()
+    ask(backend, "embed", "--image", *names)
+    assert [len(stream.request.inputs) for stream in backend.streams] == [1] * 5
 
 
 def test_embed_shows_the_vectors_and_their_similarities(ask):

@@ -32,7 +32,6 @@ from grpc_service.client import (
     Tls,
     TokenizeRequest,
     Unavailable,
-    Unimplemented,
     aio,
     blocking,
     errors,
@@ -223,12 +222,11 @@ def test_an_error_of_a_call_with_one_answer(client):
     assert caught.value.reason == "MODEL_NOT_FOUND"
 
 
-def test_an_unsupported_field_is_named(client):
+def test_an_image_for_a_model_of_texts_is_refused_by_name(client):
     request = EmbedRequest(model="emb", inputs=[{"image": b"png"}])
-    with pytest.raises(Unimplemented) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         list(client.embed(request, timeout=CALL_LIMIT_S))
-    assert caught.value.reason == "UNSUPPORTED"
-    assert caught.value.metadata["field"] == "inputs[0].image"
+    assert [one.field for one in caught.value.violations] == ["model"]
 
 
 def test_a_full_queue_says_when_to_try_again():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 
@@ -45,7 +44,7 @@ def test_a_second_turn_after_a_thousand_tokens_computes_only_its_own():
     """The second turn's usage and the time to its first token show it.
 
     The answer's tokens are the same when they are read again, as far as the template leaves its
-    text alone.
+    text alone. The quickest of three conversations counts, because the host may pause any of them.
     """
     first_s, second_s = [], []
     with engine.blocking.open_engine(engine.EngineConfig(step_timeout_s=300)) as eng:
@@ -67,7 +66,7 @@ def test_a_second_turn_after_a_thousand_tokens_computes_only_its_own():
             assert computed <= second.usage.prompt_tokens - known + WORDS + 16
             first_s.append(first.timings.prefill_s)
             second_s.append(second.timings.prefill_s)
-    assert statistics.median(second_s) < statistics.median(first_s) / 2
+    assert min(second_s) < min(first_s) / 2
 
 
 def test_the_chat_command_talks_with_the_demo(server):

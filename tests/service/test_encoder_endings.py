@@ -1,8 +1,8 @@
 """How an Embed or Rerank call ends early, in each phase of its life.
 
-The phases are queued, load, tokenize, encode and parked. A call is ended by the client, its
-connection, its deadline, the operator, or a pause. In every case the end is counted once,
-everything is given back after the step in flight, and the next call works.
+The phases are queued, load, tokenize, decode image, encode (of texts and of images) and parked. A
+call is ended by the client, its connection, its deadline, the operator, or a pause. In every case
+the end is counted once, everything is given back after the step in flight, and the next call works.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tests.support.wire import (
     wait_serving,
     wait_until,
 )
+from tools.simulator.encode_oracle import image_file, pixels_in
 
 Code = grpc.StatusCode
 STEP_S = 0.05
@@ -54,7 +55,7 @@ def models(**script):
     """Return the settings of a text model and two encoders."""
     return [
         {"name": "fake"},
-        {"name": "emb", "capability": "text-embedding", "script": script},
+        {"name": "emb", "capability": "image-embedding", "script": script},
         {"name": "rank", "capability": "rerank", "script": script},
     ]
 
@@ -83,6 +84,16 @@ def is_tokenising(server, before, request):
     return not now.running + now.waiting
 
 
+def is_decoding(server, before, request):
+    """Return whether the request's images are decoded."""
+    asked = pb.ExplainRequest(request_id=request.request_id)
+    try:
+        explained = stubs.ControlStub(server.channel).Explain(asked, timeout=5)
+    except grpc.RpcError:  # it has not arrived
+        return False
+    return "images" in explained.waiting_for
+
+
 def is_encoding(server, before, request):
     """Return whether a step has inputs of the request."""
     now = stats(server.channel)
@@ -106,15 +117,19 @@ class Phase:
 
 
 MANY = [[i + 1, 1] for i in range(300)]
+IMAGES = [image_file(bytes([i, 1] * 24)) for i in range(80)]
 PAIRS = ("q", [f"<{i + 1}>" for i in range(300)])
 SLOW = {"models": models(step_s=STEP_S), "engine": {"max_num_seqs": 2}}
 FAST = {"models": models(), "engine": {"stream_buffer": 8}}
+SLOW_IMAGES = {"models": models(decode_s=SLOW_S / 4)}
 LONG_TEXT = {"models": models(encode_s=SLOW_S)}
 PHASES = {
     "queued": Phase(embed_request([[5]] * 50, priority=1), is_queued, SLOW, is_blocked=True),
     "load": Phase(embed_request(["x"]), is_loading, {"models": [*models(), *COLD]}),
     "tokenize": Phase(embed_request(["x" * 5000]), is_tokenising, LONG_TEXT),
+    "decode image": Phase(embed_request([{"image": IMAGES[0]}] * 12), is_decoding, SLOW_IMAGES),
     "encode": Phase(embed_request(MANY), is_encoding, SLOW),
+    "encode, images": Phase(embed_request([{"image": one} for one in IMAGES]), is_encoding, SLOW),
     "encode, rerank": Phase(rerank_request(*PAIRS), is_encoding, SLOW),
     "encode, best only": Phase(rerank_request(*PAIRS, top_n=3), is_encoding, SLOW),
     "parked": Phase(embed_request(MANY * 6), is_parked, FAST, SMALL_WINDOW),
@@ -207,6 +222,8 @@ def check_values(place, call):
         if "rerank" in name:
             ids = [ord("q") + 1, SEPARATOR, message.index + 1]
             assert message.score == score_of(ids)
+        elif name == "encode, images":
+            assert list(message.values) == vector_of(pixels_in(IMAGES[message.index]))
         elif name in ("encode", "parked"):
             assert list(message.values) == vector_of((MANY * 6)[message.index])
         else:
@@ -243,7 +260,11 @@ def test_a_pause_that_aborts(place):
         stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT), timeout=5)
         try:
             error = asked.call.finish().error
-            if name in ("load", "tokenize"):  # the pause refuses it when it reaches the scheduler
+            if name in (
+                "load",
+                "tokenize",
+                "decode image",
+            ):  # the pause refuses it when it reaches the scheduler
                 assert (error.code(), reason(error)) == (Code.UNAVAILABLE, "PAUSED")
             else:
                 assert (error.code(), reason(error)) == (Code.ABORTED, "ABORTED")
@@ -298,4 +319,21 @@ def test_a_drain_lets_running_requests_finish_and_cuts_the_rest():
                 server.signal()  # a second signal cuts
                 heard = long.finish()
                 assert heard.error.code() in (Code.UNAVAILABLE, Code.CANCELLED)
+        assert server.wait() == 128 + 15
+
+
+@pytest.mark.parametrize("name", ["decode image", "encode, images"])
+def test_a_drain_cuts_a_request_whose_images_are_not_done(name):
+    phase = PHASES[name]
+    with fake(**phase.server) as server:
+        wait_serving(server.channel)
+        wait_until(lambda: health(server.channel, "model/emb") == SERVING)
+        before, request = stats(server.channel), embed_request([], request_id="slow")
+        request.inputs.extend(list(phase.request.inputs) * 5)
+        with Encode(server.channel, request) as call:
+            wait_until(lambda: phase.is_there(server, before, request), 10, name)
+            server.signal()
+            wait_until(lambda: "draining" in server.log, 10, "the drain")
+            server.signal()  # a second signal cuts
+            assert call.finish().error.code() in (Code.UNAVAILABLE, Code.CANCELLED)
         assert server.wait() == 128 + 15

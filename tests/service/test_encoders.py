@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import grpc
 import pytest
 
 from engine.requests.encode_values import MAX_INPUTS
-from engine.worker.fakes.encoder import PROMPTS, SEPARATOR, score_of, vector_of
+from engine.worker.fakes.encoder import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
 from grpc_service.client import messages as pb
 from tests.support.encode_wire import (
     ENCODERS,
@@ -20,6 +21,7 @@ from tests.support.encode_wire import (
     wait_all_idle,
 )
 from tests.support.fake_server import ENCODER_MAX_LEN, POISONED_ROW, POISONED_STEP
+from tests.support.images import BOMBS
 from tests.support.server import fake
 from tests.support.wire import (
     SERVING,
@@ -36,6 +38,7 @@ from tests.support.wire import (
     wait_serving,
     wait_until,
 )
+from tools.simulator.encode_oracle import image_file, pixels_in
 
 Code = grpc.StatusCode
 
@@ -168,10 +171,12 @@ def test_bad_input_is_named_before_any_result(server, name):
     assert embed(server.channel, ["a"]).error is None
 
 
-def test_images_are_refused_by_name(server):
-    error = embed(server.channel, ["a", {"image": b"\x89PNG"}]).error
-    assert (error.code(), reason(error)) == (Code.UNIMPLEMENTED, "UNSUPPORTED")
-    assert "inputs[1].image" in error.details()
+def test_images_for_a_model_of_texts_are_refused(server):
+    heard = embed(server.channel, ["a", {"image": GOOD[0]}], model="emb")
+    assert (heard.error.code(), broken_fields(heard.error)) == (Code.INVALID_ARGUMENT, ["model"])
+    assert "embeds images" in heard.error.details()
+    heard = embed(server.channel, [{"image": GOOD[0]}])
+    assert heard.error.code() is Code.NOT_FOUND, "no model that embeds images is configured"
 
 
 def test_generating_with_an_encoder_is_refused(server):
@@ -186,6 +191,78 @@ def test_an_unknown_model_and_one_without_the_capability(server):
         for heard in (embed(text_only.channel, ["a"]), rerank(text_only.channel, "q", ["a"])):
             assert heard.error.code() is Code.NOT_FOUND
             assert reason(heard.error) == "MODEL_NOT_FOUND"
+
+
+# ---- images
+
+GOOD = [image_file(bytes([number, 9] * 24)) for number in range(5)]
+CLIP = ({"name": "fake"}, {"name": "clip", "capability": "image-embedding"})
+
+
+@pytest.fixture(scope="module")
+def images():
+    """Yield a server with a model of images. A request has at most 1 MiB of them, beside 64 KiB."""
+    limits = {"max_message_bytes": 2**16, "max_image_bytes": 2**20}
+    with fake(models=CLIP, server=limits) as one:
+        wait_serving(one.channel)
+        wait_until(lambda: health(one.channel, "model/clip") == SERVING)
+        yield one
+
+
+def test_texts_and_images_come_back_by_their_index(images):
+    inputs = ["ab", {"image": GOOD[1]}, [1, 2, 3], {"image": GOOD[0]}]
+    heard = embed(images.channel, inputs)
+    assert heard.error is None
+    ids = [ids_of("ab"), pixels_in(GOOD[1]), [1, 2, 3], pixels_in(GOOD[0])]
+    got = heard.by_index()
+    assert [list(message.values) for message in got] == [vector_of(one) for one in ids]
+    assert [message.tokens for message in got] == [2, IMAGE_TOKENS, 3, IMAGE_TOKENS]
+    assert heard.messages[0].model == "clip"
+
+
+def test_a_text_alone_is_embedded_by_a_model_of_images_too(images):
+    for model in ("", "clip"):
+        heard = embed(images.channel, ["ab"], model=model)
+        assert list(heard.by_index()[0].values) == vector_of(ids_of("ab"))
+
+
+@pytest.mark.parametrize("name", ["a URL", *BOMBS])
+def test_a_hostile_image_is_named_and_others_are_served(images, name):
+    before = stats(images.channel).step_count
+    data = BOMBS.get(name, b"https://example.com/cat.png")
+    heard = embed(images.channel, [{"image": GOOD[0]}, {"image": data}, {"image": b""}])
+    assert heard.messages == []
+    assert heard.error.code() is Code.INVALID_ARGUMENT
+    assert "inputs[2].image" in broken_fields(heard.error)
+    heard = embed(images.channel, [{"image": GOOD[0]}, {"image": data}])
+    if heard.error is not None:
+        is_large = len(data) > 2**20
+        fields = [] if is_large else ["inputs[1].image"]
+        code = Code.RESOURCE_EXHAUSTED if is_large else Code.INVALID_ARGUMENT
+        assert (heard.error.code(), broken_fields(heard.error)) == (code, fields)
+        assert stats(images.channel).step_count == before, "nothing was computed"
+    assert embed(images.channel, [{"image": GOOD[2]}]).error is None
+
+
+def test_only_images_make_a_request_larger_than_others_may_be(images):
+    large = GOOD[0] + bytes(2**20 - 2**15)  # what follows a PNG's end is not read
+    assert embed(images.channel, ["x" * 1000, {"image": large}]).error is None
+    for inputs in (["x" * 2**17], [[1] * 2**17], [{"image": b""}] * 2**16, [{"image": large}] * 2):
+        error = embed(images.channel, inputs).error
+        assert (error.code(), reason(error)) == (Code.RESOURCE_EXHAUSTED, "REQUEST_TOO_LARGE")
+    error = generate(images.channel, text="x" * 2**17).error
+    assert reason(error) == "REQUEST_TOO_LARGE"
+
+
+def test_many_large_images_at_once_wait_for_each_other_and_all_are_embedded(images):
+    """Together they have 40 MiB, and the wire keeps 16; windows stay closed meanwhile."""
+    large = GOOD[0] + bytes(2**20 - 2**12)
+    with contextlib.ExitStack() as open_calls:
+        calls = [
+            open_calls.enter_context(Encode(images.channel, embed_request([{"image": large}])))
+            for _ in range(40)
+        ]
+        assert [call.finish().error for call in calls] == [None] * 40
 
 
 # ---- streams

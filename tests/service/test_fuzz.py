@@ -1,4 +1,5 @@
-"""Clients that send what no client should: any message on every RPC, any bytes, floods of frames.
+"""Clients that send what no client should: any message on every RPC, any bytes, files that are no
+images, floods of frames.
 
 Rule: whatever comes, the server answers with a status that is neither INTERNAL nor UNKNOWN, or ends
 the connection. It logs no error, keeps nothing, and serves other clients meanwhile.
@@ -19,10 +20,11 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
+from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, inference_pb2, models_pb2
 from tests.support import http2
 from tests.support.core_driver import expected_tokens
 from tests.support.fuzz import messages, nearly_right
+from tests.support.images import hostile, picture
 from tests.support.server import fake
 from tests.support.wire import (
     connect,
@@ -47,14 +49,14 @@ MANY = -(-20_000 // sum(bool(method.input_type.fields) for method in METHODS.val
 # drawn from nothing hardly ever get as far as the engine.
 SERVED = {
     "Inference/Generate": inference_pb2.GenerateRequest(text="Once", sampling={"max_tokens": 9}),
-    "Inference/Embed": inference_pb2.EmbedRequest(inputs=[{"text": "Once"}]),
+    "Inference/Embed": inference_pb2.EmbedRequest(inputs=[{"text": "Once"}, {"image": picture()}]),
     "Inference/Rerank": inference_pb2.RerankRequest(query="Who?", documents=["Me"]),
     "Inference/Tokenize": inference_pb2.TokenizeRequest(text="Once"),
-    "Inference/Detokenize": inference_pb2.DetokenizeRequest(ids=[1, 2, 3]),
+    "Inference/Detokenize": common_pb2.DetokenizeRequest(ids=[1, 2, 3]),
 }
 MODELS = (
     {"name": "fake"},
-    {"name": "vectors", "capability": "text-embedding"},
+    {"name": "vectors", "capability": "image-embedding"},
     {"name": "ranks", "capability": "rerank"},
 )
 CALL_S = 2.0
@@ -102,9 +104,9 @@ def check_served(server):
         assert heard.ids() == expected_tokens([5], count=9)
 
 
-def call(channel, name, request, serializer=None):
+def call(channel, name, request, serializer=None, limit_s=CALL_S):
     """Make one call with any bytes; return its status code. An endless answer is read in part."""
-    error = _error_of(channel, name, request, serializer)
+    error = _error_of(channel, name, request, serializer, limit_s)
     if error is None:
         return grpc.StatusCode.OK
     assert error.code() not in BAD, (name, error)
@@ -113,12 +115,12 @@ def call(channel, name, request, serializer=None):
     return error.code()
 
 
-def _error_of(channel, name, request, serializer):
+def _error_of(channel, name, request, serializer, limit_s):
     method = METHODS[name]
     make = channel.unary_stream if method.server_streaming else channel.unary_unary
     rpc = make(f"/{name}", request_serializer=serializer, response_deserializer=None)
     try:
-        answer = rpc(request, timeout=CALL_S)
+        answer = rpc(request, timeout=limit_s)
         if method.server_streaming:
             for number, _ in enumerate(answer):
                 if number >= READ_MAX or name.endswith("WatchStats"):
@@ -204,6 +206,38 @@ def test_any_bytes_get_a_status_of_their_own(server, name):
     with nothing_is_left(server):
         send()
         resume(server)
+
+
+# ---- images ----------------------------------------------------------------------------------
+
+
+def fuzz_images(server, seed, num_files):
+    """Embed drawn files, each by a request of its own. Return how many were images."""
+    rng, codes = random.Random(seed), []
+    for _ in range(num_files):
+        request = inference_pb2.EmbedRequest(inputs=[{"image": hostile(rng)}])
+        name = "triolet.v1.Inference/Embed"
+        codes.append(call(server.channel, name, request.SerializeToString(), limit_s=60))
+    assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+    return codes.count(grpc.StatusCode.OK)
+
+
+def test_any_image_is_embedded_or_refused(server):
+    with nothing_is_left(server):
+        assert 6 < fuzz_images(server, 0, 60) < 54
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_ten_thousand_images_are_embedded_or_refused_and_take_no_memory():
+    with small_server() as one:
+        fuzz_images(one, 0, 500)  # allocators keep what they once had
+        with nothing_is_left(one):
+            before = one.memory_bytes()
+            num_good = fuzz_images(one, 1, 10_000)
+            grown = one.memory_bytes() - before
+        assert 1000 < num_good < 9000
+        print(f"{num_good} of 10,000 files were images; memory grew by {grown / 2**20:.1f} MiB")
 
 
 # ---- bytes on the port -----------------------------------------------------------------------

@@ -11,7 +11,8 @@ import time
 import grpc
 import pytest
 
-from engine.worker.fakes.text import BYTE_OFFSET, fake_logprob
+from engine.worker.fakes.text import fake_logprob
+from engine.worker.fakes.tokenizer import BYTE_OFFSET
 from tests.support.core_driver import expected_tokens
 from tests.support.server import fake
 from tests.support.wire import (

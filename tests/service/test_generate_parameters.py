@@ -8,11 +8,14 @@ usage. And each value with a meaning has an effect: without it, the answer diffe
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import shutil
 from collections import Counter
+from functools import partial
 
+import grpc
 import pytest
 
 import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D13)
@@ -22,11 +25,20 @@ torch = pytest.importorskip("torch")
 from tokenizers import Tokenizer, processors  # noqa: E402
 
 from grpc_service.client import messages as pb  # noqa: E402
+from grpc_service.client import stubs  # noqa: E402
 from tests.support.generation_oracle import Asked, GenerationOracle  # noqa: E402
 from tests.support.model_zoo import Zoo  # noqa: E402
 from tests.support.pairwise import pairwise  # noqa: E402
-from tests.support.server import real  # noqa: E402
-from tests.support.wire import LENGTH, broken_fields, generate, wait_idle  # noqa: E402
+from tests.support.proxy import HoldingProxy, proxy  # noqa: E402
+from tests.support.server import counted, real  # noqa: E402
+from tests.support.wire import (  # noqa: E402
+    LENGTH,
+    Generation,
+    broken_fields,
+    connect,
+    generate,
+    wait_idle,
+)
 
 pytestmark = pytest.mark.model
 
@@ -62,6 +74,7 @@ PARAMETERS = {
     "allowed_token_ids": [UNSET, BYTES],
     "banned_token_ids": [UNSET, tuple(range(300, 420))],
     "bad_words": [UNSET, ("e", "the", "an")],
+    "speculation": [UNSET, False, True],
     "n": [UNSET, 1, 3],
     "input": ["text", "token_ids", "chat"],
     "constraint": [
@@ -120,7 +133,9 @@ NEUTRAL = {
     "skip_special_tokens": True,
 }
 # These change no answer: they are the scheduler's, or a name.
-UNHEARD = {"cache_salt", "bypass_prefix_cache", "priority", "request_id", "model"}
+UNHEARD = {
+    *("cache_salt", "bypass_prefix_cache", "priority", "request_id", "model", "speculation"),
+}
 
 
 def base_of(name):
@@ -147,7 +162,9 @@ def name_of(row):
 
 
 def test_the_table_has_every_parameter():
+    # A continuation changes no answer: the tests below cut the stream of every row.
     fields = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields}
+    fields -= {"continuation", "resume_window"}
     inputs = {"text", "token_ids", "chat"}
     sections = {"sampling", "prompt", "output"}
     own = {*SAMPLING, *PROMPT, *OUTPUT, *(fields - inputs - sections), "input"}
@@ -202,7 +219,8 @@ def said(channel, row):
     for choice in range(row["n"] or 1):
         finished = heard.finished(choice)
         finished.ClearField("timings")
-        finished.usage.ClearField("cached_tokens")
+        for count in ("cached_tokens", "drafted_tokens", "accepted_tokens"):
+            finished.usage.ClearField(count)
         scores = [entry for d in heard.deltas if d.choice == choice for entry in d.logprobs]
         choices.append((heard.ids(choice), heard.text(choice), scores, finished))
     return choices, list(heard.started.prompt_logprobs)
@@ -377,11 +395,268 @@ def check_logprobs(entries, tokens, logits, alternatives):
         assert [a.rank for a in entry.alternatives] == list(range(1, alternatives + 1))
 
 
+# ---- the same streams, cut and continued -----------------------------------------------------
+
+DRAWN = 11  # the seed of draws without one
+
+
+def continuation_of(messages, n):
+    """Return the continuation of a stream of which a client has these messages."""
+    choices = [{"token_ids": [], "finished": False} for _ in range(n)]
+    for message in messages:
+        if message.HasField("delta"):
+            choices[message.delta.choice]["token_ids"] += message.delta.token_ids
+        elif message.HasField("finished"):
+            choices[message.finished.choice]["finished"] = True
+    return {"choices": choices, "seed": messages[0].started.seed}
+
+
+def whole_of(messages, n):
+    """Return what a client makes of messages: of each choice its ids, its text, its
+    log-probabilities and its end."""
+    choices = []
+    for choice in range(n):
+        deltas = [m.delta for m in messages if m.HasField("delta") and m.delta.choice == choice]
+        ends = [m.finished for m in messages if m.HasField("finished")]
+        finished = pb.Finished()
+        finished.CopyFrom(*[end for end in ends if end.choice == choice])
+        finished.ClearField("timings")
+        for count in ("cached_tokens", "resumed_tokens", "drafted_tokens", "accepted_tokens"):
+            finished.usage.ClearField(count)
+        scores = [entry.logprob for delta in deltas for entry in delta.logprobs]
+        ids = [token for delta in deltas for token in delta.token_ids]
+        choices.append((ids, "".join(delta.text for delta in deltas), scores, finished))
+    return choices
+
+
+def check_cut(channel, row, uncut, at):
+    """Cut a stream after ``at`` of its messages, continue it, and compare the whole with the uncut
+    one."""
+    check_continued(channel, row, uncut, uncut[:at])
+
+
+def check_continued(channel, row, uncut, had):
+    """Continue a stream of which a client ``had`` these messages, and compare the whole with the
+    uncut one."""
+    n = row["n"] or 1
+    continuation = continuation_of(had, n)
+    assert row["seed"] is not None or continuation["seed"] == DRAWN
+    rest = generate(channel, **request_of(row), continuation=continuation)
+    assert rest.error is None
+    assert rest.started.seed == uncut[0].started.seed
+    scored = uncut[0].started.prompt_logprobs if len(had) == 1 else ()
+    assert len(rest.started.prompt_logprobs) == len(scored)
+    joined, wanted = whole_of([*had, *rest.messages], n), whole_of(uncut, n)
+    assert joined == [(*one[:2], pytest.approx(one[2], abs=TOLERANCE), one[3]) for one in wanted]
+    for choice, entry in enumerate(continuation["choices"]):
+        if not entry["finished"]:
+            assert rest.finished(choice).usage.resumed_tokens == len(entry["token_ids"])
+
+
+def uncut_of(channel, row):
+    """Return the messages of a row's whole stream; () if the request cannot succeed. Without a seed
+    of its own the row's draws are always the same, too."""
+    drawn = {"continuation": {"seed": DRAWN}} if row["seed"] is None else {}
+    heard = generate(channel, **request_of(row), **drawn)
+    return () if heard.error is not None else heard.messages
+
+
+@pytest.mark.parametrize("index", range(len(COMBINED)))
+def test_a_stream_that_is_cut_goes_on_as_if_it_had_not_been(channel, index):
+    """Red without the replay of counts, stops, text or grammar (`SequenceState.replay`)."""
+    row = COMBINED[index] | {"token_ids": True}
+    uncut = uncut_of(channel, row)
+    if uncut:
+        check_cut(channel, row, uncut, 1 + 7 * index % (len(uncut) - 1))
+    wait_idle(channel)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_a_stream_may_be_cut_after_every_single_token(channel, row):
+    row = row | {"token_ids": True}
+    uncut = uncut_of(channel, row)
+    for at in range(1, len(uncut)):
+        check_cut(channel, row, uncut, at)
+    wait_idle(channel)
+
+
+# ---- the same streams, cut by the network ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cut_line(directory):
+    """Yield a server that counts what its model computes, and a proxy before it."""
+    settings = {"engine": {"max_model_len": MAX_MODEL_LEN}}
+    with counted(directory, **settings) as server, proxy(server.address, HoldingProxy) as line:
+        yield server, line
+
+
+def computed_by(server, ask):
+    """Return what ``ask()`` returns, and how many token positions the model computed for it."""
+    before = server.ask("computed")
+    answer = ask()
+    wait_idle(server.channel)
+    return answer, server.ask("computed") - before
+
+
+def attached(server, line, row, at):
+    """Return the messages of a row's stream whose connection is cut after ``at`` of them, and to
+    which its client attaches."""
+    n, drawn = row["n"] or 1, {"continuation": {"seed": DRAWN}} if row["seed"] is None else {}
+    window = {"resume_window": {"seconds": 60}}
+    line.hold_after(at)
+    with connect(line.address) as channel:
+        cut = Generation(channel, **request_of(row), **window, **drawn)
+        for _ in range(at):
+            cut.read()
+        line.cut()
+        had = cut.finish().messages
+    if cut.heard.error is None:  # several tokens came in one message, so that all had come
+        return had
+    assert cut.heard.error.code() is grpc.StatusCode.UNAVAILABLE
+    assert len(had) == at
+    received = [
+        {"tokens": len(choice["token_ids"]), "finished": choice["finished"]}
+        for choice in continuation_of(had, n)["choices"]
+    ]
+    started = had[0].started
+    request = pb.AttachRequest(
+        request_id=started.request_id, attach_token=started.attach_token, received=received
+    )
+    rest = list(stubs.InferenceStub(server.channel).Attach(request, timeout=60))
+    if at > 1:  # the client has what came before the first token
+        started.ClearField("prompt_logprobs")
+    assert rest[0].started == started
+    return [*had, *rest[1:]]
+
+
+def check_attached(cut_line, row, at=None):
+    """Cut a row's stream after each of its messages, or after the one that ``at`` picks, attach,
+    and compare the whole with the uncut one. The model computes as much for both."""
+    server, line = cut_line
+    n = row["n"] or 1
+    uncut = uncut_of(server.channel, row)  # its prompt is cached from now on
+    wait_idle(server.channel)
+    _, wanted = computed_by(server, lambda: uncut_of(server.channel, row))
+    for index in range(1, len(uncut)) if at is None else [1 + at % (len(uncut) - 1)]:
+        whole, computed = computed_by(server, partial(attached, server, line, row, index))
+        joined = whole_of(whole, n)
+        assert joined == [
+            (*one[:2], pytest.approx(one[2], abs=TOLERANCE), one[3]) for one in whole_of(uncut, n)
+        ]
+        assert computed == wanted
+        ends = [message.finished for message in whole if message.HasField("finished")]
+        assert [end.usage.resumed_tokens for end in ends] == [0] * n
+
+
+@pytest.mark.parametrize("index", range(len(COMBINED)))
+def test_a_stream_whose_connection_was_cut_is_whole_and_computed_once(cut_line, index):
+    """Red if Attach computes the request again, or misses or repeats an event."""
+    row = COMBINED[index] | {"token_ids": True}
+    if uncut_of(cut_line[0].channel, row):
+        check_attached(cut_line, row, 7 * index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_a_connection_may_be_cut_after_every_single_token(cut_line, row):
+    row = row | {"token_ids": True}
+    if uncut_of(cut_line[0].channel, row):
+        check_attached(cut_line, row)
+
+
+def check_killed(directory, channel, rows, rounds):
+    """Begin the streams of all rows at one server, kill it, and continue them at the next. Do this
+    for each of ``rounds``: it says after how many messages a stream of so many is cut."""
+    flags = ("--max-model-len", str(MAX_MODEL_LEN), "--served-model-name", "llama")
+    rows = [
+        row | {"token_ids": True, "request_id": row["request_id"] and f"own {index}"}
+        for index, row in enumerate(rows)
+    ]
+    uncut = [uncut_of(channel, row) for row in rows]
+    cuts = Counter()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(real(*flags, model=directory))
+        for cut_at in rounds:
+            begun = []
+            for row, wanted in zip(rows, uncut, strict=True):
+                if (at := cut_at(len(wanted))) is None:
+                    continue
+                drawn = {"continuation": {"seed": DRAWN}} if row["seed"] is None else {}
+                stream = stack.enter_context(Generation(server.channel, **request_of(row), **drawn))
+                for _ in range(at):
+                    stream.read()
+                ended = {m.finished.choice for m in stream.heard.messages if m.HasField("finished")}
+                if len(ended) < (row["n"] or 1):  # some may come in fewer messages
+                    begun.append((row, wanted, stream.heard.messages))
+            if not begun:
+                break
+            server.process.kill()
+            server.wait()
+            stack.close()
+            server = stack.enter_context(real(*flags, model=directory))
+            for row, wanted, had in begun:
+                check_continued(server.channel, row, wanted, had)
+                cuts["cuts"] += 1
+            cuts["kills"] += 1
+    return cuts
+
+
+def test_a_server_may_be_killed_in_the_middle_of_any_stream(directory, channel):
+    """Red without the replay of counts, stops, text or grammar (`SequenceState.replay`)."""
+    cuts = check_killed(directory, channel, COMBINED, [lambda size: size // 2 if size else None])
+    assert cuts["cuts"] > 25
+
+
+def cut_after(at, size):
+    """Return after how many messages a stream of ``size`` is cut, if that is ``at``."""
+    return at if at < size else None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)  # two hundred kills, of two seconds each
+def test_a_server_may_be_killed_after_every_single_token(directory, channel, capsys):
+    rounds = (partial(cut_after, at) for at in itertools.count(1))
+    cuts = check_killed(directory, channel, ROWS, rounds)
+    with capsys.disabled():
+        print(f"\n{cuts['kills']} kills, {cuts['cuts']} streams cut and continued", end="")
+
+
+@pytest.mark.parametrize(
+    ("fields", "ids", "index"),
+    [
+        ({"constraint": ("choice", ("boat", "lamp"))}, [*b"bX"], 1),
+        ({"stop_token_ids": (80,)}, [81, 80, 82], 2),
+        ({"max_tokens": 2, "ignore_eos": True}, [81, 82, 83], None),
+        ({}, [VOCAB], 0),
+    ],
+    ids=["constraint", "end", "length", "vocabulary"],
+)
+def test_tokens_that_the_request_cannot_have_generated_are_refused_by_name(
+    channel, oracle, fields, ids, index
+):
+    if "constraint" in fields:
+        ids = oracle.encode("bX", special=False)
+    continuation = {"choices": [{}, {"token_ids": ids}]}
+    heard = generate(channel, **request_of(BASE | {"n": 2} | fields), continuation=continuation)
+    path = "continuation.choices[1].token_ids"
+    assert broken_fields(heard.error) == [path if index is None else f"{path}[{index}]"]
+    wait_idle(channel)
+
+
 SEEDED = [
     row | {"token_ids": True, "request_id": None}
     for row in COMBINED
     if row["seed"] is not None and row["temperature"] != 0.0
 ]
+
+
+UNSEEDED = [
+    row | {"token_ids": True}
+    for row in COMBINED
+    if row["seed"] is None and row["temperature"] != 0.0
+][:3]
 
 
 def test_seeded_output_is_the_same_after_a_restart(channel, directory):
@@ -393,7 +668,12 @@ def test_seeded_output_is_the_same_after_a_restart(channel, directory):
             for choice in range(row["n"] or 1):
                 assert one.ids(choice) == other.ids(choice)
                 assert one.text(choice) == other.text(choice)
+        for row in (*SEEDED[::3], *UNSEEDED):  # and goes on with a stream that another began
+            uncut = uncut_of(channel, row)
+            for at in (1, len(uncut) // 2) if uncut else ():
+                check_cut(fresh.channel, row, uncut, at)
     assert len(SEEDED) >= 10
+    assert len(UNSEEDED) >= 2
 
 
 def test_nearly_every_position_was_compared(channel, oracle, capsys):

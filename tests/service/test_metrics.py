@@ -17,6 +17,7 @@ from grpc_service.app.metrics import METRICS, PREFIX
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tests.support.fake_server import BROKEN_STEP, HUNG_STEP
+from tests.support.proxy import proxy
 from tests.support.server import ROOT, fake, fake_process
 from tests.support.wire import (
     SMALL_WINDOW,
@@ -93,6 +94,22 @@ def a_running_request(server):
 
 
 @contextlib.contextmanager
+def a_running_request_of_an_adapter(server):
+    with Generation(
+        server.channel, model="fake:sql", prompt_ids=range(1, 40), max_tokens=LONG
+    ) as call:
+        call.read_deltas(2)
+        yield
+
+
+@contextlib.contextmanager
+def a_finished_request_of_an_adapter(server):
+    heard = generate(server.channel, model="fake:sql", prompt_ids=[1, 2], max_tokens=3)
+    assert heard.error is None
+    yield
+
+
+@contextlib.contextmanager
 def a_waiting_request(server):
     control_of(server).Pause(pb.PauseRequest(mode="PAUSE_MODE_KEEP"), timeout=SOON_S)
     with Generation(server.channel, max_tokens=2):
@@ -141,9 +158,32 @@ def a_reader_that_never_reads(server):
 
 
 @contextlib.contextmanager
+def a_connection_that_is_lost(server):
+    with (
+        proxy(server.address) as line,
+        connect(line.address) as channel,
+        Generation(channel, prompt_ids=[1], max_tokens=LONG, resume_window={"seconds": 60}) as cut,
+    ):
+        cut.read_deltas(1)
+        line.cut()
+        wait_until(lambda: stats(server.channel).detached == 1, SOON_S, "the loss")
+        yield
+
+
+@contextlib.contextmanager
 def the_same_prompt_again(server):
     for _ in range(2):
         assert generate(server.channel, prompt_ids=range(1, 100), max_tokens=2).error is None
+    yield
+
+
+@contextlib.contextmanager
+def right_drafts(server):
+    asked = {"prompt_ids": range(1, 40), "max_tokens": 60}
+    usage = generate(server.channel, **asked).finished().usage
+    assert usage.drafted_tokens == usage.accepted_tokens > 20
+    without = generate(server.channel, **asked, sampling={"speculation": False}).finished().usage
+    assert (without.completion_tokens, without.drafted_tokens) == (60, 0)
     yield
 
 
@@ -231,6 +271,11 @@ def a_step_that_hangs(server):
 
 
 SLOW = {"script": {"step_s": 0.02}, "runner": {"max_model_len": 4096}}
+WITH_ADAPTER = {
+    "models": [{"name": "fake", "adapters": [{"name": "sql", "directory": "/sql"}]}],
+    "script": {"step_s": 0.02, "adapters": {"/sql": "sql"}},
+    "runner": {"max_model_len": 4096},
+}
 # The name of a cause: the metrics that it changes, and the server that it needs.
 CAUSES = {
     a_finished_request: (
@@ -246,11 +291,25 @@ CAUSES = {
         {},
     ),
     a_running_request: ({"num_requests_running", "kv_cache_usage_perc", "kv_blocks_free"}, SLOW),
+    a_running_request_of_an_adapter: ({"adapter_requests_running"}, WITH_ADAPTER),
+    a_finished_request_of_an_adapter: (
+        {"adapter_requests_total", "adapter_generation_tokens_total"},
+        WITH_ADAPTER,
+    ),
     a_waiting_request: ({"num_requests_waiting", "num_requests_waiting_peak"}, {}),
     a_reader_that_stops: ({"num_requests_parked"}, {"engine": {"stream_buffer": 16}}),
     a_reader_that_stops_and_goes_on: ({"parked_seconds"}, {"engine": {"stream_buffer": 16}}),
+    a_connection_that_is_lost: ({"detached"}, {"script": {"step_s": 0.01}}),
     a_reader_that_never_reads: ({"unread_calls"}, {"engine": {"stream_buffer": 400}}),
     the_same_prompt_again: ({"prefix_cache_hits_total"}, {}),
+    right_drafts: (
+        {
+            *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
+            *("spec_decode_num_accepted_tokens_total",),
+            *("spec_decode_num_accepted_tokens_per_pos_total",),
+        },
+        {"script": {"acceptance": 1.0}},
+    ),
     more_than_the_blocks_hold: (
         {"num_preemptions_total"},
         {"runner": {"num_blocks": 9, "max_model_len": 128}},

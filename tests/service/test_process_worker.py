@@ -37,7 +37,8 @@ from engine.errors import (
 )
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.encoder import FakeEncoder
-from engine.worker.fakes.text import FakeRunner, FakeTokenizer
+from engine.worker.fakes.text import FakeRunner
+from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.interface import RunnerSpec
 from engine.worker.process import worker_process
 from engine.worker.process.messages import WorkerProcessError

@@ -5,14 +5,17 @@ What is installed is what was tested.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from engine.config import DEMO_MODELS
+from engine.worker.forward.variants import VARIANTS, best_variant, features_of
 from tests.support.server import MODEL_START_LIMIT_S, READY, ROOT, process
 from tests.support.wire import SERVING, connect, generate, health, list_models, wait_until
 
@@ -107,3 +110,30 @@ def test_the_wheel_serves_the_demo_models_from_a_directory_of_its_users(installe
     assert (tmp_path / "api/triolet/v1/inference.proto").read_bytes() == (
         ROOT / "proto/triolet/v1/inference.proto"
     ).read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_wheel_with_kernels_runs_compiled_where_no_compiler_is(tmp_path):
+    """The libraries are those of `VARIANTS`; the one that this processor runs best is used."""
+    env = os.environ | {"TRIOLET_WHEEL_KERNELS": "1"}
+    run([*PIP, "wheel", str(ROOT), "--no-deps", "--wheel-dir", str(tmp_path)], env=env)
+    [path] = tmp_path.glob("*-linux_x86_64.whl")
+    names = {name for name in zipfile.ZipFile(path).namelist() if name.endswith(".so")}
+    assert names == {f"engine/kernels/{variant.file}" for variant in VARIANTS}
+    target = tmp_path / "installed"
+    run([*PIP, "install", "--no-deps", "--no-index", "--target", str(target), str(path)])
+    bare = {"PATH": "", "CXX": "", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(target)}
+    best = best_variant(features_of(Path("/proc/cpuinfo").read_text()))
+    told = run(
+        [sys.executable, "-P", "-m", "grpc_service", "doctor", "--port", "0", "--json"],
+        cwd=tmp_path, env=os.environ | bare,
+    )  # fmt: skip
+    values = {finding["name"]: finding["value"] for finding in json.loads(told)}
+    assert values["attention"].endswith(f"(from the wheel, {best.name})")
+    argv = [sys.executable, target / "bin" / "triolet", "serve", "--port", "0"]
+    with process(argv, env=bare, cwd=tmp_path) as server:
+        address = server.wait_for_output(READY.search, MODEL_START_LIMIT_S)[1]
+        with connect(address) as channel:
+            assert len(generate(channel, sampling={"max_tokens": 9, "ignore_eos": True}).ids()) == 9
+        assert "LlamaForCausalLM runs compiled" in server.log

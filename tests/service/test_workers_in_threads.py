@@ -160,10 +160,10 @@ def taken(monkeypatch):
         if in_flight and place is not None and not place.startswith(f"{OURS}/replica/watchdog.py"):
             places.append(place)
 
-    async def watched(loop, plan):
+    async def watched(loop, plan, started):
         in_flight.append(plan)
         try:
-            await step(loop, plan)
+            await step(loop, plan, started)
         finally:
             in_flight.remove(plan)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import trio
@@ -13,6 +14,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge, Unsupported
+from engine.requests.chat_values import Chat as Messages
+from engine.requests.continuation import Continuation, ContinuedChoice
 from engine.requests.text_values import (
     AnswerTokens,
     GenerateRequest,
@@ -21,8 +24,8 @@ from engine.requests.text_values import (
     Started,
     ToolCallDelta,
 )
-from engine.requests.text_values import Chat as Messages
-from engine.worker.fakes.text import FakeRunner, FakeScript, FakeTokenizer
+from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.fakes.tokenizer import FakeTokenizer
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 TOOLS = ({"type": "function", "function": {"name": "add"}},)
@@ -204,6 +207,75 @@ def test_a_chats_reasoning_is_sent_and_not_kept_in_the_conversation():
 
     words = ["<think>", "hm", "</think>", "So"]
     run(body, FakeScript(words=words, chat_template=TEMPLATE))
+
+
+# ---- answers that are continued
+
+
+def joined(parts):
+    """Return what several streams of one answer give together: text, reasoning, calls, end."""
+    events = [event for part in parts for event in part]
+    text, reasoning, calls = told(events)
+    [end] = [event for event in events if isinstance(event, Finished)]
+    calls = [(call.position, call.name, call.arguments_json) for call in calls]
+    return text, reasoning, calls, end.reason, end.matched, end.usage.completion_tokens
+
+
+def ids_of(events):
+    """Return the token ids of events."""
+    return tuple(i for event in events if isinstance(event, Tokens) for i in event.token_ids)
+
+
+def test_reasoning_and_calls_are_parsed_across_a_cut_after_any_token():
+    """Red without `Replayed`: the second stream would begin with the answer's text."""
+
+    async def body(engine):
+        request = GenerateRequest(chat=Messages(ASK, tools=TOOLS))
+        whole = await events_of(engine, request)
+        count = len(ids_of(whole))
+        assert count == len(WORDS) + 1
+        for at in range(1, count + 1):
+            had, taken = [], 0
+            for event in whole:
+                taken += len(event.token_ids) if isinstance(event, Tokens) else 0
+                if taken > at or isinstance(event, Finished):
+                    break
+                had.append(event)
+            heard = Continuation((ContinuedChoice(ids_of(had)),))
+            rest = await events_of(engine, replace(request, continuation=heard))
+            assert joined([had, rest]) == joined([whole])
+            assert rest[-1].usage.resumed_tokens == at
+            assert len(ids_of(rest)) == count - at
+
+    run(body, FakeScript(words=WORDS, chat_template=TEMPLATE))
+
+
+@pytest.mark.parametrize(("begun", "has_reasoning"), [("<think>h", True), ("So <tool", False)])
+def test_a_final_message_is_continued_and_its_beginning_is_parsed(begun, has_reasoning):
+    """Red if the parser does not read the message's content first (`ChoiceParser.skip`)."""
+    prompts = []
+
+    async def body(engine):
+        final = {"role": "assistant", "content": begun}
+        chat = Messages((*ASK, final), tools=TOOLS, continue_final_message=True)
+        events = await events_of(engine, GenerateRequest(chat=chat))
+        text, reasoning, calls = told(events)
+        if has_reasoning:
+            assert (text, reasoning, calls) == ("So", "m", [])
+        else:
+            assert (text, reasoning) == ("", "")
+            assert [(call.name, call.arguments_json) for call in calls] == [("add", '{"a": 1}')]
+        assert prompts == [f"user: hi\nassistant: {begun}"]
+
+    words = ["m", "</think>", "So"] if has_reasoning else ["_call>", CALL, "</tool_call>"]
+    script = FakeScript(words=words, chat_template=TEMPLATE, answer_opening="\nassistant: ")
+
+    class Recorder(FakeTokenizer):
+        def encode(self, text, **options):
+            prompts.append(text)
+            return super().encode(text, **options)
+
+    run(body, script, tokenizer=Recorder(script))
 
 
 # ---- the context

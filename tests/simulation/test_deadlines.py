@@ -145,7 +145,7 @@ async def serving(step_s=STEP_S):
     config = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
     async with open_engine(config, make_runner=make_runner, threads=threads) as engine:
         await engine.wait_ready()
-        served = methods(Backend(engine, UnreadCalls(trio.current_time)))
+        served = methods(Backend(engine, UnreadCalls(trio.current_time)), 4 * 2**20)
         async with open_server(Interceptor(served, None, status_of).serve) as server:
             yield engine, await server.connect()
 

@@ -13,7 +13,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished, PauseMode
 from engine.core.text.types import Constraint, Tokens
 from engine.errors import RequestNotFound
-from engine.requests.text_values import Chat, GenerateRequest, SamplingParams
+from engine.requests.chat_values import Chat
+from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 

@@ -15,7 +15,8 @@ from engine.core.common.events import Finished
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, ModelNotFound, RequestCancelled, ShuttingDown, StepFailed
 from engine.requests.text_values import GenerateRequest, SamplingParams
-from engine.worker.fakes.text import FakeRunner, FakeScript, FakeTokenizer
+from engine.worker.fakes.text import FakeRunner, FakeScript
+from engine.worker.fakes.tokenizer import FakeTokenizer
 from tests.support.core_driver import expected_tokens
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 

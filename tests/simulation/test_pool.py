@@ -494,6 +494,40 @@ def test_a_model_larger_than_the_limit_evicts_nobody():
     world.run(body)
 
 
+def test_a_divided_model_gets_memory_of_every_device_or_of_none():
+    """Each device has 1 GB. Only the models that hold the devices which are full make room."""
+    half, devices = GB // 2, ("cuda:0", "cuda:1")
+    world = World(
+        Model("first", half, devices=devices[:1]),
+        Model("second", GB, devices=devices[1:]),
+        Model("third", half, devices=("cuda:2",)),
+        Model("divided", half, devices=devices),
+        Model("large", GB + 1, devices=devices),
+    )
+
+    async def body(world):
+        for name in ("first", "second", "third"):
+            assert (await world.hold(name))[0] is None
+        memory = world.pool.memory
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.hold, "second", 20.0)
+            await trio.sleep(1)
+            error, _ = await world.hold("divided")  # half of the first device would be free
+            assert isinstance(error, MemoryExhausted)
+            assert "512.0 MiB on cuda:1" in str(error)
+            assert memory.reserved("cuda:0") == half
+        assert (await world.hold("divided"))[0] is None
+        assert [memory.reserved(device) for device in devices] == [GB, half]
+        assert [state(world, name) for name in ("first", "second", "third")] == [
+            *(ModelState.READY, ModelState.UNLOADED, ModelState.READY)
+        ]
+        error, _ = await world.hold("large")
+        assert isinstance(error, MemoryExhausted)
+        assert error.retry_after_s is None
+
+    world.run(body)
+
+
 def test_the_least_recently_used_idle_model_makes_room():
     """R135."""
     world = World(*[Model(name) for name in "abcd"], limit=3 * GB)

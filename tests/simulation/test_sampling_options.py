@@ -15,6 +15,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.core.text.types import Sampling, Stops, Tokens
 from engine.errors import InvalidRequest, RequestTooLarge
+from engine.requests.continuation import Continuation, ContinuedChoice
 from engine.requests.text_values import (
     MAX_PROMPT_LOGPROBS,
     GenerateRequest,
@@ -73,8 +74,9 @@ def test_started_has_the_prompts_log_probabilities_and_still_comes_first(buffer,
     assert not any(isinstance(event, Started) for event in rest)
     for choice in range(2):
         told = [e for e in rest if isinstance(e, Tokens) and e.choice == choice]
-        assert told[0].text == "".join(f"<{i}>" for i in prompt)
-        assert [len(e.logprobs) for e in told] == [0, 1, 1, 1]
+        own = "".join(f"<{i}>" for e in told for i in e.token_ids)
+        assert "".join(e.text for e in told) == "".join(f"<{i}>" for i in prompt) + own
+        assert [len(e.logprobs) for e in told] == [1, 1, 1]
         assert not any(e.prompt_logprobs for e in told)
     assert sum(isinstance(event, Finished) for event in rest) == 2
 
@@ -127,7 +129,92 @@ def test_unset_options_come_from_the_models_generation_config():
     )
     own = sampled(neutral, **configured)
     plain = sampled(SamplingParams(max_tokens=3))
-    assert (own.sampling, own.stops) == (plain.sampling, plain.stops)
+    drawn = own.sampling.drawn_seed  # another for each request
+    assert own.stops == plain.stops
+    assert own.sampling == dataclasses.replace(plain.sampling, drawn_seed=drawn)
+
+
+def asked_again(heard, **fields):
+    """Return the events, the error and the admitted sequences of a request that is continued."""
+    fields = {"n": len(heard), "sampling": SamplingParams(max_tokens=4)} | fields
+    choices = tuple(ContinuedChoice(ids, finished=ids is None) for ids in heard)
+    continuation = Continuation(choices, seed=fields.pop("drawn", None))
+    return run(GenerateRequest(token_ids=(5, 6), continuation=continuation, **fields))
+
+
+def test_a_continued_request_computes_only_what_is_left_of_each_choice():
+    first, error, _ = run(GenerateRequest(token_ids=(5, 6), n=3, sampling={"max_tokens": 4}))
+    assert error is None
+    whole = [
+        tuple(i for e in first if isinstance(e, Tokens) and e.choice == c for i in e.token_ids)
+        for c in range(3)
+    ]
+    heard = (whole[0][:3], None, ())
+    rest, error, admitted = asked_again(heard)
+    assert error is None
+    assert [(one.output, one.sampling.choice) for one in admitted] == [(heard[0], 0), ((), 2)]
+    tokens = {(e.choice, e.token_ids) for e in rest if isinstance(e, Tokens)}
+    assert tokens == {(0, whole[0][3:]), *((2, (i,)) for i in whole[2])}
+    ends = {e.choice: e.usage for e in rest if isinstance(e, Finished)}
+    assert {c: (u.completion_tokens, u.resumed_tokens) for c, u in ends.items()} == {
+        0: (4, 3),
+        2: (4, 0),
+    }
+    assert isinstance(rest[0], Started)
+    assert rest[0].prompt_tokens == 2
+
+
+def test_a_choice_of_which_only_the_end_was_lost_gets_its_end_and_no_token():
+    first, _, _ = run(GenerateRequest(token_ids=(5, 6), sampling={"max_tokens": 4}))
+    heard = tuple(i for e in first if isinstance(e, Tokens) for i in e.token_ids)
+    started, *rest = asked_again([heard])[0]
+    assert isinstance(started, Started)
+    [end] = rest
+    assert (end.reason, end.usage) == (
+        first[-1].reason,
+        dataclasses.replace(first[-1].usage, resumed_tokens=4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("heard", "field"),
+    [
+        ([(1, 2, 3, 4, 5)], "continuation.choices[0].token_ids"),
+        ([(), (7, 1000)], "continuation.choices[1].token_ids[1]"),
+    ],
+)
+def test_tokens_that_the_request_cannot_have_are_refused_by_name(heard, field):
+    events, error, _ = asked_again(heard)
+    assert events == []
+    assert [violation.field for violation in error.violations] == [field]
+
+
+def test_the_seed_is_told_and_a_continuation_keeps_it():
+    """Red with a seed of its own for each request (`TextStream.seed`)."""
+    events, _, [admitted] = run(GenerateRequest(token_ids=(5,), sampling={"max_tokens": 2}))
+    seed = events[0].seed
+    assert 0 <= seed < 2**53
+    assert (admitted.sampling.seed, admitted.sampling.drawn_seed) == (None, seed)
+    events, _, [admitted] = asked_again([(5,)], drawn=seed)
+    assert (events[0].seed, admitted.sampling.drawn_seed) == (seed, seed)
+    own = SamplingParams(max_tokens=4, seed=2**64 - 1)
+    for drawn in (None, 2**64 - 1):
+        events, _, [admitted] = asked_again([(5,)], drawn=drawn, sampling=own)
+        assert events[0].seed == admitted.sampling.seed == 2**64 - 1
+        assert admitted.sampling.drawn_seed is None
+
+
+def test_the_prompts_log_probabilities_are_not_computed_again():
+    output = OutputOptions(prompt_logprobs=2, echo=True)
+    events, error, [admitted] = asked_again([(5,)], output=output)
+    assert error is None
+    assert events[0].prompt_logprobs == ()
+    assert admitted.sampling.prompt_logprobs is None
+    assert not any("<6>" in e.text for e in events[1:2])
+    fresh, _, [admitted] = asked_again([()], output=output)
+    assert len(fresh[0].prompt_logprobs) == 2
+    assert admitted.sampling.prompt_logprobs == 2
+    assert fresh[1].text.startswith("<5><6>")
 
 
 CONFIGURED = {  # a model's own value, and a request's, which is zero or turns it off

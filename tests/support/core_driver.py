@@ -23,7 +23,8 @@ from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason, RequestId
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Request, Sampling, Stops, Tokens
-from engine.worker.fakes.text import EOS, FakeRunner, FakeScript, digest_after, next_token
+from engine.worker.fakes.text import FakeRunner, FakeScript, digest_after, next_token
+from engine.worker.fakes.tokenizer import EOS
 from tools.simulator.watch import gave_way_for_nobody
 
 
@@ -183,22 +184,29 @@ class Driver:
         whole.
         """
         for (name, choice), got in self.tokens.items():
-            request = self.requests[name]
+            request, had = self.requests[name], self.had(name, choice)
             want = expected_tokens(
                 request.prompt,
-                count=len(got),
+                count=len(had) + len(got),
                 seed=request.sampling.seed,
                 choice=choice,
                 eos_at=self.runner.script.eos_at,
             )
-            assert got == want, f"{name}/{choice}"
+            assert had + got == want, f"{name}/{choice}"
         for (name, choice), end in self.finished.items():
-            got = self.tokens.get((name, choice), [])
+            had = self.had(name, choice)
+            got = had + self.tokens.get((name, choice), [])
+            assert (end.usage.completion_tokens, end.usage.resumed_tokens) == (len(got), len(had))
             if end.reason is EndReason.LENGTH:
                 assert len(got) == self.requests[name].stops.max_tokens
                 assert got[-1] != EOS
             elif end.reason is EndReason.STOP:
                 assert got[-1] == EOS
+
+    def had(self, name, choice):
+        """Return the tokens with which a choice came."""
+        outputs = self.requests[name].outputs
+        return list(outputs[choice]) if outputs else []
 
     def check_idle(self):
         """Check that every block and every request is gone."""

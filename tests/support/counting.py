@@ -106,8 +106,8 @@ class CountRunner:
 
     def load(self, progress):
         info = dict.fromkeys(("memory_bytes", "threads", "max_model_len", "full_sequences"), 1)
-        info |= dict.fromkeys(("architecture", "dtype", "device", "context_note"), "")
-        return SimpleNamespace(**info, capability=COUNTING, is_demo=False)
+        info |= dict.fromkeys(("architecture", "dtype", "device", "is_demo"), "")
+        return SimpleNamespace(**info, context_note="", quantization="", capability=COUNTING)
 
     def execute(self, plan):
         if plan.left == 13:
@@ -137,6 +137,7 @@ class CountKind:
     capabilities, request_types = (COUNTING,), (CountRequest,)
     default_threads, token_event = 1, None
     capability_for = staticmethod(lambda request: COUNTING)
+    image_bytes = staticmethod(lambda request: 0)
     make_core = staticmethod(lambda info, config, name: CountCore())
     make_tools = holding = staticmethod(lambda *_: None)
     make_stream = CountStream
@@ -144,5 +145,5 @@ class CountKind:
     def make_preparer(self, tokenizing, tasks):
         return self
 
-    async def prepare(self, stream, replica):
+    async def prepare(self, stream, replica, held):
         return Count(stream.core_id, stream.request.start)

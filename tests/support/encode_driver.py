@@ -7,6 +7,7 @@ compared with a waiting queue that is kept as a plain sorted list.
 from __future__ import annotations
 
 from math import floor
+from typing import NamedTuple
 
 from engine.config import EncoderConfig
 from engine.core.common.credit import Credit
@@ -24,8 +25,15 @@ from engine.core.common.events import (
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason, RequestId
 from engine.core.encode.scheduler import EncodeScheduler
-from engine.core.encode.types import Encoded, EncodeInput, EncodeRequest
-from engine.worker.fakes.encoder import FakeEncoder, vector_of
+from engine.core.encode.types import Encoded, EncodeInput, EncodeRequest, ImageInput
+from engine.images.fit import FittedImage
+from engine.worker.fakes.encoder import FakeEncoder, ids_of, vector_of
+
+
+class Picture(NamedTuple):
+    """An input that is an image of so many tokens."""
+
+    num_tokens: int
 
 
 class EncodeDriver:
@@ -49,8 +57,9 @@ class EncodeDriver:
     # ---- inputs
 
     def submit(self, name, lengths, *, buffer=1000, arrival=None, **fields):
-        """Submit a request whose inputs have these numbers of tokens. No two inputs are equal."""
-        inputs = tuple(EncodeInput(tuple(self._tokens(length))) for length in lengths)
+        """Submit a request whose inputs have these numbers of tokens; a `Picture` stands for an
+        image. No two inputs are equal."""
+        inputs = tuple(map(self._input, lengths))
         arrival = self.now if arrival is None else arrival
         request = EncodeRequest(RequestId(name), inputs, arrival, **fields)
         credit = Credit(buffer)
@@ -58,6 +67,12 @@ class EncodeDriver:
             self.requests[name], self.credits[name] = request, credit
             self.got[name], self.unread[name] = {}, 0
         self.apply(Submit(request, credit))
+
+    def _input(self, length):
+        if isinstance(length, Picture):
+            pixels = bytes(number % 256 for number in (*self._tokens(1), self._next_token >> 8))
+            return ImageInput(FittedImage(1, 1, pixels), length.num_tokens)
+        return EncodeInput(tuple(self._tokens(length)))
 
     def _tokens(self, length):
         self._next_token += 1
@@ -95,7 +110,10 @@ class EncodeDriver:
         """Plan a step, check the plan, and return it; None if there is nothing to compute."""
         before = [live for live in self._queue() if live.left]
         suspects = bool(self.scheduler._suspects)
-        lefts = {id(live): list(live.left) for live in before}
+        lefts = {
+            id(live): {kind: list(same) for kind, same in live.left.items()} for live in before
+        }
+        last = self.plans[-1].kind if self.plans else None
         plan, events = self.scheduler.plan(self.now)
         assert events == []
         self.in_flight = plan
@@ -103,7 +121,8 @@ class EncodeDriver:
             self.plans.append(plan)
             self._check_plan(plan)
             if not suspects:
-                self._check_order(before, lefts)
+                self._check_order(before, lefts, plan.kind)
+                self._check_turn(before, lefts, plan.kind, last)
         return plan
 
     def _queue(self):
@@ -118,15 +137,17 @@ class EncodeDriver:
         return sorted(waiting, key=key)
 
     def _check_plan(self, plan):
-        lengths = [len(row.input.token_ids) for row in plan.rows]
+        lengths = [row.input.num_tokens for row in plan.rows]
+        assert {row.input.kind for row in plan.rows} == {plan.kind}
         assert lengths == sorted(lengths)
         assert len(lengths) <= self.config.max_num_seqs
         padded = len(lengths) * lengths[-1]
         assert padded <= self.config.max_num_batched_tokens or len(lengths) == 1
         assert plan.num_tokens == padded
 
-    def _check_order(self, before, lefts):
-        """Check that the plan follows the queue's order, and each request's inputs their length.
+    def _check_order(self, before, lefts, kind):
+        """Check that the plan follows the queue's order among the inputs of its kind, and each
+        request's inputs their length.
 
         A request that could go on and got no row comes after every request that got one. The inputs
         that are taken of one request are its longest.
@@ -134,13 +155,27 @@ class EncodeDriver:
         rows = {(id(live), index) for live, index in self.scheduler._step.rows}
         has_ended = False
         for live in before:
-            taken = [index for index in lefts[id(live)] if (id(live), index) in rows]
-            assert taken == lefts[id(live)][: len(taken)], "not longest first"
-            is_barred = live.is_late(self.now) or live.parked_since is not None
-            is_barred |= self.scheduler._pause is not None  # WAIT holds back what has not begun
+            left = lefts[id(live)].get(kind, [])
+            taken = [index for index in left if (id(live), index) in rows]
+            assert taken == left[: len(taken)], "not longest first"
+            is_barred = self._is_barred(live)
             assert not (has_ended and taken), f"{live} overtook another"
-            is_short = len(taken) < len(lefts[id(live)])
+            is_short = len(taken) < len(left)
             has_ended |= is_short and not is_barred and live.credit.free > 0
+
+    def _is_barred(self, live):
+        is_barred = live.is_late(self.now) or live.parked_since is not None
+        return is_barred or self.scheduler._pause is not None  # WAIT holds back what has not begun
+
+    def _check_turn(self, before, lefts, kind, last):
+        """Check that a kind has two steps in turn only if no input of the other could go on."""
+        if kind is not last:
+            return
+        rows = {id(live) for live, _ in self.scheduler._step.rows}
+        for live in before:
+            others = lefts[id(live)].keys() - {kind}
+            could = not self._is_barred(live) and live.credit.free + (id(live) in rows) > 0
+            assert not (others and could), f"{live} waits for a second step of the other kind"
 
     def end_step(self):
         """Execute the step in flight, apply its result or failure, and return the event."""
@@ -185,9 +220,9 @@ class EncodeDriver:
             match event:
                 case Encoded():
                     assert event.index not in self.got[name], f"{event} came twice"
-                    ids = self.requests[name].inputs[event.index].token_ids
-                    assert list(event.values) == vector_of(ids), f"{name}: another's values"
-                    assert event.tokens == len(ids)
+                    one = self.requests[name].inputs[event.index]
+                    assert list(event.values) == vector_of(ids_of(one)), f"{name}: another's values"
+                    assert event.tokens == one.num_tokens
                     self.got[name][event.index] = event
                     self.unread[name] += 1
                 case Finished():

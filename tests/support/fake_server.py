@@ -1,10 +1,10 @@
 """Run a Triolet server of fake models: ``python -m tests.support.fake_server JSON``.
 
-The server prints one line of JSON with its port once it is bound. Every line on standard input is a
-command: the name of a method of `Faults`, a question of `Counter`, or an empty line. Each gets a
-line of JSON as its answer; that to a method or an empty line is how often tasks and threads ran. A
-question wakes the server's loop. The server is killed when standard input ends, as it does when the
-test ends. For the fields of JSON see `start`.
+The server prints one line of JSON with its ports once they are bound. Every line on standard input
+is a command: the name of a method of `Faults`, a question of `Counter`, or an empty line. Each gets
+a line of JSON as its answer; that to a method or an empty line is how often tasks and threads ran.
+A question wakes the server's loop. The server is killed when standard input ends, as it does when
+the test ends. For the fields of JSON see `start`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import signal
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import trio
 
 from engine import logs
-from engine.config import EngineConfig, ModelConfig, WorkerConfig
+from engine.api.engine import make_torch_runner
+from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig
+from engine.core.text.plan import RowResult
 from engine.requests.supervisor import Supervisor
 from engine.status import Capability
-from engine.worker.fakes.encoder import FakeEncoder
+from engine.worker.fakes.encoder import FakeEncoder, ids_of
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind
 from grpc_service.app.application import serve, serve_forever
@@ -32,6 +35,7 @@ from grpc_service.app.server_config import ServerConfig
 from grpc_service.rpc.call_tasks import CallTasks
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.call_writer import CallWriter
+from tools.simulator.drafters import drafter
 
 POISONED_STEP = 901  # every step with a row of a prompt that begins with this token raises
 POISONED_ROW = 902  # a prompt that begins with this token fails alone, after its second token
@@ -43,6 +47,7 @@ RELEASED = threading.Event()
 ENCODER_MAX_LEN = 6000  # tokens of an input; longer than a text that is tokenised in a thread
 KINDS = {
     Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
+    Capability.IMAGE_EMBEDDING: EncoderKind.IMAGE_EMBEDDING,
     Capability.RERANK: EncoderKind.RERANK,
 }
 
@@ -83,8 +88,8 @@ class EncodePoison(Poison):
 
     def __call__(self, plan):
         for row in plan.rows:
-            self._first[row.sequence] = row.input.token_ids[0]
-            if row.input.token_ids[0] == POISONED_ROW:
+            self._first[row.sequence] = first = ids_of(row.input)[0]
+            if first == POISONED_ROW:
                 self._script.row_faults[row.sequence] = (0, "encode")
         return self.fault_of(plan)
 
@@ -105,6 +110,29 @@ class FaultyRunner(FakeRunner):
         result = super().execute(plan)
         is_broken = self.script.plan_fault.has(BROKEN_STEP, plan)
         return replace(result, plan_id=result.plan_id + 1) if is_broken else result
+
+
+class CountedRunner:
+    """A real runner, which counts the token positions that it computes. Of drafts those count that
+    were right."""
+
+    def __init__(self, runner):
+        self._runner = runner
+        self.num_computed = 0
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+    def execute(self, plan):
+        result = self._runner.execute(plan)
+        drafting = {row.sequence for row in plan.rows if row.drafts}
+        right = [
+            len(one.tokens) - 1
+            for one in result.rows
+            if one.sequence in drafting and isinstance(one, RowResult)
+        ]
+        self.num_computed += plan.num_tokens - plan.num_drafts + sum(right)
+        return result
 
 
 class Faults:
@@ -153,13 +181,16 @@ class Faults:
         raise SystemExit("planted")
 
 
-def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), **fields):
-    """Return a `FakeScript`. With ``eos_every`` k, a sequence ends after one digest in k."""
+def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), acceptance=None, **fields):
+    """Return a `FakeScript`. With ``eos_every`` k, a sequence ends after one digest in k. With an
+    ``acceptance``, tokens are drafted, of which this share is right."""
     faults = {step: MemoryError("scripted") for step in out_of_memory_steps}
     script = FakeScript(step_faults=faults, **fields)
     script.plan_fault, script.encode_fault = Poison(script), EncodePoison(script)
     if load_error is not None:
         script.load_error = RuntimeError(load_error)
+    if acceptance is not None:
+        script.draft = drafter(acceptance)
     if eos_every is not None:
         script.eos_at = lambda digest: digest % eos_every == 0
     return script
@@ -174,6 +205,7 @@ class Counter(trio.abc.Instrument):
     "tasks" is the number of Trio's tasks and of threads, "calls" that of the gRPC calls that run.
     "deadlines" is how many requests were ended by their deadline, by phase. "loads" is how many
     loads of each model have begun, "peak" the most memory that was ever reserved at once.
+    "computed" is the number of token positions that the real model has computed.
     """
 
     def __init__(self, faults):
@@ -245,6 +277,12 @@ def answer_questions(counter):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def model_config_of(settings):
+    """Return the configuration of a fake model; its adapters are mappings."""
+    adapters = tuple(AdapterConfig(**one) for one in settings.get("adapters", ()))
+    return ModelConfig(**{"model": "fake", **settings, "adapters": adapters})
+
+
 def start(
     *,
     models=({"name": "fake"},),
@@ -258,11 +296,12 @@ def start(
     """Serve, and return the exit code.
 
     ``models`` has fields of ModelConfig and each model's own ``script``. A model with
-    ``capability`` "text-embedding" or "rerank" is an encoder; one with ``runner`` "process" is one
-    of `process_fakes`. ``replicas`` is its number of workers, ``memory_bytes`` what each needs, and
-    ``fails`` how many of its loads fail first. ``script``, ``runner``, ``engine`` and ``server``
-    are fields of `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's
-    steps are counted. With ``is_command`` the server behaves as `triolet serve`.
+    ``capability`` "text-embedding", "image-embedding" or "rerank" is an encoder; one with
+    ``runner`` "process" is one of `process_fakes`; one whose ``model`` is a directory is a real
+    model, in a `CountedRunner`. ``replicas`` is its number of workers, ``memory_bytes`` what each
+    needs, and ``fails`` how many of its loads fail first. ``script``, ``runner``, ``engine`` and
+    ``server`` are fields of `make_script`, FakeRunner, EngineConfig and ServerConfig. With
+    ``counts`` Trio's steps are counted. With ``is_command`` the server behaves as `triolet serve`.
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
     needs = {model["name"]: model.pop("memory_bytes", None) for model in models}
@@ -274,7 +313,7 @@ def start(
         for model in models
     ]
     engine_config = EngineConfig(
-        models=tuple(ModelConfig(**{"model": "fake", **model}) for model in models),
+        models=tuple(model_config_of(model) for model in models),
         **{"check_level": 2} | (engine or {}),
     )
     server_config = ServerConfig(**{"port": 0, "log_format": "human"} | (server or {}))
@@ -283,6 +322,10 @@ def start(
 
     def make_runner(model, config):
         faults.trio_token = trio.from_thread.run_sync(trio.lowlevel.current_trio_token)
+        if Path(model.model).is_dir():
+            counted = CountedRunner(make_torch_runner(model, config))
+            counter.questions["computed"] = lambda: counted.num_computed
+            return counted
         own = dict(scripts[model.name])
         if failing[model.name]:
             failing[model.name] -= 1
@@ -328,7 +371,8 @@ def start(
         async with trio.open_nursery() as nursery:
             bound = await nursery.start(run)
             counter.watch(bound.engine)
-            print(json.dumps({"port": bound.port}), flush=True)
+            ports = {"port": bound.port, "vllm_engine_ports": dict(bound.vllm_engine_ports)}
+            print(json.dumps(ports), flush=True)
         return codes[0]
 
     return trio.run(main, instruments=[counter] if counts else [])

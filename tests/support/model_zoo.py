@@ -67,6 +67,16 @@ ZOO: dict[str, Entry] = {
     ),
     "qwen3": Entry("qwen3"),
     "qwen3_moe": Entry("qwen3_moe"),
+    "qwen3_moe, a layer without": Entry(
+        "qwen3_moe",
+        {
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "moe_intermediate_size": 40,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+        },
+    ),
     "mistral": Entry("mistral"),
     "mistral, no window": Entry("mistral", {"sliding_window": None}),
     "phi3": Entry("phi3"),
@@ -131,10 +141,14 @@ class Zoo:
         if (name, way) not in self._loaded:
             directory = self.directory(name)
             runner, info = load_runner(directory, way=way)
-            if name not in self._oracles:
-                self._oracles[name] = Oracle(str(directory))
-            self._loaded[name, way] = Loaded(directory, runner, info, self._oracles[name])
+            self._loaded[name, way] = Loaded(directory, runner, info, self.oracle(name))
         return self._loaded[name, way]
+
+    def oracle(self, name: str) -> Oracle:
+        """Return an entry's oracle."""
+        if name not in self._oracles:
+            self._oracles[name] = Oracle(str(self.directory(name)))
+        return self._oracles[name]
 
     def close(self) -> None:
         """Close all runners."""

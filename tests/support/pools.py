@@ -6,7 +6,7 @@ invariants whenever the pool reports a change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -25,7 +25,7 @@ from tools.simulator.determinism import VirtualThreads, run_deterministically
 GB = 1 << 30
 ENCODERS = {
     Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
-    Capability.IMAGE_EMBEDDING: EncoderKind.EMBEDDING,
+    Capability.IMAGE_EMBEDDING: EncoderKind.IMAGE_EMBEDDING,
     Capability.RERANK: EncoderKind.RERANK,
 }
 
@@ -35,7 +35,8 @@ class Model:
     """A model of the pool.
 
     Its loads raise ``load_errors`` in turn; None stands for a load that succeeds, as all later ones
-    do. ``measured`` is the memory that a load turns out to need, if not ``num_bytes``.
+    do. ``measured`` is the memory that a load turns out to need, if not ``num_bytes``. With
+    ``devices``, it needs ``num_bytes`` of each, as the ranks of a divided model do.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Model:
     load_errors: list = field(default_factory=list)
     estimate_error: BaseException | None = None
     measured: int | None = None
+    devices: tuple[str, ...] = ()
 
     def config(self):
         """Return the model's configuration."""
@@ -63,7 +65,8 @@ class Worker:
         self.num_loads = self.num_closes = 0
         error = model.load_errors.pop(0) if model.load_errors else None
         script = FakeScript(load_s=model.load_s, load_error=error, sleep=world.threads.note_sleep)
-        needs = model.num_bytes if model.measured is None else model.measured
+        needs = model.num_bytes * (len(model.devices) or 1)
+        needs = needs if model.measured is None else model.measured
         if model.capability in ENCODERS:
             self.runner = FakeEncoder(ENCODERS[model.capability], script=script, memory_bytes=needs)
         else:
@@ -73,6 +76,9 @@ class Worker:
         if self.model.estimate_error is not None:
             raise self.model.estimate_error
         self.world.threads.note_sleep(self.model.prepare_s)
+        needs = [MemoryEstimate(self.model.num_bytes, one, GB) for one in self.model.devices]
+        if needs:
+            return replace(needs[0], others=tuple(needs[1:]))
         return MemoryEstimate(self.model.num_bytes)
 
     def load(self, progress):
@@ -144,7 +150,7 @@ class World:
         memory = self.pool.memory
         entries = self.pool.registry.entries.values()
         held = sum(r.reservation.num_bytes for e in entries for r in e.replicas)
-        assert held <= memory.reserved()
+        assert held <= memory.total_reserved
         is_measured = any(model.measured is not None for model in self.models.values())
         assert memory.peak() <= memory.limit() or is_measured
         for entry in entries:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from engine.core.text.plan import AdmittedSequence, BlockDelta, Logits, Row, StepPlan
@@ -25,6 +26,13 @@ def spec_of(**asked):
 def process_runner(**asked):
     """Return an unloaded runner whose process has this behaviour."""
     return ProcessRunner(MAKE, spec_of(**asked))
+
+
+def group_runner(folder, *, size=2, patience_s=30.0, **asked):
+    """Return an unloaded runner of a group of processes with this behaviour. The ranks meet in
+    ``folder``; ``ranks`` says what single ones do besides, by their number as text."""
+    spec = replace(spec_of(folder=str(folder), **asked), tp=size)
+    return ProcessRunner(MAKE, spec, patience_s=patience_s)
 
 
 @contextlib.contextmanager

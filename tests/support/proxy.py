@@ -30,8 +30,7 @@ class Proxy:
                 for source, sink in ((client, server), (server, client)):
                     threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
 
-    @staticmethod
-    def _forward(source, sink):
+    def _forward(self, source, sink):
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 sink.sendall(data)
@@ -45,6 +44,14 @@ class Proxy:
                 sock.shutdown(socket.SHUT_RD)
             sock.close()
 
+    def cut(self):
+        """Close every connection; new ones are forwarded as before."""
+        cut, self._sockets, self._upstreams = self._sockets, [], []
+        for sock in cut:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
     def close(self):
         """Close every connection and stop listening."""
         self._listener.close()
@@ -54,10 +61,51 @@ class Proxy:
             sock.close()
 
 
+class HoldingProxy(Proxy):
+    """A proxy, without TLS, that can hold back what the server sends after some messages."""
+
+    def __init__(self, target):
+        self._num_passing = None  # messages of the server that pass; None: all
+        super().__init__(target)
+
+    def hold_after(self, count):
+        """Let ``count`` more of the server's messages pass, and nothing after them."""
+        self._num_passing = count
+
+    def _forward(self, source, sink):
+        if source in self._upstreams:
+            self._forward_frames(source, sink)
+        else:
+            super()._forward(source, sink)
+
+    def _forward_frames(self, server, client):
+        """Forward what the server sends, frame by frame, up to the last message that may pass.
+        A frame has its length in three bytes, its kind in one, and five more before its body."""
+        rest = b""
+        with contextlib.suppress(OSError):
+            while data := server.recv(65536):
+                rest += data
+                passing, is_last = 0, False
+                while len(rest) - passing >= 9 and not is_last:
+                    size = 9 + int.from_bytes(rest[passing : passing + 3], "big")
+                    if len(rest) - passing < size:
+                        break
+                    is_data = rest[passing + 3] == 0
+                    passing += size
+                    if is_data and self._num_passing is not None:
+                        self._num_passing -= 1
+                        is_last = not self._num_passing
+                client.sendall(rest[:passing])
+                rest = rest[passing:]
+                if is_last:
+                    self._num_passing = None
+                    return
+
+
 @contextlib.contextmanager
-def proxy(target):
+def proxy(target, make=Proxy):
     """Yield a `Proxy`; close it with all its connections at the end of the block."""
-    one = Proxy(target)
+    one = make(target)
     try:
         yield one
     finally:

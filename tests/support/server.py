@@ -201,7 +201,22 @@ def fake(*, may_log=None, **settings):
             server.address = server.wait_for_output(READY.search, START_LIMIT_S)[1]
         else:
             line = server.wait_for_output(lambda out: "\n" in out and out, START_LIMIT_S)
-            server.address = f"127.0.0.1:{json.loads(line)['port']}"
+            bound = json.loads(line)
+            server.address = f"127.0.0.1:{bound['port']}"
+            server.vllm_engine_ports = bound["vllm_engine_ports"]
+        with connect(server.address) as server.channel:
+            yield server
+
+
+@contextlib.contextmanager
+def counted(directory, **settings):
+    """Yield a server of one real model, "llama", once it is ready, with an open channel. It answers
+    "computed" (`fake_server.Counter`)."""
+    module, model = "tests.support.fake_server", {"name": "llama", "model": str(directory)}
+    args = [json.dumps({"models": [model], "is_command": True, **settings})]
+    imports = (module, *TEXT_IMPORTS)
+    with _running(partial(prestarted.start, module, args, imports=imports)) as server:
+        server.address = server.wait_for_output(READY.search, MODEL_START_LIMIT_S)[1]
         with connect(server.address) as server.channel:
             yield server
 

@@ -38,8 +38,12 @@ class CannotPickle(Exception):
 
 
 def make(spec, capability):
-    """Make a fake, in the worker process."""
+    """Make a fake, in the worker process. A rank of a group also does what ``ranks`` says of it,
+    and its files have its number behind their names."""
     asked = json.loads(spec.model)
+    if spec.tp > 1:
+        own = asked.get("ranks", {}).get(str(spec.rank), {})
+        return FakeRank(asked | {"name": str(spec.rank)} | own, spec)
     if asked.get("kind"):
         return FakeEncoder(EncoderKind(asked["kind"]))
     return ScriptedRunner(asked)
@@ -102,6 +106,41 @@ class ScriptedRunner(FakeRunner):
     def _reach(self, phase):
         if self._folder is not None:
             (self._folder / f"{phase}{self._asked.get('name', '')}").touch()
+
+
+class FakeRank(ScriptedRunner):
+    """A rank of a group. Its collectives are files: each waits for those of the other ranks, as in
+    `engine.worker.forward.collectives`. ``alone`` is what goes wrong in a step of this rank before
+    its collective, and ``late`` after it."""
+
+    def __init__(self, asked, spec):
+        super().__init__(asked)
+        self._spec = spec
+        self.num_collectives = 0
+
+    def load(self, progress):
+        info = super().load(progress)
+        self._meet()
+        return info
+
+    def execute(self, plan):
+        self._reach("executing")
+        if "alone" in self._asked and plan.plan_id == self._asked.get("at", plan.plan_id):
+            do_wrong(self._asked["alone"])
+        self._meet()
+        if "late" in self._asked and plan.plan_id == self._asked.get("at", plan.plan_id):
+            do_wrong(self._asked["late"])
+        return super().execute(plan)
+
+    def _meet(self):
+        self.num_collectives += 1
+        own = self._folder / f"met{self.num_collectives}-{self._spec.rank}"
+        own.touch()
+        others = [
+            self._folder / f"met{self.num_collectives}-{rank}" for rank in range(self._spec.tp)
+        ]
+        while not all(other.exists() for other in others):
+            time.sleep(0.002)
 
 
 def do_wrong(fault):

@@ -20,6 +20,7 @@ PACKAGE = "triolet.v1"
 SERVICES = {
     "Inference": """
         Generate(GenerateRequest) stream GenerateResponse
+        Attach(AttachRequest) stream GenerateResponse
         Embed(EmbedRequest) stream EmbedResponse
         Rerank(RerankRequest) stream RerankResponse
         Tokenize(TokenizeRequest) TokenizeResponse
@@ -30,6 +31,8 @@ SERVICES = {
         GetModel(GetModelRequest) GetModelResponse
         LoadModel(LoadModelRequest) stream LoadModelResponse
         UnloadModel(UnloadModelRequest) UnloadModelResponse
+        LoadAdapter(LoadAdapterRequest) LoadAdapterResponse
+        UnloadAdapter(UnloadAdapterRequest) UnloadAdapterResponse
     """,
     "Control": """
         GetStats(GetStatsRequest) GetStatsResponse
@@ -57,11 +60,16 @@ MESSAGES = {
         model:string input/text:string input/token_ids:TokenIds input/chat:Chat
         sampling:SamplingParams n:uint32? priority:int32? request_id:string
         constraint:Constraint prompt:PromptOptions output:OutputOptions
+        continuation:Continuation resume_window:Duration
     """,
+    "AttachRequest": "request_id:string attach_token:string received:ReceivedChoice*",
+    "ReceivedChoice": "tokens:uint32 finished:bool",
+    "Continuation": "choices:ContinuedChoice* seed:uint64?",
+    "ContinuedChoice": "token_ids:uint32* finished:bool",
     "TokenIds": "ids:uint32*",
     "Chat": (
         "messages:Message* tools:Tool* template_args:Struct add_generation_prompt:bool? "
-        "tool_choice:string"
+        "tool_choice:string continue_final_message:bool"
     ),
     "Message": """
         role:string content:string tool_calls:ToolCall* tool_call_id:string name:string
@@ -74,6 +82,7 @@ MESSAGES = {
         top_k:uint32? max_tokens:uint32? min_tokens:uint32? seed:uint64? ignore_eos:bool?
         stop:string* stop_token_ids:uint32* include_stop:bool? logit_bias:map<uint32,double>
         allowed_token_ids:uint32* banned_token_ids:uint32* bad_words:string*
+        speculation:bool?
     """,
     "Constraint": """
         kind/json_schema:string kind/json_object:bool kind/regex:string kind/lark:string
@@ -91,6 +100,7 @@ MESSAGES = {
     "GenerateResponse": "event/started:Started event/delta:Delta event/finished:Finished",
     "Started": """
         request_id:string model:string prompt_tokens:uint32 prompt_logprobs:TokenLogprob*
+        seed:uint64? attach_token:string
     """,
     "Delta": """
         choice:uint32 text:string token_ids:uint32* logprobs:TokenLogprob* reasoning:string
@@ -103,7 +113,10 @@ MESSAGES = {
         choice:uint32 reason:FinishReason matched/stop:string matched/stop_token_id:uint32
         usage:Usage timings:Timings
     """,
-    "Usage": "prompt_tokens:uint32 cached_tokens:uint32 completion_tokens:uint32",
+    "Usage": """
+        prompt_tokens:uint32 cached_tokens:uint32 completion_tokens:uint32 resumed_tokens:uint32
+        drafted_tokens:uint32 accepted_tokens:uint32
+    """,
     "Timings": """
         queue:Duration load:Duration prefill:Duration decode:Duration parked:Duration
     """,
@@ -135,11 +148,12 @@ MESSAGES = {
         name:string aliases:string* capability:Capability state:ModelState error:string
         memory_bytes:uint64 replicas:Replica* leases:uint32 last_used:Timestamp
         dtype:string device:string architecture:string max_model_len:uint32 demo:bool
-        context_note:string
+        context_note:string quantization:string base:string adapter_digest:string
+        adapter_rank:uint32
     """,
     "Replica": """
         id:uint32 state:ReplicaState device:string threads:uint32 restarts:uint32
-        processed:uint64 failed:uint64 cancelled:uint64 busy:Duration
+        processed:uint64 failed:uint64 cancelled:uint64 busy:Duration tensor_parallel_size:uint32
     """,
     "LoadModelRequest": "model:string replicas:uint32?",
     "LoadModelResponse": """
@@ -148,6 +162,10 @@ MESSAGES = {
     """,
     "UnloadModelRequest": "model:string drain:Duration",
     "UnloadModelResponse": "",
+    "LoadAdapterRequest": "model:string directory:string aliases:string*",
+    "LoadAdapterResponse": "model:Model",
+    "UnloadAdapterRequest": "model:string drain:Duration",
+    "UnloadAdapterResponse": "",
     # Control
     "GetStatsRequest": "",
     "WatchStatsRequest": "",
@@ -156,7 +174,7 @@ MESSAGES = {
         finished:uint64 cancelled:uint64 deadline:uint64 aborted:uint64 stalled:uint64
         failed:uint64 refused:uint64
     """,
-    "Totals": STATS,
+    "Totals": STATS + "detached:uint32",
     # not in api.md: pause, so that a paused replica does not pass for one that serves
     "ReplicaStats": STATS + "model:string replica:uint32 state:ReplicaState pause:PauseMode",
     "PauseRequest": "mode:PauseMode model:string",
@@ -173,7 +191,8 @@ MESSAGES = {
     "ExplainRequest": "request_id:string",
     "ExplainResponse": """
         state:string waiting_for:string position:uint32 estimate:Duration
-        computed_tokens:uint32 blocks:uint32 parked:Duration
+        computed_tokens:uint32 blocks:uint32 parked:Duration drafted_tokens:uint32
+        accepted_tokens:uint32
     """,
 }
 

@@ -50,6 +50,9 @@ class Call:
     def __init__(self, *, is_open=False, bug=None, connection="one"):
         self.connection = Connection(connection)
         self.is_evicted = False
+        self.code = None
+        self.is_lost = False
+        self.scope = trio.CancelScope()
         self.is_open = is_open
         self.bug = bug
         self.taken = []

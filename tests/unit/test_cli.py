@@ -27,9 +27,11 @@ PROTO = Path(__file__).resolve().parents[2] / "proto"
 OTHER = {
     "host": ("::1", '"::1"'),
     "port": ("0", "0"),
+    "adapter_root": ("/srv/adapters", '"/srv/adapters"'),
     "uds": ("/run/t.sock", '"/run/t.sock"'),
     "insecure": (None, "true"),
     "max_message_bytes": ("1MiB", '"1MiB"'),
+    "max_image_bytes": ("3MiB", '"3MiB"'),
     "tls_cert": ("/c.pem", '"/c.pem"'),
     "tls_key": ("/k.pem", '"/k.pem"'),
     "client_ca": ("/ca.pem", '"/ca.pem"'),
@@ -46,14 +48,17 @@ OTHER = {
     "max_connection_age": ("3600", "3600"),
     "max_connection_idle": ("60", "60"),
     "connection_budget": ("500", "500"),
-    "max_held_bytes": ("8MiB", '"8MiB"'),
+    "max_held_bytes": ("32MiB", '"32MiB"'),
     "revision": ("v2", '"v2"'),
     "dtype": ("float32", '"float32"'),
     "quantization": ("int8", '"int8"'),
+    "tensor_parallel_size": ("2", "2"),
+    "speculation": ("off", '"off"'),
     "device": ("cpu", '"cpu"'),
     "max_model_len": ("512", "512"),
     "max_num_seqs": ("64", "64"),
     "max_num_batched_tokens": ("512", "512"),
+    "max_image_pixels": ("1000000", "1000000"),
     "step_time_target": ("0.5", "0.5"),
     "inter_token_target": ("0.1", "0.1"),
     "block_size": ("32", "32"),
@@ -75,6 +80,7 @@ OTHER = {
     "step_timeout": ("90", "90"),
     "drain_timeout": ("0", "0"),
     "default_deadline": ("60", "60"),
+    "vllm_engine_port": ("demo-stories=7001", '["demo-stories=7001"]'),
 }
 
 
@@ -122,7 +128,7 @@ def test_every_field_of_the_configs_has_a_flag():
     without = {
         EngineConfig: {"models", "in_process_buffer", "telemetry", "check_level"},
         ServerConfig: set(),
-        ModelConfig: {"model", "name", "aliases", "threads", "capability", "workers"},
+        ModelConfig: {"model", "name", "aliases", "threads", "capability", "workers", "adapters"},
     }
     for target, others in without.items():
         fields = {field.name for field in dataclasses.fields(target)}
@@ -529,6 +535,14 @@ def test_a_hangup_does_not_end_a_server_that_is_still_importing(monkeypatch, han
     monkeypatch.setitem(sys.modules, "grpc_service.app.application", server)
     assert main(["serve"]) == 0
     assert seen == [signal.SIG_IGN]
+
+
+def test_the_list_of_models_says_how_weights_are_kept(capsys):
+    small = messages.Model(name="small", dtype="bfloat16", quantization="int4")
+    print_models([messages.Model(name="whole", dtype="bfloat16"), small], {})
+    whole, quantised = capsys.readouterr().out.splitlines()[-2:]
+    assert "int4" not in whole
+    assert "bfloat16, int4 " in quantised
 
 
 def test_the_list_of_models_says_why_a_context_is_short(capsys):

@@ -107,6 +107,8 @@ def asked(field, **values):
             return getattr(decode(**values), name)
         case "Chat":
             return getattr(decode(chat={"messages": [{"role": "user"}]} | values).chat, name)
+        case "Continuation":
+            return getattr(decode(continuation=values).continuation, name)
         case "TokenizeRequest":
             request = inference_pb2.TokenizeRequest(text="a", **values)
             return text_codec.decode_tokenize(request)[name]
@@ -132,14 +134,14 @@ OTHER_SCALARS = [
     for field in message.fields
     if field.containing_oneof is not None and field.containing_oneof.name == f"_{field.name}"
     # sections of GenerateRequest, above; an answer; `tests/service/test_servicer.py`
-    if not message.name.endswith(("Params", "Options", "Logprob")) and message.name[:5] != "Detok"
+    if not message.name.endswith(("Params", "Options", "Logprob", "Started"))
+    and message.name[:5] != "Detok"
 ]
 
 
 @pytest.mark.parametrize("field", OTHER_SCALARS)
 def test_unset_zero_and_set_differ_in_the_other_requests(field):
-    unset = True if field.name == "add_generation_prompt" else None
-    assert asked(field) is unset
+    assert asked(field) is None
     value = NON_ZERO.get(field.cpp_type, -5)
     assert asked(field, **{field.name: value}) == value
     zero = type(value)()
@@ -171,7 +173,8 @@ def test_each_kind_of_prompt():
         {"role": "user", "content": "", "name": "Ann"},
     )
     assert chat.add_generation_prompt is False
-    assert decode(chat={"messages": [{"role": "user"}]}).chat.add_generation_prompt is True
+    assert chat.opens_turn is False
+    assert decode(chat={"messages": [{"role": "user"}]}).chat.opens_turn is True
 
 
 def test_a_request_without_a_prompt_names_the_choice():
@@ -280,14 +283,15 @@ def tokens(text="a", *, choice=0, ids=(1,), **kwargs):
 def ended(choice=0, reason=EndReason.STOP, matched=None):
     """Return the end of a choice."""
     timings = Timings(queue_s=1.25, load_s=0.0, prefill_s=1e-9, decode_s=61.0, parked_s=-1e-12)
-    return Finished("r", choice, reason, Usage(5, 4, 3), timings, matched)
+    return Finished("r", choice, reason, Usage(5, 4, 3, 2), timings, matched)
 
 
 def test_started_is_encoded_completely():
-    [message] = text_encoder.encode_events([Started("r", "m", 7)])
-    assert message == inference_pb2.GenerateResponse(
-        started=inference_pb2.Started(request_id="r", model="m", prompt_tokens=7)
-    )
+    for seed in (None, 0, 2**64 - 1):
+        [message] = text_encoder.encode_events([Started("r", "m", 7, seed=seed)])
+        assert message == inference_pb2.GenerateResponse(
+            started=inference_pb2.Started(request_id="r", model="m", prompt_tokens=7, seed=seed)
+        )
 
 
 def test_finished_is_encoded_completely():
@@ -296,7 +300,12 @@ def test_finished_is_encoded_completely():
         "finished": {
             "choice": 2,
             "reason": "FINISH_REASON_LENGTH",
-            "usage": {"prompt_tokens": 5, "cached_tokens": 4, "completion_tokens": 3},
+            "usage": {
+                "prompt_tokens": 5,
+                "cached_tokens": 4,
+                "completion_tokens": 3,
+                "resumed_tokens": 2,
+            },
             "timings": {
                 "queue": "1.250s",
                 "load": "0s",
@@ -465,3 +474,31 @@ def test_an_event_that_cannot_be_split_is_sent_whole():
         patch.setattr(text_encoder, "MESSAGE_BYTES_MAX", 50)
         messages = text_encoder.encode_events([tokens("", logprobs=(entry,))])
     assert [len(m.delta.logprobs) for m in messages] == [1]
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (
+            common_pb2.AttachRequest(request_id="a", attach_token="t", received=[{}] * 17),
+            "received",
+        ),
+        (
+            inference_pb2.GenerateRequest(continuation={"choices": [{}] * 17}),
+            "continuation.choices",
+        ),
+        (inference_pb2.GenerateRequest(chat={"messages": [{}] * 10_001}), "chat.messages"),
+        (inference_pb2.GenerateRequest(chat={"tools": [{}] * 10_001}), "chat.tools"),
+        (
+            inference_pb2.GenerateRequest(chat={"messages": [{"tool_calls": [{}] * 10_001}]}),
+            "chat.messages.tool_calls",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_list_that_would_hold_up_the_loop_is_refused_before_it_is_converted(message, field):
+    """4 MiB of empty entries, of two bytes each, took the loop 2 to 5 s."""
+    is_attach = isinstance(message, common_pb2.AttachRequest)
+    with pytest.raises(InvalidRequest) as caught:
+        (text_codec.decode_received if is_attach else text_codec.decode_generate)(message)
+    assert [violation.field for violation in caught.value.violations] == [field]

@@ -8,6 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -16,12 +17,16 @@ from grpc_service.cli.main import build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+KUBERNETES = "1.29"  # whose schemas the manifests are checked with
 SUFFIXES = ("_bucket", "_sum", "_count")
 
 
-def documents():
-    """Return the documents of the Kubernetes file."""
-    return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+MANIFESTS = ("kubernetes.yaml", "kubernetes-gateway.yaml")
+
+
+def documents(name="kubernetes.yaml"):
+    """Return the documents of a Kubernetes file."""
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
 
 
 @pytest.fixture
@@ -93,6 +98,74 @@ def test_selectors_select_the_pods():
             case "Deployment":
                 assert spec["selector"]["matchLabels"] == labels
                 assert spec["template"]["metadata"]["labels"] == labels
+
+
+# ---- Kubernetes with a gateway
+
+
+@pytest.fixture
+def fleet():
+    """Return the containers of the gateway and of a server, by their Deployments' names."""
+    return {
+        one["metadata"]["name"]: one["spec"]["template"]["spec"]["containers"][0]
+        for one in documents("kubernetes-gateway.yaml")
+        if one["kind"] == "Deployment"
+    }
+
+
+def test_the_gateway_finds_the_servers_at_the_port_that_only_it_may_reach(fleet):
+    server, gateway = fleet["triolet-worker"], fleet["gateway"]
+    args = build_parser().parse_args(server["args"])
+    [(name, port)] = args.vllm_engine_port
+    assert (name, args.insecure) == ("", True)
+    ports = {one["name"]: one["containerPort"] for one in server["ports"]}
+    assert ports == {"grpc": 50051, "gateway": port}
+    assert f"--service-discovery-port={port}" in gateway["args"]
+    assert "--selector=app=triolet-worker" in gateway["args"]
+    [policy] = [
+        one for one in documents("kubernetes-gateway.yaml") if one["kind"] == "NetworkPolicy"
+    ]
+    assert policy["spec"]["podSelector"]["matchLabels"] == {"app": "triolet-worker"}
+    [rule] = policy["spec"]["ingress"]
+    assert [one["port"] for one in rule["ports"]] == [port]
+    assert rule["from"] == [{"podSelector": {"matchLabels": {"app": "gateway"}}}]
+
+
+def test_nothing_kills_a_server_behind_the_gateway_while_it_drains(fleet):
+    drain = seconds_of(fleet["triolet-worker"]["args"], "drain-timeout", 30.0)
+    [spec] = [
+        one["spec"]["template"]["spec"]
+        for one in documents("kubernetes-gateway.yaml")
+        if one["metadata"]["name"] == "triolet-worker" and one["kind"] == "Deployment"
+    ]
+    assert spec["terminationGracePeriodSeconds"] > drain + 60
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    assert {mount["name"] for mount in fleet["triolet-worker"]["volumeMounts"]} == volumes
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_each_manifest_is_one_that_kubernetes_takes(name):
+    for document in documents(name):
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "replica"), 2),
+        (("spec", "replicas"), "two"),
+        (("spec", "template", "spec", "containers", 0, "readinessProbe", "grpc", "port"), "x"),
+    ],
+)
+def test_a_misspelled_or_wrong_field_would_be_found(path, value):
+    [deployment] = [one for one in documents() if one["kind"] == "Deployment"]
+    *parents, last = path
+    place = deployment
+    for part in parents:
+        place = place[part]
+    place[last] = value
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(deployment, KUBERNETES, strict=True)
 
 
 # ---- the image and the unit ------------------------------------------------------------------

@@ -14,7 +14,10 @@ from grpc_service.cli import doctor
 from grpc_service.cli.main import main
 
 RUN = subprocess.run
-TOLD = {"threads": 2, "devices": [], "kernels": "AVX512-BF16", "missing": ""}
+TOLD = {
+    "threads": 2, "devices": [], "kernels": "AVX512-BF16", "integers": "AVX512-VNNI",
+    "origin": "compiled here", "missing": "",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +54,7 @@ def test_the_process_that_asks_torch_imports_what_the_command_imports(tmp_path, 
     asked = f"import engine\nprint(json.dumps({TOLD!r} | {{'kernels': engine.__file__}}))"
     monkeypatch.setattr(doctor, "ASK_TORCH", asked)
     assert [finding.value for finding in doctor._torch() if finding.name == "attention"] == [
-        f"compiled kernels, {engine.__file__}"
+        f"compiled kernels, {engine.__file__} (compiled here)"
     ]
 
 
@@ -81,7 +84,7 @@ def test_a_torch_that_does_not_import_says_why(monkeypatch):
 @pytest.mark.parametrize(
     ("told", "value", "advice"),
     [
-        ({}, "compiled kernels, AVX512-BF16", ""),
+        ({}, "compiled kernels, AVX512-BF16 (compiled here)", ""),
         ({"kernels": "", "missing": "there is no C++ compiler"}, "reference",
          "there is no C++ compiler; models run without the kernels, several times slower"),
     ],
@@ -91,6 +94,13 @@ def test_which_attention_is_used_and_why(monkeypatch, told, value, advice):
     monkeypatch.setattr(doctor.subprocess, "run", lambda *args, **kwargs: found)
     [finding] = [one for one in doctor._torch() if one.name == "attention"]
     assert (finding.value, finding.advice, finding.is_fit) == (value, advice, True)
+
+
+def test_the_instructions_that_multiply_integers_are_named(monkeypatch):
+    for told, values in ({}, ["compiled kernels, AVX512-VNNI"]), ({"kernels": ""}, []):
+        found = types.SimpleNamespace(returncode=0, stderr="", stdout=json.dumps(TOLD | told))
+        monkeypatch.setattr(doctor.subprocess, "run", lambda *args, found=found, **kwargs: found)
+        assert [one.value for one in doctor._torch() if one.name == "small weights"] == values
 
 
 def test_processor_features_are_found_under_either_name(tmp_path):

@@ -8,8 +8,8 @@ from engine.config import EncoderConfig
 from engine.core.common.credit import Credit
 from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFailed, Submit
 from engine.core.common.steps import FailureKind, StepFailure
-from engine.core.common.types import EndReason, PlanId
-from engine.core.encode.types import EncodeResult
+from engine.core.common.types import EndReason, PlanId, RequestId
+from engine.core.encode.types import EncodeInput, EncodeRequest, EncodeResult, InputKind
 from engine.errors import (
     ConfigError,
     DuplicateRequest,
@@ -19,12 +19,12 @@ from engine.errors import (
     RequestTooLarge,
 )
 from engine.worker.fakes.encoder import FakeEncoder
-from tests.support.encode_driver import EncodeDriver
+from tests.support.encode_driver import EncodeDriver, Picture
 
 
 def lengths(plan):
     """Return the lengths of a plan's inputs."""
-    return [len(row.input.token_ids) for row in plan.rows]
+    return [row.input.num_tokens for row in plan.rows]
 
 
 def fail(driver, kind=FailureKind.ERROR):
@@ -185,7 +185,7 @@ def test_each_row_of_a_failed_step_runs_alone_and_only_the_guilty_fails():
     guilty = []
 
     def fault(plan):
-        if any(row.input.token_ids in guilty for row in plan.rows):
+        if any(row.input in guilty for row in plan.rows):
             return RuntimeError("scripted")
         return None
 
@@ -194,7 +194,7 @@ def test_each_row_of_a_failed_step_runs_alone_and_only_the_guilty_fails():
     driver = EncodeDriver(runner=runner)
     driver.submit("bad", [3])
     driver.submit("good", [3, 2])
-    guilty.append(driver.requests["bad"].inputs[0].token_ids)
+    guilty.append(driver.requests["bad"].inputs[0])
     driver.run()
     assert driver.finished["bad"].reason is EndReason.FAILED
     assert driver.finished["good"].reason is EndReason.STOP
@@ -422,3 +422,80 @@ def test_the_tokens_of_all_accepted_requests_are_counted():
     driver.submit("b", [3])
     driver.submit("too long", [51])
     assert driver.scheduler.statistics().prompt_tokens_total == 10
+
+
+# ---- texts and images
+
+
+def kinds(driver):
+    """Return the kinds of all steps until nothing is left."""
+    first = len(driver.plans)
+    driver.run()
+    return [plan.kind.value for plan in driver.plans[first:]]
+
+
+def test_images_of_several_requests_share_a_step_and_texts_have_another():
+    driver = EncodeDriver(max_num_batched_tokens=100)
+    driver.submit("a", [5, Picture(4)])
+    driver.submit("b", [Picture(4), 3])
+    assert kinds(driver) == ["text", "image"]
+    assert [lengths(plan) for plan in driver.plans] == [[3, 5], [4, 4]]
+    assert driver.finished["a"].usage.prompt_tokens == 9
+
+
+def test_a_text_waits_for_one_step_of_images_at_most_and_the_other_way_round():
+    """Red if the first request's kind decides: its images come before every text."""
+    driver = EncodeDriver(max_num_batched_tokens=8)
+    driver.submit("images", [Picture(4)] * 6)
+    assert driver.begin_step().kind is InputKind.IMAGE
+    driver.submit("texts", [8, 8, 8])
+    driver.end_step()
+    assert kinds(driver) == ["text", "image", "text", "image", "text"]
+
+
+def test_a_kind_whose_requests_cannot_go_on_gives_its_turn_away():
+    driver = EncodeDriver(max_num_batched_tokens=4)
+    driver.submit("slow", [4, 4, 4], buffer=1)
+    driver.submit("images", [Picture(4)] * 3)
+    driver.step(read=False)
+    for _ in range(3):
+        assert driver.begin_step().kind is InputKind.IMAGE
+        driver.end_step()
+    assert driver.scheduler.phase_of("slow").name == "parked"
+    driver.scheduler.check()
+
+
+def test_images_of_a_failed_step_run_alone_and_texts_are_not_among_them():
+    driver = EncodeDriver()
+    driver.submit("a", [Picture(4), Picture(4), 2])
+    assert driver.begin_step().kind is InputKind.TEXT
+    driver.end_step()
+    assert lengths(driver.begin_step()) == [4, 4]
+    fail(driver)
+    assert kinds(driver) == ["image", "image"]
+    assert driver.finished["a"].reason is EndReason.STOP
+
+
+def test_an_image_may_have_more_tokens_than_a_text_and_counts_in_the_queue():
+    driver = EncodeDriver(max_queued_tokens=200)
+    driver.submit("a", [Picture(150)])
+    assert driver.scheduler.statistics().queued_tokens == 150
+    driver.submit("b", [Picture(150)])
+    assert isinstance(driver.refused["b"].error, Overloaded)
+    driver.submit("c", [65])
+    assert isinstance(driver.refused["c"].error, RequestTooLarge)
+    driver.run()
+    assert driver.finished["a"].reason is EndReason.STOP
+
+
+def test_a_text_that_the_model_pads_costs_what_the_model_computes():
+    driver = EncodeDriver(max_num_batched_tokens=64)
+    inputs = tuple(EncodeInput((token,), width=32) for token in (5, 6, 7))
+    driver.requests["a"], driver.credits["a"] = (
+        EncodeRequest(RequestId("a"), inputs, 0.0),
+        Credit(9),
+    )
+    driver.got["a"], driver.unread["a"] = {}, 0
+    driver.apply(Submit(driver.requests["a"], driver.credits["a"]))
+    assert lengths(driver.begin_step()) == [32, 32]
+    assert driver.in_flight.num_tokens == 64

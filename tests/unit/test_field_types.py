@@ -135,7 +135,7 @@ def test_options_may_be_mappings_of_their_fields():
         ),
         (
             lambda: EmbedRequest(inputs=[3]),
-            "EmbedRequest.inputs takes a list of texts, or of lists of token ids, not [3] (list)",
+            "EmbedRequest.inputs takes a list of texts, lists of token ids, or bytes of images",
         ),
         (
             lambda: RerankRequest(query=["a"], documents="b"),
@@ -175,7 +175,7 @@ def test_options_may_be_mappings_of_their_fields():
         ),
         (
             lambda: engine.handles.Encoder(None, function=print).embed("one text"),
-            "texts takes a list of texts; for one text, give [text]",
+            "inputs takes a list of texts; for one text, give [text]",
         ),
         (
             lambda: engine.handles.CrossEncoder(None, function=print).rank("q", "one text"),

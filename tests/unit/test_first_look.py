@@ -39,15 +39,10 @@ DIRECTORIES = {
         "on the other sequences of the batch",
     ),
     "weightless": ({"config.json": LLAMA}, "it has no weights (model.safetensors)"),
-    "file.gguf": (
-        GGUF,
-        "file.gguf is a GGUF file, which llama.cpp serves; serve the checkpoint here that it was "
-        "made from, a directory with config.json and safetensors",
-    ),
+    "file.txt": ("text", "it is a file, and a model is a directory or a GGUF file"),
     "ggufs": (
-        {"tiny-q4.gguf": GGUF, "README.md": ""},
-        "tiny-q4.gguf is a GGUF file, which llama.cpp serves; serve the checkpoint here that it "
-        "was made from, a directory with config.json and safetensors",
+        {"tiny-q4.gguf": GGUF, "tiny-q8.gguf": GGUF, "README.md": ""},
+        "its directory has 2 GGUF files; name the one to serve, such as ggufs/tiny-q4.gguf",
     ),
     "lora": (
         {
@@ -55,8 +50,8 @@ DIRECTORIES = {
             "adapter_model.bin": "",
         },
         "it is an adapter of PEFT, such as LoRA (adapter_config.json), and not a whole model; "
-        "merge it into its base model, some-org/base, by PEFT's merge_and_unload, save that, and "
-        "serve the result",
+        "serve its base model, some-org/base, with --adapter BASE:NAME=DIR, or merge it by PEFT's "
+        "merge_and_unload, save that, and serve the result",
     ),
     "lora-of-a-path": (
         {
@@ -65,8 +60,8 @@ DIRECTORIES = {
             "adapter_model.safetensors": "",
         },
         "it is an adapter of PEFT, such as LoRA (adapter_config.json), and not a whole model; "
-        "merge it into its base model, base-7b, by PEFT's merge_and_unload, save that, and serve "
-        "the result",
+        "serve its base model, base-7b, with --adapter BASE:NAME=DIR, or merge it by PEFT's "
+        "merge_and_unload, save that, and serve the result",
     ),
     "pointer": (
         WHOLE | {"model.safetensors": POINTER, "pytorch_model.bin": POINTER},

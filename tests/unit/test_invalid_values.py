@@ -15,6 +15,7 @@ from engine.errors import InvalidRequest
 from grpc_service.client import messages as pb
 from grpc_service.services import text_codec
 
+CALL = {"name": "f", "arguments_json": "{}"}
 INVALID = {
     "token_ids.ids": [{"token_ids": {"ids": []}}],
     "chat.messages": [{"chat": {}}],
@@ -26,7 +27,39 @@ INVALID = {
             "chat": {"messages": [{"role": "user"}], "tools": [{"name": "f"}], "tool_choice": "f"},
             "constraint": {"regex": "a"},
         },
+        {
+            "chat": {
+                "messages": [{"role": "assistant", "content": "x"}],
+                "tools": [{"name": "f"}],
+                "tool_choice": "f",
+                "continue_final_message": True,
+            }
+        },
     ],
+    "chat.continue_final_message": [
+        {"chat": {"messages": messages, "continue_final_message": True}}
+        for messages in (
+            [{"role": "user", "content": "x"}],
+            [{"role": "assistant", "content": ""}],
+            [{"role": "assistant", "content": "x", "tool_calls": [CALL]}],
+        )
+    ],
+    "chat.add_generation_prompt": [
+        {
+            "chat": {
+                "messages": [{"role": "assistant", "content": "x"}],
+                "add_generation_prompt": True,
+                "continue_final_message": True,
+            }
+        }
+    ],
+    "continuation.choices": [
+        {"continuation": {"choices": [{"token_ids": [1]}] * 2}},
+        {"continuation": {"choices": [{"finished": True}]}},
+        {"n": 2, "continuation": {"choices": [{"finished": True}] * 2}},
+    ],
+    "continuation.seed": [{"sampling": {"seed": 1}, "continuation": {"seed": 0}}],
+    "resume_window": [{"resume_window": {"seconds": s}} for s in (-1, 0, 3601)],
     "n": [{"n": 0}, {"n": 17}],
     "request_id": [{"request_id": "x" * 129}, {"request_id": "a\nb"}],
     "constraint.json_schema": [{"constraint": {"json_schema": ""}}],
@@ -77,6 +110,7 @@ ONLY_THE_MODEL_KNOWS = {
     "sampling.stop_token_ids",
     "sampling.allowed_token_ids",
     "sampling.banned_token_ids",
+    "continuation.choices.token_ids",
 }
 ANY_VALUE = {
     "priority",  # every int32 is valid
@@ -84,6 +118,7 @@ ANY_VALUE = {
     "sampling.seed",
     "sampling.ignore_eos",
     "sampling.include_stop",
+    "sampling.speculation",
     "prompt.truncate_left",
     "prompt.cache_salt",
     "prompt.bypass_prefix_cache",
@@ -92,7 +127,7 @@ ANY_VALUE = {
     "output.skip_special_tokens",
     "chat.messages.content",
     "chat.messages.name",
-    "chat.add_generation_prompt",
+    "continuation.choices.finished",
 }
 # Tools and tool calls have their tests with the chat's.
 NOT_HERE = ("chat.tools", "chat.messages.tool_call")

@@ -35,7 +35,7 @@ def test_each_device_has_its_own_limit():
     ledger = MemoryLedger(10)
     ledger.add_device("cuda:0", 5)
     ledger.add_device("cuda:0", 99)  # has a limit already
-    a, b = ledger.reserve("a", "cpu", 10), ledger.reserve("b", "cuda:0", 5)
+    a, b = ledger.reserve("a", {"cpu": 10}), ledger.reserve("b", {"cuda:0": 5})
     assert [ledger.free(device) for device in ("cpu", "cuda:0")] == [0, 0]
     a.measured(4)
     assert (ledger.free(), ledger.peak()) == (6, 10)
@@ -53,21 +53,37 @@ def test_a_device_without_a_limit_of_its_own_has_the_cpus():
 def test_never_is_more_reserved_than_the_limit():
     """R81."""
     ledger = MemoryLedger(10)
-    ledger.reserve("a", "cpu", 8)
+    ledger.reserve("a", {"cpu": 8})
     with pytest.raises(EngineBug):
-        ledger.reserve("b", "cpu", 3)
+        ledger.reserve("b", {"cpu": 3})
     assert ledger.reserved() == 8
+
+
+def test_a_reservation_on_several_devices_is_made_measured_and_released_as_one():
+    ledger = MemoryLedger(10)
+    for device in ("cuda:0", "cuda:1"):
+        ledger.add_device(device, 8)
+    ledger.reserve("a", {"cuda:1": 5})
+    with pytest.raises(EngineBug):
+        ledger.reserve("b", {"cuda:0": 4, "cuda:1": 4})
+    assert ledger.reserved("cuda:0") == 0
+    reservation = ledger.reserve("b", {"cuda:0": 4, "cuda:1": 2})
+    reservation.measured(9)
+    assert (reservation.on("cuda:0"), reservation.on("cuda:1"), reservation.on("cpu")) == (6, 3, 0)
+    assert (ledger.reserved("cuda:0"), ledger.reserved("cuda:1")) == (6, 8)
+    reservation.release()
+    assert (ledger.reserved("cuda:0"), ledger.reserved("cuda:1")) == (0, 5)
 
 
 def test_measured_memory_may_exceed_the_limit_and_nothing_is_free_then():
     ledger = MemoryLedger(10)
-    ledger.reserve("a", "cpu", 8).measured(12)
+    ledger.reserve("a", {"cpu": 8}).measured(12)
     assert (ledger.reserved(), ledger.free()) == (12, 0)
 
 
 def test_a_reservation_is_released_once():
     """R119."""
-    reservation = MemoryLedger(10).reserve("a", "cpu", 8)
+    reservation = MemoryLedger(10).reserve("a", {"cpu": 8})
     reservation.release()
     for job in (reservation.release, lambda: reservation.measured(1)):
         with pytest.raises(EngineBug):

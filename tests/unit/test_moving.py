@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from engine.core.common.types import RequestId
+from engine.core.text.types import Tokens
 from engine.errors import WorkerLost
 from engine.requests.answer_format import AnswerFormat
+from engine.requests.chat_values import Chat
 from engine.requests.stream import StreamOptions
 from engine.requests.text_stream import TextStream
 from engine.requests.text_values import GenerateRequest
 
 
-async def test_a_moving_request_reserves_its_streams_slots_once():
-    moving = TextStream(GenerateRequest(text="x"), StreamOptions("r", RequestId("r"), 1))
+class Seen(list):
+    """Keeps what it gets."""
+
+    push = list.append
+
+    def end(self, error):
+        pass
+
+
+async def test_a_moving_request_begins_its_answer_once():
+    """Red if its parser reads the beginning of the answer again, or its echo comes twice."""
+    turns = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "<thi"})
+    chat = Chat(turns, continue_final_message=True)
+    seen = Seen()
+    moving = TextStream(GenerateRequest(chat=chat), StreamOptions("r", RequestId("r"), 1, seen))
     for _ in range(3):
         moving.echo("x")
-        moving.parse_answers(AnswerFormat())
-        assert (moving.credit.capacity, moving.credit.filled) == (2, 2)
+        moving.parse_answers(AnswerFormat(reasons=True))
         moving.lose_replica(WorkerLost("x"), has_begun=False)
         assert moving.take_moving()
+    moving.push(Tokens(RequestId("r"), 0, (1,), "nk>y</think>z"))
+    assert (seen[-1].reasoning, seen[-1].text) == ("y", "xz")
     moving.close(None)

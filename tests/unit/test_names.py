@@ -57,9 +57,15 @@ FOREIGN = {
     "torch": {"mha_varlen_fwd"},
     "trio": {"SSLStream", "MemorySendChannel"},
     "vllm": {"LLMEngine"},
+    "smg": {"--enable-igw"},
+    "Ray Serve": {"request_router_kwargs"},
     "Node.js": {"Long"},
     "FastAPI": {"lifespan"},
-    "the processor and the system": {"madvise", "vscalefps"},
+    "the processor and the system": {
+        *("madvise", "vscalefps", "vpdpbusd", "vpmaddubsw", "vdpbf16ps"),
+    },
+    "llama.cpp": {"llama_vocab"},
+    "GPTQ, AWQ and compressed-tensors": {"qlinear_cuda_old", "packing_utils", "actorder"},
     "English words, of which the demo's grammar writes forms": {
         *("being", "chases", "chasing", "cries", "hugging", "owls", "ponies"),
     },
@@ -148,7 +154,9 @@ def names() -> Names:
     for path in (*DEPLOYMENT, ROOT / "pyproject.toml"):
         found.words |= set(WORD.findall(path.read_text()))
     found.flags |= {*_options(build_parser()), *filter(FLAG.fullmatch, found.strings), "--full"}
-    found.words |= found.of_proto | {word for group in FOREIGN.values() for word in group}
+    foreign = {word for group in FOREIGN.values() for word in group}
+    found.words |= found.of_proto | foreign
+    found.flags |= set(filter(FLAG.fullmatch, foreign))
     return found
 
 

@@ -97,7 +97,7 @@ def test_every_row_of_the_design(name, code, reason, extra):
         (MissingMessage("none"), StatusCode.UNIMPLEMENTED, "INVALID_REQUEST", "none"),
         (
             *(MessageTooLarge("9 of 8"), StatusCode.RESOURCE_EXHAUSTED),
-            *("REQUEST_TOO_LARGE", "9 of 8 (--max-message-bytes)"),
+            *("REQUEST_TOO_LARGE", "9 of 8 (--max-message-bytes; of images --max-image-bytes)"),
         ),
         (
             *(TooManyHeld("too many"), StatusCode.RESOURCE_EXHAUSTED),

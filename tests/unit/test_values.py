@@ -13,12 +13,15 @@ from engine.core.common.types import BlockId, EndReason, PlanId, RequestId, Sequ
 from engine.core.encode import types as e
 from engine.core.text import plan as p
 from engine.core.text.types import Alternative, Constraint, Sampling, Stops, TokenLogprob
+from engine.images.fit import FittedImage, ImageFit
 from engine.worker import interface as w
 
 SAMPLING = Sampling(0.7, 5, 0.9, seed=3, logit_bias=((1, 2.0),), bad_words=((4, 5),), logprobs=2)
 STOPS = Stops(9, 1, ("a", "b"), frozenset({2}), include=True)
 LOGPROB = TokenLogprob(5, "x", -0.5, (Alternative(6, "y", -1.0, 1),))
 INPUT = e.EncodeInput((1, 2), (0, 1), 1)
+IMAGE = e.ImageInput(FittedImage(1, 2, bytes(6)), 5)
+FIT = ImageFit(5, 100, size=(1, 2))
 OPTIONS = e.EncodeOptions(4, True, True)
 VALUES = [
     e.TokenizedInput(INPUT, 3),
@@ -52,11 +55,12 @@ VALUES = [
         s.StepTimings(1.0, 2.0, 3.0, 4.0),
     ),
     s.StepFailure(PlanId(7), s.FailureKind.OUT_OF_MEMORY, "why"),
-    e.EncodeRequest(RequestId("r"), (INPUT,), 1.0, OPTIONS, 2, 3.0),
+    e.EncodeRequest(RequestId("r"), (INPUT, IMAGE), 1.0, OPTIONS, 2, 3.0),
     e.EncodePlan(PlanId(8), (e.EncodeRow(SequenceId(1), INPUT, OPTIONS),)),
     e.EncodeResult(PlanId(8), (e.EncodeRowResult(SequenceId(1), array("f", [0.5])),)),
     e.Encoded(RequestId("r"), 0, array("f", [0.5]), 2),
     w.EncoderInfo(w.EncoderKind.EMBEDDING, "bert", "float32", "cpu", 10, 20, 30, 4, ("query",)),
+    w.EncoderInfo(w.EncoderKind.IMAGE_EMBEDDING, "clip", "", "cpu", 10, 20, 30, images=FIT),
     w.RunnerSpec("demo-stories", kv_bytes=1, threads=2),
     w.ModelInfo("llama", "float32", "cpu", 10, 20, 30, 16, frozenset({1}), 99),
     w.LoadProgress("weights", 1, 2, 3, 4),
@@ -98,7 +102,7 @@ def test_every_value_class_of_the_plan_is_in_the_list():
         and cls.__module__ == module.__name__
         and not getattr(cls, "_is_protocol", False)
     }
-    assert declared - seen == {w.SamplingDefaults} - seen
+    assert declared - seen == {w.SamplingDefaults, e.InputKind} - seen
 
 
 def test_a_plan_is_unpickled_by_a_process_without_torch():

@@ -3,8 +3,10 @@
 The victim reads one stream after the other of the demo model. Its gaps and its tokens per second
 are compared with those beside a process that only spins, which takes a core as an attacker does.
 Each attack runs over one connection and from ten addresses of the loopback network; its first
-second does not count. Windows beside the attack and beside the spinning process alternate; from the
-second one on, the server remembers the attacker's address.
+second does not count. Before, a full batch of long requests uses the memory that the model reserved
+when it was loaded, so that none of it is taken for the attack's. Windows beside the attack and
+beside the spinning process alternate; from the second one on, the server remembers the attacker's
+address.
 ``BENCH_ONLY`` is a pattern for the attacks' names.
 """
 
@@ -39,6 +41,7 @@ WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "2.5"))
 REPEATS = 3  # windows beside each of the two, in turn
 SETTLE_S = 1.0
 TOKENS = 400
+FILL_REQUESTS, FILL_WORDS = 32, 1900  # of 2,048 tokens, the context of the demo model
 ONE = ("127.0.0.1",)
 TEN = tuple(f"127.0.1.{number}" for number in range(1, 11))
 SPIN = "while True: pass"
@@ -144,10 +147,29 @@ def serving() -> Iterator[tuple[str, int]]:
         yield f"127.0.0.1:{found[1]}", server.pid
 
 
+def fill_batch(address: str) -> None:
+    """Run as many requests at once as the model's KV pool holds, nearly as long as it allows."""
+    with grpc.insecure_channel(address, options=NO_PROXY) as channel:
+        stub = stubs.InferenceStub(channel)
+        calls = [
+            stub.Generate(
+                pb.GenerateRequest(
+                    text=f"{number} " + "red " * FILL_WORDS,
+                    sampling={"max_tokens": 8, "ignore_eos": True},
+                )
+            )
+            for number in range(FILL_REQUESTS)
+        ]
+        for call in calls:
+            for _message in call:
+                pass
+
+
 def attack(name: str, sources: tuple[str, ...]) -> tuple[list[Seen], list[Seen]]:
     """Return what the victim saw beside a process that spins and beside an attack, in turn."""
     beside_spin, beside_attack = [], []
     with serving() as (address, pid):
+        fill_batch(address)
         host, port = address.split(":")
         argv = [sys.executable, "-m", "tools.bench.attackers", name, host, port, *sources]
         for _ in range(REPEATS):

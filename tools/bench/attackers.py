@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 PIECE_BYTES = 2**14  # sent at once
 REST_S = 0.02  # after a refused connection
 GENERATE, TOKENIZE = b"/triolet.v1.Inference/Generate", b"/triolet.v1.Inference/Tokenize"
+EMBED = b"/triolet.v1.Inference/Embed"
 MESSAGE_BYTES = 4 * 2**20  # the server's limit
+IMAGE_BYTES = 16 * 2**20  # that of a request with images
 
 
 def block_of(fields: list[tuple[bytes, bytes]]) -> bytes:
@@ -103,13 +105,13 @@ def repeat(piece: bytes) -> Callable[[], Iterator[bytes]]:
     return run
 
 
-def calls(make: Callable[[int], bytes]) -> Callable[[], Iterator[bytes]]:
+def calls(make: Callable[[int], bytes], num_at_once: int = 100) -> Callable[[], Iterator[bytes]]:
     """Return an attack that begins calls for ever; ``make`` returns the bytes of one."""
 
     def run() -> Iterator[bytes]:
         streams = ids()
         while True:
-            yield b"".join(make(next(streams)) for _ in range(100))
+            yield b"".join(make(next(streams)) for _ in range(num_at_once))
 
     return run
 
@@ -141,21 +143,29 @@ def toggled() -> Iterator[bytes]:
         yield (setting(INITIAL_WINDOW, 0) + setting(INITIAL_WINDOW, 65_535)) * 10
 
 
-def half_messages(num_streams: int = 150) -> Iterator[bytes]:
-    """Send all but the last byte of a message on many streams."""
-    block = request()
-    body = b"\0" + MESSAGE_BYTES.to_bytes(4, "big") + bytes(MESSAGE_BYTES - 1)
-    for stream in range(1, 2 * num_streams, 2):
-        yield headers(stream, block)
-    for at in range(0, len(body), PIECE_BYTES):
+def half_messages(
+    path: bytes = GENERATE, num_bytes: int = MESSAGE_BYTES, num_streams: int = 150
+) -> Callable[[], Iterator[bytes]]:
+    """Return an attack that sends all but the last byte of a message on many streams."""
+    block = request(path)
+    body = b"\0" + num_bytes.to_bytes(4, "big") + bytes(num_bytes - 1)
+
+    def run() -> Iterator[bytes]:
         for stream in range(1, 2 * num_streams, 2):
-            yield data(stream, body[at : at + PIECE_BYTES])
+            yield headers(stream, block)
+        for at in range(0, len(body), PIECE_BYTES):
+            for stream in range(1, 2 * num_streams, 2):
+                yield data(stream, body[at : at + PIECE_BYTES])
+
+    return run
 
 
 GZIP = block_of([(b"grpc-encoding", b"gzip")])
 LARGE_TEXT = pb.TokenizeRequest(text="a " * 2_000_000).SerializeToString()
 LARGE = framed(gzip.compress(LARGE_TEXT), is_compressed=True)
 BOMB = framed(gzip.compress(bytes(MESSAGE_BYTES)), is_compressed=True)
+IMAGE_BOMB = framed(gzip.compress(bytes(IMAGE_BYTES)), is_compressed=True)
+IMAGES = pb.EmbedRequest(inputs=[{"image": bytes(IMAGE_BYTES - 2**10)}]).SerializeToString()
 
 
 def tokenize(stream: int) -> bytes:
@@ -166,6 +176,21 @@ def tokenize(stream: int) -> bytes:
 def bomb(stream: int) -> bytes:
     """Return a call whose request is a thousand times as large when it is decompressed."""
     return headers(stream, request() + GZIP) + data(stream, BOMB, is_last=True)
+
+
+def image_bomb(stream: int) -> bytes:
+    """Return a call that does the same where requests may have images."""
+    return headers(stream, request(EMBED) + GZIP) + data(stream, IMAGE_BOMB, is_last=True)
+
+
+def no_images() -> Iterator[bytes]:
+    """Send the largest request with an image, which is none, over and over."""
+    body = framed(IMAGES)
+    for stream in ids():
+        yield headers(stream, request(EMBED))
+        for at in range(0, len(body), PIECE_BYTES):
+            is_last = at + PIECE_BYTES >= len(body)
+            yield data(stream, body[at : at + PIECE_BYTES], is_last=is_last)
 
 
 # Headers that each push the others out of the table: literals that are to be remembered.
@@ -260,7 +285,8 @@ ATTACKS = {
     "ends not read": Attack(
         once(setting(INITIAL_WINDOW, 0) + b"".join(generate(n, 1) for n in range(1, 129, 2)))
     ),
-    "half messages": Attack(half_messages, keeps_windows=True),
+    "half messages": Attack(half_messages(), keeps_windows=True),
+    "half images": Attack(half_messages(EMBED, IMAGE_BYTES), keeps_windows=True),
     "streams without a window": Attack(
         after(
             setting(INITIAL_WINDOW, 0) + b"".join(generate(n, 4000) for n in range(1, 2000, 2)),
@@ -269,6 +295,8 @@ ATTACKS = {
         keeps_windows=True,
     ),
     "gzip bombs": Attack(calls(bomb), keeps_windows=True),
+    "gzip bombs of images": Attack(calls(image_bomb, 25), keeps_windows=True),
+    "images that are none": Attack(no_images, keeps_windows=True),
     "header table churn": Attack(
         calls(lambda stream: headers(stream, CHURN + request(), is_last=True))
     ),

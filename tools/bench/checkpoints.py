@@ -42,6 +42,8 @@ MODELS = {
     for model in (
         Model("s135", "llama", replace(PRESETS["s135"], max_len=MAX_LEN)),
         Model("q05", "qwen2", replace(PRESETS["q05"], max_len=MAX_LEN)),
+        # Small, and with heads that two processes can share.
+        Model("d40", "llama", Shape(12, 512, 8, 4, 1536, 8192, MAX_LEN)),
         Model("thin", "llama", Shape(1, 64, 2, 1, 128, 49152, MAX_LEN)),
     )
 }

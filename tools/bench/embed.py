@@ -49,12 +49,12 @@ def texts(seed: int = 0) -> list[str]:
 
 
 class Client:
-    """Sends all requests at once over one connection and waits for every answer."""
+    """Sends a request for each input at once over one connection, and waits for every answer."""
 
-    def __init__(self, address: str, asked: Sequence[str]) -> None:
+    def __init__(self, address: str, asked: Sequence[dict[str, Any]], model: str = "") -> None:
         self._runner = asyncio.Runner()
         self._requests = [
-            pb.EmbedRequest(inputs=[{"text": text}]).SerializeToString() for text in asked
+            pb.EmbedRequest(model=model, inputs=[one]).SerializeToString() for one in asked
         ]
         self._channel: Any = self._runner.run(self._open(address))
 
@@ -106,7 +106,7 @@ def run() -> list[Row]:
             return time.perf_counter() - start
 
         with served([(directory, "minilm")]) as address:
-            client = Client(address, asked)
+            client = Client(address, [{"text": text} for text in asked])
             measures = [client.seconds, all_at_once, one_by_one]
             if more:
                 measures.append(lambda: all_at_once(more))

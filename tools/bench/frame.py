@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 REPEATS = 5
 ROOT = Path(__file__).parents[2]
@@ -153,15 +153,20 @@ def commit(paths: Sequence[str] = ()) -> str:
 
 
 def report(
-    bench: str, rows: Sequence[Row], json_file: str | None, measured: Sequence[str] = ()
+    bench: str,
+    rows: Sequence[Row],
+    json_file: str | None,
+    measured: Sequence[str] = (),
+    about: Mapping[str, object] | None = None,
 ) -> int:
-    """Print the table and write the JSON. ``measured`` are the paths that the bench measures.
-    Return the exit code: 1 if a bar was missed, else 0.
+    """Print the table and write the JSON. ``measured`` are the paths that the bench measures;
+    ``about`` is written beside what is known of every machine. Return the exit code: 1 if a bar was
+    missed, else 0.
 
     Raises:
         SystemExit: Two rows have the same name. Nothing is written.
     """
-    where = machine()
+    where = machine() | dict(about or {})
     at = commit(measured)
     print(f"{bench} at {at} on {where['cpu']}, {where['cores']} cores, load {where['load']}")
     for row in rows:

@@ -1,5 +1,5 @@
-"""Measures what a dtype and int8 weights cost the story model in accuracy, against the stock model
-in float32, and the bytes of its weights.
+"""Measures what a dtype and weights of 8 or 4 bits cost the story model in accuracy, against the
+stock model in float32, and the bytes of its weights.
 
 `tools.measure_quantization` says what each figure is, and measures other models. The figures do not
 depend on the machine's speed, so they are measured once.

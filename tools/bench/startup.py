@@ -25,7 +25,7 @@ from tools.bench.wire import ROOT
 MEASURES = ("engine", "grpc_service")
 
 LIBRARIES = (
-    *("torch", "numpy", "trio", "h2.connection", "google.protobuf.message"),
+    *("torch", "numpy", "trio", "h2.connection", "google.protobuf.message", "grpc"),
     *("tokenizers", "safetensors", "llguidance", "jinja2.sandbox"),
 )
 FLOOR = f"import {', '.join(LIBRARIES)}; print('ready', flush=True)"

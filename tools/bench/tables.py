@@ -30,7 +30,9 @@ PART = re.compile(
 # What follows the last colon of a row's name and has a column of its own: engines, and the ways to
 # compute the same model.
 ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "transformers-cb")
-WAYS = ("float32", "float32 int8", "bfloat16", "bfloat16 int8")
+WAYS = tuple(
+    f"{dtype}{form}" for dtype in ("float32", "bfloat16") for form in ("", " int8", " int4")
+)
 COLUMNS = (*ENGINES, *WAYS)
 LINE_LENGTH = 100  # of the page's text
 

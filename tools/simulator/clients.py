@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.core.text.types import Constraint
+from engine.requests.chat_values import Chat
 from engine.requests.text_values import (
-    Chat,
     GenerateRequest,
     OutputOptions,
     PromptOptions,
@@ -38,6 +38,11 @@ class Client:
     front, as far as that is simulated; if it stalled, it keeps its handler for ``linger_s`` after
     the end.
 
+    A stream with ``cuts`` is continued after its client left, and then cut again after as many
+    further events as the next of them says; the last one is not cut. If the request has a resume
+    window, its client loses its connection instead, and attaches ``away_s`` later, and with
+    ``again_s`` once more so much later, before its second loss is known.
+
     ``may_end`` are errors with which only this request may end. With ``must_fail`` it must end with
     one of them.
     """
@@ -53,6 +58,9 @@ class Client:
     abort_before_s: float | None = None
     over_wire: bool = False
     linger_s: float = 0.0
+    cuts: tuple[int, ...] | None = None
+    away_s: float = 0.0
+    again_s: float | None = None
     may_end: frozenset[str] = frozenset()
     must_fail: bool = False
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.requests.encode_values import MAX_INPUTS, EmbedRequest, RerankRequest
 from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client
-from tools.simulator.encode_oracle import MAX_INPUT_LEN
+from tools.simulator.encode_oracle import MAX_INPUT_LEN, image_file
 
 if TYPE_CHECKING:
     import random
@@ -82,6 +82,21 @@ def _draw_embed(rng: random.Random) -> EmbedRequest:
         prompt_name=rng.choice(["", "", "query"]),
         truncate=rng.choice([None, True]),
     )
+
+
+def show_images(rng: random.Random, client: Client) -> Client:
+    """Return ``client``, whose request now has images among its inputs, if it is an Embed that
+    nothing else keeps from succeeding. Some of the images are damaged."""
+    request = client.request
+    if not isinstance(request, EmbedRequest) or client.must_fail or rng.random() < 0.3:
+        return client
+    images = [image_file(rng.randbytes(48)) for _ in range(rng.choice([1, 3, 20]))]
+    texts = list(request.inputs) * rng.randint(0, 1)
+    inputs = rng.sample(texts + images, len(texts) + len(images))
+    if rng.random() < 0.1:
+        inputs[inputs.index(images[0])] = images[0][:-30]
+        client = replace(client, may_end=frozenset({"INVALID_REQUEST"}), must_fail=True)
+    return replace(client, request=replace(request, inputs=tuple(inputs)))
 
 
 def _draw_rerank(rng: random.Random) -> RerankRequest:

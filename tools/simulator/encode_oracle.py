@@ -6,17 +6,54 @@ Rule: as in `tools.simulator.oracle`, this follows the fake encoder's definition
 
 from __future__ import annotations
 
+import struct
+import zlib
 from array import array
 from typing import TYPE_CHECKING
 
 from engine.requests.encode_values import EmbedRequest
-from engine.worker.fakes.encoder import PROMPTS, SEPARATOR, score_of, vector_of
-from engine.worker.fakes.text import FakeTokenizer
+from engine.worker.fakes.encoder import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
+from engine.worker.fakes.tokenizer import FakeTokenizer
 
 if TYPE_CHECKING:
     from engine.requests.encode_values import EncodeRequests
 
+IMAGE_SIDE = 4  # pixels of a fake's images, so that none is resized
+PIXELS_AT = 41  # where the pixels of `image_file` begin
 MAX_INPUT_LEN = 48  # of the drawn worlds' encoders: so short that some inputs are cut
+
+
+def image_file(pixels: bytes) -> bytes:
+    """Return the PNG of an image of 4 × 4 pixels, as RGB."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    width = 3 * IMAGE_SIDE
+    lines = b"".join(b"\0" + pixels[at : at + width] for at in range(0, len(pixels), width))
+    header = struct.pack(">IIBBBBB", IMAGE_SIDE, IMAGE_SIDE, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(lines)), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def pixels_in(file: bytes) -> bytes:
+    """Return the pixels of an `image_file`."""
+    lines = zlib.decompressobj().decompress(file[PIXELS_AT:])
+    width = 3 * IMAGE_SIDE + 1
+    return b"".join(lines[at + 1 : at + width] for at in range(0, len(lines), width))
+
+
+def tokens_of(request: EncodeRequests) -> list[int]:
+    """Return how many tokens each input of a valid request has."""
+    lengths = [len(ids) for ids in inputs_of(request)]
+    if not isinstance(request, EmbedRequest):
+        return lengths
+    return [
+        IMAGE_TOKENS if isinstance(one, bytes) else length
+        for one, length in zip(request.inputs, lengths, strict=True)
+    ]
 
 
 def inputs_of(request: EncodeRequests) -> list[tuple[int, ...]]:
@@ -24,11 +61,16 @@ def inputs_of(request: EncodeRequests) -> list[tuple[int, ...]]:
     encode = FakeTokenizer().encode
     if isinstance(request, EmbedRequest):
         prompt = encode(PROMPTS.get(request.prompt_name, ""))
-        whole = [prompt + encode(one) if isinstance(one, str) else one for one in request.inputs]
-    else:
-        head = (*encode(request.query), SEPARATOR)
-        whole = [head + encode(document) for document in request.documents]
-    return [ids[:MAX_INPUT_LEN] for ids in whole]
+        return [_ids_of(one, prompt) for one in request.inputs]
+    head = (*encode(request.query), SEPARATOR)
+    return [(head + encode(document))[:MAX_INPUT_LEN] for document in request.documents]
+
+
+def _ids_of(one: str | bytes | tuple[int, ...], prompt: tuple[int, ...]) -> tuple[int, ...]:
+    if isinstance(one, bytes):
+        return tuple(pixels_in(one))
+    ids = prompt + FakeTokenizer().encode(one) if isinstance(one, str) else one
+    return ids[:MAX_INPUT_LEN]
 
 
 def expected_results(request: EncodeRequests) -> list[list[float]]:

@@ -25,7 +25,13 @@ from engine.core.common.events import (
 )
 from engine.core.common.steps import FailureKind, RowFailure
 from engine.core.common.types import EndReason
-from engine.core.encode.types import Encoded, EncodeRequest, EncodeResult, EncodeRow
+from engine.core.encode.types import (
+    Encoded,
+    EncodeRequest,
+    EncodeResult,
+    EncodeRow,
+    InputKind,
+)
 
 if TYPE_CHECKING:
     from engine.core.common.events import InputEvent, OutputEvent
@@ -59,6 +65,7 @@ class EncodeWatch:
     has_failed: bool = False  # the last planned step failed, and had several rows
     room: int | None = None  # tokens of the step after one that ran out of memory
     owners: dict[int, tuple[_Live, int]] = field(default_factory=dict)  # by an input's identity
+    kind: InputKind | None = None  # of the last step's inputs
 
     # ---- plans
 
@@ -97,7 +104,9 @@ class EncodeWatch:
 
     def _judge_size(self, rows: tuple[EncodeRow, ...]) -> str:
         config = self.scheduler.config
-        lengths = [len(row.input.token_ids) for row in rows]
+        lengths = [row.input.num_tokens for row in rows]
+        if len({row.input.kind for row in rows}) > 1:
+            return "texts and images in one step"
         if len(rows) > config.max_num_seqs:
             return f"{len(rows)} inputs of at most {config.max_num_seqs}"
         if len(rows) > 1 and len(rows) * max(lengths) > config.max_num_batched_tokens:
@@ -119,9 +128,12 @@ class EncodeWatch:
     def _judge_order(self, before: list[_Live], free: dict[_Live, int], now: float) -> str:
         """Check that nobody starves.
 
-        Of the requests whose readers have room, the first is in the step, unless the step is one
-        row of a failed step that is run alone.
+        Of the requests whose readers have room and that have inputs of the step's kind, the first
+        is in the step, unless the step is one row of a failed step that is run alone. No kind has
+        two steps in turn while such a request has inputs of another.
         """
+        last = self.kind
+        self.kind = self.step[0][2].input.kind if self.step else last
         taken = {live for live, _, _ in self.step}
         places = [(live.request.request_id, index) for live, index, _ in self.step]
         for live in taken:
@@ -146,10 +158,17 @@ class EncodeWatch:
 
         # the plan may have parked a request whose row it has
         able = [live for live in before if free[live] and (live in taken or self._is_free(live))]
+        others = [live for live in able if self._kinds_of(live) - {self.kind}]
+        if self.step and self.kind is last and others:
+            return f"{others[0].request.request_id} waits for a second step of another kind"
+        able = [live for live in able if live in taken or self.kind in self._kinds_of(live)]
         first = min(map(key, able), default=None)
         if first is None or any(key(live) == first for live in taken):
             return ""
         return f"the first of the queue, since {first[1]:.4f}, is passed over"
+
+    def _kinds_of(self, live: _Live) -> set[InputKind]:
+        return {live.request.inputs[index].kind for index in live.left}
 
     def _is_free(self, live: _Live) -> bool:
         phase = self.scheduler.phase_of(live.request.request_id)
@@ -213,7 +232,7 @@ class EncodeWatch:
                 continue
             live.num_done += 1
             name = live.request.request_id
-            results[name, index] = Encoded(name, index, got.values, len(row.input.token_ids))
+            results[name, index] = Encoded(name, index, got.values, row.input.num_tokens)
             if live.num_done == len(live.request.inputs):
                 ending.append(live)
         return results, ending
@@ -226,7 +245,7 @@ class EncodeWatch:
         if len(step) == 1:
             return [live for live, _, _ in step if not live.has_ended]
         if kind is FailureKind.OUT_OF_MEMORY:
-            longest = max(len(row.input.token_ids) for _, _, row in step)
+            longest = max(row.input.num_tokens for _, _, row in step)
             self.room = len(step) * longest // 2
         else:
             self.has_failed = True

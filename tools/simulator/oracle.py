@@ -1,7 +1,7 @@
 """What a request's output must be, from the request alone, without a schedule or an engine.
 
 Rule: this follows the fake model's definition (`engine.worker.fakes.text`) and shares only its
-three primitive functions. A stop string is searched in the whole text.
+four primitive functions. A stop string is searched in the whole text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.core.common.types import EndReason
-from engine.worker.fakes.text import EOS, FakeTokenizer, digest_after, next_token
+from engine.worker.fakes.text import digest_after, first_digest, next_token
+from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
 
 if TYPE_CHECKING:
     from engine.requests.text_values import GenerateRequest
@@ -54,8 +55,10 @@ def echo_of(request: GenerateRequest) -> str:
     return "".join(f"<{token}>" for token in prompt_of(request) if token != EOS)
 
 
-def expected_output(request: GenerateRequest, choice: int, *, has_ends: bool) -> Expected:
-    """Return the fake model's output for one choice.
+def expected_output(
+    request: GenerateRequest, choice: int, *, has_ends: bool, adapter: str = ""
+) -> Expected:
+    """Return the fake model's output for one choice, with an adapter of this digest.
 
     No request has both stop strings and min_tokens: the held-back text would decide its end, which
     is not modelled here.
@@ -65,7 +68,8 @@ def expected_output(request: GenerateRequest, choice: int, *, has_ends: bool) ->
     longest = min(asked.max_tokens or room, room)
     least = min(asked.min_tokens or 0, longest)
     stop_ids = set(asked.stop_token_ids) | (set() if asked.ignore_eos else {EOS})
-    digest, tokens, text = 0, [], ""
+    tokens, text = [], ""
+    digest = first_digest(adapter)
     for token in prompt:
         digest = digest_after(digest, token)
     while True:

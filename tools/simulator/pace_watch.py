@@ -29,9 +29,9 @@ class PaceWatch:
 
         The plan may have been made while the step before it ran.
         """
-        self._running = plan.num_tokens, now
+        self._running = plan.num_tokens - plan.num_drafts, now
         most = max(self._most, self._most_before)
-        prompts = sum(row.count for row in plan.rows if row.count > 1)
+        prompts = sum(row.count for row in plan.rows if row.count > 1 and not row.drafts)
         if prompts <= most:
             return ""
         return f"{prompts} prompt tokens, and {most:g} at most for a target of {self._target_s:g} s"

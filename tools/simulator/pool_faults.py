@@ -21,6 +21,8 @@ FAULT = "model_pool"
 SPARE = "spare"
 SHARE = 0.3  # of worlds
 HANG_SHARE = 0.3  # of workers' deaths in a step
+GROUP_SHARE = 0.4  # of the worlds with such faults: their text models are divided
+RANK_FAILURE_SHARE = 2.0  # against the deaths of such a world: ranks fail by themselves in a step
 SPARE_SHARE = 0.2  # of requests: these use the spare model
 MAY_END = {
     "WORKER_LOST",
@@ -39,11 +41,13 @@ class PoolFaults:
     ``operations`` are (when, verb, model, number): load with a number of replicas, unload with a
     time to drain, or kill the worker of a number. ``load_failures`` is how many of a model's loads
     fail, by name. ``death_share`` is the share of steps that their worker does not survive.
+    ``num_ranks`` is how many processes each worker of a text model has.
     """
 
     operations: tuple[tuple[float, str, str, float], ...] = ()
     load_failures: tuple[tuple[str, int], ...] = ()
     death_share: float = 0.0
+    num_ranks: int = 1
 
 
 def is_drawn(seed: int) -> bool:
@@ -89,7 +93,9 @@ def crowd(
     failures = tuple((name, rng.choice([0, 0, 1, 3])) for name in (MODEL, SPARE))
     death_share = rng.choice([0.0, 0.01, 0.05])
     crowded = replace(crowded, max_worker_deaths=rng.choice([5, 1000]))
-    return crowded, PoolFaults(tuple(sorted(operations)), failures, death_share)
+    groups = random.Random(seed ^ 0x6A09)  # of its own, so that the other numbers stay
+    num_ranks = groups.choice([2, 3]) if groups.random() < GROUP_SHARE else 1
+    return crowded, PoolFaults(tuple(sorted(operations)), failures, death_share, num_ranks)
 
 
 def ask_the_spare(seed: int, clients: tuple[Client, ...]) -> tuple[Client, ...]:

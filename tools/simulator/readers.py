@@ -13,7 +13,7 @@ from engine.requests.encode_values import EmbedRequest, Score
 from engine.requests.text_values import GenerateRequest, Started
 from grpc_service.access.unread_calls import UNREAD_AGE_S
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S
-from tools.simulator.encode_oracle import expected_results, inputs_of
+from tools.simulator.encode_oracle import expected_results, tokens_of
 from tools.simulator.watch import Violation
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Reader:
     prompt_tokens: int | None = None
     has_left: bool = False
     error: TrioletError | None = None
+    attach_token: str = ""
+    is_lost: bool = False  # its connection was lost, so that its stream waits for it
 
     @property
     def num_seen(self) -> int:
@@ -79,10 +81,13 @@ class TextReader(Reader):
         assert isinstance(request, GenerateRequest)
         name = request.request_id
         if isinstance(event, Started):
-            if self.prompt_tokens is not None or self.tokens:
+            continuation = request.continuation
+            has_begun = continuation is not None and continuation.has_begun
+            if self.prompt_tokens is not None:
                 raise Violation(f"{name}: started twice")
             self.prompt_tokens = event.prompt_tokens
-            asked = request.output.prompt_logprobs
+            self.attach_token = event.attach_token
+            asked = None if has_begun or self.tokens else request.output.prompt_logprobs
             if len(event.prompt_logprobs) != (0 if asked is None else event.prompt_tokens):
                 raise Violation(f"{name}: {len(event.prompt_logprobs)} tokens of the prompt scored")
             return
@@ -110,7 +115,7 @@ class EncodeReader(Reader):
         request = self.client.request
         assert not isinstance(request, GenerateRequest)
         self._request = request
-        self._inputs: list[tuple[int, ...]] = []
+        self._tokens: list[int] = []
         self._expected: list[list[float]] = []
 
     @property
@@ -122,10 +127,10 @@ class EncodeReader(Reader):
         if isinstance(event, Started):
             if self.prompt_tokens is not None:
                 raise Violation(f"{name}: started twice")
-            self._inputs = inputs_of(self._request)
+            self._tokens = tokens_of(self._request)
             self._expected = expected_results(self._request)
             self.prompt_tokens = event.prompt_tokens
-            if event.prompt_tokens != sum(map(len, self._inputs)):
+            if event.prompt_tokens != sum(self._tokens):
                 raise Violation(f"{name}: started with {event.prompt_tokens} tokens")
             return
         if self.prompt_tokens is None or self.finished is not None:
@@ -150,7 +155,7 @@ class EncodeReader(Reader):
         assert not isinstance(event, Started | Finished)
         if not isinstance(self._request, EmbedRequest):
             raise Violation(f"{name}: a vector for a Rerank")
-        if event.tokens != len(self._inputs[event.index]):
+        if event.tokens != self._tokens[event.index]:
             raise Violation(f"{name}: {event.tokens} tokens of input {event.index}")
         return list(event.values)
 
@@ -215,10 +220,16 @@ class SimulatedCall:
         self.connection = connection
         self.reader = reader
         self.stream: RequestStream[Any]
+        self.writer: CallWriter
         self._unread_calls = unread_calls
         self._is_window_closed = is_window_closed
         self.leaving = trio.CancelScope()
+        self.is_abandoned = False  # its client has taken up the stream by another call
         self._busy_until = -math.inf
+        self.code = None  # until the server has ended the call
+        self.scope = trio.CancelScope()  # cancelled when the client has ended the call
+        self.is_lost = False
+        self._opened_at = trio.current_time()
         self._violation: Violation | None = None
 
     def encode(self, events: Sequence[Any]) -> Sequence[Any]:
@@ -253,18 +264,29 @@ class SimulatedCall:
         if reader.client.delay_s:
             await trio.sleep(reader.client.delay_s)
         if reader.leaves_now:
-            self.leaving.cancel(reason="the client leaves")
+            self.leave()
+
+    def leave(self) -> None:
+        """Let the client reset the call, or lose its connection if it is to come again."""
+        request = self.reader.client.request
+        self.reader.is_lost = getattr(request, "resume_window_s", None) is not None
+        if not self.reader.is_lost:
+            self.scope.cancel()
+        self.leaving.cancel(reason="the client leaves")
 
     async def end(self, *status: object) -> None:
         """Take the status of a call that failed."""
         stream = self.stream
+        if self.is_abandoned:
+            return
         if stream.error is None or stream.closed_at is None:
             self.reader.has_left = True  # a drawn bug
             return
         self.reader.error = stream.error
         client = self.reader.client
         reads_at_once = client.stall_after is None and not client.delay_s
-        late_s = trio.current_time() - stream.closed_at
+        # A call may attach to a stream that has ended.
+        late_s = trio.current_time() - max(stream.closed_at, self._opened_at)
         if late_s > (0.0 if reads_at_once else FAILURE_PATIENCE_S) + SLACK_S:
             raise Violation(f"{client.request.request_id} got its status {late_s} s late")
 
@@ -273,6 +295,8 @@ class SimulatedCall:
         self.leaving.cancel(reason="the client does not read")
 
     def _see(self, event: Any) -> None:
+        if self.is_abandoned:
+            return
         try:
             self.reader.see(event)
         except Violation as violation:
@@ -296,7 +320,7 @@ async def serve(writer: CallWriter, call: SimulatedCall) -> None:
     """Serve a call as its handler does. Cancellation: the client has left."""
     reader = call.reader
     if reader.leaves_now:
-        call.leaving.cancel(reason="the client leaves")
+        call.leave()
     try:
         with call.leaving:
             await writer.run(call.stream)

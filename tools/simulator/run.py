@@ -25,28 +25,37 @@ from engine.errors import (
     EngineBug,
     InvalidRequest,
     MemoryExhausted,
+    ModelNotFound,
     NoWorkers,
     RequestNotFound,
     ShuttingDown,
     SpawnFailed,
+    SpawnTimeout,
+    WorkerLost,
 )
 from engine.replica.replica import ProcessWorker
+from engine.requests.chat_values import Chat
+from engine.requests.encode_values import EmbedRequest
+from engine.requests.prepare_inputs import InputPreparer
 from engine.requests.quota import Origin, Quota
 from engine.requests.supervisor import ABORT_MEMORY_S
-from engine.requests.text_values import Chat, GenerateRequest
+from engine.requests.text_stream import TextStream
+from engine.requests.text_values import GenerateRequest
 from engine.status import AbortOutcome
 from engine.worker.fakes.text import FakeScript
 from engine.worker.interface import EncoderKind
 from grpc_service.access.unread_calls import UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
-from tools.simulator import pool_faults
+from tools.simulator import adapters, pool_faults, resumption
 from tools.simulator.clients import BAD_FORM, FRAGILE, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tools.simulator.drafters import drafter_of_world
 from tools.simulator.encode_clients import EMBEDDER, RERANKER
 from tools.simulator.encode_oracle import MAX_INPUT_LEN
 from tools.simulator.oracle import echo_of, expected_output, is_end, prompt_of
 from tools.simulator.readers import (
+    SLACK_S,
     DrawnBug,
     EncodeReader,
     Reader,
@@ -60,6 +69,7 @@ from tools.simulator.watch import CoreWatch, Outcome, Violation
 from tools.simulator.workers import (
     BreakingEncoder,
     BreakingRunner,
+    GroupWorker,
     VirtualWatchdog,
     WorkerProcess,
 )
@@ -73,6 +83,10 @@ if TYPE_CHECKING:
     from engine.requests.stream import RequestStream
 
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
+REFUSALS = (
+    *(NoWorkers, MemoryExhausted, ModelNotFound, SpawnFailed, SpawnTimeout, ShuttingDown),
+    *(EngineBug, WorkerLost),
+)
 LOAD_ERRORS: dict[str, type[BaseException]] = {
     "refused": SpawnFailed,
     "raised": RuntimeError,
@@ -100,14 +114,19 @@ class Simulation:
         self._watchdog = VirtualWatchdog(world.config.step_timeout_s)
         self._workers: list[tuple[str, WorkerProcess]] = []  # with the model of each
         self._rng = random.Random(world.seed ^ 0x5EED)
+        self._group_rng = random.Random(world.seed ^ 0x6A0E)
         self._watch = CoreWatch(world.config, len(world.clients), self.outcome)
         self._generations: list[RequestStream[Any]] = []
         self._writers: list[CallWriter] = []  # of calls over the wire
         self._windows = random.Random(world.seed ^ 0x31D0)
         self._engine: Engine | None = None
         self._quota = Quota("clients in process", max_queued_tokens=world.quota_tokens)
+        self._holder = Quota("clients over the wire")
         self._aborted_at: dict[str, float] = {}
+        self.num_attached = 0
+        self._num_continued = 0  # requests that continue a stream which was cut
         self._load_failures = Counter(dict(world.pool.load_failures))
+        self._adapter_names = adapters.Names()
         self._names = Counter(client.request.request_id for client in world.clients)
         self._cut_at = math.inf if world.cancelled_at_s is None else world.cancelled_at_s
 
@@ -129,10 +148,26 @@ class Simulation:
         runner = self._make_fake(model)
         if pool_faults.FAULT not in self.world.faults:
             return runner
-        worker = WorkerProcess(runner, self._draw_death)
+        worker = self._make_worker(runner)
         self._workers.append((model.name, worker))
         assert isinstance(worker, ProcessWorker)
         return worker  # `__getattr__` gives it all that the runner has
+
+    def _make_worker(self, runner: BreakingRunner | BreakingEncoder) -> WorkerProcess:
+        num_ranks = self.world.pool.num_ranks
+        if num_ranks == 1 or isinstance(runner, BreakingEncoder):
+            return WorkerProcess(runner, self._draw_death)
+        return GroupWorker(
+            runner,
+            num_ranks,
+            self._draw_death,
+            self._draw_rank_failures,
+            self._threads.note_sleep,
+            self._note_violation,
+        )
+
+    def _note_violation(self, what: str) -> None:
+        self._watch.violation = self._watch.violation or Violation(what)
 
     def _make_fake(self, model: ModelConfig) -> BreakingRunner | BreakingEncoder:
         world = self.world
@@ -141,6 +176,7 @@ class Simulation:
             token_s=world.token_s,
             load_s=SLEEPY_LOAD_S if model.name == SLEEPY else 0.5,
             encode_s=5 * world.step_s,
+            decode_s=world.step_s / 5,
             chat_template="<think></think><tool_call></tool_call>",  # the parser looks for both
             load_error=self._draw_load_error(model.name),
             eos_at=is_end if world.has_ends else None,
@@ -148,9 +184,13 @@ class Simulation:
             plan_fault=self._draw_fault,
             sample_fault=partial(self._draw_row_fault, world.row_fault_share / 10),
             compile=self._compile,
+            adapters=adapters.scripted(),
+            adapter_s=2 * world.step_s,
+            draft=drafter_of_world(world.seed),
         )
         if model.name in (EMBEDDER, RERANKER):
-            kind = EncoderKind.EMBEDDING if model.name == EMBEDDER else EncoderKind.RERANK
+            embeds = EncoderKind.IMAGE_EMBEDDING if world.has_images else EncoderKind.EMBEDDING
+            kind = embeds if model.name == EMBEDDER else EncoderKind.RERANK
             # an encode request has few rows and few steps: the share of failing rows is larger
             script.encode_fault = partial(self._draw_fault, times=3.0)
             script.sample_fault = partial(self._draw_row_fault, world.row_fault_share)
@@ -196,6 +236,17 @@ class Simulation:
             raise worker.lost()
         worker.kill("drawn")
 
+    def _draw_rank_failures(self, num_ranks: int) -> dict[int, bool]:
+        """Draw which ranks fail by themselves in a step, and whether before their collective."""
+        rng = self._group_rng
+        share = self.world.pool.death_share * pool_faults.RANK_FAILURE_SHARE
+        if rng.random() >= share:
+            return {}
+        failures = {rank: rng.random() < 0.5 for rank in range(num_ranks) if rng.random() < 0.7}
+        if len(failures) < num_ranks or len(set(failures.values())) > 1:
+            self._watch.note_death()
+        return failures
+
     async def _hang(self, worker: WorkerProcess) -> None:
         """Do nothing, as a hung step, until the watchdog has the worker killed."""
         await trio.sleep(self._watchdog.limit_s)
@@ -208,7 +259,11 @@ class Simulation:
         alive = [worker for name, worker in self._workers if name == model and not worker.is_dead]
         if alive:
             self._watch.note_death()
-            alive[number % len(alive)].kill("drawn")
+            worker = alive[number % len(alive)]
+            if isinstance(worker, GroupWorker):
+                worker.kill_rank(number)
+            else:
+                worker.kill("drawn")
 
     def _draw_row_fault(self, share: float) -> str | None:
         return "sample" if self._rng.random() < share else None
@@ -244,7 +299,7 @@ class Simulation:
             threads=self._threads,
             watchdog=self._watchdog,
             on_event=self._note,
-            on_change=self._check_memory,
+            on_change=self._look_at_change,
         ) as engine:
             self._engine = engine
             backend = Backend(engine, UnreadCalls(trio.current_time))
@@ -256,8 +311,12 @@ class Simulation:
                 nursery.start_soon(self._operate, engine, backend)
                 for operation in world.pool.operations:
                     nursery.start_soon(self._move_model, engine, *operation)
+                for change in world.adapters:
+                    nursery.start_soon(self._change_adapter, engine, change)
             with trio.fail_after(PATIENCE_S):
                 await engine.wait_idle()
+            if resumption.FAULT in world.faults:
+                await trio.sleep(resumption.WINDOW_MAX_S + SLACK_S)  # of streams that have ended
             self._check_idle(engine)
             if backend.unread_calls.count():
                 raise Violation(f"{backend.unread_calls.count()} unread_calls without a handler")
@@ -317,9 +376,20 @@ class Simulation:
             else:
                 await engine.unload_model(model, number)
 
-    def _check_memory(self) -> None:
+    async def _change_adapter(self, engine: Engine, change: adapters.Operation) -> None:
+        """Load or unload an adapter as the operator would; a refusal is an answer."""
+        await trio.sleep_until(change.at_s)
+        with suppress(*REFUSALS):
+            if change.directory:
+                aliases = (adapters.ALIAS,) if change.name == adapters.NAMES[0] else ()
+                await engine.adapters.load(change.name, change.directory, aliases=aliases)
+            else:
+                await engine.adapters.unload(change.name, change.drain_s)
+
+    def _look_at_change(self) -> None:
         if self._engine is None:
             return
+        self._adapter_names.note(self._engine, trio.current_time())
         totals = self._engine.statistics().totals
         if totals.memory_reserved > totals.memory_limit:
             self._watch.violation = self._watch.violation or Violation(f"too much: {totals}")
@@ -370,7 +440,103 @@ class Simulation:
 
     async def _client(self, engine: Engine, backend: Backend, client: Client) -> None:
         await trio.sleep_until(client.arrival_s)
-        reader = reader_of(client)
+        reader: Reader | None = reader_of(client)
+        while reader is not None:
+            stream = await self._read_one(engine, backend, reader)
+            following: Reader | None = None
+            if reader.has_left and isinstance(reader, TextReader):
+                reader = await self._attach(engine, backend, stream, reader)
+            if reader.has_left and isinstance(reader, TextReader):
+                number = self._num_continued + 1
+                following = resumption.continued(reader, trio.current_time(), number)
+                self._num_continued += following is not None
+            reader = following
+
+    async def _attach(
+        self, engine: Engine, backend: Backend, stream: RequestStream[Any], reader: TextReader
+    ) -> TextReader:
+        """Attach to a stream whose connection was lost, again and again if it is lost again. Return
+        the last reader, which has left if the stream was given up."""
+        while reader.has_left and reader.is_lost:
+            lost_at = trio.current_time()
+            await trio.sleep(reader.client.away_s)
+            for token, holder in ((reader.attach_token, self._quota), ("x", self._holder)):
+                with suppress(RequestNotFound):
+                    found = engine.detached.attachable(stream.request_id, token, holder)
+                    raise Violation(f"{found}: anybody can attach")
+            away_s = trio.current_time() - lost_at
+            taken = self._take_up(engine, backend, stream, reader)
+            if taken is None:
+                self._check_given_up(stream, reader, away_s)
+                return reader
+            if away_s > (getattr(stream, "resume_window_s", None) or 0.0) + SLACK_S:
+                raise Violation(f"{stream}: attached after its window")
+            async with trio.open_nursery() as nursery:
+                if reader.client.again_s is not None:
+                    nursery.start_soon(self._serve_attached, engine, taken)
+                    await trio.sleep(reader.client.again_s)
+                    again = self._take_up(engine, backend, stream, taken.reader)
+                    if again is not None:
+                        taken.is_abandoned, taken = True, again
+                if reader.client.again_s is None or again is not None:
+                    await self._serve_attached(engine, taken)
+            assert isinstance(taken.reader, TextReader)
+            reader = taken.reader
+            if not self._waits(engine, stream):
+                await stream.wait_closed()
+                self._check_reader(stream, reader)
+        return reader
+
+    def _take_up(
+        self, engine: Engine, backend: Backend, stream: RequestStream[Any], reader: TextReader
+    ) -> SimulatedCall | None:
+        """Attach to a stream of which ``reader`` has a part, and return the call; None if that is
+        not possible any more."""
+        following, received = resumption.attached(reader)
+        connection, unread_calls = len(self._writers) % 8, backend.unread_calls
+        call = SimulatedCall(connection, following, unread_calls, self._is_window_closed)
+        writer = CallWriter(SimulatedRpc(call), unread_calls, call.encode, call.encode_short)
+        try:
+            token = reader.attach_token
+            found = engine.detached.attachable(stream.request_id, token, self._holder)
+        except RequestNotFound:
+            return None
+        if found is not stream:
+            raise Violation(f"{stream}: attached to {found}")
+        engine.detached.attach(found, writer, received)
+        self.num_attached += 1
+        self._writers.append(writer)
+        call.stream, call.writer = stream, writer
+        following.attach_token = token
+        return call
+
+    async def _serve_attached(self, engine: Engine, call: SimulatedCall) -> None:
+        """Serve a call of Attach. Cancellation: as `serve`."""
+        try:
+            await serve(call.writer, call)
+        finally:
+            assert isinstance(call.stream, TextStream)
+            engine.detached.uncount(call.stream)
+
+    def _check_given_up(
+        self, stream: RequestStream[Any], reader: TextReader, away_s: float
+    ) -> None:
+        """Check that a stream which its client cannot attach to was not given up too early."""
+        window_s = getattr(stream, "resume_window_s", None) or 0.0
+        may_end = bool({"drain", "engine_cancelled", "broken_runner"} & self.world.faults)
+        was_lost = reader.attach_token and not (stream.is_closed and stream.error is None)
+        if was_lost and away_s < window_s - SLACK_S and not may_end:
+            raise Violation(f"{stream}: given up {away_s} s after its loss, of {window_s}")
+
+    def _waits(self, engine: Engine, stream: RequestStream[Any]) -> bool:
+        """Return whether a stream waits for its client."""
+        return engine.detached.is_waiting(stream)
+
+    async def _read_one(
+        self, engine: Engine, backend: Backend, reader: Reader
+    ) -> RequestStream[Any]:
+        """Send a client's request once, and read its stream to the end or to its cut."""
+        client = reader.client
         with trio.move_on_after(PATIENCE_S) as scope:
             if client.over_wire:
                 generation = await self._call(engine, backend, reader)
@@ -386,12 +552,15 @@ class Simulation:
                     nursery.cancel_scope.cancel(reason="read to the end")
         if scope.cancelled_caught:
             raise Violation(f"{client.request.request_id} starves")
-        self._check_reader(generation, reader)
+        if not self._waits(engine, generation):
+            self._check_reader(generation, reader)
+        return generation
 
     async def _call(self, engine: Engine, backend: Backend, reader: Reader) -> RequestStream[Any]:
         """Make one RPC: a handler with a scope, which its client may cancel."""
         client, scope = reader.client, trio.CancelScope()
         await trio.sleep(self.world.latency_s)
+        self._holder.enter()
         writer, call = self._open(backend, reader)
         stream = call.stream
         self._generations.append(stream)
@@ -405,10 +574,12 @@ class Simulation:
                 with scope:
                     await serve(writer, call)
             finally:
+                self._holder.leave()
                 if trio.current_time() > self._cut_at + MOMENT_S:
                     raise Violation(f"the handler of {stream} outlives its server")
             nursery.cancel_scope.cancel(reason="served to the end")
-        await stream.wait_closed()
+        if not self._waits(engine, stream):
+            await stream.wait_closed()
         if not reader.has_left and reader.error is not stream.error:
             raise Violation(f"{stream}: {stream.error!r} came over as {reader.error!r}")
         return stream
@@ -425,7 +596,7 @@ class Simulation:
             reader.client.request,
             buffer=engine.config.stream_buffer,
             reader=writer,
-            origin=Origin(quota=None),
+            origin=Origin(quota=self._holder),
         )
         return writer, call
 
@@ -510,6 +681,24 @@ class Simulation:
         elif isinstance(reader, EncodeReader) and is_whole:
             reader.check_whole()
 
+    def _adapter_of(self, reader: TextReader, request: GenerateRequest) -> str:
+        """Return the digest of the adapter that computed a request: of those that its name stood
+        for meanwhile, the one whose tokens it got."""
+        if request.model not in (*adapters.NAMES, adapters.ALIAS):
+            return ""
+        since = reader.client.arrival_s
+        for digest in sorted(
+            self._adapter_names.digests(request.model, since, trio.current_time())
+        ):
+            wanted = [
+                expected_output(request, choice, has_ends=self.world.has_ends, adapter=digest)
+                for choice in reader.tokens
+            ]
+            got = [tuple(tokens) for tokens in reader.tokens.values()]
+            if all(own == one.tokens[: len(own)] for own, one in zip(got, wanted, strict=True)):
+                return digest
+        raise Violation(f"{request.request_id}: tokens of no content that its name stood for")
+
     def _check_output(self, reader: TextReader, *, is_whole: bool) -> None:
         """Check that each choice got the start of its expected output, or all of it."""
         request = reader.client.request
@@ -518,10 +707,11 @@ class Simulation:
         name = request.request_id
         if reader.prompt_tokens != len(prompt_of(request)):
             raise Violation(f"{name}: started with {reader.prompt_tokens} tokens")
+        adapter, has_ends = self._adapter_of(reader, request), self.world.has_ends
         for choice in range(request.n or 1):
             got = reader.tokens.get(choice, [])
             end = reader.finished.get(choice)
-            expected = expected_output(request, choice, has_ends=self.world.has_ends)
+            expected = expected_output(request, choice, has_ends=has_ends, adapter=adapter)
             text = echo + expected.text
             if tuple(got) != expected.tokens[: len(got)]:
                 raise Violation(f"{name}/{choice}: wrong tokens")
@@ -533,6 +723,11 @@ class Simulation:
                 continue
             if (end.reason, end.matched) != (expected.reason, expected.matched):
                 raise Violation(f"{name}/{choice}: {end}, not {expected}")
+            heard = request.continuation.choices if request.continuation is not None else ()
+            had = heard[choice].token_ids if heard and not heard[choice].finished else ()
+            is_new = not (heard and heard[choice].finished)
+            if is_new and end.usage.resumed_tokens != len(had):
+                raise Violation(f"{name}/{choice}: {end.usage}, but {len(had)} were continued")
             if len(got) != end.usage.completion_tokens or len(got) != len(expected.tokens):
                 raise Violation(f"{name}/{choice}: {len(got)} tokens, {end}")
             if reader.text.get(choice, "") != text:
@@ -546,7 +741,10 @@ class Simulation:
             "DEADLINE_EXCEEDED": request.timeout_s is not None,
             "DEADLINE_INFEASIBLE": request.timeout_s is not None,
             "READER_STALLED": client.stall_after is not None or client.delay_s,
-            "STEP_FAILED": world.row_fault_share or world.step_fault_share or world.oom_share,
+            "STEP_FAILED": world.row_fault_share
+            or world.step_fault_share
+            or world.oom_share
+            or world.pool.num_ranks > 1,
             "QUEUE_FULL": "bursts" in world.faults,
             "PAUSED": "pauses" in world.faults,
             "SHUTTING_DOWN": world.drain_at_s is not None or world.cancelled_at_s is not None,
@@ -573,6 +771,8 @@ class Simulation:
     def _check_idle(self, engine: Engine) -> None:
         """Check that nobody holds anything after all requests have ended."""
         totals = engine.statistics().totals
+        if engine.detached.count:
+            raise Violation(f"{engine.detached.count} streams wait after their windows")
         if totals.total_blocks != totals.free_blocks:
             raise Violation(f"{totals.total_blocks - totals.free_blocks} blocks are held at rest")
         live = (totals.running, totals.waiting, totals.parked, totals.ending, engine.num_live)
@@ -582,12 +782,19 @@ class Simulation:
         for generation in self._generations:  # a stream that left in a lost step keeps slots
             if generation.credit.reserved and not has_lost_steps:
                 raise Violation(f"{generation} has slots promised to no step")
-        if self._quota.queued_tokens:
-            raise Violation(f"{self._quota.queued_tokens} tokens of the quota are held at rest")
+        preparer = engine._supervisor._preparers[EmbedRequest]
+        assert isinstance(preparer, InputPreparer)
+        if held := preparer.image_memory.num_bytes:
+            raise Violation(f"{held} bytes of images are held at rest")
+        for quota in (self._quota, self._holder):
+            if quota.queued_tokens or quota.num_requests:
+                held = f"{quota.num_requests} requests and {quota.queued_tokens} tokens"
+                raise Violation(f"{held} of {quota.name} are held at rest")
         ended = totals.requests_total
         counted = sum(getattr(ended, name) for name in ended.__slots__)
-        if counted != len(self.world.clients):
-            raise Violation(f"{counted} ends counted of {len(self.world.clients)} requests")
+        asked = len(self.world.clients) + self._num_continued
+        if counted != asked:
+            raise Violation(f"{counted} ends counted of {asked} requests")
 
 
 def simulate(

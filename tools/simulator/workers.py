@@ -16,6 +16,9 @@ from engine.errors import WorkerLost
 from engine.replica.watchdog import StepWatch, Watchdog
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner
+from engine.worker.process.answers import GRACE_S, Answer, Answers, OutOfStep
+from engine.worker.process.group import WorkerGroup
+from engine.worker.process.messages import raised
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +98,146 @@ class WorkerProcess:
         """Close the runner."""
         self.kill("closed")
         os.close(self.sentinel)
+        self._runner.close()
+
+
+class FakeRank:
+    """The process of one rank, as `engine.worker.process.group.RankProcess`. ``steps`` are the
+    plans that it took, which must be those of the other ranks."""
+
+    def __init__(self) -> None:
+        self.sentinel, self._alive = os.pipe()
+        self.is_alive = True
+        self.steps: list[object] = []
+        self.num_collectives = 0
+
+    def kill(self, why: str) -> None:
+        """Kill the process."""
+        if self.is_alive:
+            self.is_alive = False
+            os.close(self._alive)
+
+    def end(self, patience_s: float) -> str:
+        """Return how the process ended. The kernel has ended it, if it was killed."""
+        return "ended"
+
+    def ask_to_end(self) -> None:
+        """Do nothing: `close` ends it."""
+
+    def close(self) -> None:
+        """End the process and close its pipe."""
+        self.kill("closed")
+        if self.sentinel >= 0:
+            os.close(self.sentinel)
+            self.sentinel = -1
+
+    def dump_stacks(self) -> None:
+        """Do nothing."""
+
+    def rss_bytes(self) -> int:
+        """Return the resident memory, which is none."""
+        return 0
+
+
+class GroupWorker(WorkerProcess):
+    """A fake in the processes of a group: rank 0 has the runner, and the others only count.
+
+    The group's ends and what follows from the ranks' answers are those of production
+    (`WorkerGroup`, `Answers`). ``draw_failures`` returns the ranks that fail in a step by
+    themselves, and where: before their collective or after it. ``on_violation`` is called with what
+    must not be.
+    """
+
+    def __init__(
+        self,
+        runner: BreakingRunner,
+        size: int,
+        draw_death: Callable[[WorkerProcess], None],
+        draw_failures: Callable[[int], dict[int, bool]],
+        note_grace: Callable[[float], None],
+        on_violation: Callable[[str], None],
+    ) -> None:
+        self._runner: BreakingRunner = runner
+        self._draw_death = draw_death
+        self._draw_failures = draw_failures
+        self._note_grace = note_grace
+        self._on_violation = on_violation
+        self.group = WorkerGroup("group", [FakeRank() for _ in range(size)])
+        self.is_dead = False
+
+    @property
+    def sentinel(self) -> int:  # type: ignore[override]
+        """The descriptor that shows the death of a rank."""
+        return self.group.sentinel
+
+    def execute(self, plan: Any) -> Any:
+        """Execute a plan on every rank that is alive, and return what rank 0 computed."""
+        if not self.is_dead:
+            self._draw_death(self)
+        if self.is_dead:
+            raise self.lost()
+        ranks = self.group.ranks
+        answers = Answers(len(ranks), is_step=True)
+        failures = self._draw_failures(len(ranks))
+        if failures:
+            self._runner.script.step_faults[self._runner.steps] = RuntimeError("drawn")
+        result, error = self._execute_whole(plan)
+        # A rank waits in the collective for one that failed before it, and then never answers. If
+        # all ranks fail, none waits: a device computes behind its rank, which may be further.
+        waits = len(failures) < len(ranks) and any(failures.values())
+        for number, rank in enumerate(ranks):
+            is_before = failures.get(number, False)
+            rank.num_collectives += not is_before
+            if error is None or (failures and number not in failures):
+                if not waits:
+                    rank.steps.append(plan.plan_id)
+                    answers.take(number, Answer("done", None))
+            elif is_before or not waits:
+                answers.take(number, Answer("raised", raised(error, rank.num_collectives)))
+        try:
+            if not answers.is_over:
+                self._note_grace(GRACE_S)
+                raise answers.give_up()
+            answers.in_order()
+        except OutOfStep as lost:
+            self.kill(str(lost))
+            raise self.lost() from lost
+        states = {(len(rank.steps), rank.num_collectives) for rank in ranks}
+        if len(states) > 1:
+            self._on_violation(f"the ranks of a group go on in different states: {states}")
+        if error is not None:
+            raise error
+        return result
+
+    def _execute_whole(self, plan: Any) -> tuple[Any, Exception | None]:
+        """Execute a plan on rank 0. A fault of the runner is the same on every rank."""
+        try:
+            return self._runner.execute(plan), None
+        except Exception as error:
+            return None, error
+
+    def lost(self) -> WorkerLost:
+        """End the group and return the error for a lost worker."""
+        self.is_dead = True
+        self.group.end(0.0)
+        if any(rank.is_alive for rank in self.group.ranks):
+            self._on_violation("a rank lives on after its group has ended")
+        return WorkerLost("drawn")
+
+    def kill(self, why: str) -> None:
+        """Kill the group."""
+        self.is_dead = True
+        self.group.kill(why)
+
+    def kill_rank(self, number: int) -> None:
+        """Let one rank die."""
+        self.is_dead = True
+        self.group.ranks[number % len(self.group.ranks)].kill("drawn")
+
+    def close(self) -> None:
+        """Close the runner and every rank."""
+        self.is_dead = True
+        self.group.close()
         self._runner.close()
 
 

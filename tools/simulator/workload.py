@@ -7,13 +7,13 @@ comes up.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
-from tools.simulator import pool_faults
+from tools.simulator import adapters, pool_faults, resumption
 from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_client
-from tools.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder
+from tools.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
 from tools.simulator.oracle import MAX_MODEL_LEN
 
 FAULTS = (
@@ -39,6 +39,8 @@ FAULTS = (
     "broken_runner",
     "encoders",
     pool_faults.FAULT,
+    resumption.FAULT,
+    adapters.FAULT,
 )
 SHARES = {  # of worlds that have the fault; these faults end a world early, or take much from it
     "drain": 0.3,
@@ -47,8 +49,8 @@ SHARES = {  # of worlds that have the fault; these faults end a world early, or 
     "engine_cancelled": 0.1,
     "broken_runner": 0.1,
 }
-# The faults that the world's own numbers draw; the last fault is drawn separately.
-DRAWN = tuple(name for name in FAULTS if name != pool_faults.FAULT)
+# The faults that the world's own numbers draw; the last three are drawn separately.
+DRAWN = FAULTS[:-3]
 LOAD_ERRORS = ("refused", "raised", "exited")
 
 
@@ -80,7 +82,9 @@ class World:
     cancelled_at_s: float | None = None
     broken_at_step: int | None = None
     quota_tokens: int | None = None  # of waiting prompts of the clients in process
+    has_images: bool = False  # the embedding model reads images, too
     pool: pool_faults.PoolFaults = field(default_factory=pool_faults.PoolFaults)
+    adapters: tuple[adapters.Operation, ...] = ()
 
 
 def draw_world(
@@ -95,6 +99,10 @@ def draw_world(
     drawn = frozenset(name for name in DRAWN if rng.random() < SHARES.get(name, 0.5))
     if pool_faults.is_drawn(seed):
         drawn |= {pool_faults.FAULT}
+    if resumption.is_drawn(seed):
+        drawn |= {resumption.FAULT}
+    if adapters.is_drawn(seed):
+        drawn |= {adapters.FAULT}
     active = drawn if faults is None else faults
     block_size = rng.choice([1, 4, 16])
     least = -(-MAX_MODEL_LEN // block_size)
@@ -116,10 +124,19 @@ def draw_world(
         ask_encoder(rng, client, index, active, step_s, is_named=is_named)
         for index, client in enumerate(clients[num_requests:])
     )
+    images = random.Random(f"images {seed}")  # numbers of its own: other worlds stay the same
+    has_images = num_encodes > 0 and images.random() < 0.5
+    if has_images:
+        clients = tuple(show_images(images, client) for client in clients)
+        config = replace(config, models=tuple(map(_reading_images, config.models)))
     pool = pool_faults.PoolFaults()
     if pool_faults.FAULT in active:
         config, pool = pool_faults.crowd(seed, config, duration, num_blocks * block_size)
         clients = pool_faults.ask_the_spare(seed, clients)
+    if resumption.FAULT in active:
+        clients = resumption.cut(seed, clients)
+    if adapters.FAULT in active:
+        config, clients = adapters.add(config), adapters.ask(seed, clients)
     return World(
         seed=seed,
         pool=pool,
@@ -147,6 +164,8 @@ def draw_world(
         cancelled_at_s=rng.uniform(0, duration) if "engine_cancelled" in active else None,
         broken_at_step=rng.randint(0, num_requests) if "broken_runner" in active else None,
         quota_tokens=rng.choice([None, 2000]) if "bursts" in active else None,
+        has_images=has_images,
+        adapters=adapters.operations(seed, duration) if adapters.FAULT in active else (),
     )
 
 
@@ -186,6 +205,11 @@ def _draw_encoders(rng: random.Random) -> list[ModelConfig]:
         ModelConfig(name, lazy=is_lazy, capability=kind if is_told else None)
         for name, kind in kinds
     ]
+
+
+def _reading_images(model: ModelConfig) -> ModelConfig:
+    is_embedder = model.capability is Capability.TEXT_EMBEDDING
+    return replace(model, capability=Capability.IMAGE_EMBEDDING) if is_embedder else model
 
 
 def _draw_operations(

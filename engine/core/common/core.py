@@ -42,6 +42,19 @@ PlanT = TypeVar("PlanT", bound=Plan)
 PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
 
 
+class DraftCounts(NamedTuple):
+    """Drafts since the start: ``rows`` verified ``drafted`` tokens, of which ``accepted`` were
+    right. ``by_position`` [k] counts the drafts that were right up to their token k, from 0."""
+
+    rows: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    by_position: tuple[int, ...] = ()
+
+
+NO_DRAFTS = DraftCounts()
+
+
 @dataclass(frozen=True, slots=True)
 class CoreStatistics:
     """A snapshot of one scheduler. A field that a kind of work does not have is 0.
@@ -71,6 +84,7 @@ class CoreStatistics:
     preemptions: int = 0
     late_results: int = 0
     plans_discarded: int = 0
+    drafts: DraftCounts = NO_DRAFTS
 
 
 class CoreConfig(Protocol):

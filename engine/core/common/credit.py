@@ -12,6 +12,8 @@ Lifecycle of a slot: `try_reserve` (a plan includes the row) → `fill` (the row
 
 from __future__ import annotations
 
+import math
+
 from engine.errors import EngineBug
 
 
@@ -21,19 +23,21 @@ class Credit:
     ``capacity`` is at least 1. ``free``, ``reserved`` and ``filled`` are read-only outside, with
     one exception: the two loops over a step's decodes reserve and fill a slot in place, to save the
     cost of a call. `mark_starved` sets ``starved`` when a reservation failed; the first `release`
-    after that clears it and returns True.
+    after that clears it and returns True. ``waits_until``, on the engine's clock, is set by the
+    reader's side: the request does not stall before.
     """
 
-    __slots__ = ("beside", "capacity", "free", "reserved", "starved")
+    __slots__ = ("again", "capacity", "free", "reserved", "starved", "waits_until")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ValueError("a stream's buffer holds at least 1 message")
         self.capacity = capacity
-        self.beside = 0  # slots of the capacity that no plan can reserve (`widen`)
         self.free = capacity  # slots that neither hold a message nor are promised to a plan
         self.reserved = 0  # slots promised to plans in flight
+        self.again = 0  # messages without slots that the reader is to take first
         self.starved = False
+        self.waits_until = -math.inf  # the reader has left, and may come back until then
 
     def __repr__(self) -> str:
         return f"<Credit {self.filled}+{self.reserved}/{self.capacity}>"
@@ -43,12 +47,6 @@ class Credit:
         """Messages that were made and that the reader has not taken yet."""
         return self.capacity - self.free - self.reserved
 
-    def widen(self, count: int) -> None:
-        """Add ``count`` slots for messages that no plan reserves. They count as filled from now on,
-        as if these messages were made already and waited for the reader."""
-        self.capacity += count
-        self.beside += count
-
     def try_reserve(self, count: int = 1) -> bool:
         """Promise ``count`` slots to a plan, all or none. Return whether they were free."""
         if self.free < count:
@@ -56,6 +54,15 @@ class Credit:
         self.free -= count
         self.reserved += count
         return True
+
+    def send_again(self, count: int, num_undelivered: int = 0) -> bool:
+        """Let a new reader take ``count`` messages that were delivered to the former one. After
+        them it gets ``num_undelivered`` messages that were made and not delivered to any reader
+        yet. The former reader may have freed slots of the first ones, or may have taken messages
+        without freeing their slots. Return as `release`."""
+        delivered = self.filled - num_undelivered
+        self.again = max(0, count - delivered)
+        return self.release(max(0, delivered - count))
 
     def cancel(self, count: int = 1) -> None:
         """Give promised slots back, because their rows made no message.
@@ -89,8 +96,12 @@ class Credit:
         Raises:
             EngineBug: Fewer messages wait.
         """
-        if count > self.filled:
+        if count > self.filled + self.again:
             raise EngineBug(f"{count} messages released of {self.filled} filled")
+        if self.again:
+            without = min(self.again, count)
+            self.again -= without
+            count -= without
         self.free += count
         was_starved = self.starved
         if count:

@@ -1,15 +1,18 @@
 """The stall timeout: when a parked request ends because its reader takes nothing.
 
-Both functions compute ``parked_since + timeout_s``. If one of them computed a difference instead,
-it would round differently: the loop would wake up when nothing is stalled yet, again and again.
+Both functions compare with `_stalls_at`. If one of them computed a difference instead, it would
+round differently: the loop would wake up when nothing is stalled yet, again and again.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from engine.core.common.credit import Credit
 
 
 class Parkable(Protocol):
@@ -20,6 +23,11 @@ class Parkable(Protocol):
         """Since when it is parked, in seconds of the engine's clock; None if it is not parked."""
         ...
 
+    @property
+    def credit(self) -> Credit:
+        """The credit of its stream, which says how long its reader may be away."""
+        ...
+
 
 ParkableT = TypeVar("ParkableT", bound=Parkable)
 
@@ -27,14 +35,18 @@ ParkableT = TypeVar("ParkableT", bound=Parkable)
 def next_stall(parked: Iterable[Parkable], timeout_s: float, now: float) -> float | None:
     """Return when the first of the parked requests stalls, at least ``now``; None if no request is
     parked."""
-    since = [one.parked_since for one in parked if one.parked_since is not None]
-    return max(now, min(since) + timeout_s) if since else None
+    stalls = [_stalls_at(one, timeout_s) for one in parked]
+    first = min(stalls, default=math.inf)
+    return None if first == math.inf else max(now, first)
 
 
 def stalled(parked: Iterable[ParkableT], timeout_s: float, now: float) -> list[ParkableT]:
     """Return the requests that have been parked for ``timeout_s``."""
-    return [
-        one
-        for one in parked
-        if one.parked_since is not None and now >= one.parked_since + timeout_s
-    ]
+    return [one for one in parked if now >= _stalls_at(one, timeout_s)]
+
+
+def _stalls_at(one: Parkable, timeout_s: float) -> float:
+    """Return when a request stalls; infinity if it is not parked."""
+    if one.parked_since is None:
+        return math.inf
+    return max(one.parked_since, one.credit.waits_until) + timeout_s

@@ -5,7 +5,7 @@ Rule: everything here is a frozen value that pickles without torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NewType
 
@@ -35,11 +35,16 @@ class EndReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens counted for one choice; ``cached_tokens`` of the prompt were in the prefix cache."""
+    """Tokens counted for one choice; ``cached_tokens`` of the prompt were in the prefix cache.
+    ``resumed_tokens`` of the completion were generated for the requests that this one continues.
+    ``drafted_tokens`` were guessed ahead; ``accepted_tokens`` of them are in the completion."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    resumed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,8 @@ class Explanation:
 
     ``position`` is its place in the waiting queue: 1 starts next, 0 is not in the queue.
     ``estimate_s`` is the time until it starts, None if that is unknown or it has started.
-    ``computed_tokens`` have their KV values in the pool.
+    ``computed_tokens`` have their KV values in the pool. Of its choices together,
+    ``drafted_tokens`` were guessed ahead, and ``accepted_tokens`` of them were right.
     """
 
     state: str
@@ -74,3 +80,12 @@ class Explanation:
     computed_tokens: int = 0
     blocks: int = 0
     parked_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def waiting_for_client(self, left_s: float) -> Explanation:
+        """Return the same of a request that goes on for ``left_s`` without its client."""
+        what = f"its client, which lost its connection and has {left_s:.1f} s to attach"
+        return replace(
+            self, waiting_for=f"{self.waiting_for}; {what}" if self.waiting_for else what
+        )

@@ -3,7 +3,9 @@
 Rule 1: requests go on in the queue's order, and the first that can go on is in the next step
 whatever the length of its input, so that no request starves. Rule 2: an input in a step has a
 message slot of its request's credit. A request without free slots is left out, and no other request
-waits for it.
+waits for it. Rule 3: a step has inputs of one kind. Where texts and images wait, they take turns,
+so that either waits for one step of the other at most; rule 1 holds among the inputs of the kind
+whose turn it is.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.config import EncoderConfig
     from engine.core.encode.live_request import LiveEncode
+    from engine.core.encode.types import InputKind
     from engine.core.encode.waiting_queue import WaitingQueue
 
 
 class BatchBuilder:
     """Chooses the inputs of one step, of at most ``budget`` tokens with the padding.
 
-    ``only_begun``: only requests that have been in a step before go on. ``chosen`` are the inputs
-    (by index), each with its request. ``starved`` are the requests that were left out because their
-    reader has not taken the results that wait for it.
+    ``only_begun``: only requests that have been in a step before go on. ``after`` is the kind of
+    the step before. ``chosen`` are the inputs (by index), each with its request. ``starved`` are
+    the requests that were left out because their reader has not taken the results that wait for it.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class BatchBuilder:
         budget: int,
         *,
         only_begun: bool,
+        after: InputKind | None = None,
     ) -> None:
         self.chosen: list[tuple[LiveEncode, int]] = []
         self.starved: list[LiveEncode] = []
@@ -40,31 +44,41 @@ class BatchBuilder:
         self._now = now
         self._budget = budget
         self._only_begun = only_begun
+        self._after = after
         self._longest = 0
 
     def build(self) -> None:
         """Choose the inputs and reserve a message slot for each. Remove requests that have no
         inputs left from the queue."""
-        for live in self._queue.in_order(self._now):
-            if self._may_go_on(live) and not self._take_inputs(live):
+        for kind in self._kinds():
+            for live in self._queue.in_order(self._now):
+                if kind in live.left and self._may_go_on(live) and not self._take(live, kind):
+                    break
+            if self.chosen:
                 break
         for live in dict.fromkeys(live for live, _ in self.chosen):
             if not live.left:
                 self._queue.remove(live)
 
+    def _kinds(self) -> list[InputKind]:
+        """Return the kinds of the inputs that wait, that of the step before last."""
+        kinds = [kind for kind, number in self._queue.num_by_kind.items() if number]
+        return sorted(kinds, key=lambda kind: kind is self._after)
+
     def _may_go_on(self, live: LiveEncode) -> bool:
         """Return whether the request may be in a step, and its deadline has not passed."""
         return (live.started_at is not None or not self._only_begun) and not live.is_late(self._now)
 
-    def _take_inputs(self, live: LiveEncode) -> bool:
-        """Choose inputs of a request while they fit and it has message slots. Return False if the
-        step is full."""
-        while live.left:
-            index = live.left[0]
+    def _take(self, live: LiveEncode, kind: InputKind) -> bool:
+        """Choose inputs of a kind of a request while they fit and it has message slots. Return
+        False if the step is full."""
+        while kind in live.left:
+            index = live.left[kind][0]
             if not self._fits(live.length(index)):
                 return False
             if not live.credit.try_reserve():
-                if live.credit.filled:  # otherwise this step holds all its slots
+                # otherwise this step holds all its slots
+                if live.credit.filled and live not in self.starved:
                     self.starved.append(live)
                 return True
             self._longest = max(self._longest, live.length(index))

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
-    from engine.core.encode.types import EncodeRequest
+    from engine.core.encode.types import EncodeRequest, InputKind
 
 
 class LiveEncode:
     """A request that was accepted. Each of its inputs is in ``left``, or in the step in flight
-    (``in_step`` of them), or done.
+    (``in_step`` of them), or done. ``left`` has the inputs by kind, and no kind without inputs.
 
     The request is in the waiting queue while inputs are left and it is not parked. ``is_ended``:
     its `Finished` event was emitted; the results of its rows that are still in a step are dropped.
@@ -47,13 +47,15 @@ class LiveEncode:
         self.is_ended = False
         # Longest first: neighbours in a batch are then of similar length, and a step that will run
         # out of memory does so early.
-        lengths = [len(one.token_ids) for one in request.inputs]
-        self.left = deque(sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)))
+        lengths = [one.num_tokens for one in request.inputs]
+        self.left: dict[InputKind, deque[int]] = {}
+        for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+            self.left.setdefault(request.inputs[index].kind, deque()).append(index)
         self.num_tokens = self.tokens_left = sum(lengths)
 
     def __repr__(self) -> str:
         return (
-            f"<LiveEncode {self.request.request_id} {self.phase} {len(self.left)} left, "
+            f"<LiveEncode {self.request.request_id} {self.phase} {self.num_left} left, "
             f"{self.in_step} in the step, {self.num_done} done>"
         )
 
@@ -69,9 +71,18 @@ class LiveEncode:
         """Whether the request is in the waiting queue: inputs are left, and it is not parked."""
         return bool(self.left) and self.parked_since is None
 
+    @property
+    def num_left(self) -> int:
+        """How many inputs are neither in the step nor done."""
+        return sum(map(len, self.left.values()))
+
     def length(self, index: int) -> int:
         """Return the number of tokens of one of its inputs."""
-        return len(self.request.inputs[index].token_ids)
+        return self.request.inputs[index].num_tokens
+
+    def is_left(self, index: int) -> bool:
+        """Return whether an input is neither in the step nor done."""
+        return index in self.left.get(self.request.inputs[index].kind, ())
 
     def is_late(self, now: float) -> bool:
         """Return whether the deadline has passed; the request is then about to be cancelled."""
@@ -79,10 +90,14 @@ class LiveEncode:
 
     def take(self, index: int, now: float) -> None:
         """Move an input that was left into a step."""
-        if self.left[0] == index:
-            self.left.popleft()
+        kind = self.request.inputs[index].kind
+        same = self.left[kind]
+        if same[0] == index:
+            same.popleft()
         else:
-            self.left.remove(index)
+            same.remove(index)
+        if not same:
+            del self.left[kind]
         self.tokens_left -= self.length(index)
         self.in_step += 1
         if self.started_at is None:
@@ -92,7 +107,7 @@ class LiveEncode:
         """Move an input out of a step that failed. ``left`` stays sorted if the inputs of a step
         are put back in the plan's order, the shortest first."""
         self.in_step -= 1
-        self.left.appendleft(index)
+        self.left.setdefault(self.request.inputs[index].kind, deque()).appendleft(index)
         self.tokens_left += self.length(index)
 
     def park(self, now: float) -> None:

@@ -49,7 +49,7 @@ from engine.core.common.types import (
 from engine.core.encode.batch import BatchBuilder
 from engine.core.encode.explain import explain
 from engine.core.encode.live_request import LiveEncode
-from engine.core.encode.types import Encoded, EncodePlan, EncodeRow
+from engine.core.encode.types import Encoded, EncodeInput, EncodePlan, EncodeRow
 from engine.core.encode.waiting_queue import WaitingQueue
 from engine.errors import EngineBug, RequestTooLarge
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from engine.config import EncoderConfig
     from engine.core.common.events import InputEvent, OutputEvent
     from engine.core.common.steps import StepFailure
-    from engine.core.encode.types import EncodeRequest, EncodeResult
+    from engine.core.encode.types import EncodeRequest, EncodeResult, InputKind
     from engine.errors import TrioletError
 
 
@@ -79,6 +79,7 @@ class EncodeScheduler:
         self._queue = WaitingQueue(config.aging_s)
         self._parked: dict[RequestId, LiveEncode] = {}
         self._step: _Step | None = None
+        self._last_kind: InputKind | None = None  # of the inputs of the last step
         self._pause: PauseMode | None = None
         self._suspects: deque[tuple[LiveEncode, int]] = deque()  # rows of a failed step, run alone
         self._events: list[OutputEvent] = []
@@ -152,6 +153,7 @@ class EncodeScheduler:
             for live, index in chosen
         )
         plan = EncodePlan(PlanId(next(self._plan_ids)), rows)
+        self._last_kind = plan.kind
         self._step = _Step(plan, chosen, now)
         self._steps += 1
         self._rows += len(rows)
@@ -170,7 +172,12 @@ class EncodeScheduler:
             return [suspect]
         only_begun = self._pause is not None
         batch = BatchBuilder(
-            self._queue, self.config, now, self._budget.tokens, only_begun=only_begun
+            self._queue,
+            self.config,
+            now,
+            self._budget.tokens,
+            only_begun=only_begun,
+            after=self._last_kind,
         )
         batch.build()
         for live in batch.starved:
@@ -182,7 +189,7 @@ class EncodeScheduler:
         A row whose reader has no room is left to a later batch."""
         while self._suspects:
             live, index = self._suspects.popleft()
-            if live.is_ended or index not in live.left or live.is_late(now):
+            if live.is_ended or not live.is_left(index) or live.is_late(now):
                 continue
             if not live.credit.try_reserve():
                 continue
@@ -213,7 +220,7 @@ class EncodeScheduler:
         if refused is not None:
             return refused
         for index, one in enumerate(request.inputs):
-            if len(one.token_ids) > config.max_model_len:
+            if isinstance(one, EncodeInput) and len(one.token_ids) > config.max_model_len:
                 return RequestTooLarge.of(
                     f"inputs[{index}]",
                     f"has {len(one.token_ids)} tokens, of at most {config.max_model_len}",
@@ -267,7 +274,7 @@ class EncodeScheduler:
             return
         credit = live.credit
         live.unpark(now)
-        if credit.filled and credit.free < min(len(live.left), (credit.capacity + 1) // 2):
+        if credit.filled and credit.free < min(live.num_left, (credit.capacity + 1) // 2):
             credit.mark_starved()
             live.park(now)
             return
@@ -300,7 +307,7 @@ class EncodeScheduler:
                 continue
             live.credit.fill()
             live.num_done += 1
-            tokens = len(row.input.token_ids)
+            tokens = row.input.num_tokens
             self._events.append(Encoded(live.request.request_id, index, got.values, tokens))
             if live.num_done == len(live.request.inputs):
                 self._end(live, EndReason.STOP, now)
@@ -376,7 +383,7 @@ class EncodeScheduler:
         """
         rows = [] if self._step is None else self._step.rows
         ending = sum(live.is_ended for live, _ in rows)
-        parked = sum(len(live.left) for live in self._parked.values())
+        parked = sum(live.num_left for live in self._parked.values())
         return CoreStatistics(
             running=len(rows) - ending,
             waiting=self._queue.num_inputs,
@@ -406,10 +413,14 @@ class EncodeScheduler:
             assert live.left or not is_parked, f"{live} is parked for nothing"
             places = queued.count(live)
             assert places == (1 if live.left and not is_parked else 0), f"{live} is lost"
-            assert live.in_step + len(live.left) + live.num_done == len(live.request.inputs)
-            assert live.tokens_left == sum(map(live.length, live.left))
-            lengths = [live.length(index) for index in live.left]
-            assert lengths == sorted(lengths, reverse=True), f"{live}: not longest first"
+            assert live.in_step + live.num_left + live.num_done == len(live.request.inputs)
+            tokens_left = 0
+            for same in live.left.values():
+                lengths = [live.length(index) for index in same]
+                assert lengths, f"{live} lists a kind without inputs"
+                assert lengths == sorted(lengths, reverse=True), f"{live}: not longest first"
+                tokens_left += sum(lengths)
+            assert live.tokens_left == tokens_left, f"{live}: its tokens are miscounted"
         assert len(queued) + len(self._parked) <= len(self._requests)
         for live in {*self._requests.values(), *(live for live, _ in rows)}:
             own = sum(1 for one, _ in rows if one is live)

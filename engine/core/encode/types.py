@@ -1,13 +1,15 @@
 """The values of encoders: their requests, the plan that goes to a worker, and the result.
 
 Rule 1: every class here is a value that pickles without torch (D8). Rule 2: an input is one
-sequence of tokens, encoded once; a request has several, and each has one result.
+sequence of tokens, or one image, and is encoded once; a request has several, and each has one
+result. Rule 3: a step has inputs of one kind.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from engine.core.common.steps import RowFailure, StepTimings
 
@@ -15,18 +17,53 @@ if TYPE_CHECKING:
     from array import array
 
     from engine.core.common.types import PlanId, RequestId, SequenceId
+    from engine.images.fit import FittedImage
+
+
+class InputKind(Enum):
+    """The kinds of inputs."""
+
+    TEXT = "text"
+    IMAGE = "image"
 
 
 class EncodeInput(NamedTuple):
-    """One input as the model reads it, special tokens included.
+    """One text as the model reads it, special tokens included.
 
     ``type_ids`` has one number for each token; empty stands for all 0. The first ``prompt_tokens``
-    tokens are the model's own prompt, which some models leave out of their pooling.
+    tokens are the model's own prompt, which some models leave out of their pooling. A model that
+    reads nothing shorter pads the text to ``width`` tokens, alone as in a batch.
     """
 
     token_ids: tuple[int, ...]
     type_ids: tuple[int, ...] = ()
     prompt_tokens: int = 0
+    width: int = 0
+
+    @property
+    def kind(self) -> InputKind:
+        """A text."""
+        return InputKind.TEXT
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that are computed."""
+        return max(len(self.token_ids), self.width)
+
+
+class ImageInput(NamedTuple):
+    """One image as the model reads it. ``num_tokens`` are the tokens that the model makes of it."""
+
+    image: FittedImage
+    num_tokens: int
+
+    @property
+    def kind(self) -> InputKind:
+        """An image."""
+        return InputKind.IMAGE
+
+
+AnyInput: TypeAlias = EncodeInput | ImageInput
 
 
 class TokenizedInput(NamedTuple):
@@ -55,7 +92,7 @@ class EncodeRequest:
     """
 
     request_id: RequestId
-    inputs: tuple[EncodeInput, ...]
+    inputs: tuple[AnyInput, ...]
     arrival: float
     options: EncodeOptions = field(default_factory=EncodeOptions)
     priority: int = 0
@@ -64,7 +101,7 @@ class EncodeRequest:
     @property
     def num_tokens(self) -> int:
         """Tokens of all inputs together."""
-        return sum(len(one.token_ids) for one in self.inputs)
+        return sum(one.num_tokens for one in self.inputs)
 
     @property
     def num_tokens_ahead(self) -> int:
@@ -88,26 +125,33 @@ class EncodeRow(NamedTuple):
     """One input in a step, which computes all of it."""
 
     sequence: SequenceId
-    input: EncodeInput
+    input: AnyInput
     options: EncodeOptions
 
 
 @dataclass(frozen=True, slots=True)
 class EncodePlan:
-    """One step of an encoder over ``rows``, sorted by length, shortest first."""
+    """One step of an encoder over ``rows``, inputs of one kind, sorted by length, shortest
+    first."""
 
     plan_id: PlanId
     rows: tuple[EncodeRow, ...]
 
     @property
+    def kind(self) -> InputKind:
+        """The kind of the step's inputs."""
+        return self.rows[0].input.kind
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the step computes, with every row padded to the longest."""
-        return len(self.rows) * len(self.rows[-1].input.token_ids)
+        return len(self.rows) * self.rows[-1].input.num_tokens
 
     def journal_line(self) -> str:
         """Return the plan in one stable line: the lengths of its rows."""
-        lengths = ",".join(str(len(row.input.token_ids)) for row in self.rows)
-        return f"plan {self.plan_id}: {lengths}"
+        lengths = ",".join(str(row.input.num_tokens) for row in self.rows)
+        kind = "" if self.kind is InputKind.TEXT else f"{self.kind.value} "
+        return f"plan {self.plan_id}: {kind}{lengths}"
 
 
 class EncodeRowResult(NamedTuple):

@@ -12,6 +12,8 @@ from heapq import merge
 from math import floor
 from typing import TYPE_CHECKING
 
+from engine.core.encode.types import InputKind
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -22,13 +24,14 @@ class WaitingQueue:
     """Requests in the order in which they go on. A request gains one level of priority for each
     ``aging_s`` seconds that it waits, so that no request starves.
 
-    ``num_inputs`` are the inputs that are left of all requests in the queue, ``num_tokens`` the
-    tokens of these inputs, and ``peak_inputs`` is how many inputs there have been at most. All are
-    read-only outside.
+    ``num_inputs`` are the inputs that are left of all requests in the queue, ``num_by_kind`` how
+    many of them are of which kind, ``num_tokens`` the tokens of these inputs, and ``peak_inputs``
+    is how many inputs there have been at most. All are read-only outside.
     """
 
     def __init__(self, aging_s: float) -> None:
         self.num_inputs = self.num_tokens = self.peak_inputs = 0
+        self.num_by_kind = dict.fromkeys(InputKind, 0)
         self._aging_s = aging_s
         self._by_priority: dict[int, list[LiveEncode]] = {}
         self._size = 0
@@ -40,7 +43,7 @@ class WaitingQueue:
         """Put a request in its place."""
         insort(self._by_priority.setdefault(live.request.priority, []), live, key=_rank)
         self._size += 1
-        self._count(len(live.left), live.tokens_left)
+        self._count_left(live, 1)
 
     def remove(self, live: LiveEncode) -> None:
         """Take out a request that is in the queue."""
@@ -52,14 +55,14 @@ class WaitingQueue:
         if not same:
             del self._by_priority[priority]
         self._size -= 1
-        self._count(-len(live.left), -live.tokens_left)
+        self._count_left(live, -1)
 
     def take(self, live: LiveEncode, index: int, now: float) -> None:
         """Move an input of a request into a step. The caller must `remove` a request that has no
         inputs left, but not while it iterates over `in_order`."""
         live.take(index, now)
         if live.parked_since is None:
-            self._count(-1, -live.length(index))
+            self._count(live, index, -1)
 
     def put_back(self, live: LiveEncode, index: int) -> None:
         """Move an input out of a step that failed. Its request is then in the queue again, unless
@@ -67,13 +70,23 @@ class WaitingQueue:
         was_queued = live.is_queued
         live.put_back(index)
         if was_queued:
-            self._count(1, live.length(index))
+            self._count(live, index, 1)
         elif live.is_queued:
             self.add(live)
 
-    def _count(self, inputs: int, tokens: int) -> None:
-        self.num_inputs += inputs
-        self.num_tokens += tokens
+    def _count_left(self, live: LiveEncode, sign: int) -> None:
+        """Count all inputs that are left of a request; with ``sign`` -1, count them no more."""
+        for kind, same in live.left.items():
+            self.num_by_kind[kind] += sign * len(same)
+        self.num_inputs += sign * live.num_left
+        self.num_tokens += sign * live.tokens_left
+        self.peak_inputs = max(self.peak_inputs, self.num_inputs)
+
+    def _count(self, live: LiveEncode, index: int, sign: int) -> None:
+        """Count one input of a request; with ``sign`` -1, count it no more."""
+        self.num_by_kind[live.request.inputs[index].kind] += sign
+        self.num_inputs += sign
+        self.num_tokens += sign * live.length(index)
         self.peak_inputs = max(self.peak_inputs, self.num_inputs)
 
     def in_order(self, now: float) -> Iterator[LiveEncode]:
@@ -93,7 +106,9 @@ class WaitingQueue:
         """
         assert self._size == sum(map(len, self._by_priority.values()))
         assert self.num_tokens == sum(live.tokens_left for live in self.in_order(0.0))
-        assert self.num_inputs == sum(len(live.left) for live in self.in_order(0.0))
+        for kind, number in self.num_by_kind.items():
+            assert number == sum(len(live.left.get(kind, ())) for live in self.in_order(0.0)), kind
+        assert self.num_inputs == sum(self.num_by_kind.values())
         for priority, same in self._by_priority.items():
             assert same, f"the list of priority {priority} is empty"
             assert all(live.request.priority == priority for live in same)

@@ -12,11 +12,12 @@ from engine.core.common.steps import RowFailure
 from engine.core.common.types import EndReason
 from engine.core.text.lifecycle import State
 from engine.core.text.plan import RowResult
-from engine.core.text.types import Tokens
+from engine.core.text.types import Replayed, Tokens
 from engine.errors import EngineBug
 
 if TYPE_CHECKING:
     from engine.core.common.events import OutputEvent
+    from engine.core.text.drafts import Drafts
     from engine.core.text.endings import Endings
     from engine.core.text.ledger import Ledger
     from engine.core.text.plan import Row, StepResult
@@ -28,8 +29,11 @@ class Committer:
     """Commits steps and appends their events to ``events``. ``completion_tokens`` and
     ``late_results`` count since the start."""
 
-    def __init__(self, ledger: Ledger, endings: Endings, events: list[OutputEvent]) -> None:
+    def __init__(
+        self, ledger: Ledger, endings: Endings, drafts: Drafts, events: list[OutputEvent]
+    ) -> None:
         self._ledger = ledger
+        self._drafts = drafts
         self._endings = endings
         self._events = events
         self.completion_tokens = 0
@@ -48,21 +52,28 @@ class Committer:
         emit, num_sampled = self._events.append, 0
         for seq, row in zip(step.sequences, step.rows, strict=True):
             got = next(results)
-            if got.__class__ is RowResult and seq.output and seq.state is is_running:
-                name, tokens, text, logprobs, prompt_logprobs, finish, _ = got
-                _, start, computed, _, _, _ = row
-                if tokens and finish is None and computed == 1 and name == seq.sequence_id:
+            if got.__class__ is RowResult and seq.phase == "decode" and seq.state is is_running:
+                name, tokens, text, logprobs, prompt_logprobs, finish, _, _, offered = got
+                _, start, computed, _, _, _, _ = row
+                if len(tokens) == computed == 1 and finish is None and name == seq.sequence_id:
                     end = start + 1
                     if end % size == 0:
-                        self._ledger.publish_computed(seq, end - 1, end)
-                    count = len(tokens)
+                        self._ledger.publish_computed(seq, start, end)
                     seq.output += tokens
                     seq.num_pending -= 1
-                    if count > 1:
-                        seq.num_tokens += count - 1
-                    num_sampled += count
+                    num_sampled += 1
+                    if offered:
+                        self._drafts.offer(seq, offered)
                     seq.credit.reserved -= 1
-                    event = (seq.request_id, seq.choice, tokens, text, logprobs, prompt_logprobs)
+                    event = (
+                        seq.request_id,
+                        seq.choice,
+                        tokens,
+                        text,
+                        logprobs,
+                        prompt_logprobs,
+                        False,
+                    )
                     emit(make(Tokens, event))
                     continue
             self._commit_row(seq, row, got, now)
@@ -78,13 +89,20 @@ class Committer:
         if not row.logits.samples:
             seq.num_chunks -= 1
         if seq.state is State.RUNNING and isinstance(result, RowResult):
-            self._ledger.publish_computed(seq, row.start, row.start + row.count)
-        self._take_result(seq, result, now, has_slot=row.logits.samples)
+            self._ledger.publish_computed(seq, row.start, row.start + row.count - row.drafts)
+        self._take_result(seq, result, now, row=row, has_slot=row.logits.samples)
 
     def _take_result(
-        self, seq: Sequence, result: RowResult | RowFailure, now: float, *, has_slot: bool
+        self,
+        seq: Sequence,
+        result: RowResult | RowFailure,
+        now: float,
+        *,
+        has_slot: bool,
+        row: Row | None = None,
     ) -> None:
-        """Turn a row's result into progress and events, and its message slot into a message."""
+        """Turn a row's result into progress and events, and its message slot into a message. A
+        choice that forked in the row of another one has no ``row``."""
         if has_slot:
             seq.num_pending -= 1
             seq.num_tokens -= 1
@@ -101,18 +119,30 @@ class Committer:
             detail = f"{result.phase}: {result.detail}"
             self._endings.end_request(seq.live, EndReason.FAILED, now, detail, result.violation)
             return
+        if result.finish is not None and not result.tokens:  # it had ended before it was continued
+            if has_slot:
+                seq.credit.cancel()
+            self._endings.end(seq, result.finish, now, matched=result.matched)
+            return
         if not has_slot:
             return
         if not result.tokens:
             raise EngineBug(f"{seq} was to get a token and got none")
-        self._take_tokens(seq, result, now)
+        drafts = 0 if row is None else row.drafts
+        if len(result.tokens) > 1 + drafts:
+            raise EngineBug(f"{seq} got {len(result.tokens)} tokens for {drafts} drafts")
+        self._take_tokens(seq, result, now, drafts)
 
-    def _take_tokens(self, seq: Sequence, result: RowResult, now: float) -> None:
-        if not seq.output:
+    def _take_tokens(self, seq: Sequence, result: RowResult, now: float, drafts: int) -> None:
+        if not seq.has_sampled:
             seq.enter("decode", now)
+            if result.replayed:
+                self._events.append(Replayed(seq.request_id, seq.choice, result.replayed))
         seq.output.extend(result.tokens)
         seq.num_tokens += len(result.tokens)
         self.completion_tokens += len(result.tokens)
+        if drafts:
+            self._take_drafts(seq, drafts, len(result.tokens) - 1)
         seq.credit.fill()
         self._events.append(
             Tokens(
@@ -122,7 +152,20 @@ class Committer:
                 result.text,
                 result.logprobs,
                 result.prompt_logprobs,
+                result.finish is not None,
             )
         )
         if result.finish is not None:
             self._endings.end(seq, result.finish, now, matched=result.matched)
+        elif result.offered:
+            self._drafts.offer(seq, result.offered)
+
+    def _take_drafts(self, seq: Sequence, drafts: int, accepted: int) -> None:
+        """Count the accepted drafts as computed, and give back the blocks that only the others
+        needed. In the last block, the others' keys and values are overwritten by the sequence's
+        next rows, which begin behind the accepted ones."""
+        start = seq.num_computed
+        seq.num_computed = start + accepted
+        self._ledger.publish_computed(seq, start, start + accepted)
+        self._ledger.give_back_behind(seq)
+        self._drafts.note(seq, drafts, accepted)

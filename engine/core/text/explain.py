@@ -50,6 +50,7 @@ class Explainer:
         position = self._position(seq)
         lacking = self._lacking() if position else ""
         is_to_start = position and pause is None and not seq.is_known_to_worker
+        drafts = [one.drafting for one in live.sequences if one.drafting is not None]
         return Explanation(
             state=seq.state.name,
             waiting_for=self._reason(seq, position, lacking, now, pause, steps),
@@ -60,6 +61,8 @@ class Explainer:
             computed_tokens=_start_of_rows(seq, steps),
             blocks=len(seq.blocks),
             parked_s=seq.seconds_in("parked", now),
+            drafted_tokens=sum([one.drafted for one in drafts]),
+            accepted_tokens=sum([one.accepted for one in drafts]),
         )
 
     def _furthest_behind(self, live: LiveRequest) -> Sequence:

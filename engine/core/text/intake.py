@@ -55,9 +55,9 @@ class Intake:
             takes = f"the model takes at most {config.max_model_len - 1} and one to answer"
             return FieldViolation("input", f"has {length} tokens, but {takes}")
         can_run = min(config.max_num_seqs, buffer)
-        if request.n > can_run:
+        if request.num_choices > can_run:
             return FieldViolation("n", f"is {request.n}, but {can_run} can run")
-        copies = request.n - 1 if length % config.block_size else 0
+        copies = request.num_choices - 1 if length % config.block_size else 0
         if blocks_for(length, config.block_size) + copies > config.num_blocks:
             return FieldViolation(
                 "n", f"is {request.n}, and as many copies of the prompt do not fit"

@@ -55,11 +55,13 @@ class Ledger:
         """Make a new request live, all its choices WAITING."""
         live = LiveRequest(request, credit, root=self.keys.root_of(request))
         since = min(now, request.arrival)  # it has been waiting since it arrived
-        for choice in range(request.n):
+        for choice in request.choices:
             live.sequences.append(Sequence(SequenceId(self._next_id), live, choice, since))
             self._next_id += 1
         self.requests[request.request_id] = live
-        self.waiting.add(live.parent, now)
+        for seq in live.sequences:
+            if not seq.is_attached:
+                self.waiting.add(seq, now)
         return live
 
     def start(self, seq: Sequence, now: float) -> None:
@@ -72,7 +74,7 @@ class Ledger:
             self.num_seats += self.seats_of(seq)
         seq.advance(Event.START)
         insort(self.running, seq, key=_rank)
-        seq.enter("decode" if seq.output else "prefill", now)
+        seq.enter("decode" if seq.has_sampled else "prefill", now)
 
     def preempt(self, seq: Sequence, now: float) -> None:
         """Take a sequence's blocks: a RUNNING one waits again, a PARKED one stays parked. Its
@@ -120,7 +122,7 @@ class Ledger:
                 seq.advance(Event.UNPARK_RESIDENT)
                 self.num_seats += self.seats_of(seq)
                 insort(self.running, seq, key=_rank)
-                seq.enter("decode" if seq.output else "prefill", now)
+                seq.enter("decode" if seq.has_sampled else "prefill", now)
             else:
                 seq.advance(Event.UNPARK_EVICTED)
                 if not seq.is_attached:
@@ -174,9 +176,19 @@ class Ledger:
         first, last = start // size, end // size
         if first == last or not self.keys.uses_cache(seq.live.request):
             return
-        keys = self.keys.extend(seq, end)
+        keys, observer = self.keys.extend(seq, end), self.cache.observer
         for index in range(first, last):
-            self.cache.publish(keys[index], seq.blocks[index])
+            is_new = self.cache.publish(keys[index], seq.blocks[index])
+            if is_new and observer is not None and self.keys.is_plain(seq.live.root):
+                parent = keys[index - 1] if index else None
+                observer.stored(keys[index], parent, seq.tokens(index * size, (index + 1) * size))
+
+    def give_back_behind(self, seq: Sequence) -> None:
+        """Give back the blocks behind the sequence's computed positions."""
+        needed = blocks_for(seq.num_computed, self.config.block_size)
+        behind = seq.blocks[needed:]
+        del seq.blocks[needed:]
+        self.pool.release(behind)
 
     # ---- seats
 
@@ -198,7 +210,7 @@ class Ledger:
         seq.num_computed = 0
 
     def _phase_of_waiting(self, seq: Sequence) -> str:
-        if seq.output:
+        if seq.has_sampled:
             return "decode"
         return "prefill" if seq.is_known_to_worker else "queued"
 
@@ -235,6 +247,8 @@ class Ledger:
             assert not seq.blocks, seq
         needed = blocks_for(seq.num_computed, self.config.block_size)
         assert len(seq.blocks) >= needed, seq
+        # Only a step in flight may hold blocks for more: for drafts, until they are verified.
+        assert seq.in_step or len(seq.blocks) == needed, seq
         assert seq.num_computed <= seq.num_tokens, seq
         assert seq.num_tokens == seq.num_prompt + len(seq.output) + seq.num_pending, seq
         assert min(seq.num_pending, seq.num_chunks) >= 0, seq

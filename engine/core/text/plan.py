@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 # least one of each row. This bounds the memory of their logits. A guess: 64 rows of 151,936 logits
 # are 39 MB, and a prompt of 2,048 tokens takes 32 steps.
 SCORED_TOKENS_MAX = 64
+# How many drafted tokens one row verifies. 1 + 15 positions are the most that run as decodes do
+# (`engine.worker.forward.packing.SHORT_MAX`).
+DRAFTED_TOKENS_MAX = 15
+# How many positions a step that drafts samples, all rows together: with as many rows, none drafts.
+# Reading the weights is most of such a step; 8 rows take 1.01 to 1.38 times as long as one.
+DRAFTING_STEP_MAX = 16
 
 
 class Logits(Enum):
@@ -75,6 +81,10 @@ class Row(NamedTuple):
     ``children`` (for n > 1, on the row that completes the prompt) are the sequences that fork here:
     each samples its own first token from the same logits, and `StepPlan.copies` fills the blocks
     that it does not share. ``blocks`` None: the block table is as the last step left it.
+
+    The last ``drafts`` of the positions hold tokens that the worker offered with the sequence's
+    last result (`RowResult.offered`). It samples behind each of them, too, and keeps what it
+    sampled up to the first token that differs from the draft.
     """
 
     sequence: SequenceId
@@ -83,9 +93,11 @@ class Row(NamedTuple):
     blocks: BlockDelta | None
     logits: Logits
     children: tuple[ChildFork, ...] = ()
+    drafts: int = 0
 
 
 _COUNT = itemgetter(Row._fields.index("count"))
+_DRAFTS = itemgetter(Row._fields.index("drafts"))
 
 
 class ChildFork(NamedTuple):
@@ -100,13 +112,19 @@ class ChildFork(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AdmittedSequence:
     """A sequence that the worker sees for the first time. The worker keeps its state (tokens,
-    sampler, detokeniser, constraint) until the id comes in ``released``."""
+    sampler, detokeniser, constraint) until the id comes in ``released``. ``output`` are the tokens
+    that a continued choice has already: the worker takes them as if it had sampled them.
+    ``adapter`` is the digest of the loaded adapter that the sequence is computed with; "": the base
+    model alone. ``speculates``: its next tokens may be drafted."""
 
     sequence: SequenceId
     prompt: tuple[int, ...]
     sampling: Sampling
     stops: Stops
     constraint: Constraint | None = None
+    output: tuple[int, ...] = ()
+    adapter: str = ""
+    speculates: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +147,11 @@ class StepPlan:
         """Tokens that the forward pass computes: the sum over the rows."""
         return sum(map(_COUNT, self.rows))
 
+    @property
+    def num_drafts(self) -> int:
+        """Drafted tokens that the step verifies; they are among ``num_tokens``."""
+        return sum(map(_DRAFTS, self.rows))
+
     def journal_line(self) -> str:
         """Return the plan in one stable line: each row's positions, and whether it samples."""
         return f"plan {self.plan_id}: {' '.join(map(_row_line, self.rows))}"
@@ -136,17 +159,21 @@ class StepPlan:
 
 def _row_line(row: Row) -> str:
     samples = "!" if row.logits is not Logits.NONE else ""
-    return f"{row.sequence}[{row.start}+{row.count}{samples}]"
+    drafts = f"?{row.drafts}" if row.drafts else ""
+    return f"{row.sequence}[{row.start}+{row.count}{samples}{drafts}]"
 
 
 class RowResult(NamedTuple):
     """What one sequence got from a step.
 
-    ``tokens`` is empty for an unfinished prompt. ``text`` is what may be shown now: it never ends
-    within a character, and holds nothing that could still become a stop string. ``finish`` is STOP
-    or LENGTH on the last token; ``matched`` is the stop string or stop token id that ended the
-    sequence, None for LENGTH. ``prompt_logprobs`` come all together, with the first token of
-    choice 0.
+    ``tokens`` is empty for an unfinished prompt; a row with drafts has one to ``1 + drafts``.
+    ``text`` is what may be shown now: it never ends within a character, and holds nothing that
+    could still become a stop string. ``finish`` is STOP or LENGTH on the last token; ``matched`` is
+    the stop string or stop token id that ended the sequence, None for LENGTH. ``prompt_logprobs``
+    come all together, with the first token of choice 0. ``replayed`` is the text of a continued
+    choice's earlier tokens, with its first new one. A continued choice that had ended already has a
+    ``finish`` and no tokens, in its first row. ``offered`` drafted tokens may be verified in the
+    sequence's next row.
     """
 
     sequence: SequenceId
@@ -156,6 +183,8 @@ class RowResult(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: EndReason | None = None
     matched: str | int | None = None
+    replayed: str = ""
+    offered: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ then as they were before it was planned. Each step ends once, by `keep` or `undo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.core.common.types import PlanId
@@ -28,14 +29,15 @@ class PlannedStep:
 
     ``sequences`` runs parallel to ``rows``; ``forks`` maps a parent's id to the choices that fork
     in its row; ``started`` are the sequences that this step took from the waiting queue;
-    ``pending_keys`` are the prefix-cache keys of the blocks that it computes. ``plan`` and
-    ``started_at`` are set by `seal`.
+    ``pending_keys`` are the prefix-cache keys of the blocks that it computes. ``num_drafts`` counts
+    the drafted tokens of its rows. ``plan`` and ``started_at`` are set by `seal`.
     """
 
     __slots__ = (
         "_ledger",
         "copies",
         "forks",
+        "num_drafts",
         "pending_keys",
         "plan",
         "reservation",
@@ -54,6 +56,7 @@ class PlannedStep:
         self.forks: dict[SequenceId, list[Sequence]] = {}
         self.started: list[Sequence] = []
         self.pending_keys: set[bytes] = set()
+        self.num_drafts = 0
         self.copies: list[tuple[BlockId, BlockId]] = []
         self.plan = EMPTY_PLAN
 
@@ -158,7 +161,16 @@ def _take_back_blocks(seq: Sequence, row: Row) -> list[BlockId]:
 
 
 def _admission(seq: Sequence) -> AdmittedSequence:
-    request = seq.live.request
+    request, sampling = seq.live.request, seq.live.request.sampling
+    if seq.choice:  # of a continued request, whose choices do not fork
+        sampling = replace(sampling, choice=seq.choice)
     return AdmittedSequence(
-        seq.sequence_id, request.prompt, request.sampling, request.stops, request.constraint
+        seq.sequence_id,
+        request.prompt,
+        sampling,
+        request.stops,
+        request.constraint,
+        tuple(seq.output),
+        request.adapter,
+        request.speculates,
     )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.core.common.events import PrefixObserver
     from engine.core.common.types import BlockId
     from engine.core.text.blocks import BlockPool
 
@@ -25,9 +26,11 @@ KEY_BYTES = 16
 FRESH = blake2b(digest_size=KEY_BYTES)
 
 
-def root_key(namespace: str, salt: str) -> bytes:
-    """Return the parent key of a sequence's first block."""
-    text = f"{len(namespace)}:{namespace}{salt}".encode("utf-8", "surrogatepass")
+def root_key(namespace: str, salt: str, adapter: str = "") -> bytes:
+    """Return the parent key of a sequence's first block. ``adapter`` is the digest of its content,
+    never a name, which may come to stand for another content; "": the base model alone."""
+    own = f"+{len(adapter)}:{adapter}" if adapter else ""
+    text = f"{own}{len(namespace)}:{namespace}{salt}".encode("utf-8", "surrogatepass")
     return blake2b(text, digest_size=KEY_BYTES).digest()
 
 
@@ -47,7 +50,8 @@ class PrefixCache:
     """Keys of published blocks. The pool's free list decides what is evicted, and when.
 
     ``queried_tokens`` counts the tokens of sequences that have started, ``hit_tokens`` those of
-    them that were cached.
+    them that were cached. ``observer`` hears what is forgotten; `Ledger.publish_computed`, which
+    knows the tokens, tells it what is published.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -56,6 +60,7 @@ class PrefixCache:
         self._key_of: dict[BlockId, bytes] = {}
         self.queried_tokens = 0
         self.hit_tokens = 0
+        self.observer: PrefixObserver | None = None
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -70,18 +75,23 @@ class PrefixCache:
             found.append(block)
         return tuple(found)
 
-    def publish(self, key: bytes, block: BlockId) -> None:
-        """Make a computed block matchable. A key that was published before keeps its block."""
+    def publish(self, key: bytes, block: BlockId) -> bool:
+        """Make a computed block matchable. A key that was published before keeps its block. Return
+        whether the key is new."""
         if key in self._block_of or block in self._key_of:
-            return
+            return False
         self._block_of[key] = block
         self._key_of[block] = key
         self._pool.mark_cached(block)
+        return True
 
     def forget(self, blocks: Sequence[BlockId]) -> None:
         """Forget the prefixes in blocks that the pool reuses."""
         for block in blocks:
-            del self._block_of[self._key_of.pop(block)]
+            key = self._key_of.pop(block)
+            del self._block_of[key]
+            if self.observer is not None:
+                self.observer.removed(key)
 
     def reset(self) -> None:
         """Forget everything; live sequences keep the blocks they hold."""
@@ -89,6 +99,8 @@ class PrefixCache:
             self._pool.unmark_cached(block)
         self._block_of.clear()
         self._key_of.clear()
+        if self.observer is not None:
+            self.observer.cleared()
 
     def check(self) -> None:
         """Check that both directions agree and that exactly the published blocks are marked cached.

@@ -2,7 +2,7 @@
 
 After a step that ran out of memory, the next steps compute less and the newest prompt gives its
 blocks back; after three tries the newest request fails. After any other failure, the step's rows
-run again, each alone, so that only the request that causes the failure fails.
+run again, each alone and without drafts, so that only the request that causes the failure fails.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class Recovery:
         self.suspects: deque[Sequence] = deque()
         self.oom_retries = 0
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a step has failed whose sequences have not all run again."""
+        return bool(self.suspects or self.oom_retries)
+
     def step_succeeded(self) -> None:
         """Note a step that succeeded."""
         self.oom_retries = 0
@@ -59,7 +64,7 @@ class Recovery:
         live = [seq for seq in step.sequences if seq.state not in (State.FINISHED, State.ENDING)]
         if failure.kind is FailureKind.OUT_OF_MEMORY:
             self._relieve_memory(live, failure, now)
-        elif len(step.sequences) == 1:
+        elif len(step.sequences) == 1 and not step.num_drafts:
             for seq in live:
                 self._endings.end_request(seq.live, EndReason.FAILED, now, failure.detail)
         else:
@@ -86,6 +91,6 @@ class Recovery:
             self._endings.end_request(newest.live, EndReason.FAILED, now, detail)
             return
         self._budget.halve()
-        if len(live) > 1 and newest.state is State.RUNNING and not newest.output:
+        if len(live) > 1 and newest.state is State.RUNNING and not newest.has_sampled:
             self._ledger.preempt(newest, now)
             self._on_preempt(newest)

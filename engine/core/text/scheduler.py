@@ -22,6 +22,7 @@ from engine.core.common.core import CoreStatistics, Phase
 from engine.core.common.events import (
     Admitted,
     Cancel,
+    ObservePrefixes,
     OutputEvent,
     Pause,
     PauseMode,
@@ -41,6 +42,7 @@ from engine.core.common.types import EndReason, Explanation, PlanId, RequestId
 from engine.core.text.best_rate import BestRate
 from engine.core.text.commit import Committer
 from engine.core.text.decode_pace import DecodePace
+from engine.core.text.drafts import Drafts
 from engine.core.text.endings import Endings
 from engine.core.text.explain import Explainer
 from engine.core.text.intake import Intake
@@ -74,7 +76,8 @@ class Scheduler:
         self._pace = DecodePace(config.max_num_batched_tokens, config.inter_token_target_s)
         self._intake = Intake(self._ledger, self._recent_rate, self._best_rate)
         self._endings = Endings(self._ledger, self._events)
-        self._committer = Committer(self._ledger, self._endings, self._events)
+        self._drafts = Drafts(self._ledger)
+        self._committer = Committer(self._ledger, self._endings, self._drafts, self._events)
         self._recovery = Recovery(self._ledger, self._budget, self._endings, self._note_preemption)
         self._step: PlannedStep | None = None
         self._prepared: PlannedStep | None = None
@@ -119,6 +122,8 @@ class Scheduler:
                 self._pause = None
             case ResetPrefixCache():
                 self._ledger.cache.reset()
+            case ObservePrefixes():
+                self._ledger.cache.observer = event.observer
         return self._take_events()
 
     def plan(self, now: float) -> tuple[StepPlan | None, list[OutputEvent]]:
@@ -133,6 +138,7 @@ class Scheduler:
         step = self._use_prepared(now)
         if step is None and self._pause is not PauseMode.KEEP:
             step = self._build(now)
+        self._drafts.widen(step, is_allowed=not self._recovery.is_under_way)
         self._step = step
         if step is None:
             return None, self._take_events()
@@ -145,8 +151,8 @@ class Scheduler:
         nothing if no step is in flight, or if what comes next is too uncertain."""
         if self._step is None or self._prepared is not None or not self.config.prepared_plans:
             return
-        recovery = self._recovery
-        if self._pause is None and not recovery.suspects and not recovery.oom_retries:
+        # How many tokens a row with drafts makes is not known before it is computed.
+        if self._pause is None and not self._recovery.is_under_way and not self._step.num_drafts:
             self._prepared = self._builder(now).build_ahead(self._step)
 
     def _take_events(self) -> list[OutputEvent]:
@@ -204,16 +210,15 @@ class Scheduler:
 
     def _submit(self, event: Submit[Request], now: float) -> None:
         request = event.request
-        buffer = event.credit.capacity - event.credit.beside
-        refused = self._intake.refusal(request, buffer, self._pause, now)
+        refused = self._intake.refusal(request, event.credit.capacity, self._pause, now)
         if refused is not None:
             self._events.append(Refused(request.request_id, refused))
             return
         live = self._ledger.admit(request, event.credit, now)
         if self._ledger.running and live.parent.rank < self._ledger.running[-1].rank:
             self._discard_prepared(now)  # the request outranks a running row (D9)
-        self._prompt_tokens += request.num_tokens
-        self._events.append(Admitted(request.request_id, request.num_tokens))
+        self._prompt_tokens += len(request.prompt)
+        self._events.append(Admitted(request.request_id, len(request.prompt)))
 
     def _take_step(self, plan_id: int) -> PlannedStep:
         step = self._step
@@ -228,10 +233,14 @@ class Scheduler:
         self._committer.commit(step, result, now)
         seconds = now - step.started_at
         if seconds > 0:
-            num_tokens = step.plan.num_tokens  # a sum over the rows
+            num_tokens = step.plan.num_tokens - step.num_drafts  # a sum over the rows
             self._best_rate.note(num_tokens, seconds)
             self._recent_rate.note(num_tokens, seconds)
-            self._pace.note(*_prompts_and_decodes(step.plan, num_tokens), seconds)
+            has_prompts = num_tokens > len(step.rows)
+            if has_prompts or not step.num_drafts:  # decodes that verify drafts take longer
+                self._pace.note(*_prompts_and_decodes(step.plan, num_tokens), seconds)
+            if not has_prompts:
+                self._drafts.costs.note(num_tokens, step.num_drafts, seconds)
 
     def _step_failed(self, failure: StepFailure, now: float) -> None:
         step = self._take_step(failure.plan_id)
@@ -244,7 +253,10 @@ class Scheduler:
     def next_wakeup(self, now: float) -> float | None:
         """Return the time at which a `Tick` will have something to do if nothing else happens
         before: the first stall timeout. None if nothing is parked."""
-        return next_stall(self._ledger.parked.values(), self.config.stall_timeout_s, now)
+        parked = self._ledger.parked  # The loop asks in every turn, when mostly nothing is parked.
+        if not parked:
+            return None
+        return next_stall(parked.values(), self.config.stall_timeout_s, now)
 
     @property
     def is_idle(self) -> bool:
@@ -314,6 +326,7 @@ class Scheduler:
             preemptions=self._preemptions,
             late_results=self._committer.late_results,
             plans_discarded=self._discarded,
+            drafts=self._drafts.counts,
         )
 
     def _planned_steps(self) -> tuple[PlannedStep, ...]:
@@ -346,8 +359,9 @@ class Scheduler:
 
 
 def _prompts_and_decodes(plan: StepPlan, num_tokens: int) -> tuple[int, int]:
-    """Return how many prompt tokens a plan of ``num_tokens`` has, and how many decodes."""
+    """Return how many prompt tokens a plan of ``num_tokens``, drafts not counted, has, and how many
+    decodes."""
     if num_tokens == len(plan.rows):
         return 0, len(plan.rows)
-    chunks = [row.count for row in plan.rows if row.count > 1]
+    chunks = [row.count for row in plan.rows if row.count > 1 and not row.drafts]
     return sum(chunks), len(plan.rows) - len(chunks)

@@ -15,6 +15,7 @@ from engine.core.text.lifecycle import Event, State, advance
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
+    from engine.core.text.drafts import Drafting
     from engine.core.text.types import Request
 
 Rank = tuple[int, float, int]
@@ -32,7 +33,9 @@ class Sequence:
     ``blocks`` is the block table, empty unless the sequence holds blocks. ``keys`` are the
     prefix-cache keys of its full blocks, computed as needed. ``is_attached``: this is a further
     choice of n > 1, and its parent still computes their prompt. ``wants_scores``: the prompt's
-    log-probabilities are asked for, and this choice computes them.
+    log-probabilities are asked for, and this choice computes them. ``num_resumed`` tokens of a
+    continued choice's output are older than the request. ``drafting`` is how its drafts have fared,
+    from the first one on.
     """
 
     __slots__ = (
@@ -40,6 +43,7 @@ class Sequence:
         "cached_tokens",
         "choice",
         "credit",
+        "drafting",
         "is_attached",
         "is_known_to_worker",
         "keys",
@@ -49,6 +53,7 @@ class Sequence:
         "num_computed",
         "num_pending",
         "num_prompt",
+        "num_resumed",
         "num_tokens",
         "output",
         "phase",
@@ -70,18 +75,21 @@ class Sequence:
         self.credit = live.credit
         self.rank: Rank = (live.request.priority, live.request.arrival, sequence_id)
         self.state = State.WAITING
-        self.is_attached = choice > 0
+        self.is_attached = choice > 0 and not live.request.outputs
         self.is_known_to_worker = False
         self.blocks: list[BlockId] = []
         self.keys: list[bytes] = []
-        self.output: list[int] = []
+        outputs = live.request.outputs
+        self.output: list[int] = list(outputs[choice] or ()) if outputs else []
+        self.num_resumed = len(self.output)
         self.num_prompt = len(live.request.prompt)
         self.max_tokens = live.request.stops.max_tokens
-        self.num_tokens = self.num_prompt
+        self.num_tokens = self.num_prompt + self.num_resumed
         self.num_computed = 0
         self.num_pending = 0
         self.num_chunks = 0
         self.cached_tokens = 0
+        self.drafting: Drafting | None = None
         asked = live.request.sampling.prompt_logprobs
         self.wants_scores = choice == 0 and asked is not None
         self.waiting_key: tuple[float, ...] = ()
@@ -94,6 +102,11 @@ class Sequence:
             f"<Sequence {self.sequence_id} {self.state.value} "
             f"{self.num_computed}/{self.num_tokens} in {len(self.blocks)} blocks>"
         )
+
+    @property
+    def has_sampled(self) -> bool:
+        """Whether a token was sampled for it."""
+        return len(self.output) > self.num_resumed
 
     @property
     def in_step(self) -> int:
@@ -166,7 +179,12 @@ class Sequence:
 
     def usage(self) -> Usage:
         """Return the tokens so far; cached ones count for the choice that computed the prompt."""
-        return Usage(self.num_prompt, self.cached_tokens, len(self.output))
+        drafted = (
+            (0, 0) if self.drafting is None else (self.drafting.drafted, self.drafting.accepted)
+        )
+        return Usage(
+            self.num_prompt, self.cached_tokens, len(self.output), self.num_resumed, *drafted
+        )
 
     def timings(self) -> Timings:
         """Return the seconds by phase up to the last `enter`."""

@@ -23,6 +23,7 @@ class SequenceKeys:
         self._block_size = config.block_size
         self._namespace = config.cache_namespace
         self._is_enabled = config.prefix_cache
+        self._plain_root = root_key(config.cache_namespace, "")
 
     def uses_cache(self, request: Request) -> bool:
         """Return whether the prefix cache is on and the request does not bypass it."""
@@ -30,7 +31,12 @@ class SequenceKeys:
 
     def root_of(self, request: Request) -> bytes:
         """Return the parent key of the request's first block."""
-        return root_key(self._namespace, request.cache_salt)
+        return root_key(self._namespace, request.cache_salt, request.adapter)
+
+    def is_plain(self, root: bytes) -> bool:
+        """Return whether ``root`` is the parent key of prompts with no more than their tokens in
+        their keys, such as a salt or an adapter."""
+        return root == self._plain_root
 
     def extend(self, seq: Sequence, num_tokens: int) -> list[bytes]:
         """Return the sequence's keys, with at least those of the full blocks within its first

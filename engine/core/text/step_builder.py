@@ -169,7 +169,7 @@ class StepBuilder:
                         credit.cancel()
                         self._plan_running(seq)
                         continue
-                rows.append(make(Row, (seq.sequence_id, start, 1, delta, last, ())))
+                rows.append(make(Row, (seq.sequence_id, start, 1, delta, last, (), 0)))
                 sequences.append(seq)
                 seq.num_computed = known
                 seq.num_tokens = known + 1
@@ -383,7 +383,7 @@ class StepBuilder:
         self._use_chunk(count)
         step.rows[-1] = step.rows[-1]._replace(blocks=BlockDelta(0, tuple(seq.blocks)))
         if not seq.is_known_to_worker:
-            seq.cached_tokens = start
+            seq.cached_tokens = min(start, seq.num_prompt)
         if ledger.keys.uses_cache(seq.live.request):
             ledger.cache.queried_tokens += seq.num_known
             ledger.cache.hit_tokens += start

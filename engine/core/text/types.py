@@ -26,7 +26,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int | None = None  # None: the fastest sampler, which is not reproducible
+    seed: int | None = None  # None: the fastest draws, by `drawn_seed`
+    drawn_seed: int | None = None  # of draws without a seed; None: the runner's generator
     choice: int = 0  # the choice's index, which is part of a seeded draw (D10)
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty: all tokens are allowed
@@ -92,6 +93,13 @@ class Request:
     ``arrival`` and ``deadline`` are seconds of the engine's one clock (D18). The request with the
     lowest ``priority`` starts first. Requests share cached prefixes only within one ``cache_salt``;
     with ``bypass_prefix_cache`` a request neither reads nor publishes cached prefixes.
+    ``adapter`` is the digest of the content of the adapter that computes it; "": the base model
+    alone.
+
+    ``outputs`` is empty unless the request continues another one: then it has, for each choice, the
+    tokens that this choice has already, or None if it has ended. A choice that has not ended goes
+    on behind its tokens, as after a preemption. ``speculates``: its tokens may be drafted, which
+    changes none of them.
     """
 
     request_id: RequestId
@@ -105,16 +113,27 @@ class Request:
     constraint: Constraint | None = None
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
+    outputs: tuple[tuple[int, ...] | None, ...] = ()
+    adapter: str = ""
+    speculates: bool = True
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The indices of the choices that have not ended; each becomes a sequence."""
+        if not self.outputs:
+            return tuple(range(self.n))
+        return tuple([i for i, output in enumerate(self.outputs) if output is not None])
 
     @property
     def num_choices(self) -> int:
-        """How many sequences the request becomes: ``n``."""
-        return self.n
+        """How many sequences the request becomes."""
+        return len(self.choices) if self.outputs else self.n
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.prompt)
+        """Tokens to compute before the first new one: the prompt's, and those of the outputs that
+        are continued."""
+        return len(self.prompt) + sum([len(output or ()) for output in self.outputs])
 
     @property
     def num_tokens_ahead(self) -> int:
@@ -126,6 +145,7 @@ class Request:
         return (
             f"{self.request_id} prompt={len(self.prompt)} n={self.n} "
             f"max={self.stops.max_tokens} priority={self.priority}"
+            + (f" continued={self.num_tokens - len(self.prompt)}" if self.outputs else "")
         )
 
 
@@ -152,7 +172,7 @@ class TokenLogprob:
 
 class Tokens(NamedTuple):
     """The tokens that one step generated for one choice. ``text`` may be empty while a character is
-    incomplete or a stop string may still form."""
+    incomplete or a stop string may still form. ``is_last``: the choice ends with them."""
 
     request_id: RequestId
     choice: int
@@ -160,11 +180,26 @@ class Tokens(NamedTuple):
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    is_last: bool = False
 
     def journal_line(self) -> str:
         """Return the event in one stable line."""
         ids = ",".join(map(str, self.token_ids))
         return f"  tokens {self.request_id}/{self.choice} {ids}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A continued choice has the text state that it had before. ``text`` is what its client has
+    received of it: the next `Tokens` go on behind it."""
+
+    request_id: RequestId
+    choice: int
+    text: str
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line, without the text."""
+        return f"  replayed {self.request_id}/{self.choice}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from engine.status import Capability
-from engine.worker.load.capability import MODULES_NAME, OWN_CONFIG_NAME
+from engine.worker.load.capability import IMAGE_TEXT_TYPES, MODULES_NAME, OWN_CONFIG_NAME
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json, weight_files
 
@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 MODULES = {
     Capability.TEXT_EMBEDDING: {"Transformer", "Pooling", "Dense", "LayerNorm", "Normalize"},
+    Capability.IMAGE_EMBEDDING: {"Transformer", "CLIPModel", "Dense", "LayerNorm", "Normalize"},
     Capability.RERANK: {"Transformer"},
 }
-WITH_WEIGHTS = {"Transformer", "Dense", "LayerNorm"}
+FIRST = {"Transformer", "CLIPModel"}
+WITH_WEIGHTS = FIRST | {"Dense", "LayerNorm"}
+PROCESSOR_NAMES = ("preprocessor_config.json", "processor_config.json")
 MODULE_TYPE = re.compile(r"sentence_transformers(\.\w+)*\.(?P<name>\w+)")
 ACTIVATION = re.compile(r"torch\.nn\.(modules\.\w+\.)?\w+")
 # The endings of a layer norm's weights in old checkpoints, and the names that transformers reads
@@ -41,7 +44,7 @@ def check(directory: Path, capability: Capability) -> Path:
     """
     modules = _modules(directory)
     names = [_name_of(module, MODULES[capability]) for module in modules]
-    if names and (names[0] != "Transformer" or names.count("Transformer") > 1):
+    if names and [name in FIRST for name in names] != [True] + [False] * (len(names) - 1):
         raise Refusal(f"its {MODULES_NAME} does not begin with its one Transformer")
     if capability is Capability.TEXT_EMBEDDING and "Pooling" not in names:
         raise Refusal(f"its {MODULES_NAME} has no Pooling")
@@ -54,12 +57,25 @@ def check(directory: Path, capability: Capability) -> Path:
     if (folders[0] / "adapter_config.json").is_file():
         raise Refusal("it is an adapter, and adapters are not supported")
     config = read_json(folders[0], "config.json")
+    if capability is Capability.IMAGE_EMBEDDING:
+        _check_image_model(config, folders[0])
     own = read_json(directory, OWN_CONFIG_NAME) if (directory / OWN_CONFIG_NAME).is_file() else {}
     _check_activation(own.get("activation_fn"))
     _check_activation(config.get("sbert_ce_default_activation_function"))
     inner = config.get("sentence_transformers")
     _check_activation(inner.get("activation_fn") if isinstance(inner, dict) else None)
     return folders[0]
+
+
+def _check_image_model(config: dict[str, Any], folder: Path) -> None:
+    model_type = str(config.get("model_type"))[:200]
+    if model_type not in IMAGE_TEXT_TYPES:
+        raise Refusal(
+            f"its model type is {model_type!r}, and models that embed images are one of "
+            f"{', '.join(IMAGE_TEXT_TYPES)}"
+        )
+    if not any((folder / name).is_file() for name in PROCESSOR_NAMES):
+        raise Refusal(f"it has no image processor ({' or '.join(PROCESSOR_NAMES)})")
 
 
 def _modules(directory: Path) -> list[dict[str, Any]]:

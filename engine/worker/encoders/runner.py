@@ -4,7 +4,7 @@ Rule 1: sentence-transformers interprets the model's files, and its modules comp
 groups and pads inputs and finishes results. Rule 2: the library is imported when an encoder is
 loaded, not before.
 Rule 3: thread-local state is set inside every call. Rule 4: except for rounding, an input's values
-do not depend on its batch: padding is always on the right and masked.
+do not depend on its batch: padding is masked, and on the right, or of one length for all texts.
 
 The library loads the model in float32, whatever dtype the model computes in. While it loads in
 another dtype, that dtype is torch's default in every thread, also in those that run text models.
@@ -28,11 +28,15 @@ from engine.core.encode.types import (
     EncodeResult,
     EncodeRow,
     EncodeRowResult,
+    ImageInput,
+    InputKind,
 )
 from engine.errors import EngineBug
 from engine.gc_tuning import collect_after_close
+from engine.images.decode import BYTES_PER_PIXEL
 from engine.status import Capability
 from engine.worker.encoders.files import check, check_all_loaded
+from engine.worker.encoders.images import ImageReader, text_width
 from engine.worker.encoders.tokenizer import InputTokenizer
 from engine.worker.failures import load_failures, step_failures
 from engine.worker.forward.thread_state import thread_state
@@ -48,8 +52,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from engine.core.encode.types import AnyInput
     from engine.worker.interface import MemoryEstimate, RunnerSpec
 
+KINDS = {
+    Capability.TEXT_EMBEDDING: EncoderKind.EMBEDDING,
+    Capability.IMAGE_EMBEDDING: EncoderKind.IMAGE_EMBEDDING,
+    Capability.RERANK: EncoderKind.RERANK,
+}
 # The most padding in a group, in tokens; with more, another forward is cheaper. A guess at the cost
 # of a forward without its tokens.
 GROUP_COST_TOKENS = 48
@@ -75,6 +85,8 @@ class EncoderRunner:
         self._splits_prompts = False  # the pooling leaves the prompt out
         self._has_types = False
         self._pad_id = 0
+        self._pads_left = False
+        self._images: ImageReader | None = None
         self._tokenizer: HfTokenizer | None = None
         self._input_tokenizer: InputTokenizer | None = None
 
@@ -108,7 +120,8 @@ class EncoderRunner:
                 num_bytes = checkpoint.num_values * dtype.itemsize
             config = read_json(folder, "config.json")
             length = int(config.get("max_position_embeddings") or 0)
-            return estimate_on(device, num_bytes + _workspace(spec, config, length, dtype))
+            num_bytes += _workspace(spec, config, length, dtype)
+            return estimate_on(device, num_bytes + self._decoding_bytes(device))
 
     def load(self, progress: Callable[[LoadProgress], None]) -> EncoderInfo:
         """Load the model and compute a first input.
@@ -118,6 +131,11 @@ class EncoderRunner:
         """
         with self._load_failures(), thread_state(self._spec.threads, self._device):
             return self._load(progress)
+
+    def _decoding_bytes(self, device: torch.device) -> int:
+        """Return the bytes of ``device`` that decoding an image takes, one at a time."""
+        reads_images = self._capability is Capability.IMAGE_EMBEDDING and device.type == "cpu"
+        return BYTES_PER_PIXEL * self._spec.max_image_pixels if reads_images else 0
 
     def _load_failures(self) -> AbstractContextManager[None]:
         return load_failures(short_name(self._spec.model), self.close, needs="weights")
@@ -136,7 +154,7 @@ class EncoderRunner:
         for module in [] if self._model is None else self._model.modules():
             for tensor in (*module.parameters(False), *module.buffers(False)):
                 tensor.data = tensor.new_empty(0)  # at once: the modules are in reference cycles
-        self._model = self._tokenizer = self._input_tokenizer = None
+        self._model = self._tokenizer = self._input_tokenizer = self._images = None
         self._modules = []
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -160,27 +178,33 @@ class EncoderRunner:
         self._model = model = _load_model(source.directory, is_rerank=is_rerank)
         transformer = model[0]
         names = [name for name, _ in transformer.model.named_parameters()]
-        check_all_loaded(names, stored, unused="" if is_rerank else "pooler.")
+        reads_texts = self._capability is Capability.TEXT_EMBEDDING
+        check_all_loaded(names, stored, unused="pooler." if reads_texts else "")
         model.to(device=device, dtype=dtype).eval()
         model.requires_grad_(False)
         max_tokens = _max_tokens(model, spec)
         self._take_tokenizer(model, max_tokens)
         self._take_modules(model, is_rerank=is_rerank)
         config = transformer.model.config
+        if self._capability is Capability.IMAGE_EMBEDDING:
+            self._images = _image_reader(transformer, spec.max_image_pixels)
+        texts = getattr(config, "text_config", config)
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         workspace = _workspace(spec, config.to_dict(), max_tokens, dtype)
         info = EncoderInfo(
-            kind=EncoderKind.RERANK if is_rerank else EncoderKind.EMBEDDING,
+            kind=KINDS[self._capability],
             architecture=type(transformer.model).__name__,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
-            vocab_size=int(config.vocab_size),
+            vocab_size=int(texts.vocab_size),
             max_model_len=max_tokens,
-            memory_bytes=num_bytes + workspace,
+            memory_bytes=num_bytes + workspace + self._decoding_bytes(device),
             dimensions=0 if is_rerank else int(model.get_embedding_dimension()),
             prompt_names=() if is_rerank else tuple(model.prompts),
             is_demo=source.is_demo,
             threads=spec.threads,
+            text_width=text_width(config),
+            images=None if self._images is None else self._images.fit,
         )
         progress(LoadProgress("warm-up"))
         self._warm_up()
@@ -203,6 +227,9 @@ class EncoderRunner:
         self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
         self._has_types = "token_type_ids" in tokenizer.model_input_names
         self._pad_id = tokenizer.pad_token_id or 0
+        # SigLIP's vector of a text is that of the last place, so that the side matters.
+        is_padded = text_width(model[0].model.config) > 0
+        self._pads_left = is_padded and tokenizer.padding_side == "left"
 
     def _take_modules(self, model: Any, *, is_rerank: bool) -> None:
         self._modules = list(model)
@@ -219,11 +246,16 @@ class EncoderRunner:
         )
 
     def _warm_up(self) -> None:
-        """Compute a short input, so that lazy initialisation happens before the first request."""
-        row = EncodeRow(SequenceId(0), EncodeInput((self._pad_id,) * 4), EncodeOptions())
-        result = self._execute(EncodePlan(PlanId(0), (row,)))
-        if isinstance(result.rows[0], RowFailure):
-            raise Refusal("its results are not finite numbers")
+        """Compute a short input of each kind, so that lazy initialisation happens before the first
+        request."""
+        inputs: list[AnyInput] = [EncodeInput((self._pad_id,) * 4)]
+        if self._images is not None:
+            inputs.append(ImageInput(self._images.blank(), self._images.fit.num_tokens))
+        for one in inputs:
+            row = EncodeRow(SequenceId(0), one, EncodeOptions())
+            result = self._execute(EncodePlan(PlanId(0), (row,)))
+            if isinstance(result.rows[0], RowFailure):
+                raise Refusal("its results are not finite numbers")
 
     # ---- one step
 
@@ -231,11 +263,12 @@ class EncoderRunner:
         started = perf_counter()
         by_prompt: dict[int, list[int]] = {}
         for place, row in enumerate(plan.rows):
-            key = row.input.prompt_tokens if self._splits_prompts else 0
+            text = row.input if isinstance(row.input, EncodeInput) else None
+            key = text.prompt_tokens if text is not None and self._splits_prompts else 0
             by_prompt.setdefault(key, []).append(place)
         values: dict[int, EncodeRowResult | RowFailure] = {}
         for prompt_tokens, places in by_prompt.items():
-            lengths = [len(plan.rows[place].input.token_ids) for place in places]
+            lengths = [plan.rows[place].input.num_tokens for place in places]
             for part in groups(lengths):
                 chosen = places[part]
                 rows = [plan.rows[place] for place in chosen]
@@ -247,7 +280,10 @@ class EncoderRunner:
         self, rows: Sequence[EncodeRow], prompt_tokens: int
     ) -> Iterator[EncodeRowResult | RowFailure]:
         """Compute rows of similar length in one forward and yield their results in order."""
-        features = self._features(rows)
+        if rows[0].input.kind is InputKind.IMAGE:
+            features = self._image_features([row.input for row in rows])
+        else:
+            features = self._features([row.input for row in rows])
         if prompt_tokens and self._splits_prompts:
             features["prompt_length"] = prompt_tokens
         for module in self._modules:
@@ -260,18 +296,24 @@ class EncoderRunner:
             made.frombytes(numbers.tobytes())
             yield EncodeRowResult(row.sequence, made)
 
-    def _features(self, rows: Sequence[EncodeRow]) -> dict[str, Any]:
-        """Return the forward's arguments, padded on the right: [rows, longest] int64 each."""
-        shape = (len(rows), max(len(row.input.token_ids) for row in rows))
+    def _image_features(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return the forward's arguments for images."""
+        assert self._images is not None, "the model has no images, so no plan has any"
+        return self._images.features([one.image for one in inputs], self._device)
+
+    def _features(self, inputs: Sequence[Any]) -> dict[str, Any]:
+        """Return the forward's arguments for texts, padded: [inputs, longest] int64 each."""
+        shape = (len(inputs), max(one.num_tokens for one in inputs))
         ids = np.full(shape, self._pad_id, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.int64)
         types = np.zeros(shape, dtype=np.int64)
-        for place, row in enumerate(rows):
-            length = len(row.input.token_ids)
-            ids[place, :length] = row.input.token_ids
-            mask[place, :length] = 1
-            if row.input.type_ids:
-                types[place, :length] = row.input.type_ids
+        for place, one in enumerate(inputs):
+            length = len(one.token_ids)
+            start = shape[1] - length if self._pads_left else 0
+            ids[place, start : start + length] = one.token_ids
+            mask[place, start : start + length] = 1
+            if one.type_ids:
+                types[place, start : start + length] = one.type_ids
         arrays = {"input_ids": ids, "attention_mask": mask}
         if self._has_types:
             arrays["token_type_ids"] = types
@@ -313,7 +355,8 @@ def _workspace(
     spec: RunnerSpec, config: dict[str, Any], max_tokens: int, dtype: torch.dtype
 ) -> int:
     """Return the bytes of the activations of the largest step."""
-    width = int(config.get("hidden_size") or 0)
+    parts = (config, config.get("text_config") or {}, config.get("vision_config") or {})
+    width = max(int(part.get("hidden_size") or 0) for part in parts)
     tokens = max(spec.max_num_batched_tokens, max_tokens)
     return tokens * width * ACTIVATIONS_PER_WIDTH * dtype.itemsize
 
@@ -347,6 +390,23 @@ def _load_model(directory: Path, *, is_rerank: bool) -> Any:
     )
 
 
+def _image_reader(transformer: Any, max_pixels: int) -> ImageReader:
+    """Return the reader of a model's images.
+
+    Raises:
+        Refusal: The model's files change how texts and images are read in a way that is not
+            followed here.
+    """
+    methods = {kind: one["method"] for kind, one in transformer.modality_config.items()}
+    wanted = {"text": "get_text_features", "image": "get_image_features"}
+    if methods != wanted or transformer.module_output_name != "sentence_embedding":
+        raise Refusal("it does not turn texts and images into vectors as CLIP and SigLIP do")
+    if set(transformer.processing_kwargs) & {"common", "image"}:
+        raise Refusal("its sentence_bert_config.json changes how images are read")
+    processor = transformer.processor.image_processor
+    return ImageReader(processor, transformer.model.config, max_pixels)
+
+
 def _max_tokens(model: Any, spec: RunnerSpec) -> int:
     """Return the most tokens of an input: the least of the tokenizer's limit, the model's
     positions and the operator's limit.
@@ -355,6 +415,7 @@ def _max_tokens(model: Any, spec: RunnerSpec) -> int:
         Refusal: No limit is known.
     """
     config = model[0].model.config
+    config = getattr(config, "text_config", config)
     limits = [model.max_seq_length, getattr(config, "max_position_embeddings", None)]
     limits.append(spec.max_model_len)
     known = [int(limit) for limit in limits if limit]

@@ -8,19 +8,24 @@ options alone and are exact in float32, so that a test sees when a request gets 
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.encode.types import (
+    AnyInput,
     EncodeInput,
     EncodePlan,
     EncodeResult,
     EncodeRow,
     EncodeRowResult,
+    ImageInput,
     TokenizedInput,
 )
 from engine.errors import FieldViolation, InvalidRequest
-from engine.worker.fakes.text import VOCAB_SIZE, FakeScript, FakeTokenizer, digest_after
+from engine.images.fit import FittedImage, ImageFit
+from engine.worker.fakes.text import VOCAB_SIZE, FakeScript, digest_after
+from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.interface import EncoderInfo, EncoderKind, LoadProgress, MemoryEstimate
 
 if TYPE_CHECKING:
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from engine.core.encode.types import EncodeOptions
 
 DIMENSIONS = 8
+IMAGE_TOKENS = 16
 SEPARATOR = 900  # the id between a query and its document
 PROMPTS = {"query": "<7><8>"}
 
@@ -47,10 +53,36 @@ def vector_of(token_ids: Sequence[int], dimensions: int = DIMENSIONS) -> list[fl
     return [(digest & 0xFFFF) / 2**16 for digest in digests][:dimensions]
 
 
+@dataclass(frozen=True, slots=True)
+class FakeFit(ImageFit):
+    """How a fake reads images: as 4 × 4 pixels, after a cost of the script."""
+
+    num_tokens: int = IMAGE_TOKENS
+    max_pixels: int = 2**20
+    size: tuple[int, int] | None = (4, 4)
+    script: FakeScript = field(default_factory=FakeScript)
+
+    def read(self, data: bytes) -> FittedImage:
+        """Decode an image file and fit it, as `ImageFit.read` does."""
+        if self.script.decode_s:
+            self.script.sleep(self.script.decode_s)
+        return ImageFit.read(self, data)
+
+
+def image_ids(pixels: bytes) -> tuple[int, ...]:
+    """Return the tokens whose vector a fitted image has."""
+    return tuple(pixels)
+
+
 def score_of(token_ids: Sequence[int], *, raw: bool = False) -> float:
     """Return the score of a pair. A raw score is a 16-bit fraction; the activation halves it."""
     score = (digest_of(token_ids) & 0xFFFF) / 2**16
     return score if raw else score / 2
+
+
+def ids_of(one: AnyInput) -> tuple[int, ...]:
+    """Return the tokens whose vector an input has."""
+    return image_ids(one.image.pixels) if isinstance(one, ImageInput) else one.token_ids
 
 
 class FakeInputTokenizer:
@@ -137,7 +169,8 @@ class FakeEncoder:
         self.script.sleep(self.script.load_s)
         if self.script.load_error is not None:
             raise self.script.load_error
-        is_embedding = self._kind is EncoderKind.EMBEDDING
+        is_embedding = self._kind is not EncoderKind.RERANK
+        reads_images = self._kind is EncoderKind.IMAGE_EMBEDDING
         return EncoderInfo(
             kind=self._kind,
             architecture="fake",
@@ -148,6 +181,7 @@ class FakeEncoder:
             memory_bytes=self._memory_bytes,
             dimensions=DIMENSIONS if is_embedding else 0,
             prompt_names=tuple(PROMPTS) if is_embedding else (),
+            images=FakeFit(script=self.script) if reads_images else None,
         )
 
     def close(self) -> None:
@@ -158,7 +192,7 @@ class FakeEncoder:
 
         Raises:
             RuntimeError: another step is running. AssertionError: the rows are not sorted by
-                length. BaseException: a fault of the script.
+                length, or not of one kind. BaseException: a fault of the script.
         """
         if self.is_executing:
             raise RuntimeError("two steps at once on one worker")
@@ -179,7 +213,10 @@ class FakeEncoder:
             fault = script.encode_fault(plan)
         if fault is not None:
             raise fault
-        lengths = [len(row.input.token_ids) for row in plan.rows]
+        kinds = {row.input.kind for row in plan.rows}
+        if len(kinds) > 1:
+            raise AssertionError(f"the rows are of several kinds: {kinds}")
+        lengths = [row.input.num_tokens for row in plan.rows]
         if lengths != sorted(lengths):
             raise AssertionError(f"the rows are not sorted by length: {lengths}")
         rows = tuple(self._encode(row) for row in plan.rows)
@@ -192,7 +229,7 @@ class FakeEncoder:
         phase = self.script.sample_fault() if self.script.sample_fault is not None else None
         if phase is not None:
             return RowFailure(row.sequence, phase, "drawn")
-        return EncodeRowResult(row.sequence, self._values(row.input.token_ids, row.options))
+        return EncodeRowResult(row.sequence, self._values(ids_of(row.input), row.options))
 
     def _values(self, token_ids: Sequence[int], options: EncodeOptions) -> array[float]:
         if self._kind is EncoderKind.RERANK:

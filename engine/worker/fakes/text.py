@@ -10,7 +10,6 @@ Each slot of the fake KV pool holds a digest of all tokens up to its position.
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -20,103 +19,27 @@ from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.common.types import BlockId, EndReason, SequenceId
 from engine.core.text.plan import RowResult, StepResult
 from engine.core.text.types import Alternative, TokenLogprob
-from engine.errors import InvalidRequest
+from engine.worker.fakes.adapters import FakeAdapters
+from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
 from engine.worker.interface import (
     LoadProgress,
     MemoryEstimate,
     ModelInfo,
     SamplingDefaults,
-    TokenSpan,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.core.encode.types import EncodePlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
     from engine.core.text.types import Constraint
 
-_WRITTEN = re.compile(r"<(\d+)>")
-BYTE_OFFSET = 1  # ids 1 to 256 are the bytes of text that is not written as <id>
 VOCAB_SIZE = 1000
-EOS = 0
 
 
 class KvMismatch(AssertionError):
     """A row read keys and values of another prefix than its own, which is a bug of the core."""
-
-
-LONG_TEXT_CHARS = 4096  # from this length on, encoding a text takes the script's ``encode_s``
-
-
-class FakeTokenizer:
-    """Implements `engine.worker.interface.Tokenizer` without a vocabulary.
-
-    The text ``<12><7>`` is the ids 12 and 7; other text is its UTF-8 bytes, offset by 1.
-    """
-
-    def __init__(self, script: FakeScript | None = None) -> None:
-        self._script = script
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the ids of a text.
-
-        Raises:
-            InvalidRequest: the text is not Unicode.
-        """
-        return tuple(span.token_id for span in self.encode_spans(text))
-
-    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
-        """Return the tokens of a text with the characters each came from.
-
-        Raises:
-            InvalidRequest: the text is not Unicode.
-        """
-        if self._script is not None and len(text) >= LONG_TEXT_CHARS:
-            self._script.sleep(self._script.encode_s)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidRequest.of("text", "is not valid Unicode") from None
-        spans = []
-        position = 0
-        while position < len(text):
-            written = _WRITTEN.match(text, position)
-            end = written.end() if written else position + 1
-            piece = text[position:end]
-            ids = [int(written[1])] if written else [b + BYTE_OFFSET for b in piece.encode()]
-            spans += [TokenSpan(token_id, piece, position, end) for token_id in ids]
-            position = end
-        return tuple(spans)
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return each id as ``<id>``."""
-        shown = (i for i in token_ids if not (skip_special_tokens and i == EOS))
-        return "".join(f"<{token_id}>" for token_id in shown)
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        tools: Sequence[Mapping[str, object]] = (),
-        template_args: Mapping[str, object] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """Return one line for each message, then the script's ``answer_opening``."""
-        written = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
-        return written + ("" if self._script is None else self._script.answer_opening)
-
-    def chat_template(self, *, has_tools: bool) -> str:
-        """Return the script's ``chat_template``."""
-        return "" if self._script is None else self._script.chat_template
-
-    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the empty set."""
-        return frozenset()
-
-    def added_id_of(self, text: str) -> int | None:
-        """Return None."""
-        return None
 
 
 @dataclass(slots=True)
@@ -125,7 +48,8 @@ class FakeScript:
 
     Costs, in seconds, passed to ``sleep``: a step costs ``step_s``, ``token_s`` for each token, and
     ``step_costs[k]`` more for the k-th step, from 0. ``load_s`` is the cost of a load, ``encode_s``
-    that of encoding a text of `LONG_TEXT_CHARS` or more.
+    that of encoding a text of `engine.worker.fakes.tokenizer.LONG_TEXT_CHARS` or more, ``decode_s``
+    that of decoding an image.
 
     Faults: ``load_error`` is raised by a load, ``step_faults[k]`` by the k-th step before the step
     has any effect. ``row_faults`` maps a sequence to how many tokens it samples before its row
@@ -136,13 +60,19 @@ class FakeScript:
     ``words`` are the text of every sequence, one for each token, then its end; without them a
     token's text is its id in angle brackets. ``chat_template`` is the source of the tokenizer's
     template; ``answer_opening`` is what a rendered chat ends with. ``compile`` is called with each
-    constraint and may sleep or raise; a fake does not follow constraints.
+    constraint and may sleep or raise; a fake does not follow constraints. ``adapters`` are the
+    contents of adapters by their directories; loading one takes ``adapter_s``.
+
+    Drafts: ``draft`` returns the tokens to offer behind a sequence's own, right or wrong; it is
+    given these, and what else decides the right ones: the seed and the choice. By default none is
+    offered.
     """
 
     step_s: float = 0.0
     token_s: float = 0.0
     load_s: float = 0.0
     encode_s: float = 0.0
+    decode_s: float = 0.0
     load_error: BaseException | None = None
     step_costs: dict[int, float] = field(default_factory=dict)
     step_faults: dict[int, BaseException] = field(default_factory=dict)
@@ -152,6 +82,9 @@ class FakeScript:
     sample_fault: Callable[[], str | None] | None = None
     eos_at: Callable[[int], bool] | None = None
     compile: Callable[[Constraint], None] | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
+    adapter_s: float = 0.0
+    draft: Callable[[Sequence[int], int | None, int], Sequence[int]] | None = None
     words: Sequence[str] = ()
     chat_template: str = ""
     answer_opening: str = ""
@@ -168,10 +101,18 @@ class _FakeSequence:
     text: str = ""
     sent: int = 0
     scored: int = 1  # tokens whose log-probability is known; the first has none
+    replayed: str = ""  # the text of a continued choice's earlier tokens, until it was returned
+    ended: RowResult | None = None  # the end of a continued choice that had ended already
+    draft: list[int] = field(default_factory=list)  # offered with the last result
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.admitted.prompt)
+
+
+def first_digest(adapter: str) -> int:
+    """Return the digest of no tokens at all, computed with an adapter of this digest."""
+    return crc32(adapter.encode())
 
 
 def next_token(digest: int, seed: int | None, choice: int) -> int:
@@ -212,6 +153,7 @@ class FakeRunner:
         self.steps = 0
         self.is_executing = False
         self.compiled: set[Constraint] = set()
+        self.adapters = FakeAdapters(self.script)
         self._info = ModelInfo(
             architecture="fake",
             dtype="none",
@@ -291,7 +233,7 @@ class FakeRunner:
         for admitted in plan.admitted:
             if admitted.constraint is not None and admitted.constraint not in self.compiled:
                 raise AssertionError(f"{admitted.sequence} needs a constraint that is not compiled")
-            self._sequences[admitted.sequence] = _FakeSequence(admitted, list(admitted.prompt), [])
+            self._sequences[admitted.sequence] = self._admit(admitted)
         fault = script.step_faults.get(step)
         if fault is None and script.plan_fault is not None:
             fault = script.plan_fault(plan)
@@ -309,6 +251,17 @@ class FakeRunner:
 
     # ---- one row
 
+    def _admit(self, admitted: AdmittedSequence) -> _FakeSequence:
+        """Return a new sequence that has said its output already, if it continues a choice."""
+        seq = _FakeSequence(admitted, list(admitted.prompt), [])
+        for token_id in admitted.output:
+            seq.tokens.append(token_id)
+            said = self._say(seq, token_id)
+            seq.replayed += said.text
+            if said.finish is not None:
+                seq.ended = said._replace(tokens=(), text="")
+        return seq
+
     def _slot(self, seq: _FakeSequence, position: int) -> int:
         size = self._info.block_size
         return seq.blocks[position // size] * size + position % size
@@ -323,12 +276,19 @@ class FakeRunner:
         if row.blocks is not None:
             del seq.blocks[row.blocks.keep :]
             seq.blocks.extend(row.blocks.append)
-        if row.start + row.count > len(seq.tokens):
-            raise KvMismatch(f"{row} is beyond its {len(seq.tokens)} tokens")
+        if row.start + row.count - row.drafts > len(seq.tokens) or row.drafts > len(seq.draft):
+            raise KvMismatch(
+                f"{row} is beyond its {len(seq.tokens)} tokens and {len(seq.draft)} drafts"
+            )
+        if row.drafts and row.start + row.count - row.drafts != len(seq.tokens):
+            raise KvMismatch(f"{row} has drafts that do not follow its {len(seq.tokens)} tokens")
+        tokens = [*seq.tokens, *seq.draft] if row.drafts else seq.tokens
         self._verify_prefix(seq, row.start)
-        digest = self._kv[self._slot(seq, row.start - 1)] if row.start else 0
+        digest = first_digest(seq.admitted.adapter)
+        if row.start:
+            digest = self._kv[self._slot(seq, row.start - 1)]
         for position in range(row.start, row.start + row.count):
-            digest = digest_after(digest, seq.tokens[position])
+            digest = digest_after(digest, tokens[position])
             self._kv[self._slot(seq, position)] = digest
         if row.logits.scores and row.start < seq.scored:
             seq.scored = max(seq.scored, row.start + row.count + 1)
@@ -339,7 +299,7 @@ class FakeRunner:
         Raises:
             KvMismatch: a block holds something else.
         """
-        digest, size = 0, self._info.block_size
+        digest, size = first_digest(seq.admitted.adapter), self._info.block_size
         for position in range(start):
             digest = digest_after(digest, seq.tokens[position])
             is_boundary = position % size == size - 1 or position == start - 1
@@ -349,9 +309,11 @@ class FakeRunner:
                 )
 
     def _sample_row(self, row: Row) -> list[RowResult | RowFailure]:
+        parent = self._sequences[row.sequence]
+        if parent.ended is not None:
+            return [parent.ended]
         if not row.logits.samples:
             return [RowResult(row.sequence)]
-        parent = self._sequences[row.sequence]
         for fork in row.children:
             sampling = replace(parent.admitted.sampling, choice=fork.choice)
             admitted = replace(parent.admitted, sequence=fork.sequence, sampling=sampling)
@@ -359,7 +321,40 @@ class FakeRunner:
                 admitted, parent.tokens.copy(), list(fork.blocks)
             )
         ids = [row.sequence, *(fork.sequence for fork in row.children)]
-        return [self._sample(self._sequences[i]) for i in ids]
+        adapter = parent.admitted.adapter
+        if adapter and adapter not in self.adapters.loaded:
+            return [RowFailure(one, "adapter", "it was unloaded") for one in ids]
+        return [self._sample_row_of(self._sequences[i], row.drafts) for i in ids]
+
+    def _sample_row_of(self, seq: _FakeSequence, num_drafts: int) -> RowResult | RowFailure:
+        """Sample a token, and further ones while they are those of the draft."""
+        drafts, seq.draft = seq.draft[:num_drafts], []
+        result = self._sample(seq)
+        for drafted in drafts:
+            if isinstance(result, RowFailure) or result.finish is not None:
+                break
+            if result.tokens[-1] != drafted:
+                break
+            more = self._sample(seq)
+            if isinstance(more, RowFailure):
+                break  # the next step samples this position again
+            result = result._replace(
+                tokens=result.tokens + more.tokens,
+                text=result.text + more.text,
+                logprobs=result.logprobs + more.logprobs,
+                finish=more.finish,
+                matched=more.matched,
+            )
+        if isinstance(result, RowResult) and result.finish is None:
+            result = result._replace(offered=self._offer(seq))
+        return result
+
+    def _offer(self, seq: _FakeSequence) -> int:
+        admitted = seq.admitted
+        if self.script.draft is not None and admitted.speculates:
+            sampling = admitted.sampling
+            seq.draft = list(self.script.draft(seq.tokens, sampling.seed, sampling.choice))
+        return len(seq.draft)
 
     def _sample(self, seq: _FakeSequence) -> RowResult | RowFailure:
         fault = self.script.row_faults.get(seq.admitted.sequence)
@@ -381,7 +376,8 @@ class FakeRunner:
         said = self._say(seq, token_id)
         if sampling.logprobs is not None:
             said = said._replace(logprobs=(fake_logprob(token_id, sampling.logprobs),))
-        return said._replace(prompt_logprobs=prompt_logprobs)
+        replayed, seq.replayed = seq.replayed, ""
+        return said._replace(prompt_logprobs=prompt_logprobs, replayed=replayed)
 
     def _score_prompt(self, seq: _FakeSequence) -> tuple[TokenLogprob, ...]:
         """Return the prompt's log-probabilities with the first token of choice 0, if the request

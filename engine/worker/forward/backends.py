@@ -10,19 +10,28 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from engine.core.text.plan import SCORED_TOKENS_MAX
+from engine.core.text.plan import DRAFTING_STEP_MAX, SCORED_TOKENS_MAX
 from engine.worker.forward import native
+from engine.worker.forward.adapters import (
+    CompiledAdapters,
+    StockAdapters,
+    head_name,
+    linear_places,
+    packed_places,
+)
 from engine.worker.forward.decoder import NativeDecoder, pack_linears
 from engine.worker.forward.native_attention import NativeBackend
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.forward.rewrites import WIDTH_MOST, WIDTH_STEP, NotRewritten, take_apart
 from engine.worker.load.refusal import Refusal
+from engine.worker.small_weights import expand_deferred
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
+    from engine.worker.forward.adapters import AdapterHost
     from engine.worker.forward.attention import AttentionBackend, AttentionCall
     from engine.worker.forward.kv_cache import KvCache, PoolSize
     from engine.worker.interface import RunnerSpec
@@ -34,19 +43,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """A model and its attention backend. ``reason`` is one sentence for the log and for users."""
+    """A model, its attention backend and what computes it with adapters. ``reason`` is one sentence
+    for the log and for users."""
 
     model: LoadedModel
     backend: AttentionBackend
     reason: str
+    adapters: AdapterHost
 
     def activation_bytes(self, spec: RunnerSpec, pool: PoolSize) -> int | None:
         """Return the bytes of the largest step's activations without logits, or None if they are
         unknown."""
         if not isinstance(self.model.module, NativeDecoder):
             return None
-        kept = spec.max_num_seqs + SCORED_TOKENS_MAX
-        return self.model.module.activation_bytes(spec.max_num_batched_tokens, kept, pool)
+        kept = max(spec.max_num_seqs, DRAFTING_STEP_MAX) + SCORED_TOKENS_MAX
+        return self.model.module.activation_bytes(
+            spec.max_num_batched_tokens, kept, spec.max_num_seqs, pool
+        )
 
 
 def pick_backend(
@@ -99,34 +112,47 @@ def prepare(
     cache: KvCache,
     *,
     quantization: str = "none",
+    objection: str = "",
 ) -> Execution:
     """Prepare the model to run over ``cache``. A stock module that is compiled cannot be used
-    afterwards.
+    afterwards. ``objection`` says why the model cannot run compiled as a whole; empty if it can.
 
     Raises:
         Refusal: ``quantization`` is not supported here.
     """
     name = model.architecture.name
-    is_int8 = quantization == "int8"
+    places, head = linear_places(model.module), head_name(model.module)
+    is_rounded = quantization != "none"
     if not isinstance(backend, NativeBackend):
-        if is_int8:
-            raise Refusal(f"int8 weights need the compiled kernels, and {reason}")
-        return _logged(Execution(model, backend, f"{name} runs stock with {backend.label} attention"
-                               f"{f': {reason}' if reason else ''}"))  # fmt: skip
+        if is_rounded:
+            raise Refusal(f"{quantization} weights need the compiled kernels, and {reason}")
+        expand_deferred(model.module, model.dtype, model.device)
+        why = f"{name} runs stock with {backend.label} attention{f': {reason}' if reason else ''}"
+        stock = StockAdapters(model.module, model.dtype, model.device, places, head)
+        return _logged(Execution(model, backend, why, stock))
     library = backend.library
     kind = native.kind(library)
     try:
+        if objection:
+            raise NotRewritten(objection)
         parts = take_apart(model.module, calls)
     except NotRewritten as error:
-        if is_int8:
-            raise Refusal(f"int8 weights need the compiled decoder, and {error}") from error
+        if is_rounded:
+            why = f"{quantization} weights need the compiled decoder, and {error}"
+            raise Refusal(why) from error
+        expand_deferred(model.module, model.dtype, model.device)
         module = pack_linears(model.module, backend, model.dtype)
-        return _logged(Execution(_with(model, module), backend, f"{name} runs stock with compiled "
-                               f"attention and products ({kind}): {error}"))  # fmt: skip
-    module = NativeDecoder(library, parts, cache, model.dtype, is_int8=is_int8)
-    what = "int8 weights" if is_int8 else str(model.dtype).removeprefix("torch.")
-    return _logged(Execution(_with(model, module), backend,
-                           f"{name} runs compiled ({kind}, {what})"))  # fmt: skip
+        why = f"{name} runs stock with compiled attention and products ({kind}): {error}"
+        stock = StockAdapters(module, model.dtype, model.device, places, head)
+        return _logged(Execution(_with(model, module), backend, why, stock))
+    packed = packed_places(parts, model.module)
+    module = NativeDecoder(library, parts, cache, model.dtype)
+    what = str(model.dtype).removeprefix("torch.")
+    if model.quantization:
+        what = f"{model.quantization} weights by {native.integer_kind(library)}"
+    compiled = CompiledAdapters(module, model.dtype, places, packed, head)
+    why = f"{name} runs compiled ({kind}, {what})"
+    return _logged(Execution(_with(model, module), backend, why, compiled))
 
 
 def _with(model: LoadedModel, module: torch.nn.Module) -> LoadedModel:

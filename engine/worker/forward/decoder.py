@@ -4,13 +4,15 @@ Rule 1: every weight is stored once. Packing replaces a stock layer's tensors on
 each before the next is packed, so that at its peak a load holds only one weight twice. Rule 2: a
 step computes exactly the rows it was given. The forward keeps no state except memory that it
 reuses, so that a step that failed can be repeated.
+
+This file is long because packing a model and running it have to agree on every field of one layout.
 """
 
 from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,10 +21,15 @@ from torch.nn.functional import pad
 from engine.worker.forward import native
 from engine.worker.forward.attention import KEYWORD
 from engine.worker.forward.native_attention import NativeStep, native_call
+from engine.worker.forward.packing import SHORT_MAX
+from engine.worker.forward.rewrites import ExpertParts, MlpParts
+from engine.worker.load.refusal import Refusal
+from engine.worker.small_weights import SmallWeight, join, release, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.worker.forward.adapters import AdapterGroup
     from engine.worker.forward.kv_cache import KvCache, PoolSize
     from engine.worker.forward.native_attention import NativeBackend
     from engine.worker.forward.rewrites import DecoderParts, LayerParts
@@ -30,6 +37,8 @@ if TYPE_CHECKING:
 PANEL = 16  # PANEL in engine/kernels/matmul.h
 PART = 512  # PART in engine/kernels/paged_cache.h: a longer context is computed in such parts
 FLOAT_BYTES = 4
+TASK_BYTES = 32  # DecodeTask in engine/kernels/attention.h
+GROUPS = "adapter_groups"  # the forward's keyword for the tokens that have adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +49,28 @@ class Output:
     logits: torch.Tensor
 
 
+class SumCall(Protocol):
+    """Adds up what the ranks of a divided model computed (`engine.worker.forward.collectives`)."""
+
+    @property
+    def function(self) -> Any:
+        """The function that compiled code calls, with an address and a count of float32."""
+        ...
+
+    def raise_error(self) -> None:
+        """Raise what the function has raised, which could not pass through compiled code."""
+        ...
+
+
 class Packer:
     """Packs weights for one library and dtype, and keeps the packed tensors alive."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, *, is_int8: bool = False) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.library = library
         self.dtype = dtype
         self.kind = native.KINDS[dtype]
-        self.is_int8 = is_int8
-        self.packed: list[torch.Tensor] = []  # weights, in the model's dtype or int8
-        self.small: list[torch.Tensor] = []  # norms, biases and scales, float32
+        self.packed: list[torch.Tensor] = []  # weights, in the model's dtype or bytes
+        self.small: list[torch.Tensor] = []  # norms and biases in float32, scales in float16
 
     def linear(
         self, layers: Sequence[torch.nn.Linear], *, is_paired: bool = False
@@ -57,39 +78,65 @@ class Packer:
         """Pack ``layers`` into one and free their own tensors. Their outputs follow one another;
         if ``is_paired``, the panels of gates and ups alternate."""
         bias = self._joined_bias(layers, is_paired)
-        weights = [layer.weight.detach() for layer in layers]
+        weights = [_read(weight_of(layer)) for layer in layers]
         for layer in layers:
-            layer.register_parameter("weight", None)
+            release(layer)
             layer.register_parameter("bias", None)
         if is_paired:
-            halves = weights[0].chunk(2) if len(weights) == 1 else weights
-            weights = [_whole_panels(half) for half in halves]
-            del halves
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            weights = [part for weight in weights for part in _whole_halves(weight, len(weights))]
+        weight = _joined(weights)
         del weights
         return self.pack(weight, bias, pair=2 if is_paired else 0)
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None, pair: int = 0) -> native.Linear:
+    def pack(
+        self, weight: torch.Tensor | SmallWeight, bias: torch.Tensor | None, pair: int = 0
+    ) -> native.Linear:
         """Pack ``weight`` [outputs, inputs] into panels. ``pair`` is 2 for gates and ups, else
         0."""
+        kept = None if bias is None else self.keep(_whole_panels(bias.to(torch.float32)))
+        if isinstance(weight, SmallWeight):
+            return self._pack_small(weight.in_halves(), kept, pair)
         outputs, inputs = weight.shape
-        scale = None
-        if self.is_int8:
-            weight, scales = quantise(weight)
-            scale = self.keep(
-                _alternate_panels(*scales.chunk(2)) if pair else _whole_panels(scales)
-            )
-        elif weight.dtype != self.dtype:
-            weight = weight.to(self.dtype)
-        weight = weight.contiguous()
+        weight = weight.to(self.dtype).contiguous()
         count = self.library.triolet_packed_numbers(self.kind, outputs, inputs)
         panels = torch.empty(count, dtype=weight.dtype)
         self.library.triolet_pack(
-            self.kind, self.is_int8, weight.data_ptr(), outputs, inputs, pair, panels.data_ptr()
+            self.kind, weight.data_ptr(), outputs, inputs, pair, panels.data_ptr()
         )
         self.packed.append(panels)
-        kept = None if bias is None else self.keep(_whole_panels(bias.to(torch.float32)))
-        return native.Linear(panels.data_ptr(), scale, kept, outputs, inputs)
+        return native.Linear(panels.data_ptr(), kept, outputs=outputs, inputs=inputs)
+
+    def _pack_small(self, weight: SmallWeight, bias: int | None, pair: int) -> native.Linear:
+        outputs, inputs = weight.numbers.shape
+        numbers = weight.numbers.contiguous()
+        size = self.library.triolet_small_bytes(weight.bits, outputs, inputs)
+        panels = torch.empty(size, dtype=torch.uint8)
+        self.library.triolet_pack_small(
+            weight.bits, numbers.data_ptr(), outputs, inputs, pair, panels.data_ptr()
+        )
+        self.packed.append(panels)
+        scales, offsets = (
+            None if one is None else self._pack_scales(one, weight, pair)
+            for one in (weight.scales, weight.offsets)
+        )
+        table = None
+        if weight.table:
+            self.small.append(torch.tensor(weight.table, dtype=torch.int8))
+            table = self.small[-1].data_ptr()
+        return native.Linear(
+            panels.data_ptr(), bias, scales, offsets, table, outputs, inputs, weight.group
+        )
+
+    def _pack_scales(self, scales: torch.Tensor, weight: SmallWeight, pair: int) -> int:
+        outputs, inputs = weight.numbers.shape
+        count = self.library.triolet_packed_scales(outputs, inputs, weight.group)
+        panels = torch.empty(count, dtype=torch.float16)
+        scales = scales.contiguous()
+        self.library.triolet_pack_scales(
+            scales.data_ptr(), outputs, inputs, weight.group, pair, panels.data_ptr()
+        )
+        self.small.append(panels)
+        return panels.data_ptr()
 
     def keep(self, tensor: torch.Tensor | None) -> int | None:
         """Keep a tensor in float32 for as long as the model lives, and return its address."""
@@ -114,12 +161,31 @@ class Packer:
         return _alternate_panels(*(parts[0].chunk(2) if len(parts) == 1 else parts))
 
 
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 numbers [outputs, inputs] and float32 scales [outputs]. The largest weight of
-    each output becomes 127; the others are rounded to nearest."""
-    wide = weight.to(torch.float32)
-    scales = wide.abs().amax(1).clamp_(min=torch.finfo(torch.float32).tiny) / 127.0
-    return (wide / scales[:, None]).round_().to(torch.int8), scales
+def _read(weight: Any) -> torch.Tensor | SmallWeight:
+    """Return a layer's weight, read from its file if it is still there."""
+    return weight.detach() if isinstance(weight, torch.Tensor) else weight()
+
+
+def _joined(weights: list[torch.Tensor | SmallWeight]) -> torch.Tensor | SmallWeight:
+    """Return one weight with the outputs of all. If only some are small, these are expanded."""
+    if len(weights) == 1:
+        return weights[0]
+    small = [one for one in weights if isinstance(one, SmallWeight)]
+    if len(small) == len(weights):
+        return join(small)
+    plain = next(one for one in weights if isinstance(one, torch.Tensor))
+    return torch.cat(
+        [one.expand().to(plain.dtype) if isinstance(one, SmallWeight) else one for one in weights]
+    )
+
+
+def _whole_halves(weight: torch.Tensor | SmallWeight, count: int) -> list[Any]:
+    """Return the gates or the ups of ``count`` weights, or both if there is one, in whole
+    panels."""
+    if isinstance(weight, SmallWeight):
+        halves = weight.halves() if count == 1 else [weight]
+        return [half.each(_whole_panels) for half in halves]
+    return [_whole_panels(half) for half in (weight.chunk(2) if count == 1 else [weight])]
 
 
 def _alternate_panels(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -148,20 +214,21 @@ class NativeDecoder(torch.nn.Module):
         parts: DecoderParts,
         cache: KvCache,
         dtype: torch.dtype,
-        *,
-        is_int8: bool = False,
     ) -> None:
         super().__init__()
         self._library = library
         self._rotaries = parts.rotaries
         self._vocab = parts.head.out_features
-        self._packer = packer = Packer(library, dtype, is_int8=is_int8)
-        self._layers = (native.Layer * len(parts.layers))(
-            *(self._pack_layer(parts, layer, cache) for layer in parts.layers)
-        )
-        self._model = self._pack_ends(parts)
+        self._packer = packer = Packer(library, dtype)
+        self._layers = (native.Layer * len(parts.layers))()
+        self._experts: list[ctypes.Array[native.Linear]] = []  # that the layers point to
+        self._model = self._pack_ends(parts)  # before the rest, as nothing takes more to pack
+        for index, layer in enumerate(parts.layers):
+            self._layers[index] = self._pack_layer(parts, layer, cache)
         self._arena = native.new_arena(library, self)
         self._logits = torch.empty(0)
+        self._sum: SumCall | None = None
+        self._has_logits = True
         for index, tensor in enumerate(packer.packed):
             self.register_parameter(f"w{index}", torch.nn.Parameter(tensor, requires_grad=False))
         for index, tensor in enumerate(packer.small):
@@ -172,25 +239,59 @@ class NativeDecoder(torch.nn.Module):
         return native.Layer(
             packer.linear(layer.qkv),
             packer.linear([layer.output]),
-            packer.linear(layer.gate_up, is_paired=True),
-            packer.linear([layer.down]),
+            *self._pack_mlp(layer.mlp),
             *(packer.keep(norm) for norm in layer.norms),
             packer.keep(layer.query_norm),
             packer.keep(layer.key_norm),
             int(layer.is_norm_of_heads),
             layer.rotary,
+            self._pack_experts(layer.mlp),
             native_call(layer.call, cache, parts.heads, parts.kv_heads, parts.head_dim),
+        )
+
+    def _pack_mlp(self, parts: MlpParts | ExpertParts) -> tuple[native.Linear, native.Linear]:
+        """Return the gates and ups, and the downs, of a layer without experts."""
+        if isinstance(parts, ExpertParts):
+            return native.Linear(), native.Linear()
+        packer = self._packer
+        return packer.linear(parts.gate_up, is_paired=True), packer.linear([parts.down])
+
+    def _pack_experts(self, parts: MlpParts | ExpertParts) -> native.Experts:
+        """Return the experts of a layer that has them.
+
+        Raises:
+            Refusal: The weights of its experts are in different forms.
+        """
+        if isinstance(parts, MlpParts):
+            return native.Experts()
+        packer, array = self._packer, native.Linear * len(parts.experts)
+        gate_up = array(*(packer.linear(one.gate_up, is_paired=True) for one in parts.experts))
+        down = array(*(packer.linear([one.down]) for one in parts.experts))
+        for linears in (gate_up, down):
+            if len({(one.scales is None, one.group) for one in linears}) > 1:
+                raise Refusal("the weights of one layer's experts are in different forms")
+        self._experts += gate_up, down
+        if parts.stock is not None:
+            for name in ("gate_up_proj", "down_proj"):
+                parts.stock.register_parameter(name, None)
+        router = packer.linear([parts.router])
+        return native.Experts(
+            router, gate_up, down, len(parts.experts), parts.chosen, int(parts.is_normalised)
         )
 
     def _pack_ends(self, parts: DecoderParts) -> native.Model:
         packer = self._packer
-        is_tied = parts.head.weight is parts.embedding.weight
+        shared = weight_of(parts.embedding)
+        is_tied = weight_of(parts.head) is shared
+        plain = None if is_tied or not isinstance(shared, torch.Tensor) else shared.detach()
         hidden = parts.embedding.embedding_dim
-        table = None if is_tied else parts.embedding.weight.detach()
-        parts.embedding.register_parameter("weight", None)
+        release(parts.embedding)
         head = packer.linear([parts.head])
-        if table is not None:
-            packer.packed.append(table)
+        table = head
+        if plain is not None:
+            packer.packed.append(plain)
+        elif not is_tied:
+            table = packer.pack(_read(shared), None)
         return native.Model(
             self._layers,
             len(parts.layers),
@@ -203,11 +304,19 @@ class NativeDecoder(torch.nn.Module):
             parts.residual_scale,
             parts.logits_scale,
             parts.logits_softcap,
-            int(is_tied),
-            head.weight if table is None else table.data_ptr(),
+            int(plain is None),
+            None if plain is None else plain.data_ptr(),
+            table,
             packer.keep(parts.final_norm),
             head,
         )
+
+    def add_up_by(self, call: SumCall, *, has_logits: bool) -> None:
+        """Make this decoder a rank's part of a divided model: from now on, ``call`` adds up each
+        branch over the ranks. Without ``has_logits``, a forward computes everything but them."""
+        self._sum = call
+        self._has_logits = has_logits
+        self._model.add_up = ctypes.cast(call.function, ctypes.c_void_p)
 
     def forward(
         self,
@@ -220,6 +329,7 @@ class NativeDecoder(torch.nn.Module):
 
         Raises:
             MemoryError: There is no memory for the activations. Nothing was computed.
+            Exception: A sum over the ranks raised it.
         """
         prepared = keywords[KEYWORD]
         assert isinstance(prepared, NativeStep)
@@ -229,7 +339,7 @@ class NativeDecoder(torch.nn.Module):
         cosines = [cosine[0, :, :half].contiguous() for cosine, _ in angles]
         sines = [sine[0, :, :half].contiguous() for _, sine in angles]
         keep, ids = logits_to_keep.contiguous(), input_ids.contiguous()
-        logits = self._room_for(len(keep))
+        logits = self._room_for(len(keep) if self._has_logits else 0)
         step = native.Step(
             prepared.rows,
             ids.data_ptr(),
@@ -239,18 +349,27 @@ class NativeDecoder(torch.nn.Module):
             2 * half,
             len(keep),
             torch.get_num_threads(),
-            logits.data_ptr(),
+            logits.data_ptr() if self._has_logits else None,
         )
+        groups = keywords.get(GROUPS, ())
+        if groups:
+            own = _groups_of(groups)
+            step.groups, step.num_groups = ctypes.addressof(own), len(own)
+            step.shrunk_width = max(group.adapter.width for group in groups)
         status = self._library.triolet_step(
             self._packer.kind, ctypes.byref(self._model), ctypes.byref(step), self._arena
         )
+        if self._sum is not None:
+            self._sum.raise_error()
         if status:
             raise MemoryError("no memory for a step's activations")
         return Output(logits[None])
 
-    def activation_bytes(self, num_tokens: int, num_kept: int, pool: PoolSize) -> int:
-        """Return an upper bound of the memory for the activations of a step, in bytes.
-        ``num_kept`` of its ``num_tokens`` tokens have logits."""
+    def activation_bytes(
+        self, num_tokens: int, num_kept: int, num_rows: int, pool: PoolSize
+    ) -> int:
+        """Return an upper bound of the bytes for the activations of a step of ``num_rows`` rows,
+        which share no blocks. ``num_kept`` of its ``num_tokens`` tokens have logits."""
         count = min(num_tokens, pool.max_model_len)
         starts = np.array([pool.max_model_len - count, pool.max_model_len, 0], np.int64)
         offsets = np.array([0, count], np.int64)
@@ -270,8 +389,13 @@ class NativeDecoder(torch.nn.Module):
             self._packer.kind, ctypes.byref(self._model), ctypes.byref(step)
         )
         attention = self._layers[0].attention
-        parts = pool.num_blocks * pool.block_size // PART + num_kept
-        return chunks + parts * attention.heads * (attention.width + 2) * FLOAT_BYTES
+        # Each token of a short row reads its whole context in parts, the last one not full.
+        num_short = min(num_tokens, SHORT_MAX * num_rows)
+        each = -(-pool.max_model_len // PART)
+        fitting = SHORT_MAX * (pool.num_blocks * pool.block_size // PART) + num_short
+        parts = min(num_short * each, fitting)
+        sums = attention.heads * (attention.width + 2) * FLOAT_BYTES if each > 1 else 0
+        return chunks + parts * (sums + TASK_BYTES)
 
     def _room_for(self, rows: int) -> torch.Tensor:
         """Return [rows, vocab] float32 in memory that is reused: fresh pages would cost a step
@@ -329,6 +453,21 @@ def pack_linears(
             if type(child) is torch.nn.Linear and seen[id(child.weight)] == 1:
                 setattr(owner, name, PackedLinear(child, backend, dtype))
     return module
+
+
+def _groups_of(groups: Sequence[AdapterGroup]) -> Any:
+    return (native.Group * len(groups))(
+        *(
+            native.Group(
+                group.first,
+                group.count,
+                group.kept_first,
+                group.kept_count,
+                ctypes.addressof(group.adapter.products),
+            )
+            for group in groups
+        )
+    )
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> Any:

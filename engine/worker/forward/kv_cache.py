@@ -48,7 +48,8 @@ class PoolSize:
 def size_pool(
     spec: RunnerSpec, shapes: Sequence[LayerShape], element_size: int, context_limit: int
 ) -> PoolSize:
-    """Return how many blocks fit into the memory of ``spec``, ``element_size`` bytes per number.
+    """Return how many blocks fit into the memory of ``spec``, ``element_size`` bytes per number. A
+    rank of a divided model has its part of that memory.
 
     A sequence of max_model_len tokens must fit if ``spec`` sets that length. Otherwise the length
     is ``context_limit``, or as much of it as the pool holds.
@@ -60,7 +61,9 @@ def size_pool(
     per_token = element_size * sum(shape.numbers_per_token for shape in shapes)
     per_block = per_token * block_size
     wanted = spec.max_num_seqs * _ceil_div(context_limit, block_size) * per_block
-    budget = spec.kv_bytes if spec.kv_bytes is not None else _default_budget(spec, wanted)
+    whole = wanted * spec.tp
+    budget = spec.kv_bytes if spec.kv_bytes is not None else _default_budget(spec, whole)
+    budget //= spec.tp
     num_blocks = min(budget, wanted) // per_block
     length = context_limit
     if spec.max_model_len is None:

@@ -1,9 +1,10 @@
 """Builds, loads and declares the compiled kernels of `engine/kernels/` (D12).
 
-Rule 1: a library is built once for each source, compiler, set of flags and processor. It lies in
-the user's cache directory and is put there by a rename, so that two servers that start at once both
-work. Rule 2: the server starts without the kernels, too; `Unavailable` says in one sentence why
-they are missing.
+Rule 1: a wheel may have libraries for this processor (`engine.worker.forward.variants`). If not, a
+library is built once for each source, compiler, set of flags and processor. It lies in the user's
+cache directory and is put there by a rename, so that two servers that start at once both work. Rule
+2: the server starts without the kernels, too; `Unavailable` says in one sentence why they are
+missing.
 
 Every struct here mirrors one in C++. `load` compares their sizes, so that a library of another
 layout is never called. ctypes releases the GIL during a call.
@@ -19,16 +20,19 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
 import torch  # before the library is loaded, so that both use torch's OpenMP
 
+from engine.worker.forward.variants import DIRECTORY, find_built
+
 SOURCES = Path(__file__).resolve().parents[2] / "kernels"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-w")
 SWITCH = "ENGINE_KERNELS"  # environment variable; "off" or "0": run without the kernels
+PARTS_MOST = 3  # PARTS_MOST in engine/kernels/adapters.h
 COMPILE_TIMEOUT_S = 120  # guess: compiling takes 4 to 10 s
 
 
@@ -37,14 +41,12 @@ class Unavailable(Exception):
 
 
 class Linear(Structure):
-    """A packed linear layer: its panels, scales (of int8 weights), bias and size."""
+    """A packed linear layer: its panels, bias and size. Scales, offsets, a table and the size of a
+    group are those of weights of 8 or 4 bits."""
 
     _fields_ = (
-        ("weight", c_void_p),
-        ("scale", c_void_p),
-        ("bias", c_void_p),
-        ("outputs", c_int64),
-        ("inputs", c_int64),
+        *((name, c_void_p) for name in ("weight", "bias", "scales", "offsets", "table")),
+        *((name, c_int64) for name in ("outputs", "inputs", "group")),
     )
 
 
@@ -69,6 +71,17 @@ class Attention(Structure):
     )
 
 
+class Experts(Structure):
+    """A mixture of experts. A layer without one has a count of 0."""
+
+    _fields_ = (
+        ("router", Linear),
+        ("gate_up", POINTER(Linear)),
+        ("down", POINTER(Linear)),
+        *((name, c_int64) for name in ("count", "chosen", "is_normalised")),
+    )
+
+
 class Layer(Structure):
     """One decoder layer. A norm that the layer does not have is null."""
 
@@ -87,12 +100,17 @@ class Layer(Structure):
         ),
         ("is_norm_of_heads", c_int64),
         ("rotary", c_int64),
+        ("experts", Experts),
         ("attention", Attention),
     )
 
 
+# Adds up numbers at an address over the ranks of a divided model; returns 0, or 1 if it failed.
+SumFunction = CFUNCTYPE(c_int32, c_void_p, c_int64)
+
+
 class Model(Structure):
-    """A whole decoder."""
+    """A whole decoder, or one rank's part of it."""
 
     _fields_ = (
         ("layers", POINTER(Layer)),
@@ -107,10 +125,12 @@ class Model(Structure):
                 "logits_softcap",
             )
         ),
-        ("is_tied", c_int32),
+        ("is_packed", c_int32),
         ("embedding", c_void_p),
+        ("table", Linear),
         ("final_norm", c_void_p),
         ("head", Linear),
+        ("add_up", c_void_p),
     )
 
 
@@ -125,19 +145,56 @@ class Step(Structure):
         ("sines", POINTER(c_void_p)),
         *((name, c_int64) for name in ("rotary_width", "num_kept", "num_threads")),
         ("logits", c_void_p),
+        ("groups", c_void_p),
+        *((name, c_int64) for name in ("num_groups", "shrunk_width")),
     )
 
 
-MIRRORED = (Linear, Rows, Attention, Layer, Model, Step)
+class Expansion(Structure):
+    """One adapted part of a packed product."""
+
+    _fields_ = (
+        ("weight", c_void_p),
+        *((name, c_int64) for name in ("first", "step", "panels", "depth", "offset")),
+    )
+
+
+class Adapted(Structure):
+    """What an adapter adds to one packed product."""
+
+    _fields_ = (("shrink", Linear), ("scales", c_void_p), ("parts", Expansion * PARTS_MOST))
+
+
+class Group(Structure):
+    """The tokens of a step that have one adapter."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("first", "count", "kept_first", "kept_count")),
+        ("products", c_void_p),
+    )
+
+
+MIRRORED = (Linear, Rows, Attention, Experts, Layer, Model, Step, Expansion, Adapted, Group)
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _RETURNS_NOTHING = None
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "triolet_kind": (c_char_p, ()),
     "triolet_sizes": (_RETURNS_NOTHING, (POINTER(c_int64),)),
+    "triolet_integer_kind": (c_char_p, ()),
     "triolet_packed_numbers": (c_int64, (c_int64, c_int64, c_int64)),
     "triolet_pack": (
         _RETURNS_NOTHING,
-        (c_int64, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+        (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    ),
+    "triolet_small_bytes": (c_int64, (c_int64, c_int64, c_int64)),
+    "triolet_pack_small": (
+        _RETURNS_NOTHING,
+        (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p),
+    ),
+    "triolet_packed_scales": (c_int64, (c_int64, c_int64, c_int64)),
+    "triolet_pack_scales": (
+        _RETURNS_NOTHING,
+        (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
     ),
     "triolet_arena_new": (c_void_p, ()),
     "triolet_arena_free": (_RETURNS_NOTHING, (c_void_p,)),
@@ -195,6 +252,19 @@ def kind(library: ctypes.CDLL) -> str:
     return str(library.triolet_kind().decode())
 
 
+def integer_kind(library: ctypes.CDLL) -> str:
+    """Return the instructions that the library multiplies integers with: AVX512-VNNI, AVX-VNNI,
+    AVX-512, AVX2 or vectors."""
+    return str(library.triolet_integer_kind().decode())
+
+
+def origin(library: ctypes.CDLL) -> str:
+    """Return where the library came from, for people to read: "compiled here", or the variant of
+    the wheel."""
+    path = Path(library._name)
+    return f"from the wheel, {path.stem}" if path.parent.name == DIRECTORY else "compiled here"
+
+
 def find_compiler() -> str:
     """Return the path of a C++ compiler: $CXX, or the first of `COMPILERS` that is installed.
 
@@ -211,6 +281,9 @@ def find_compiler() -> str:
 def _load() -> ctypes.CDLL:
     if platform.system() != "Linux":
         raise Unavailable(f"they are built on Linux only, and this is {platform.system()}")
+    built = find_built(SOURCES, _cpuinfo())
+    if built is not None:
+        return _open(built)
     compiler = find_compiler()
     name = f"kernels-{_key(compiler)}.so"
     directory = cache_directory()
@@ -240,9 +313,8 @@ def _key(compiler: str) -> str:
 
 def _processor() -> str:
     """Return the processor's model and features, or "" if the system does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    lines = _cpuinfo().splitlines()
+    if not lines:
         return ""
     fields: dict[str, str] = {}
     for line in lines:
@@ -250,6 +322,14 @@ def _processor() -> str:
         fields.setdefault(name.strip(), value.strip())
     names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
     return repr([fields.get(name) for name in names])
+
+
+def _cpuinfo() -> str:
+    """Return what Linux says of the processors, or "" where it says nothing."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
 
 
 def cache_directory() -> Path | None:

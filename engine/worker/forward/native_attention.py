@@ -39,6 +39,7 @@ class NativeStep:
     def __init__(self, backend: NativeBackend, rows: PackedRows, cache: KvCache) -> None:
         self.backend = backend
         self.cache = cache
+        rows = rows.short_apart()
         arrays = (rows.starts, rows.ends, rows.offsets, rows.tables, rows.slots)
         self._arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
         self.rows = native.Rows(

@@ -9,7 +9,7 @@ all rows in order; positions and slots are those of `engine.core.text.plan`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int64]
+
+
+SHORT_MAX = 16  # tokens; a prompt's chunk of more is worth packing its context for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,31 @@ class PackedRows:
         """Return the slots of ``positions`` [len(rows), length] of ``rows``."""
         blocks = self.tables[rows[:, None], positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
+
+    def short_apart(self) -> PackedRows:
+        """Return the same tokens with a row for each token of a short row, of 2 to `SHORT_MAX`.
+        These are then computed as decodes are, to the same bits: a step's keys and values are
+        written before any of its tokens attends."""
+        rows = list(zip(self.starts.tolist(), self.ends.tolist(), strict=True))
+        if not any(1 < end - start <= SHORT_MAX for start, end in rows):
+            return self
+        starts: list[int] = []
+        ends: list[int] = []
+        owners: list[int] = []
+        for row, (start, end) in enumerate(rows):  # numpy takes longer for the few rows of a step
+            if end - start <= SHORT_MAX:
+                starts += range(start, end)
+                ends += range(start + 1, end + 1)
+                owners += [row] * (end - start)
+            else:
+                starts.append(start)
+                ends.append(end)
+                owners.append(row)
+        first, behind = np.array(starts, np.int64), np.array(ends, np.int64)
+        offsets = np.zeros(len(first) + 1, np.int64)
+        np.cumsum(behind - first, out=offsets[1:])
+        tables = self.tables[owners]
+        return replace(self, starts=first, ends=behind, offsets=offsets, tables=tables)
 
 
 def pack(

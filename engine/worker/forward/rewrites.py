@@ -34,13 +34,31 @@ class NotRewritten(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class MlpParts:
+    """The linear modules of a layer's MLP, or of one expert."""
+
+    gate_up: tuple[torch.nn.Linear, ...]  # gates, ups; or one module for both
+    down: torch.nn.Linear
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """The modules of a layer's mixture of experts. ``chosen`` of the experts compute a row."""
+
+    router: Any  # a module whose weight is [experts, hidden]
+    experts: tuple[MlpParts, ...]
+    chosen: int
+    is_normalised: bool  # the shares of a row's experts are divided by their sum
+    stock: Any = None  # the stock module that holds the weights of all experts in two tensors
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """The linear modules and the norms of one layer."""
 
     qkv: tuple[torch.nn.Linear, ...]  # queries, keys, values; or one module for all three
     output: torch.nn.Linear
-    gate_up: tuple[torch.nn.Linear, ...]  # gates, ups; or one module for both
-    down: torch.nn.Linear
+    mlp: MlpParts | ExpertParts
     norms: tuple[torch.Tensor | None, ...]  # in the order of `Norms`
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
@@ -89,8 +107,7 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
         _take_layer(layer, family, call, kinds[call.layer])
         for layer, call in zip(base.layers, calls, strict=True)
     )
-    attention, mlp = base.layers[0].self_attn, base.layers[0].mlp
-    head_dim = int(attention.head_dim)
+    head_dim = int(base.layers[0].self_attn.head_dim)
     if head_dim % WIDTH_STEP or head_dim > WIDTH_MOST:
         raise NotRewritten(f"its heads are {head_dim} wide, and the kernels need a multiple of "
                            f"{WIDTH_STEP} up to {WIDTH_MOST}")  # fmt: skip
@@ -103,8 +120,11 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
         heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=head_dim,
-        mlp=int(mlp.down_proj.in_features),
-        activation=_activation(mlp),
+        mlp=max(
+            (int(one.mlp.down.in_features) for one in layers if isinstance(one.mlp, MlpParts)),
+            default=0,
+        ),
+        activation=_activation(base.layers[0].mlp),
         eps=_epsilon(base),
         embedding_scale=_embedding_scale(base),
         residual_scale=float(getattr(base.layers[0], "residual_multiplier", 1.0)),
@@ -116,7 +136,7 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
 
 def _take_layer(layer: Any, family: Family, call: AttentionCall, rotary: int) -> LayerParts:
     """Return the parts of one layer."""
-    attention, mlp, names = layer.self_attn, layer.mlp, family.norms
+    attention, names = layer.self_attn, family.norms
     norms = tuple(
         None if name is None else _norm(getattr(layer, name), family)
         for name in (
@@ -128,21 +148,16 @@ def _take_layer(layer: Any, family: Family, call: AttentionCall, rotary: int) ->
     )
     query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     is_of_heads = query_norm is not None and query_norm.weight.numel() == attention.head_dim
-    qkv: tuple[Any, ...]
-    gate_up: tuple[Any, ...]
-    if hasattr(attention, "qkv_proj"):
-        qkv, gate_up = (attention.qkv_proj,), (mlp.gate_up_proj,)
-    else:
-        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-        gate_up = (mlp.gate_proj, mlp.up_proj)
-    for linear in (*qkv, attention.o_proj, *gate_up, mlp.down_proj):
-        if type(linear) not in (torch.nn.Linear, Linear):
-            raise NotRewritten(f"one of its linear layers is a {type(linear).__name__}")
+    qkv: tuple[Any, ...] = (
+        (attention.qkv_proj,)
+        if hasattr(attention, "qkv_proj")
+        else (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    _check_linear(*qkv, attention.o_proj)
     return LayerParts(
         qkv=qkv,
         output=attention.o_proj,
-        gate_up=gate_up,
-        down=mlp.down_proj,
+        mlp=_take_experts(layer.mlp) if hasattr(layer.mlp, "experts") else _take_mlp(layer.mlp),
         norms=norms,
         query_norm=None if query_norm is None else _norm(query_norm, family),
         key_norm=None if key_norm is None else _norm(key_norm, family),
@@ -150,6 +165,40 @@ def _take_layer(layer: Any, family: Family, call: AttentionCall, rotary: int) ->
         rotary=rotary,
         call=call,
     )
+
+
+def _take_mlp(mlp: Any) -> MlpParts:
+    gate_up = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
+    _check_linear(*gate_up, mlp.down_proj)
+    return MlpParts(gate_up, mlp.down_proj)
+
+
+def _take_experts(mixture: Any) -> ExpertParts:
+    """Return the parts of a mixture. The experts of a stock one are views of its two tensors."""
+    experts, router = mixture.experts, mixture.gate
+    router.register_parameter("bias", None)
+    chosen, is_normalised = int(router.top_k), bool(router.norm_topk_prob)
+    if isinstance(experts, torch.nn.ModuleList):
+        parts = tuple(_take_mlp(expert) for expert in experts)
+        return ExpertParts(router, parts, chosen, is_normalised)
+    parts = tuple(
+        MlpParts((_linear_of(gate_up),), _linear_of(down))
+        for gate_up, down in zip(experts.gate_up_proj, experts.down_proj, strict=True)
+    )
+    return ExpertParts(router, parts, chosen, is_normalised, experts)
+
+
+def _linear_of(weight: torch.Tensor) -> torch.nn.Linear:
+    """Return a linear layer with this weight [outputs, inputs]."""
+    linear = Linear(weight.shape[1], weight.shape[0])
+    linear.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    return linear
+
+
+def _check_linear(*layers: Any) -> None:
+    for linear in layers:
+        if type(linear) not in (torch.nn.Linear, Linear):
+            raise NotRewritten(f"one of its linear layers is a {type(linear).__name__}")
 
 
 def _norm(module: Any, family: Family) -> torch.Tensor:
@@ -160,6 +209,10 @@ def _norm(module: Any, family: Family) -> torch.Tensor:
 
 
 def _activation(mlp: Any) -> int:
+    """Return the number of the activation of an MLP, or of a mixture's experts."""
+    experts = getattr(mlp, "experts", None)
+    if experts is not None:
+        mlp = experts[0] if isinstance(experts, torch.nn.ModuleList) else experts
     function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
     name = type(function).__name__
     if name not in ACTIVATIONS:

@@ -61,6 +61,7 @@ RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "hy
 KEYWORDLESS_TYPES = ("stablelm",)
 # Model types whose attention needs a keyword that ours does not support, and the keyword.
 KEYWORD_TYPES = {"gpt_oss": "s_aux"}
+QUANTISED_METHODS = ("gptq", "awq", "compressed-tensors")  # read by packed_checkpoint.py
 MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "image_token_id")
 # Rotary embeddings whose frequencies depend on the config alone. The type "dynamic" computes them
 # from the longest position of the batch, so that one request would change another's output.
@@ -112,10 +113,12 @@ def _refuse_kinds(config: Mapping[str, Any], name: str, model_type: str) -> None
 def _refuse_fields(config: Mapping[str, Any], name: str) -> None:
     """Refuse config fields that would change a served architecture's computation."""
     quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise Refusal(f"the checkpoint is quantised ({method or 'unknown method'}); it needs "
-                          "plain float weights")  # fmt: skip
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if quantization is not None and method not in QUANTISED_METHODS:
+        raise Refusal(
+            f"the checkpoint is quantised ({method or 'unknown method'}); it needs plain float "
+            f"weights, or those of {', '.join(QUANTISED_METHODS)}"
+        )
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
         raise Refusal(f"this {name} attends in both directions; only causal ones are served")
     if config.get("add_cross_attention"):

@@ -6,6 +6,7 @@ pool needs the answer before it loads anything (R124).
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from engine.status import Capability
@@ -15,6 +16,8 @@ from engine.worker.load.resolve import read_json, resolve_local
 if TYPE_CHECKING:
     from pathlib import Path
 
+# The model types of transformers that put texts and images into one space.
+IMAGE_TEXT_TYPES = ("clip", "siglip", "siglip2")
 MODULES_NAME = "modules.json"
 OWN_CONFIG_NAME = "config_sentence_transformers.json"
 
@@ -23,18 +26,34 @@ def find(model: str, revision: str = "") -> Capability | None:
     """Return the capability of a model by directory, demo id or cached Hugging Face id, or None if
     its files are not on this machine."""
     source = resolve_local(model, revision)
-    return None if source is None else capability_of(source.directory)
+    if source is None:
+        return None
+    return Capability.TEXT_TO_TEXT if source.gguf else capability_of(source.directory)
 
 
 def capability_of(directory: Path) -> Capability:
     """Return the capability of the model in ``directory``: a classifier with one label reranks, a
-    sentence-transformers model embeds, and any other model generates text or is refused when it is
-    loaded."""
+    CLIP or SigLIP model embeds images, any other sentence-transformers model embeds texts, and any
+    other model generates text or is refused when it is loaded."""
     if _is_cross_encoder(directory):
         return Capability.RERANK
+    if _read(first_folder(directory), "config.json").get("model_type") in IMAGE_TEXT_TYPES:
+        return Capability.IMAGE_EMBEDDING
     if (directory / MODULES_NAME).is_file():
         return Capability.TEXT_EMBEDDING
     return Capability.TEXT_TO_TEXT
+
+
+def first_folder(directory: Path) -> Path:
+    """Return the folder of a sentence-transformers model's first module; that of any other model is
+    its directory."""
+    try:
+        modules = json.loads((directory / MODULES_NAME).read_text("utf-8"))
+        name = modules[0].get("path") or "."
+        folder = (directory / name).resolve()
+        return folder if folder.is_relative_to(directory.resolve()) else directory
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return directory  # if the list is broken, loading will report that
 
 
 def _is_cross_encoder(directory: Path) -> bool:

@@ -8,8 +8,9 @@ Tensors are views of the mapped file, which is read when a view is first used.
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,18 @@ from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import weight_files
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
     from types import TracebackType
+
+    from engine.worker.small_weights import Form, SmallWeight
 
 # Bytes of a number, by safetensors' name of its type. Checkpoints with other types (integers, 8-bit
 # floats) are quantised and are refused.
 FLOAT_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+# A tensor [experts, outputs, inputs] of a layer's experts, and the weights that each has in it.
+JOINED_EXPERTS = re.compile(r"(?P<base>.*\.experts)\.(?P<part>gate_up_proj|down_proj)")
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,7 @@ class Checkpoint:
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
+        self._joined: dict[str, tuple[str, int, slice]] = {}  # where an expert's weight lies
 
     def __enter__(self) -> Checkpoint:
         try:
@@ -78,7 +86,26 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor as it is stored: a view of the mapped file, valid even after closing."""
-        return self._files[self.tensors[name].file].get_tensor(name)
+        file = self._files[self.tensors[name].file]
+        if name not in self._joined:
+            return file.get_tensor(name)
+        whole, expert, rows = self._joined[name]
+        return file.get_tensor(whole)[expert, rows]
+
+    def form(self, name: str) -> Form | None:
+        """Return the form of a tensor that is kept in 8 or 4 bits, or None for one of floats."""
+        return None
+
+    def small(self, name: str) -> Callable[[], SmallWeight] | None:
+        """Return what reads such a tensor in its form, as often as it is called, even after the
+        checkpoint is closed."""
+        return None
+
+    @property
+    def quantization(self) -> str:
+        """The types of the tensors in 8 or 4 bits, for people to read; "" if there is none."""
+        kinds = {one.dtype for one in self.tensors.values() if self.form(one.name)}
+        return ", ".join(sorted(kinds))
 
     def check_finite(self, name: str) -> None:
         """Check that a tensor holds no NaN and no infinity.
@@ -116,13 +143,28 @@ class Checkpoint:
             for key in file.keys():  # noqa: SIM118  (not a dict: it has no __iter__)
                 part = file.get_slice(key)
                 shape = tuple(part.get_shape())
-                self.tensors[key] = StoredTensor(key, shape, part.get_dtype(), name)
+                self._note(StoredTensor(key, shape, part.get_dtype(), name))
         except (SafetensorError, OSError, ValueError) as error:
             raise Refusal(
                 f"its weight file {name} is cut short or is not a safetensors file",
                 detail=f"{type(error).__name__}: {error}",
             ) from error
         self._files[name] = file
+
+    def _note(self, tensor: StoredTensor) -> None:
+        """Note a tensor; one that joins the experts of a layer, as the weights of each."""
+        match = JOINED_EXPERTS.fullmatch(tensor.name)
+        if match is None or len(tensor.shape) != 3:
+            self.tensors[tensor.name] = tensor
+            return
+        parts = EXPERT_PARTS[match["part"]]
+        outputs = tensor.shape[1] // len(parts)
+        for expert in range(tensor.shape[0]):
+            for index, part in enumerate(parts):
+                name = f"{match['base']}.{expert}.{part}.weight"
+                self.tensors[name] = replace(tensor, name=name, shape=(outputs, tensor.shape[2]))
+                rows = slice(index * outputs, (index + 1) * outputs)
+                self._joined[name] = tensor.name, expert, rows
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -21,11 +21,14 @@ POINTER_MAGIC = b"version https://git-lfs.github.com/spec/"
 POINTER_BYTES_MAX = 1024  # git-LFS's specification: a pointer is smaller
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether the file is a GGUF file."""
+    return path.is_file() and _begins_with(path, GGUF_MAGIC)
+
+
 def refusal_of_file(path: Path) -> Refusal:
-    """Return why a model cannot be served whose name is that of a file."""
-    if _begins_with(path, GGUF_MAGIC):
-        return _gguf(path)
-    return Refusal("it is a file, and a model is a directory", detail=str(path))
+    """Return why a model cannot be served whose name is that of a file that is no GGUF file."""
+    return Refusal("it is a file, and a model is a directory or a GGUF file", detail=str(path))
 
 
 def refusal_of_directory(directory: Path, otherwise: str) -> Refusal:
@@ -36,11 +39,16 @@ def refusal_of_directory(directory: Path, otherwise: str) -> Refusal:
     if (directory / ADAPTER_NAME).is_file():
         return Refusal(
             f"it is an adapter of PEFT, such as LoRA ({ADAPTER_NAME}), and not a whole model; "
-            f"merge it into its base model{_base_of(directory)} by PEFT's merge_and_unload, save "
-            "that, and serve the result"
+            f"serve its base model{_base_of(directory)} with --adapter BASE:NAME=DIR, or merge it "
+            "by PEFT's merge_and_unload, save that, and serve the result"
         )
-    ggufs = sorted(path for path in directory.glob("*.gguf") if path.is_file())
-    return _gguf(ggufs[0]) if ggufs else Refusal(otherwise, detail=str(directory))
+    ggufs = sorted(path.name for path in directory.glob("*.gguf") if is_gguf(path))
+    if len(ggufs) > 1:
+        return Refusal(
+            f"its directory has {len(ggufs)} GGUF files; name the one to serve, such as "
+            f"{directory.name}/{ggufs[0]}"
+        )
+    return Refusal(otherwise, detail=str(directory))
 
 
 def refuse_pointers(directory: Path, patterns: Iterable[str]) -> None:
@@ -57,14 +65,6 @@ def refuse_pointers(directory: Path, patterns: Iterable[str]) -> None:
             f"its {found[0].name} {what} of git-LFS, without the content; run 'git lfs pull' in "
             "the model's directory"
         )
-
-
-def _gguf(path: Path) -> Refusal:
-    return Refusal(
-        f"{path.name} is a GGUF file, which llama.cpp serves; serve the checkpoint here that it "
-        "was made from, a directory with config.json and safetensors",
-        detail=str(path),
-    )
 
 
 def _base_of(directory: Path) -> str:

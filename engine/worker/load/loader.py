@@ -18,6 +18,7 @@ import importlib
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +27,12 @@ from engine.memory_limit import LIMIT_FRACTION
 from engine.worker.forward import attention
 from engine.worker.interface import LoadProgress, MemoryEstimate
 from engine.worker.load.architectures import find
-from engine.worker.load.checkpoint import FLOAT_SIZES, is_finite
+from engine.worker.load.checkpoint import EXPERT_PARTS, FLOAT_SIZES, JOINED_EXPERTS, is_finite
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 from engine.worker.outline.config import OutlineConfig, read_outline
 from engine.worker.outline.modules import Outline
+from engine.worker.small_weights import GROUP, ROUNDED, Form, RoundedLater, defer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,15 +40,13 @@ if TYPE_CHECKING:
 
     from engine.worker.load.architectures import Architecture
     from engine.worker.load.checkpoint import Checkpoint, StoredTensor
+    from engine.worker.small_weights import SmallWeight
 
 DEVICES = "--device takes auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Tensors of old checkpoints that current models compute instead of reading: rotary frequencies and
 # causal masks. Source: transformers' `_keys_to_ignore_on_load_unexpected` over the years.
 COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(bias|masked_bias))$")
-# The experts of a mixture: one tensor each in checkpoints, one tensor for all in the model.
-EXPERTS = re.compile(r"(?P<base>.*\.experts)\.(?P<part>gate_up_proj|down_proj)")
-EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     num_bytes: int
+    quantization: str = ""  # the form of the linear layers' weights; "": that of the dtype
 
 
 def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architecture, Any]:
@@ -72,6 +73,7 @@ def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architectur
     architecture = find(raw)
     for unsafe in ("auto_map", "fusion_config", "transformers_weights", "kernel_config"):
         raw.pop(unsafe, None)  # they name code or files to load
+    raw.pop("quantization_config", None)  # for `engine.worker.load.packed_checkpoint`
     outline = None if is_stock else read_outline(raw, architecture.name)
     return architecture, outline or _stock_config(raw, architecture)
 
@@ -155,6 +157,18 @@ def has_bfloat16(device: torch.device) -> bool:
     return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
 
 
+def weight_bytes(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, quantization: str) -> int:
+    """Return an estimate of the memory for a checkpoint's weights."""
+    total = 0
+    for tensor in checkpoint.tensors.values():
+        form = checkpoint.form(tensor.name)
+        if form is None and quantization != "none" and len(tensor.shape) == 2:
+            is_end = tensor.shape[0] == config.vocab_size
+            form = Form(8 if is_end else ROUNDED[quantization], GROUP)
+        total += form.num_bytes(tensor.shape) if form else prod(tensor.shape) * dtype.itemsize
+    return total
+
+
 def load_model(
     checkpoint: Checkpoint,
     architecture: Architecture,
@@ -163,28 +177,39 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[LoadProgress], None],
+    quantization: str = "none",
 ) -> LoadedModel:
     """Build the model and give it the open checkpoint's weights. With an `OutlineConfig`, it is an
-    `Outline`, which can only be compiled.
+    `Outline`, which can only be compiled. With ``quantization``, the weights of linear layers and
+    embeddings are left in their files, to be rounded when they are packed.
 
     Raises:
         Refusal: The checkpoint does not fit the model (Rule 1), or is quantised.
     """
-    _refuse_quantised(checkpoint)
+    _refuse_quantised(checkpoint, quantization)
     config.dtype = dtype
     module = _build_empty(architecture, config)
-    _assign_weights(module, checkpoint, dtype, device, progress)
+    deferred = _assign_weights(module, checkpoint, dtype, device, progress, quantization)
     _compute_buffers(module, device)
+    for name, stored in deferred.items():
+        defer(_owner(module, name), stored, dtype)
+    _refuse_unfilled(module)
     module.eval()
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-    return LoadedModel(module, module.config, architecture, dtype, device, num_bytes)
+    form = checkpoint.quantization if quantization == "none" else quantization
+    return LoadedModel(module, module.config, architecture, dtype, device, num_bytes, form)
 
 
-def _refuse_quantised(checkpoint: Checkpoint) -> None:
+def _refuse_quantised(checkpoint: Checkpoint, quantization: str) -> None:
     for tensor in checkpoint.tensors.values():
-        if tensor.dtype not in FLOAT_SIZES and not COMPUTED.search(tensor.name):
-            raise Refusal(f"its tensor {tensor.name} is stored as {tensor.dtype}; plain float "
-                          "weights are needed")  # fmt: skip
+        is_small = checkpoint.form(tensor.name) is not None
+        if is_small and quantization != "none":
+            raise Refusal(f"its weights are quantised already ({checkpoint.quantization}); leave "
+                          "--quantization out")  # fmt: skip
+        if tensor.dtype in FLOAT_SIZES or is_small or COMPUTED.search(tensor.name):
+            continue
+        raise Refusal(f"its tensor {tensor.name} is stored as {tensor.dtype}; plain float "
+                      "weights are needed")  # fmt: skip
 
 
 def _build_empty(architecture: Architecture, config: Any) -> Any:
@@ -215,8 +240,10 @@ def _assign_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: Callable[[LoadProgress], None],
-) -> None:
-    """Assign the checkpoint's tensors to the parameters, after every check of Rule 1.
+    quantization: str,
+) -> dict[str, Callable[[], SmallWeight]]:
+    """Assign the checkpoint's tensors to the parameters, after every check of Rule 1. Return what
+    reads those that stay in their files, by the parameters' names.
 
     Raises:
         Refusal: A check of Rule 1 failed, or a tensor holds a number that is not finite.
@@ -226,8 +253,15 @@ def _assign_weights(
     sources = _find_sources(expected, tied, checkpoint, module.base_model_prefix)
     bytes_total = sum(s.num_bytes for parts in sources.values() for s in parts)
     bytes_done = 0
+    deferred: dict[str, Callable[[], SmallWeight]] = {}
     for index, (name, parts) in enumerate(sources.items()):
         progress(LoadProgress("weights", bytes_done, bytes_total, index, len(sources)))
+        bytes_done += sum(part.num_bytes for part in parts)
+        stored = _stored(module, name, parts, checkpoint, quantization)
+        if stored is not None:
+            deferred[name] = stored
+            expected[name]._is_hf_initialized = True
+            continue
         pieces = [checkpoint.read(part.name) for part in parts]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         whole = _place(whole.view(expected[name].shape), dtype, device, is_view=len(pieces) == 1)
@@ -239,9 +273,30 @@ def _assign_weights(
                 "choose another --dtype"
             )
         _set_parameter(module, name, torch.nn.Parameter(whole, requires_grad=False))
-        bytes_done += sum(part.num_bytes for part in parts)
-    _tie(module, tied, sources)
+    _tie(module, tied, sources, deferred)
     progress(LoadProgress("weights", bytes_total, bytes_total, len(sources), len(sources)))
+    return deferred
+
+
+def _stored(
+    module: Any,
+    name: str,
+    parts: tuple[StoredTensor, ...],
+    checkpoint: Checkpoint,
+    quantization: str,
+) -> Callable[[], SmallWeight] | None:
+    """Return what reads a parameter in 8 or 4 bits, or None for one that stays a float tensor. The
+    embedding and the head have at least 8 bits."""
+    layer = _owner(module, name)
+    is_end = isinstance(layer, torch.nn.Embedding) or layer is module.get_output_embeddings()
+    is_matrix = name.endswith(".weight") and (is_end or isinstance(layer, torch.nn.Linear))
+    if not is_matrix or len(parts) > 1:
+        return None
+    if quantization == "none":
+        return checkpoint.small(parts[0].name)
+    checkpoint.check_finite(parts[0].name)
+    bits = 8 if is_end else ROUNDED[quantization]
+    return RoundedLater(checkpoint.read(parts[0].name), bits)
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -299,12 +354,12 @@ def _stored_parts(
     name: str, shape: tuple[int, ...], checkpoint: Checkpoint, prefix: str
 ) -> tuple[StoredTensor, ...]:
     """Return the stored tensors of one parameter: one of its name, one of its name without the
-    base model's prefix (as in the first GPT-2 and OPT checkpoints), or a mixture's experts one by
-    one."""
+    base model's prefix (as in the first GPT-2 and OPT checkpoints), or the experts that a stock
+    mixture joins."""
     for candidate in (name, name.removeprefix(f"{prefix}.")):
         if candidate in checkpoint.tensors:
             return (checkpoint.tensors[candidate],)
-    match = EXPERTS.fullmatch(name)
+    match = JOINED_EXPERTS.fullmatch(name)
     if match is None:
         return ()
     names = [
@@ -327,11 +382,20 @@ def _check_shapes(shape: tuple[int, ...], parts: tuple[StoredTensor, ...]) -> No
             )
 
 
-def _tie(module: Any, tied: dict[str, str], sources: dict[str, tuple[StoredTensor, ...]]) -> None:
+def _tie(
+    module: Any,
+    tied: dict[str, str],
+    sources: dict[str, tuple[StoredTensor, ...]],
+    deferred: dict[str, Callable[[], SmallWeight]],
+) -> None:
     """Share the parameters that the config ties. Where both are stored and differ, both stay, as
     in transformers."""
     for target, source in tied.items():
         have, other = (source, target) if source in sources else (target, source)
+        if have in deferred:
+            if other not in deferred or deferred[other] == deferred[have]:
+                deferred[other] = deferred[have]
+            continue
         if other in sources and not torch.equal(
             module.get_parameter(have), module.get_parameter(other)
         ):
@@ -339,10 +403,15 @@ def _tie(module: Any, tied: dict[str, str], sources: dict[str, tuple[StoredTenso
         _set_parameter(module, other, module.get_parameter(have))
 
 
+def _owner(module: Any, name: str) -> Any:
+    """Return the submodule that a parameter belongs to."""
+    return module.get_submodule(name.rpartition(".")[0])
+
+
 def _set_parameter(module: Any, name: str, parameter: torch.nn.Parameter) -> None:
-    owner, _, attribute = name.rpartition(".")
+    attribute = name.rpartition(".")[2]
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # what _init_weights reads
-    setattr(module.get_submodule(owner), attribute, parameter)
+    setattr(_owner(module, name), attribute, parameter)
 
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
@@ -353,7 +422,6 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
             setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
         if empty:
             module._init_weights(owner)
-    _refuse_unfilled(module)
 
 
 def _refuse_unfilled(module: Any) -> None:

@@ -16,7 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine.worker.load.foreign import ADAPTER_NAME, refusal_of_directory, refusal_of_file
+from engine.worker.load.foreign import (
+    ADAPTER_NAME,
+    is_gguf,
+    refusal_of_directory,
+    refusal_of_file,
+)
 from engine.worker.load.refusal import Refusal
 
 # Demo models, as package data under engine/demo/.
@@ -32,6 +37,7 @@ WANTED_FILES = (
     "config.json", "generation_config.json", WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "processor_config.json", "spiece.model",
     "vocab.txt", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
     "[0-9]_*/*.json", "[0-9]_*/*.txt", "[0-9]_*/*.safetensors", ADAPTER_NAME,
 )  # fmt: skip
@@ -42,11 +48,13 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model's directory, and the name that a client may see."""
+    """A model's directory, and the name that a client may see. ``gguf`` is the model's file where
+    it is a GGUF file; the directory then is that of the file."""
 
     directory: Path
     name: str
     is_demo: bool = False
+    gguf: Path | None = None
 
 
 def short_name(model: str) -> str:
@@ -64,7 +72,9 @@ def resolve(model: str, revision: str = "") -> Source:
     """
     path = _path_of(model)
     if path.is_dir():
-        return Source(path, short_name(model))
+        return Source(path, short_name(model), gguf=_only_gguf(path))
+    if is_gguf(path):
+        return Source(path.parent, short_name(model), gguf=path)
     if model in DEMOS:
         directory = DEMO_ROOT / DEMOS[model]
         if not (directory / "config.json").is_file():
@@ -75,6 +85,14 @@ def resolve(model: str, revision: str = "") -> Source:
     if not _is_hub_id(model):
         raise Refusal("there is no such directory", detail=str(path.absolute()))
     return Source(_hub_directory(model, revision), model)
+
+
+def _only_gguf(directory: Path) -> Path | None:
+    """Return the GGUF file of a directory that has one and no config.json."""
+    if (directory / "config.json").is_file():
+        return None
+    found = [path for path in directory.glob("*.gguf") if is_gguf(path)]
+    return found[0] if len(found) == 1 else None
 
 
 def resolve_local(model: str, revision: str = "") -> Source | None:
@@ -118,8 +136,11 @@ def _is_hub_id(model: str) -> bool:
 def _cached(model: str, revision: str) -> Source | None:
     import huggingface_hub
 
-    found = huggingface_hub.try_to_load_from_cache(model, "config.json", revision=revision or None)
-    return Source(Path(found).parent, model) if isinstance(found, str) else None
+    for name in ("config.json", "modules.json"):
+        found = huggingface_hub.try_to_load_from_cache(model, name, revision=revision or None)
+        if isinstance(found, str):
+            return Source(Path(found).parent, model)
+    return None
 
 
 def _hub_directory(model: str, revision: str) -> Path:
@@ -171,11 +192,14 @@ def _hint(model: str) -> str:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Return whether the directory has a config and all files of its weights."""
-    if not (directory / "config.json").is_file():
+    """Return whether the directory has a config and all files of its weights. Those of some models
+    of sentence-transformers, such as CLIP's, are in the folder of their first module."""
+    folders = (directory, *sorted(directory.glob("0_*")))
+    folder = next((one for one in folders if (one / "config.json").is_file()), None)
+    if folder is None:
         return False
     try:
-        return all((directory / name).is_file() for name in weight_files(directory))
+        return all((folder / name).is_file() for name in weight_files(folder))
     except Refusal:
         return False
 

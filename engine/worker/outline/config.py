@@ -88,10 +88,13 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
         fields["num_key_value_heads"] = heads
     _require(heads % fields["num_key_value_heads"] == 0 and fields["head_dim"] % 2 == 0)
     _require(fields["pad_token_id"] is None or 0 <= fields["pad_token_id"] < fields["vocab_size"])
+    if family.has_experts:
+        fields["num_experts"] = fields.pop("num_local_experts") or fields["num_experts"]
+        _require(fields["num_experts_per_tok"] <= fields["num_experts"])
+    if not fields.get("use_sliding_window", True):
+        fields["sliding_window"] = None
     if family.window == "typed":
         layers = fields["num_hidden_layers"]
-        if not fields.get("use_sliding_window", True):
-            fields["sliding_window"] = None
         if fields["layer_types"] is None:
             fields["layer_types"] = [_layer_type(fields, index) for index in range(layers)]
         _require(len(fields["layer_types"]) == layers)

@@ -54,6 +54,7 @@ class Family:
     activation: str = "hidden_act"  # the field that names it
     window: str = ""  # which layers have a sliding window: "", "all", or "typed" by layer_types
     caps_scores: bool = False  # of the attention, by attn_logit_softcapping
+    has_experts: bool = False  # in the layers that `is_mixture` names
 
     @property
     def norm_names(self) -> tuple[str, ...]:
@@ -61,6 +62,12 @@ class Family:
         norms = self.norms
         names = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
         return tuple(name for name in names if name is not None)
+
+
+def is_mixture(config: Any, layer: int) -> bool:
+    """Return whether a layer of a model with experts has them."""
+    is_dense = layer in (config.mlp_only_layers or ())
+    return not is_dense and (layer + 1) % config.decoder_sparse_step == 0
 
 
 def _is_count(value: Any) -> bool:
@@ -106,6 +113,10 @@ def _is_rope(value: Any) -> bool:
 def _is_types(value: Any) -> bool:
     kinds = ("full_attention", "sliding_attention")
     return value is None or (isinstance(value, list) and all(one in kinds for one in value))
+
+
+def _is_indices(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(_is_index(one) for one in value))
 
 
 def _or_none(check: Check) -> Check:
@@ -220,6 +231,28 @@ LISTED: dict[str, Family] = {
         _fields(**_QWEN, head_dim=Field(128, _is_count), attention_bias=Field(False, _is_flag)),
         head_norm="head",
         window="typed",
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        _fields(
+            num_key_value_heads=Field(4, _is_count),
+            attention_bias=Field(False, _is_flag),
+            use_sliding_window=Field(False, _is_flag),
+            sliding_window=Field(4096, OPTIONAL_COUNT),
+            max_window_layers=Field(28, ANY),  # not read
+            num_experts=Field(128, _is_count),
+            num_local_experts=Field(None, _is_count),  # as transformers 5 writes it
+            num_experts_per_tok=Field(8, _is_count),
+            moe_intermediate_size=Field(768, _is_count),
+            norm_topk_prob=Field(False, _is_flag),
+            decoder_sparse_step=Field(1, _is_count),
+            mlp_only_layers=Field(None, _is_indices),
+            output_router_logits=Field(False, _is_off),
+            router_aux_loss_coef=Field(0.001, ANY),  # of training
+        ),
+        head_norm="head",
+        window="all",
+        has_experts=True,
     ),
     "MistralForCausalLM": Family(
         "mistral",

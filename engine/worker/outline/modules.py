@@ -2,7 +2,8 @@
 
 Rule: modules and parameters have the names, the order and the shapes of transformers'
 (`tests/conformance/test_outline.py`), so that a checkpoint is loaded into them by the same checks,
-and the compiled decoder takes them apart in the same way. They are on torch's meta device.
+and the compiled decoder takes them apart in the same way. They are on torch's meta device. Only the
+experts of a mixture are named as in checkpoints, one by one; transformers' modules join them.
 
 What the layers of a stock module pass to their attention is found by running it
 (`engine.worker.load.probe`). An outline cannot run; `Outline.calls` follows from its config.
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.worker.forward.attention import AttentionCall
-from engine.worker.outline.families import LISTED, SILU
+from engine.worker.outline.families import LISTED, SILU, is_mixture
 from engine.worker.outline.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -90,11 +91,11 @@ class Attention(torch.nn.Module):
 
 
 class Mlp(torch.nn.Module):
-    """The projections and the activation of one layer's MLP."""
+    """The projections and the activation of one layer's MLP, or of one expert."""
 
-    def __init__(self, config: OutlineConfig, family: Family) -> None:
+    def __init__(self, config: OutlineConfig, family: Family, width: int) -> None:
         super().__init__()
-        hidden, width = config.hidden_size, config.intermediate_size
+        hidden = config.hidden_size
         has_bias = getattr(config, "mlp_bias", False)
         if family.is_fused:
             self.gate_up_proj = Linear(hidden, 2 * width)
@@ -106,13 +107,39 @@ class Mlp(torch.nn.Module):
         self.act_fn = SiLU() if is_silu else GELUTanh()
 
 
-class Layer(torch.nn.Module):
-    """One decoder layer."""
+class Router(torch.nn.Module):
+    """The weight that gives each expert a score. It stays in the model's dtype where linear layers
+    have small weights."""
+
+    def __init__(self, config: OutlineConfig) -> None:
+        super().__init__()
+        shape = (config.num_experts, config.hidden_size)
+        self.weight = torch.nn.Parameter(torch.empty(shape, device=META))
+        self.top_k: int = config.num_experts_per_tok
+        self.norm_topk_prob: bool = config.norm_topk_prob
+
+
+class Mixture(torch.nn.Module):
+    """The experts of one layer."""
 
     def __init__(self, config: OutlineConfig, family: Family) -> None:
         super().__init__()
+        self.experts = torch.nn.ModuleList(
+            Mlp(config, family, config.moe_intermediate_size) for _ in range(config.num_experts)
+        )
+        self.gate = Router(config)
+
+
+class Layer(torch.nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: OutlineConfig, family: Family, index: int) -> None:
+        super().__init__()
         self.self_attn = Attention(config, family)
-        self.mlp = Mlp(config, family)
+        if family.has_experts and is_mixture(config, index):
+            self.mlp: Mixture | Mlp = Mixture(config, family)
+        else:
+            self.mlp = Mlp(config, family, config.intermediate_size)
         for name in family.norm_names:
             self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.residual_multiplier = getattr(config, "residual_multiplier", 1.0)
@@ -126,7 +153,7 @@ class Base(torch.nn.Module):
         hidden = config.hidden_size
         self.embed_tokens = Embedding(config.vocab_size, hidden)
         self.layers = torch.nn.ModuleList(
-            Layer(config, family) for _ in range(config.num_hidden_layers)
+            Layer(config, family, index) for index in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.rotary_emb = Rotary(config)
@@ -157,6 +184,10 @@ class Outline(torch.nn.Module):
             )
             for index in range(config.num_hidden_layers)
         )
+
+    def get_output_embeddings(self) -> Linear:
+        """Return the head, as transformers' models do."""
+        return self.lm_head
 
 
 def _scaling(config: OutlineConfig) -> float:

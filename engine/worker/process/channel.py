@@ -13,13 +13,14 @@ Source: D3, D8.
 from __future__ import annotations
 
 import pickle
+import select
 import socket
 import struct
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 HEADER = struct.Struct("<4sQ")  # the mark, and the number of bytes that follow
 MARK = b"tri1"
@@ -35,6 +36,18 @@ class ChannelClosed(Exception):
 
 class BadMessage(Exception):
     """The bytes that came are no message."""
+
+
+def packed(name: str, value: object) -> bytes:
+    """Return a message in the form that is sent.
+
+    Raises:
+        Exception: the value cannot be pickled.
+    """
+    body = pickle.dumps((name, value), PROTOCOL)
+    if len(body) > MESSAGE_MAX:
+        raise ValueError(f"a message of {len(body)} bytes")
+    return HEADER.pack(MARK, len(body)) + body
 
 
 class Channel:
@@ -62,11 +75,12 @@ class Channel:
             ChannelClosed: the message will not arrive. Exception: the value cannot be pickled;
                 nothing was sent.
         """
-        body = pickle.dumps((name, value), PROTOCOL)
-        if len(body) > MESSAGE_MAX:
-            raise ValueError(f"a message of {len(body)} bytes")
+        self.send_packed(packed(name, value))
+
+    def send_packed(self, message: bytes) -> None:
+        """Send what `packed` returned, as `send`."""
         with self._used():
-            self._socket.sendall(HEADER.pack(MARK, len(body)) + body)
+            self._socket.sendall(message)
 
     def receive(self) -> tuple[str, Any]:
         """Wait for a message, without Python's global lock, and return its name and value.
@@ -84,6 +98,16 @@ class Channel:
         except Exception as error:
             raise BadMessage(f"a message cannot be read: {error!r}") from error
         return name, value
+
+    @contextmanager
+    def watched(self) -> Iterator[int]:
+        """Lend the descriptor for waiting while the block runs, in place of `receive`.
+
+        Raises:
+            ChannelClosed: the channel is closed.
+        """
+        with self._used():
+            yield self._socket.fileno()
 
     def close(self) -> None:
         """Close this end. Idempotent."""
@@ -116,3 +140,20 @@ class Channel:
                 raise ChannelClosed("the other side closed the channel")
             done += count
         return data
+
+
+def wait_for_any(channels: Sequence[Channel], limit_s: float | None) -> list[int]:
+    """Wait until something has come on a channel, or the other side of one is gone; return the
+    places of these channels, or nothing after ``limit_s`` seconds. Waits without Python's global
+    lock, in the thread that would receive.
+
+    Raises:
+        ChannelClosed: one of the channels is closed.
+    """
+    with ExitStack() as stack:
+        look = select.poll()
+        fds = [stack.enter_context(channel.watched()) for channel in channels]
+        for fd in fds:
+            look.register(fd, select.POLLIN)
+        found = {fd for fd, _ in look.poll(None if limit_s is None else limit_s * 1000)}
+    return [place for place, fd in enumerate(fds) if fd in found]

@@ -30,15 +30,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine import logs
 from engine.gc_tuning import freeze_after_load
-from engine.worker.interface import EncoderInfo
+from engine.worker.interface import EncoderInfo, RankRunner
 from engine.worker.process import messages
 from engine.worker.process.channel import BadMessage, Channel, ChannelClosed
 from engine.worker.process.messages import Estimated, Loaded, raised
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from engine.core.text.types import Constraint
     from engine.worker.process.messages import Compile, Setup
 
+ALIVE_S = 0.5  # far below the shortest sensible --step-timeout
 EXIT_LOST = 70  # EX_SOFTWARE of sysexits.h
 SERVERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -121,6 +124,7 @@ class Worker:
         self._setup: Any = None
         self._runner: Any = None
         self._compiled = _Compiled()
+        self._sending = threading.Lock()  # taken before a request's answer, never in a step
 
     def serve(self) -> None:
         """Answer the requests on the main channel until the server closes it."""
@@ -146,33 +150,65 @@ class Worker:
             return
         if name not in ("estimate", "load"):
             raise BadMessage(f"{name} is no request")
+        is_rank = self._setup.spec.tp > 1
         try:
-            if self._runner is None:
-                self._runner = make_runner(self._setup)
-            if name == "estimate":
-                self._channel.send("estimated", Estimated(self._runner.estimate(), own_bytes()))
-            else:
-                self._channel.send("loaded", self._load())
+            with self._signs_of_life() if is_rank else contextlib.nullcontext():
+                if self._runner is None:
+                    self._runner = make_runner(self._setup)
+                answer = self._estimate() if name == "estimate" else self._load()
         except ChannelClosed:
             raise
         except BaseException as error:
             self._channel.send("raised", raised(error))
+        else:
+            self._channel.send("estimated" if name == "estimate" else "loaded", answer)
+
+    def _estimate(self) -> Estimated:
+        return Estimated(self._runner.estimate(), own_bytes())
 
     def _load(self) -> Loaded:
         runner, before = self._runner, own_bytes()
-        info = runner.load(lambda progress: self._channel.send("progress", progress))
+        info = runner.load(lambda progress: self._send_meanwhile("progress", progress))
         freeze_after_load()
         encoder_tokenizer = runner.encoder_tokenizer if isinstance(info, EncoderInfo) else None
-        return Loaded(info, before, runner.tokenizer, encoder_tokenizer)
+        tokenizer = None if self._setup.spec.rank else runner.tokenizer
+        return Loaded(info, before, tokenizer, encoder_tokenizer)
+
+    def _send_meanwhile(self, name: str, value: object) -> None:
+        with self._sending:
+            self._channel.send(name, value)
+
+    @contextlib.contextmanager
+    def _signs_of_life(self) -> Iterator[None]:
+        """Have a thread tell the server every `ALIVE_S` seconds that this rank is alive, while the
+        block runs: the server cannot know how long a load takes, only that a rank stopped."""
+        has_ended = threading.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(ChannelClosed):
+                while not has_ended.wait(ALIVE_S):
+                    self._send_meanwhile("alive", None)
+
+        thread = threading.Thread(target=tell, name="signs of life", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            thread.join()
 
     def _step(self, plain: Any) -> None:
         plan = messages.plan_of(plain)
         try:
             result = self._runner.execute(plan)
         except BaseException as error:
-            self._channel.send("raised", raised(error))
+            runner = self._runner
+            begun = runner.num_collectives if isinstance(runner, RankRunner) else 0
+            self._channel.send("raised", raised(error, begun))
             return
-        self._channel.send("done", messages.plain_result(result))
+        # Of a group's ranks, the first alone has results.
+        plain_result = None if self._setup.spec.rank else messages.plain_result(result)
+        self._channel.send("done", plain_result)
 
     # ---- beside the steps
 
@@ -191,13 +227,16 @@ class Worker:
         logs.request_id.set(f"worker {self._name}")
         with contextlib.suppress(ChannelClosed):
             while True:
-                _, request = channel.receive()
+                name, request = channel.receive()
                 try:
-                    size = self._compile(request)
+                    if name == "adapter":
+                        answer = getattr(self._runner.adapters, request.verb)(request.argument)
+                    else:
+                        answer = self._compile(request)
                 except BaseException as error:  # a panic in a library in Rust is no Exception
                     channel.send("raised", raised(error))
                 else:
-                    channel.send("compiled", size)
+                    channel.send("answered", answer)
         channel.close()
 
     def _compile(self, request: Compile) -> int:

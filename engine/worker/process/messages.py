@@ -71,11 +71,12 @@ class Estimated:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """The answer to ``load``. ``process_bytes`` are what the process took before the load.
-    ``encoder_tokenizer`` is None for a text model."""
+    ``encoder_tokenizer`` is None for a text model. Of a group's ranks, only the first has a
+    ``tokenizer``."""
 
     info: ModelInfo | EncoderInfo
     process_bytes: int
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     encoder_tokenizer: EncoderTokenizer | None
 
 
@@ -91,13 +92,24 @@ class Compile:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterCall:
+    """A request to call a method of the runner's adapters. ``verb`` is measure, load or unload, and
+    ``argument`` the directory or the digest."""
+
+    verb: str
+    argument: str
+
+
+@dataclass(frozen=True, slots=True)
 class Raised:
-    """An exception as it travels: as strings, and, where it is one of ours, pickled in ``own``."""
+    """An exception as it travels: as strings, and, where it is one of ours, pickled in ``own``.
+    ``num_collectives`` are those that a rank of a group had begun by then."""
 
     text: str
     traceback: str
     is_memory: bool
     own: bytes = b""
+    num_collectives: int = 0
 
     def error(self) -> Exception:
         """Return the exception to raise on the server's side."""
@@ -111,7 +123,7 @@ class Raised:
         return found
 
 
-def raised(error: BaseException) -> Raised:
+def raised(error: BaseException, num_collectives: int = 0) -> Raised:
     """Return an exception in the form that travels. Never fails, whatever the exception does."""
     is_memory = isinstance(error, MemoryError)
     try:
@@ -130,7 +142,7 @@ def raised(error: BaseException) -> Raised:
     except Exception:
         trace = "its traceback cannot be shown"
     text = said if is_memory else f"{name}: {said}"
-    return Raised(text, trace, is_memory, own)
+    return Raised(text, trace, is_memory, own, num_collectives)
 
 
 # ---- plans and results, taken apart and put together

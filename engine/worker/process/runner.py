@@ -33,6 +33,7 @@ import os
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine import logs
@@ -41,7 +42,8 @@ from engine.memory_limit import CPU
 from engine.worker.load.resolve import short_name
 from engine.worker.process import messages
 from engine.worker.process.channel import BadMessage, ChannelClosed
-from engine.worker.process.messages import Compile, Loaded, Raised, Setup
+from engine.worker.process.group import GroupProcess
+from engine.worker.process.messages import AdapterCall, Compile, Loaded, Raised, Setup
 from engine.worker.process.worker_process import DEATH_LIMIT_S, WorkerProcess
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from engine.core.text.types import Constraint
     from engine.status import Capability
     from engine.worker.interface import (
+        AdapterInfo,
         EncoderTokenizer,
         LoadProgress,
         MemoryEstimate,
@@ -57,8 +60,10 @@ if TYPE_CHECKING:
         Tokenizer,
     )
     from engine.worker.process.channel import Channel
+    from engine.worker.process.group import GroupChannel
 
 RETRY_AFTER_S = 1.0
+PATIENCE_S = 60.0  # the default of --step-timeout
 
 log = logging.getLogger(__name__)
 
@@ -72,21 +77,28 @@ class ProcessRunner:
 
     ``factory`` is ``module:function``. The process calls the function with the spec and the
     capability, and it returns an unloaded runner. Which kind of runner that is may show only there,
-    so plans, results and infos have no narrower type here. `close`, `kill`, `is_alive` and
+    so plans, results and infos have no narrower type here. With a ``tp`` above 1 in the spec, the
+    process is a group of processes (`engine.worker.process.group`), one for each rank; a rank that
+    says nothing for ``patience_s`` seconds during a load hangs. `close`, `kill`, `is_alive` and
     `rss_bytes` may be called from any thread at any time.
     """
 
     def __init__(
-        self, factory: str, spec: RunnerSpec, capability: Capability | None = None
+        self,
+        factory: str,
+        spec: RunnerSpec,
+        capability: Capability | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._factory = factory
         self._spec = spec
         self._capability = capability
+        self._patience_s = patience_s
         self._name = short_name(spec.model)
         self._starting = threading.Lock()  # held while the process is started; never in a step
         self._is_closed = False
-        self._process: WorkerProcess | None = None
-        self._channel: Channel | None = None  # the main channel of the process
+        self._process: WorkerProcess | GroupProcess | None = None
+        self._channel: Channel | GroupChannel | None = None  # the main channel of the process
         self._loaded: Loaded | None = None
         self._numbers = itertools.count(1)  # of compilations and forgets
         self._to_forget: list[tuple[Constraint, int]] = []
@@ -126,7 +138,9 @@ class ProcessRunner:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. It works in this process, and outlives the worker."""
-        return self._require_loaded().tokenizer
+        found = self._require_loaded().tokenizer
+        assert found is not None  # rank 0's, if the process is a group
+        return found
 
     def execute(self, plan: Any) -> Any:
         """Have the process compute a plan, and return its result. The thread waits without Python's
@@ -172,17 +186,13 @@ class ProcessRunner:
             WorkerLost, ShuttingDown: as `execute`.
         """
         request = Compile(constraint, next(self._numbers), tuple(self._take_forgets()))
-        try:
-            with self._require_process().side_channels.lent() as channel:
-                channel.send("compile", request)
-                name, value = channel.receive()
-                failure = None if name == "compiled" else _error_of(name, value)
-        except (ChannelClosed, BadMessage) as error:
-            raise self._give_up(error) from error
-        if failure is not None:
-            raise failure
-        size: int = value
+        size: int = _ask_beside(self, "compile", request)
         return size
+
+    @property
+    def adapters(self) -> ProcessAdapters:
+        """The adapters of the process's model."""
+        return ProcessAdapters(partial(_ask_beside, self))
 
     def forget(self, constraint: Constraint) -> None:
         """Have the process drop a constraint before the next `compile`. Never waits."""
@@ -201,8 +211,8 @@ class ProcessRunner:
     # ---- the worker's own life, as `engine.replica.replica.ProcessWorker`
 
     @property
-    def process(self) -> WorkerProcess | None:
-        """The process, once `estimate` or `load` has started it."""
+    def process(self) -> WorkerProcess | GroupProcess | None:
+        """The process, or the group of processes, once `estimate` or `load` has started it."""
         return self._process
 
     @property
@@ -264,7 +274,7 @@ class ProcessRunner:
             self.close()
             raise
 
-    def _start(self) -> Channel:
+    def _start(self) -> Channel | GroupChannel:
         """Return the main channel; start the process if there is none.
 
         Raises:
@@ -276,7 +286,7 @@ class ProcessRunner:
             if self._channel is not None:
                 return self._channel
             try:
-                self._process = WorkerProcess(self._name, self._spec.threads)
+                self._process = self._new_process()
             except OSError as error:
                 raise SpawnFailed(
                     f"no process can be started ({error.strerror})", log_detail=repr(error)
@@ -285,6 +295,12 @@ class ProcessRunner:
         with contextlib.suppress(ChannelClosed):  # the request that follows raises it again
             channel.send("setup", self._setup())
         return channel
+
+    def _new_process(self) -> WorkerProcess | GroupProcess:
+        spec = self._spec
+        if spec.tp == 1:
+            return WorkerProcess(self._name, spec.threads)
+        return GroupProcess(self._name, spec.threads, spec.tp, self._patience_s)
 
     def _setup(self) -> Setup:
         root = logging.getLogger()
@@ -300,7 +316,7 @@ class ProcessRunner:
             raise EngineBug("the tokenizer was asked for before the model was loaded")
         return self._loaded
 
-    def _require_process(self) -> WorkerProcess:
+    def _require_process(self) -> WorkerProcess | GroupProcess:
         if self._process is None:
             if self._is_closed:
                 raise ShuttingDown("the model was closed")
@@ -315,10 +331,13 @@ class ProcessRunner:
             self.kill(f"could not {what} and was killed")
         return self.lost()
 
-    def _failed_load(self, error: ChannelClosed | BadMessage) -> ShuttingDown | SpawnFailed:
-        """Return what a load raises when the conversation broke."""
+    def _failed_load(
+        self, error: ChannelClosed | BadMessage
+    ) -> ShuttingDown | SpawnFailed | WorkerLost:
+        """Return what a load raises when the conversation broke. The load of a group can be tried
+        again, as one rank of many has died, which says little about the model."""
         lost = self._give_up(error)
-        if isinstance(lost, ShuttingDown):
+        if isinstance(lost, ShuttingDown) or self._spec.tp > 1:
             return lost
         how = self._require_process().end(DEATH_LIMIT_S)
         return SpawnFailed(f"its worker process {how}")
@@ -329,6 +348,57 @@ class ProcessRunner:
             while True:
                 taken.append(self._to_forget.pop())
         return taken
+
+
+def _ask_beside(runner: ProcessRunner, request: str, value: object) -> Any:
+    """Send a request on a side channel, beside steps, and return the answer.
+
+    Raises:
+        Exception: as the runner there. WorkerLost, ShuttingDown: as `execute`.
+    """
+    try:
+        with runner._require_process().side_channels.lent() as channel:
+            channel.send(request, value)
+            name, answer = channel.receive()
+            failure = None if name == "answered" else _error_of(name, answer)
+    except (ChannelClosed, BadMessage) as error:
+        raise runner._give_up(error) from error
+    if failure is not None:
+        raise failure
+    return answer
+
+
+class ProcessAdapters:
+    """`engine.worker.interface.Adapters` in the process. ``ask`` sends a request beside steps."""
+
+    def __init__(self, ask: Callable[[str, object], Any]) -> None:
+        self._ask = ask
+
+    def measure(self, directory: str) -> int:
+        """Return how many bytes loading the adapter takes at most.
+
+        Raises:
+            SpawnFailed, WorkerLost, ShuttingDown: as `engine.worker.interface.Adapters`.
+        """
+        num_bytes: int = self._ask("adapter", AdapterCall("measure", directory))
+        return num_bytes
+
+    def load(self, directory: str) -> AdapterInfo:
+        """Have the process load an adapter.
+
+        Raises:
+            SpawnFailed, WorkerLost, ShuttingDown: as `engine.worker.interface.Adapters`.
+        """
+        info: AdapterInfo = self._ask("adapter", AdapterCall("load", directory))
+        return info
+
+    def unload(self, digest: str) -> None:
+        """Have the process drop an adapter.
+
+        Raises:
+            WorkerLost, ShuttingDown: the process is gone.
+        """
+        self._ask("adapter", AdapterCall("unload", digest))
 
 
 def _error_of(name: str, value: object) -> Exception:

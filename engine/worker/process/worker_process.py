@@ -49,9 +49,9 @@ class WorkerProcess:
     ``channel`` is the main channel; ``side_channels`` are those beside it.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, threads: int, inherits: tuple[int, ...] = ()) -> None:
         """Start the process. ``threads`` is how many threads its libraries use; 0 leaves that to
-        them.
+        them. The process also has the descriptors of ``inherits``, with the same numbers.
 
         Raises:
             OSError: the system has no process or no descriptor left. Nothing is held.
@@ -66,7 +66,8 @@ class WorkerProcess:
             ours.enter_context(main), theirs.enter_context(their_main)
             control, their_control = socket.socketpair()
             ours.enter_context(control), theirs.enter_context(their_control)
-            self._process = _popen(name, their_main.fileno(), their_control.fileno(), threads)
+            fds = (their_main.fileno(), their_control.fileno(), *inherits)
+            self._process = _popen(name, fds, threads)
             ours.pop_all()
         self._control = control
         self.channel = Channel(main)
@@ -110,6 +111,10 @@ class WorkerProcess:
                         log.error("the kernel does not end process %d of %s", self.pid, self.name)
                 self._end = self._killed_why or how_it_ended(self._process.returncode)
             return self._end
+
+    def ask_to_end(self) -> None:
+        """Close the channels, which asks the process to end, and do not wait."""
+        self._close_channels()
 
     def close(self) -> None:
         """End the process within `CLOSE_LIMIT_S`, and close every descriptor. Idempotent."""
@@ -162,14 +167,15 @@ def how_it_ended(code: int | None) -> str:
     return f"was killed by signal {-code} ({name}{cause})"
 
 
-def _popen(name: str, main: int, control: int, threads: int) -> subprocess.Popen[bytes]:
+def _popen(name: str, fds: tuple[int, ...], threads: int) -> subprocess.Popen[bytes]:
+    main, control, *_ = fds
     # -P: a file in the working directory must not be imported in place of a module of ours
     command = [sys.executable, "-P", "-m", PROGRAM, name, str(main), str(control)]
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=2,
-        pass_fds=(main, control),
+        pass_fds=fds,
         env=environment_of(threads),
         start_new_session=True,  # Ctrl-C in a terminal goes to the server alone
     )

@@ -105,6 +105,20 @@ class Matching:
         if self._matcher.is_error() or time.thread_time() - start > MASK_S_MAX:
             mask.trouble = TOO_COMPLEX
 
+    def allows(self, token: int) -> bool:
+        """Return whether a token that was sampled elsewhere may follow. If the constraint is not
+        compiled, the result is True: the row fails by its mask."""
+        return self._matcher is None or self._matcher.validate_tokens([token]) == 1
+
+    def forced(self) -> list[int]:
+        """Return the tokens that alone can follow, as the tokenizer writes their text. Other tokens
+        of the same text may still be sampled. The list is empty if the text is not decided."""
+        return [] if self._matcher is None else self._matcher.compute_ff_tokens()
+
+    def num_allowed(self, tokens: list[int]) -> int:
+        """Return how many of these tokens, from the first on, may follow one another."""
+        return 0 if self._matcher is None else max(0, self._matcher.validate_tokens(tokens))
+
     def push(self, token: int) -> bool:
         """Append a token to the output. Returns True if only the end may follow.
 

@@ -24,6 +24,7 @@ from engine.worker.sampling.sample_row import (
     TEMPERATURE_MIN,
     NothingToSample,
     needs_prefix,
+    uniforms_of,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def sample_batch(
             if kind.is_seeded:
                 columns = _perturbed(part, rows).argmax(1, keepdim=True)
             else:
-                columns = _draw_unseeded(part.scores, generator)
+                own = uniforms_of([rows[i] for i in part.rows], generator)
+                columns = _draw_unseeded(part.scores, own.to(part.scores.device))
             drawn.extend(part.rows)
             tokens.append(part.token_ids(columns)[:, 0])
     found, told = torch.stack((torch.cat(tokens), torch.cat(states))).tolist()
@@ -171,15 +173,15 @@ def _candidates(
 # --- draws ----------------------------------------------------------------------------------
 
 
-def _draw_unseeded(scores: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Draw a column for each row of scores [rows, n] float32; return [rows, 1] int64.
+def _draw_unseeded(scores: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Draw a column for each row of scores [rows, n] float32, by numbers ``u`` [rows, 2] in [0, 1);
+    return [rows, 1] int64.
 
     The second level has a uniform and a total of its own, so that rounding between the levels
     cannot lead to a token of weight 0.
     """
     weights = _block_weights(scores)  # [rows, blocks, block] float32
     num_rows = weights.shape[0]
-    u = torch.rand((num_rows, 2), dtype=torch.float64, device=weights.device, generator=generator)
     blocks = _inverse_cdf(weights.sum(2), u[:, :1])  # [rows, 1] int64
     chosen = weights[torch.arange(num_rows, device=weights.device), blocks[:, 0]]
     columns = blocks * _BLOCK + _inverse_cdf(chosen, u[:, 1:])

@@ -43,6 +43,12 @@ def draw_key(seed: int, choice: int, position: int) -> int:
     return _mix(key + (position + 1) * GOLDEN)
 
 
+def draw_uniforms(seed: int, choice: int, position: int) -> tuple[float, float]:
+    """Return the two numbers in [0, 1) by which a draw without a client's seed inverts the CDF."""
+    key = draw_key(seed, choice, position)
+    return ((key >> 11) * 2.0**-53, (_mix(key + GOLDEN) >> 11) * 2.0**-53)
+
+
 def _mix(value: int) -> int:
     value &= _MASK_64
     for shift, factor in _ROUNDS:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine.worker.sampling import noise
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.core.text.types import Sampling
     from engine.worker.sampling.edits import Edits
     from engine.worker.sampling.masks import Mask
@@ -44,6 +48,26 @@ class SampleRow:
         """The key of this draw's noise. Only a seeded row has one."""
         assert self.sampling.seed is not None, "an unseeded row has no key"
         return noise.draw_key(self.sampling.seed, self.sampling.choice, self.position)
+
+
+def uniforms_of(rows: Sequence[SampleRow], generator: torch.Generator) -> torch.Tensor:
+    """Return the numbers of draws without a client's seed, [rows, 2] float64 on the CPU. A row that
+    has a drawn seed uses its own, so that its stream can go on elsewhere; any other takes them from
+    the generator."""
+    drawn = [
+        None
+        if row.sampling.drawn_seed is None
+        else noise.draw_uniforms(row.sampling.drawn_seed, row.sampling.choice, row.position)
+        for row in rows
+    ]
+    if None not in drawn:
+        return torch.tensor(drawn, dtype=torch.float64).reshape(len(rows), 2)
+    shape, device = (len(rows), 2), generator.device
+    found = torch.rand(shape, dtype=torch.float64, device=device, generator=generator).cpu()
+    for index, own in enumerate(drawn):
+        if own is not None:
+            found[index] = torch.tensor(own, dtype=torch.float64)
+    return found
 
 
 def needs_prefix(sampling: Sampling, vocab: int) -> bool:

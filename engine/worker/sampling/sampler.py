@@ -1,7 +1,8 @@
 """Samples token ids from logits: edits, then truncation, then the draw.
 
 Rule 1: the token of a greedy or seeded row depends on its own logits and `SampleRow` only (D10).
-Unseeded rows share the caller's generator, so their tokens depend on the batch.
+So does that of an unseeded row that has a drawn seed, up to the rounding of its logits; unseeded
+rows without one share the caller's generator, so their tokens depend on the batch.
 Rule 2: the device alone decides which implementation runs: `engine.worker.sampling.draw_rows` on a
 CPU, `engine.worker.sampling.draw_batch` elsewhere. Both give the same greedy and seeded tokens.
 
@@ -41,14 +42,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from engine.worker.sampling.draw_batch import margins, sample_batch
 from engine.worker.sampling.draw_rows import sample_rows
-from engine.worker.sampling.sample_row import NothingToSample, SampleRow
+from engine.worker.sampling.sample_row import NothingToSample, SampleRow, uniforms_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
 __all__ = ["NothingToSample", "SampleRow", "gumbel_margin", "sample"]
 
@@ -67,8 +68,8 @@ def sample(
     _check_shape(logits, rows)
     if not _is_by_rows(logits):
         return sample_batch(logits, rows, generator)
-    unseeded = sum(row.sampling.seed is None and not row.sampling.is_greedy for row in rows)
-    uniforms = torch.rand((unseeded, 2), dtype=torch.float64, generator=generator)
+    unseeded = [row for row in rows if row.sampling.seed is None and not row.sampling.is_greedy]
+    uniforms = uniforms_of(unseeded, generator)
     return sample_rows(logits.detach().numpy(), rows, uniforms.numpy())
 
 

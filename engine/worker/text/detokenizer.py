@@ -8,7 +8,8 @@ The text of an output is what follows the longest common start of ``decode(promp
 that completes a character of the prompt shows the whole character. If any byte of a run is invalid,
 a tokenizer with byte fallback decodes the whole run to replacement characters. Returned text cannot
 change, so here the valid characters of such a run stay, and 16 tokens without a valid character are
-returned without waiting for the end of their run.
+returned without waiting for the end of their run. U+FFFD itself, if its three bytes are in such a
+run, may come as three U+FFFD.
 
 For each token, with ``count`` tokens before it, these rules apply in this order:
 1. Nothing stops a sequence while ``count < min_tokens``. As in vLLM, a stop string that ends within

@@ -19,6 +19,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -158,15 +159,18 @@ class HfTokenizer:
         tools: Sequence[Mapping[str, object]] = (),
         template_args: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the prompt that the model's own template makes of a chat, as text.
 
         Encode the prompt with ``add_special_tokens=False``, because templates write their special
-        tokens themselves.
+        tokens themselves. With ``continue_final_message`` the prompt ends with the content of the
+        last message, which the model goes on with.
 
         Raises:
             InvalidRequest: there is no template, it has no tools, the chat is empty,
-                ``template_args`` sets a reserved name, or as `render`.
+                ``template_args`` sets a reserved name, it does not write the last message's content
+                as it is, or as `render`.
             RequestTooLarge: as `render`.
         """
         template = self._template(has_tools=bool(tools))
@@ -178,14 +182,26 @@ class HfTokenizer:
             raise InvalidRequest.of("chat.template_args", f"cannot set {', '.join(clash)}")
         if not messages:
             raise InvalidRequest.of("chat", "a chat needs at least one message")
-        return render(
+        # transformers drops None as well: many templates print it as "None".
+        turns = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        mark = ""
+        if continue_final_message:
+            mark = f"<{uuid4().hex}>"  # in no message, so that its place can be found
+            turns[-1]["content"] = f"{turns[-1].get('content', '')}{mark}"
+        text = render(
             template,
-            # transformers drops None as well: many templates print it as "None".
-            [{k: v for k, v in message.items() if v is not None} for message in messages],
+            turns,
             [dict(tool) for tool in tools] or None,
             {**self.special_tokens, **args},
             add_generation_prompt=add_generation_prompt,
         )
+        if not mark:
+            return text
+        text, found, _ = text.rpartition(mark)
+        if not found or mark in text:
+            what = "is not possible: the model's chat template changes the last message"
+            raise InvalidRequest.of("chat.continue_final_message", what)
+        return text
 
     def chat_template(self, *, has_tools: bool) -> str:
         """Return the source of the template that `render_chat` uses; empty if there is none."""

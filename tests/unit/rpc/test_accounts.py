@@ -134,6 +134,29 @@ async def test_who_connects_anew_waits_for_what_is_owed_and_others_do_not(autoju
         assert running.connections
 
 
+async def test_a_failed_call_owes_for_the_bytes_of_its_request(autojump_clock, monkeypatch):
+    """It owed the same for 12 MiB of garbage as for none, which took 20 ms to read and to parse."""
+
+    async def refuse(call):
+        await call.read()
+        await call.end(StatusCode.INVALID_ARGUMENT, "no")
+
+    owed = []
+    owe = Account.owe
+    monkeypatch.setattr(
+        Account, "owe", lambda self, points: (owed.append(points), owe(self, points))
+    )
+    async with serving(refuse) as running:
+        client = await running.connect()
+        sums = []
+        for size in (0, 16_000):
+            owed.clear()
+            client.call(bytes(size))
+            await client.settle()
+            sums.append(sum(owed))
+    assert sums[1] - sums[0] == pytest.approx(16_000 * accounts.FAILED_BYTE)
+
+
 @pytest.mark.parametrize("what", ["garbage", "a flood beside running calls"])
 async def test_a_connection_that_was_ended_costs_its_address_time(autojump_clock, what):
     async with serving(wait) as running:

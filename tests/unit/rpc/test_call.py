@@ -9,6 +9,7 @@ from h2.errors import ErrorCodes
 
 from grpc_service.rpc.errors import Disconnected, InvalidMessage, MessageTooLarge
 from grpc_service.rpc.limits import Limits
+from grpc_service.rpc.receipt import wait_received
 from grpc_service.rpc.status import StatusCode
 from grpc_service.rpc.testing import framed
 from tests.support.rpc_calls import echo, serving, wait
@@ -231,3 +232,45 @@ async def test_a_call_is_late_if_its_deadline_ended_it(autojump_clock, is_reset)
         await client.settle()
         assert found == [not is_reset]
         assert client.ends == {call: "reset by the client" if is_reset else "4"}
+
+
+@pytest.mark.parametrize("how", ["reset", "connection", "server"])
+async def test_a_lost_connection_is_told_from_a_reset(autojump_clock, how):
+    async with serving(wait) as running:
+        client = await running.connect()
+        calls = [client.call(b"a") for _ in range(2)]
+        await client.settle()
+        client.reset(calls[0])
+        await client.settle()
+        if how == "connection":
+            client.leave()
+        elif how == "server":
+            running.connections[0].cut("a test")
+        await trio.sleep(1)
+        assert not running.cancelled[0].is_lost
+        assert sorted([call.is_lost for call in running.calls]) == [False, how != "reset"]
+
+
+@pytest.mark.parametrize("is_deaf", [False, True])
+async def test_what_was_written_is_received_when_the_client_has_answered_a_ping(
+    autojump_clock, is_deaf
+):
+    took = []
+
+    async def handler(call):
+        await call.write(b"one")
+        began = trio.current_time()
+        await wait_received(call)
+        took.append(trio.current_time() - began)
+        assert not call.connection.http2.marks
+        await call.end(StatusCode.OK)
+
+    async with serving(handler) as running:
+        client = await running.connect(is_deaf=is_deaf)
+        call = client.call(b"a")
+        await client.settle()
+        await trio.sleep(LIMITS.keepalive_timeout_s)
+        await client.settle()
+        assert client.messages[call] == [b"one"]
+        assert client.ends == {call: "0"}
+        assert took == [LIMITS.keepalive_timeout_s if is_deaf else 0.0]

@@ -332,6 +332,21 @@ async def test_calls_that_wait_for_their_requests_are_bounded(autojump_clock):
         assert running.server._shared.held.num_bytes == 0
 
 
+async def test_a_call_whose_request_is_not_complete_counts_itself_and_its_bytes(autojump_clock):
+    """1,500 calls with some bytes each took 65 MB, when the larger of the two was counted, and 40
+    since (`python -m tools.bench abuse`, half messages)."""
+    async with serving(echo, Limits()) as running:
+        client = await running.connect()
+        call = client.call(is_last=False)
+        client.send(call, framed(bytes(20_000))[:10_000])
+        await client.settle()
+        assert running.server._shared.held.num_bytes == CALL_BYTES + 10_000
+        client.send(call, framed(bytes(20_000))[10_000:], is_last=True)
+        await client.settle()
+        assert client.ends[call] == "0"
+        assert running.server._shared.held.num_bytes == 0
+
+
 def gzipped(data):
     packer = zlib.compressobj(6, zlib.DEFLATED, 31)
     packed = packer.compress(data) + packer.flush()

@@ -30,12 +30,13 @@ class ContinuousEngine:
         model: Any = AutoModelForCausalLM.from_pretrained(
             settings["model"], dtype=getattr(torch, settings["dtype"]), attn_implementation="sdpa"
         ).eval()
+        model.to(settings.get("device", "cpu"))
         self._manager: Any = model.init_continuous_batching(
             GenerationConfig(do_sample=False, eos_token_id=-1),
             ContinuousBatchingConfig(
                 page_size=BLOCK,
-                num_blocks=TOKENS_IN_CACHE // BLOCK,
-                max_batch_tokens=TOKENS_AT_ONCE,
+                num_blocks=settings.get("cache_tokens", TOKENS_IN_CACHE) // BLOCK,
+                max_batch_tokens=settings.get("tokens_at_once", TOKENS_AT_ONCE),
             ),
         )
         self._manager.start()

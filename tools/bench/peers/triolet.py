@@ -8,6 +8,7 @@ events. Not on the clock: Trio, the worker's thread and gRPC, which the benches 
 from __future__ import annotations
 
 import itertools
+import resource
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,13 @@ class TrioletEngine:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         model = ModelConfig(
-            settings["model"], device="cpu", dtype=settings["dtype"], threads=settings["threads"]
+            settings["model"],
+            device=settings.get("device", "cpu"),
+            dtype=settings["dtype"],
+            threads=settings["threads"],
+            quantization=settings.get("quantization", "none"),
+            tp=settings.get("tp", 1),
+            runner=settings.get("runner", "thread"),
         )
         config = EngineConfig(
             models=(model,),
@@ -45,7 +52,11 @@ class TrioletEngine:
             max_num_batched_tokens=TOKENS_AT_ONCE,
         )
         self._runner: Any = make_runner(model, config)
+        self._is_cuda = model.device.startswith("cuda")
+        before = self._used_bytes()
         info = self._runner.load(lambda progress: None)
+        self._memory_bytes = info.memory_bytes
+        self._bytes_before = before
         self._scheduler = Scheduler(
             SchedulerConfig(
                 num_blocks=info.num_blocks,
@@ -80,7 +91,27 @@ class TrioletEngine:
             "last": [lasts[name] for name in names],
             "forward_s": sum(one.forward_s for one in self._timings),
             "outside_s": sum(t.prepare_s + t.sample_s + t.text_s for t in self._timings),
+            "memory_bytes": self._memory_bytes,
+            "peak_bytes": self._used_bytes() - self._bytes_before,
         }
+
+    def _used_bytes(self) -> int:
+        """Return the most memory that was in use so far: the device's, or this process's."""
+        if self._is_cuda:
+            import torch  # after the engine, which sets how its threads wait (D13)
+
+            return torch.cuda.max_memory_allocated()
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    @property
+    def worker_bytes(self) -> int:
+        """The resident memory of the worker's processes."""
+        found: int = self._runner.rss_bytes()
+        return found
+
+    def close(self) -> None:
+        """End the worker."""
+        self._runner.close()
 
     def prefill(self, prompts: list[list[int]]) -> dict[str, Any]:
         """Measure a prefill, as `tools.bench.peers.asked.Engine` says."""

@@ -68,7 +68,7 @@ class RequestsTotal(_message.Message):
     def __init__(self, finished: _Optional[int] = ..., cancelled: _Optional[int] = ..., deadline: _Optional[int] = ..., aborted: _Optional[int] = ..., stalled: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "peak_waiting")
+    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "peak_waiting", "detached")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
@@ -88,6 +88,7 @@ class Totals(_message.Message):
     MEMORY_RESERVED_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LIMIT_FIELD_NUMBER: _ClassVar[int]
     PEAK_WAITING_FIELD_NUMBER: _ClassVar[int]
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     parked: int
@@ -107,7 +108,8 @@ class Totals(_message.Message):
     memory_reserved: int
     memory_limit: int
     peak_waiting: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., peak_waiting: _Optional[int] = ...) -> None: ...
+    detached: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., peak_waiting: _Optional[int] = ..., detached: _Optional[int] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
     __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "model", "replica", "state", "pause", "peak_waiting")
@@ -228,7 +230,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("state", "waiting_for", "position", "estimate", "computed_tokens", "blocks", "parked")
+    __slots__ = ("state", "waiting_for", "position", "estimate", "computed_tokens", "blocks", "parked", "drafted_tokens", "accepted_tokens")
     STATE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +238,8 @@ class ExplainResponse(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     state: str
     waiting_for: str
     position: int
@@ -243,4 +247,6 @@ class ExplainResponse(_message.Message):
     computed_tokens: int
     blocks: int
     parked: _duration_pb2.Duration
-    def __init__(self, state: _Optional[str] = ..., waiting_for: _Optional[str] = ..., position: _Optional[int] = ..., estimate: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., parked: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, state: _Optional[str] = ..., waiting_for: _Optional[str] = ..., position: _Optional[int] = ..., estimate: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., parked: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from grpc_service._generated.triolet.v1 import common_pb2 as triolet_dot_v1_dot_common__pb2
 from grpc_service._generated.triolet.v1 import inference_pb2 as triolet_dot_v1_dot_inference__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -49,6 +50,11 @@ class InferenceStub:
                 request_serializer=triolet_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=triolet_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/triolet.v1.Inference/Attach',
+                request_serializer=triolet_dot_v1_dot_common__pb2.AttachRequest.SerializeToString,
+                response_deserializer=triolet_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Embed = channel.unary_stream(
                 '/triolet.v1.Inference/Embed',
                 request_serializer=triolet_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
@@ -62,12 +68,12 @@ class InferenceStub:
         self.Tokenize = channel.unary_unary(
                 '/triolet.v1.Inference/Tokenize',
                 request_serializer=triolet_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=triolet_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                response_deserializer=triolet_dot_v1_dot_common__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
                 '/triolet.v1.Inference/Detokenize',
-                request_serializer=triolet_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=triolet_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                request_serializer=triolet_dot_v1_dot_common__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=triolet_dot_v1_dot_common__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
 
 
@@ -88,6 +94,24 @@ class InferenceServicer:
         """Continues a prompt or answers a chat. The stream begins with one Started at admission. Delta
         messages follow as tokens are generated; those of several choices are interleaved. Each choice
         ends with one Finished. A choice that fails ends the whole call.
+        Attach sends the same messages:
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
+        """Takes up a Generate stream whose call was lost, if its request had a resume_window. The stream
+        begins with Started again (without prompt_logprobs, if a token was received) and then goes on
+        behind what was received; nothing is computed twice. The call's deadline is the request's from
+        now on, if it is earlier. NOT_FOUND: the window has ended, the server drains, or the request is
+        not the caller's. INVALID_ARGUMENT: the client lacks messages that the server no longer keeps,
+        or `received` claims more than was generated or ends inside a message. After NOT_FOUND and after
+        lost messages, send the Generate request again with a continuation.
+        The messages are those of Generate, because they are the rest of its stream:
+        buf:lint:ignore RPC_REQUEST_RESPONSE_UNIQUE
+        buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +156,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=triolet_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=triolet_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=triolet_dot_v1_dot_common__pb2.AttachRequest.FromString,
+                    response_serializer=triolet_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
             'Embed': grpc.unary_stream_rpc_method_handler(
                     servicer.Embed,
                     request_deserializer=triolet_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
@@ -145,12 +174,12 @@ def add_InferenceServicer_to_server(servicer, server):
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=triolet_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
-                    response_serializer=triolet_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+                    response_serializer=triolet_dot_v1_dot_common__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=triolet_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
-                    response_serializer=triolet_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=triolet_dot_v1_dot_common__pb2.DetokenizeRequest.FromString,
+                    response_serializer=triolet_dot_v1_dot_common__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -189,6 +218,33 @@ class Inference:
             target,
             '/triolet.v1.Inference/Generate',
             triolet_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            triolet_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triolet.v1.Inference/Attach',
+            triolet_dot_v1_dot_common__pb2.AttachRequest.SerializeToString,
             triolet_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
@@ -270,7 +326,7 @@ class Inference:
             target,
             '/triolet.v1.Inference/Tokenize',
             triolet_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
-            triolet_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            triolet_dot_v1_dot_common__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -296,8 +352,8 @@ class Inference:
             request,
             target,
             '/triolet.v1.Inference/Detokenize',
-            triolet_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
-            triolet_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            triolet_dot_v1_dot_common__pb2.DetokenizeRequest.SerializeToString,
+            triolet_dot_v1_dot_common__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,7 +34,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "aliases", "capability", "state", "error", "memory_bytes", "replicas", "leases", "last_used", "dtype", "device", "architecture", "max_model_len", "demo", "context_note")
+    __slots__ = ("name", "aliases", "capability", "state", "error", "memory_bytes", "replicas", "leases", "last_used", "dtype", "device", "architecture", "max_model_len", "demo", "context_note", "quantization", "base", "adapter_digest", "adapter_rank")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,10 @@ class Model(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     DEMO_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_NOTE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_RANK_FIELD_NUMBER: _ClassVar[int]
     name: str
     aliases: _containers.RepeatedScalarFieldContainer[str]
     capability: _common_pb2.Capability
@@ -65,10 +69,14 @@ class Model(_message.Message):
     max_model_len: int
     demo: bool
     context_note: str
-    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., capability: _Optional[_Union[_common_pb2.Capability, str]] = ..., state: _Optional[_Union[_common_pb2.ModelState, str]] = ..., error: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., leases: _Optional[int] = ..., last_used: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., max_model_len: _Optional[int] = ..., demo: _Optional[bool] = ..., context_note: _Optional[str] = ...) -> None: ...
+    quantization: str
+    base: str
+    adapter_digest: str
+    adapter_rank: int
+    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., capability: _Optional[_Union[_common_pb2.Capability, str]] = ..., state: _Optional[_Union[_common_pb2.ModelState, str]] = ..., error: _Optional[str] = ..., memory_bytes: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., leases: _Optional[int] = ..., last_used: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., max_model_len: _Optional[int] = ..., demo: _Optional[bool] = ..., context_note: _Optional[str] = ..., quantization: _Optional[str] = ..., base: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., adapter_rank: _Optional[int] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("id", "state", "device", "threads", "restarts", "processed", "failed", "cancelled", "busy")
+    __slots__ = ("id", "state", "device", "threads", "restarts", "processed", "failed", "cancelled", "busy", "tensor_parallel_size")
     ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +86,7 @@ class Replica(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     id: int
     state: _common_pb2.ReplicaState
     device: str
@@ -87,7 +96,8 @@ class Replica(_message.Message):
     failed: int
     cancelled: int
     busy: _duration_pb2.Duration
-    def __init__(self, id: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ReplicaState, str]] = ..., device: _Optional[str] = ..., threads: _Optional[int] = ..., restarts: _Optional[int] = ..., processed: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., busy: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    tensor_parallel_size: int
+    def __init__(self, id: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ReplicaState, str]] = ..., device: _Optional[str] = ..., threads: _Optional[int] = ..., restarts: _Optional[int] = ..., processed: _Optional[int] = ..., failed: _Optional[int] = ..., cancelled: _Optional[int] = ..., busy: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., tensor_parallel_size: _Optional[int] = ...) -> None: ...
 
 class LoadModelRequest(_message.Message):
     __slots__ = ("model", "replicas")
@@ -122,5 +132,33 @@ class UnloadModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class UnloadModelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("model", "directory", "aliases")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    ALIASES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    directory: str
+    aliases: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., directory: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: Model
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("model", "drain")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    drain: _duration_pb2.Duration
+    def __init__(self, model: _Optional[str] = ..., drain: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ModelsStub:
-    """Lists the server's models and moves them in and out of memory. Only the clients that may call
-    Control may call LoadModel and UnloadModel.
+    """Lists the server's models and moves them, and adapters of them, in and out of memory. Only the
+    clients that may call Control may call LoadModel, UnloadModel, LoadAdapter and UnloadAdapter.
     """
 
     def __init__(self, channel):
@@ -56,11 +56,21 @@ class ModelsStub:
                 request_serializer=triolet_dot_v1_dot_models__pb2.UnloadModelRequest.SerializeToString,
                 response_deserializer=triolet_dot_v1_dot_models__pb2.UnloadModelResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/triolet.v1.Models/LoadAdapter',
+                request_serializer=triolet_dot_v1_dot_models__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=triolet_dot_v1_dot_models__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/triolet.v1.Models/UnloadAdapter',
+                request_serializer=triolet_dot_v1_dot_models__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=triolet_dot_v1_dot_models__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class ModelsServicer:
-    """Lists the server's models and moves them in and out of memory. Only the clients that may call
-    Control may call LoadModel and UnloadModel.
+    """Lists the server's models and moves them, and adapters of them, in and out of memory. Only the
+    clients that may call Control may call LoadModel, UnloadModel, LoadAdapter and UnloadAdapter.
     """
 
     def ListModels(self, request, context):
@@ -95,6 +105,24 @@ class ModelsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads an adapter (LoRA), which is then a model of its own, while its base serves; loads the base
+        first if it is not loaded. Replaces an adapter of the same name: requests that run keep the old
+        one. Ends with FAILED_PRECONDITION (SPAWN_FAILED) if the adapter cannot be served with its base,
+        or with RESOURCE_EXHAUSTED (MEMORY_EXHAUSTED) if it does not fit in memory; the old one stays.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Forgets an adapter and frees its memory. Requests for it are refused at once; those that run may
+        finish. Answers when the memory is free.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -118,6 +146,16 @@ def add_ModelsServicer_to_server(servicer, server):
                     request_deserializer=triolet_dot_v1_dot_models__pb2.UnloadModelRequest.FromString,
                     response_serializer=triolet_dot_v1_dot_models__pb2.UnloadModelResponse.SerializeToString,
             ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=triolet_dot_v1_dot_models__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=triolet_dot_v1_dot_models__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=triolet_dot_v1_dot_models__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=triolet_dot_v1_dot_models__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'triolet.v1.Models', rpc_method_handlers)
@@ -127,8 +165,8 @@ def add_ModelsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Models:
-    """Lists the server's models and moves them in and out of memory. Only the clients that may call
-    Control may call LoadModel and UnloadModel.
+    """Lists the server's models and moves them, and adapters of them, in and out of memory. Only the
+    clients that may call Control may call LoadModel, UnloadModel, LoadAdapter and UnloadAdapter.
     """
 
     @staticmethod
@@ -229,6 +267,60 @@ class Models:
             '/triolet.v1.Models/UnloadModel',
             triolet_dot_v1_dot_models__pb2.UnloadModelRequest.SerializeToString,
             triolet_dot_v1_dot_models__pb2.UnloadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triolet.v1.Models/LoadAdapter',
+            triolet_dot_v1_dot_models__pb2.LoadAdapterRequest.SerializeToString,
+            triolet_dot_v1_dot_models__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triolet.v1.Models/UnloadAdapter',
+            triolet_dot_v1_dot_models__pb2.UnloadAdapterRequest.SerializeToString,
+            triolet_dot_v1_dot_models__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""Every field of a request is decoded or refused by name: none is ignored."""
+"""Every field of a Generate or Embed request is decoded or refused by name: none is ignored."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import re
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from engine.errors import InvalidRequest, Unsupported
+from engine.errors import InvalidRequest
 from grpc_service.client import messages as pb
-from grpc_service.services import later, text_codec
-from grpc_service.services.later import LATER, refuse_later
+from grpc_service.services import encode_codec, text_codec
 
 NEEDED = {  # the required fields of a list's items
     "messages": {"role": "user"},
@@ -35,7 +34,8 @@ def example(field):
     zero = "" if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else 0
     if field.is_repeated:
         return [zero]
-    return zero if field.has_presence else "x"
+    is_switch = field.cpp_type == FieldDescriptor.CPPTYPE_BOOL
+    return zero if field.has_presence else is_switch or "x"
 
 
 def leaves(descriptor, prefix=""):
@@ -52,27 +52,6 @@ def leaves(descriptor, prefix=""):
 
 
 EVERY_FIELD = dict(leaves(pb.GenerateRequest.DESCRIPTOR))
-
-
-def test_every_later_field_is_refused_by_name():
-    assert LATER == {"EmbedRequest": ("inputs.image",)}, "each needs a case here"
-    request = pb.EmbedRequest(inputs=[{"text": "a"}, {"image": b"b"}, {"image": b""}])
-    with pytest.raises(Unsupported) as caught:
-        refuse_later(request)
-    assert caught.value.field == "inputs[1].image"
-    assert str(caught.value) == "inputs[1].image, inputs[2].image are not supported yet"
-
-
-def test_a_nested_field_of_the_table_is_refused(monkeypatch):
-    table = {"GenerateRequest": ("sampling.seed", "chat.messages.name")}
-    monkeypatch.setattr(later, "LATER", table)
-    refuse_later(pb.GenerateRequest(sampling={"top_k": 1}))
-    with pytest.raises(Unsupported) as caught:
-        refuse_later(pb.GenerateRequest(sampling={"seed": 0}))
-    assert caught.value.field == "sampling.seed"
-    with pytest.raises(Unsupported) as caught:
-        refuse_later(pb.GenerateRequest(chat={"messages": [{}, {"name": "a"}]}))
-    assert caught.value.field == "chat.messages[1].name"
 
 
 @pytest.mark.parametrize("path", sorted(EVERY_FIELD))
@@ -111,3 +90,22 @@ def test_no_set_field_is_ignored(path):
         assert path in {re.sub(r"\[\d+\]", "", field) for field in fields}
         return
     assert (got != expected) or path in nothing
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        ({"text": ""}, ""),
+        ({"token_ids": {"ids": [3, 1]}}, (3, 1)),
+        ({"image": b"\x89PNG"}, b"\x89PNG"),
+        ({"image": b""}, b""),
+    ],
+)
+def test_every_kind_of_input_is_decoded(one, expected):
+    request = encode_codec.decode_embed(pb.EmbedRequest(inputs=[{"text": "a"}, one]))
+    assert request.inputs == ("a", expected)
+    assert {field.name for field in pb.EmbedInput.DESCRIPTOR.fields} == {
+        "text",
+        "token_ids",
+        "image",
+    }

@@ -1,0 +1,205 @@
+// A whole linear layer, computed by all threads of a region: its tasks, and their passes over the
+// inputs. The products themselves are in matmul.h and small_weights.h; what adapters add to them is
+// in adapters.h.
+#pragma once
+
+#include <omp.h>
+
+#include "adapters.h"
+
+namespace triolet {
+
+constexpr long ROWS_AT_ONCE = 128, PANELS_MOST = 16;
+constexpr long DEPTH_AT_ONCE = 640;  // measured, K 576 to 4864: a pair of panels fits a core's L1
+constexpr long SMALL_AT_ONCE = 512;  // inputs of weights of 4 bits that are unpacked at once
+constexpr long UNPACKED_ROWS = 4;    // with more rows, weights of 4 bits are unpacked first
+
+// A thread's memory: a task's sums, [ROWS_AT_ONCE][PANELS_MOST x 16], and an unpacked pair of
+// panels. All threads share ``rounded``, memory for the rows of layers with weights of 8 or 4 bits.
+struct Scratch {
+    alignas(64) float sums[ROWS_AT_ONCE * PANELS_MOST * PANEL];
+    alignas(64) uint8_t unpacked[2 * SMALL_AT_ONCE * PANEL];
+    char *rounded;
+};
+
+static inline long padded_rows(long rows) { return (rows + ROW_PAD - 1) / ROW_PAD * ROW_PAD; }
+
+// Returns the number of bytes of memory for ``rows`` rounded rows of at most ``inputs`` numbers.
+static inline size_t rounded_bytes(long rows, long inputs) {
+    const size_t depth = (size_t)small_depth(inputs), per_block = 3 * sizeof(float);
+    return rows * (depth + depth / FINEST_BLOCK * per_block);
+}
+
+// Divides ``memory`` of `rounded_bytes` for one layer.
+static inline Rounded rounded_in(char *memory, long rows, const Linear &linear) {
+    Rounded to;
+    to.depth = small_depth(linear.inputs);
+    to.block = block_of(linear);
+    to.row_scales = (float *)memory;
+    to.totals = to.row_scales + rows * to.blocks();
+    to.starts = (int32_t *)(to.totals + rows * to.blocks());
+    to.numbers = (int8_t *)(to.starts + rows * to.blocks());
+    return to;
+}
+
+// Returns how many panels a task has. Few rows are bound by memory, so small tasks share it evenly;
+// with many rows, a weight that is in the cache should be used often.
+static inline long panels_of_task(long rows, long panels) {
+    if (rows > ROWS_AT_ONCE) return PANELS_MOST;
+    return panels >= 512 ? 8 : panels >= 64 ? 4 : 2;
+}
+
+// Returns how many inputs one pass takes: ``depth`` in equal parts of at most DEPTH_AT_ONCE.
+static inline long even_step(long depth) {
+    const long passes = (depth + DEPTH_AT_ONCE - 1) / DEPTH_AT_ONCE;
+    return ((depth + passes - 1) / passes + DEPTH_PAD - 1) / DEPTH_PAD * DEPTH_PAD;
+}
+
+// Computes the sums of a task.
+template <class T>
+static void sum_task(const Linear &linear, const T *x, long ldx, long rows, long panel, long panels,
+                     Scratch &scratch) {
+    const long depth = padded_depth<T>(linear.inputs), stride = depth * PANEL;
+    const long step = rows <= ROW_PAD ? depth : even_step(depth);
+    const T *weight = (const T *)linear.weight + panel * stride;
+    // The threads take tasks in turn, so that a thread's next one is probably so far behind this.
+    const long behind = panel + panels * omp_get_num_threads();
+    const bool is_last = (behind + 1) * PANEL >= linear.outputs;
+    const T *next = is_last ? nullptr : (const T *)linear.weight + behind * stride;
+    for (long k = 0; k < depth; k += step)
+        multiply(x, ldx, rows, weight, stride, panels, k, k + step < depth ? k + step : depth,
+                 scratch.sums, panels * PANEL, k > 0, next);
+}
+
+// Computes the sums of a task with weights of 4 bits and many rows: unpacks as much of a pair of
+// panels as fits into a core's L1, multiplies, and goes on.
+static inline void sum_unpacked_task(const SmallPanels &own, const Rounded &x, long row, long rows,
+                                     long panels, Scratch &scratch) {
+    constexpr long STRIDE = SMALL_AT_ONCE * PANEL;
+    for (long n = 0; n < panels; n += 2) {
+        const long pair = panels - n < 2 ? 1 : 2;
+        SmallPanels wide = behind(own, n);
+        wide.weight = scratch.unpacked;
+        wide.stride = STRIDE;
+        for (long k = 0; k < x.depth; k += SMALL_AT_ONCE) {
+            const long count = x.depth - k < SMALL_AT_ONCE ? x.depth - k : SMALL_AT_ONCE;
+            for (long i = 0; i < pair; i++)
+                unpack(own.weight + (n + i) * own.stride + k * PANEL / 2, own.table, count,
+                       scratch.unpacked + i * STRIDE);
+            multiply_small<8>(x, row, rows, wide, pair, k, k + count, scratch.sums + n * PANEL,
+                              panels * PANEL, k > 0);
+        }
+    }
+}
+
+// Computes the sums of a task with weights of 8 or 4 bits.
+static inline void sum_small_task(const Linear &linear, const Rounded &x, long row, long rows,
+                                  long panel, long panels, Scratch &scratch) {
+    const SmallPanels own = panels_of(linear, panel);
+    if (linear.table && rows > UNPACKED_ROWS) {
+        sum_unpacked_task(own, x, row, rows, panels, scratch);
+        return;
+    }
+    const long step = rows <= ROW_PAD ? x.depth : even_step(x.depth);
+    for (long k = 0; k < x.depth; k += step) {
+        SmallPanels from = own;
+        from.weight += linear.table ? k * PANEL / 2 : k * PANEL;
+        (linear.table ? multiply_small<4> : multiply_small<8>)(
+            x, row, rows, from, panels, k, k + step < x.depth ? k + step : x.depth, scratch.sums,
+            panels * PANEL, k > 0);
+    }
+}
+
+// Adds the layer's bias to sums, if it has one.
+static inline void add_bias(const Linear &linear, long rows, long panel, long panels, float *sums_) {
+    if (!linear.bias) return;
+    for (long m = 0; m < rows; m++)
+        for (long n = 0; n < panels; n++) {
+            float *at = sums_ + (m * panels + n) * PANEL;
+            store(at, load(at) + load(linear.bias + (panel + n) * PANEL));
+        }
+}
+
+// Called by all threads of a region. Computes the shrunk rows of all adapters.
+template <class T>
+static void shrink(const Adaptation<T> &with, const T *x, long ldx, Scratch &scratch) {
+    constexpr long PAIR = 2;
+    auto tasks_of = [&](long group) {
+        const long panels = (with.adapted(group).shrink.outputs + PANEL - 1) / PANEL;
+        const long parts = (with.count(group) + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+        return (panels + PAIR - 1) / PAIR * parts;
+    };
+    long total = 0;
+    for (long group = 0; group < with.num_groups; group++) total += tasks_of(group);
+#pragma omp for schedule(dynamic, 1)
+    for (long task = 0; task < total; task++) {
+        long group = 0, own = task;
+        for (; own >= tasks_of(group); group++) own -= tasks_of(group);
+        const Adapted &adapted = with.adapted(group);
+        const long all = (adapted.shrink.outputs + PANEL - 1) / PANEL;
+        const long parts = (with.count(group) + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+        const long panel = own / parts * PAIR, part = own % parts * ROWS_AT_ONCE;
+        const long panels = all - panel < PAIR ? all - panel : PAIR;
+        const long left = with.count(group) - part;
+        const long rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
+        const long row = with.first(group) + part;
+        sum_task(adapted.shrink, x + row * ldx, ldx, rows, panel, panels, scratch);
+        for (long m = 0; m < rows; m++)
+            for (long n = 0; n < panels; n++) {
+                const v16 scale = load(adapted.scales + (panel + n) * PANEL);
+                store(with.shrunk + (row + m) * with.width + (panel + n) * PANEL,
+                      load(scratch.sums + (m * panels + n) * PANEL) * scale);
+            }
+    }
+}
+
+// Called by all threads of a region. Rounds the rows for a layer with weights of 8 or 4 bits;
+// another layer takes its rows as they are.
+template <class T>
+static Rounded round_all(const Linear &linear, const T *x, long ldx, long rows, Scratch &scratch) {
+    if (!linear.scales) return Rounded{};
+    const Rounded rounded = rounded_in(scratch.rounded, rows, linear);
+    round_rows(x, ldx, rows, linear.inputs, rounded);
+    return rounded;
+}
+
+// Called by all threads of a region. Computes every output of the rows from ``begin`` to ``end``,
+// and passes them on block by block as ``take(first row, rows, first panel, panels, sums)``, with
+// sums [rows][panels x 16]. A thread that finds no task left does not wait for the others. ``with``
+// are the adapters of rows, which are shrunk, or null.
+template <class T, class Take>
+static void run_tasks(const Linear &linear, const T *x, long ldx, const Rounded &rounded, long begin,
+                      long end, Scratch &scratch, Take take,
+                      const Adaptation<T> *with = nullptr) {
+    const long rows = end - begin;
+    const long panels = (linear.outputs + PANEL - 1) / PANEL;
+    const long group = panels_of_task(rows, panels);
+    const long groups = (panels + group - 1) / group;
+    const long parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+#pragma omp for schedule(dynamic, 1) nowait
+    for (long task = 0; task < groups * parts; task++) {
+        const long panel = task / parts * group, row = begin + task % parts * ROWS_AT_ONCE;
+        const long own_panels = panels - panel < group ? panels - panel : group;
+        const long own_rows = end - row < ROWS_AT_ONCE ? end - row : ROWS_AT_ONCE;
+        if (linear.scales)
+            sum_small_task(linear, rounded, row, own_rows, panel, own_panels, scratch);
+        else
+            sum_task(linear, x + row * ldx, ldx, own_rows, panel, own_panels, scratch);
+        add_bias(linear, own_rows, panel, own_panels, scratch.sums);
+        if (with) expand(*with, row, own_rows, panel, own_panels, scratch.sums);
+        take(row, own_rows, panel, own_panels, scratch.sums);
+    }
+}
+
+// Called by all threads of a region. Computes every output of ``rows`` rows, and passes them on as
+// `run_tasks` does. ``with`` are the adapters of rows, or null.
+template <class T, class Take>
+static void linear(const Linear &linear, const T *x, long ldx, long rows, Scratch &scratch,
+                   Take take, const Adaptation<T> *with = nullptr) {
+    if (with) shrink(*with, x, ldx, scratch);
+    run_tasks(linear, x, ldx, round_all(linear, x, ldx, rows, scratch), 0, rows, scratch, take,
+              with);
+#pragma omp barrier
+}
+
+}  // namespace triolet

@@ -1,0 +1,301 @@
+// Products of rows with weights of 8 or 4 bits, by exact sums of integers.
+//
+// A weight is scale * number, or scale * number + offset. ``group`` inputs of an output share scale
+// and offset, which are stored in half precision as [panels][groups][16]. The numbers are int8, kept
+// as number + 128, in panels of 16 outputs:
+//   8 bits    [inputs / 4][16][4]
+//   4 bits    [inputs / 8][16][4], where a byte has the code of input i of 8 below, and that of
+//             i + 4 above; a table of 16 numbers says which one a code stands for
+// with the inputs padded to a multiple of 32. `vpdpbusd` multiplies this order as it is.
+//
+// Rows are rounded to int8, too: the largest number of a block of 32 inputs (16, if the groups are
+// no multiple of 32) becomes 127. A block's sum of products is an exact integer. It is multiplied by
+// the row's scale and the weights' scale, and added to the float32 sum of the blocks before it.
+//
+// Rule 1: the product of a row does not depend on the other rows (see matmul.h): blocks are added
+// in the order of the inputs, by the same operations, whatever kernel computes them.
+// Rule 2: a NaN or an infinity in a row makes the row's results NaN.
+#pragma once
+
+#include "matmul.h"
+
+namespace triolet {
+
+constexpr long SMALL_DEPTH_PAD = 32;
+constexpr int ZERO = 128;  // what is added to a number, so that `vpdpbusd` takes it unsigned
+constexpr float INT8_MAX_MAGNITUDE = 127.0f;
+
+// Mirrored by `engine.worker.forward.native.Linear`.
+struct Linear {
+    const void *weight;       // in panels, see the top of this file and of matmul.h
+    const float *bias;        // [outputs] or null
+    const uint16_t *scales;   // of weights of 8 or 4 bits, else null
+    const uint16_t *offsets;  // likewise, or null
+    const int8_t *table;      // 16 numbers of weights of 4 bits, else null
+    int64_t outputs, inputs, group;
+};
+
+static inline long small_depth(long inputs) {
+    return (inputs + SMALL_DEPTH_PAD - 1) / SMALL_DEPTH_PAD * SMALL_DEPTH_PAD;
+}
+
+// Returns how many groups an output has, with those of the padding.
+static inline long num_groups(long inputs, long group) {
+    return (small_depth(inputs) + group - 1) / group;
+}
+
+// Returns how many inputs of a row share a scale.
+static inline long block_of(const Linear &linear) { return linear.group % 32 ? 16 : 32; }
+
+// --- rows ---------------------------------------------------------------------------------------
+
+// Rounded rows. One thread's task may read what other threads have rounded.
+struct Rounded {
+    int8_t *numbers;    // [rows][depth]
+    float *row_scales;  // [rows][blocks]
+    float *totals;      // [rows][blocks] the sum of a block's rounded inputs: scale * numbers
+    int32_t *starts;    // [rows][blocks] minus ZERO * the sum of a block's numbers
+    long depth, block;
+
+    long blocks() const { return depth / block; }
+};
+
+constexpr long FINEST_BLOCK = 16;
+
+// Rounds one block of at most 32 numbers, of which ``count`` exist.
+template <class T>
+static inline void round_block(const T *from, long count, const Rounded &to, long row, long index) {
+    constexpr int MOST = 2;
+    const int vectors = (int)(to.block / LANES);
+    int8_t *numbers = to.numbers + row * to.depth + index * to.block;
+    const long at = row * to.blocks() + index;
+    v16 values[MOST];
+    uint32_t most = 0;
+    for (int i = 0; i < vectors; i++) {
+        if (count - i * LANES >= LANES) {
+            values[i] = load(from + i * LANES);
+        } else {
+            float own[LANES] = {};
+            for (long j = i * LANES; j < count; j++) own[j - i * LANES] = to_float(from[j]);
+            values[i] = load(own);
+        }
+        const uint32_t highest = highest_magnitude((u16v)values[i]);
+        most = highest > most ? highest : most;
+    }
+    float largest;
+    memcpy(&largest, &most, sizeof largest);
+    const bool is_finite = most < 0x7f800000, is_zero = largest < 1e-30f;  // 127 / 1e-30 is finite
+    const v16 factor = splat(is_finite && !is_zero ? INT8_MAX_MAGNITUDE / largest : 0.0f);
+    float total = 0.0f;
+    for (int i = 0; i < vectors; i++) {
+        const i16v whole = is_finite ? to_integers(values[i] * factor) : i16v{};
+        const b16 narrow = __builtin_convertvector(whole, b16);
+        memcpy(numbers + i * LANES, &narrow, sizeof narrow);
+        total += sum(to_floats(whole));  // exact: below 2^24
+    }
+    const float row_scale = !is_finite ? NAN : is_zero ? 0.0f : largest / INT8_MAX_MAGNITUDE;
+    to.row_scales[at] = row_scale;
+    to.totals[at] = row_scale * total;
+    to.starts[at] = -ZERO * (int32_t)total;
+}
+
+// Called by all threads of a region. Rounds rows for a layer; ends with a barrier.
+template <class T>
+static void round_rows(const T *x, long ldx, long rows, long inputs, const Rounded &to) {
+    const long blocks = to.blocks();
+#pragma omp for collapse(2) schedule(static)
+    for (long row = 0; row < rows; row++)
+        for (long index = 0; index < blocks; index++) {
+            const long first = index * to.block, left = inputs - first;
+            round_block(x + row * ldx + first, left < to.block ? left : to.block, to, row, index);
+        }
+}
+
+// --- products -----------------------------------------------------------------------------------
+
+// Some panels of a layer, from one of their inputs on.
+struct SmallPanels {
+    const uint8_t *weight;    // of input ``begin`` of the first panel
+    long stride;              // bytes between panels
+    const uint16_t *scales, *offsets;  // of the first panel's first group; offsets may be null
+    long groups, group;       // of a panel
+    alignas(16) uint8_t table[16];  // of weights of 4 bits
+};
+
+// Returns the numbers of the first four of 8 inputs of a panel, of which ``codes`` are the first 64
+// bytes.
+template <int BITS>
+static inline b64 low_quads(b64 codes, b64 table) {
+    return BITS == 8 ? codes : look_up(codes & 15, table);
+}
+
+// Returns those of the other four. In 8 bits they are the 64 bytes behind.
+template <int BITS>
+static inline b64 high_quads(const uint8_t *from, b64 codes, b64 table) {
+    return BITS == 8 ? load_as<b64>(from + 64) : look_up((b64)((u16v)codes >> 4) & 15, table);
+}
+
+// Computes ROWS rows from ``row`` on by PANELS panels: the inputs ``begin`` to ``end`` - 1, which
+// begin and end with blocks.
+template <int BITS, int ROWS, int PANELS>
+static void small_block(const Rounded &x, long row, const SmallPanels &w, long begin, long end,
+                        float *out, long ldo, bool is_more) {
+    constexpr long BYTES_OF_8 = BITS * PANEL;
+    const long blocks = x.blocks();
+    const int8_t *numbers = x.numbers + row * x.depth;
+    const float *row_scales = x.row_scales + row * blocks, *totals = x.totals + row * blocks;
+    const int32_t *starts = x.starts + row * blocks;
+    Sums<ROWS, PANELS> sums;
+    sums.begin(out, ldo, is_more);
+    long group = begin / w.group, next = (group + 1) * w.group;
+    const uint8_t *weight = w.weight;
+    const b64 table = spread_table(w.table);
+    for (long k = begin; k < end; k += x.block) {
+        const long index = k / x.block;
+        if (k >= next) group++, next += w.group;
+        i16v whole[ROWS][PANELS];
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+            for (int n = 0; n < PANELS; n++) whole[m][n] = starts[m * blocks + index] - (i16v){};
+        for (long c = 0; c < x.block; c += 8, weight += BYTES_OF_8) {
+            const int8_t *from = numbers + k + c;
+            b64 codes[PANELS], own[PANELS];
+#pragma GCC unroll 4
+            for (int n = 0; n < PANELS; n++) codes[n] = load_as<b64>(weight + n * w.stride);
+#pragma GCC unroll 4
+            for (int n = 0; n < PANELS; n++) own[n] = low_quads<BITS>(codes[n], table);
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; m++) {
+                const int32_t quad = load_as<int32_t>(from + m * x.depth);
+#pragma GCC unroll 4
+                for (int n = 0; n < PANELS; n++) whole[m][n] = add_quads(whole[m][n], own[n], quad);
+            }
+#pragma GCC unroll 4
+            for (int n = 0; n < PANELS; n++)
+                own[n] = high_quads<BITS>(weight + n * w.stride, codes[n], table);
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; m++) {
+                const int32_t quad = load_as<int32_t>(from + m * x.depth + 4);
+#pragma GCC unroll 4
+                for (int n = 0; n < PANELS; n++) whole[m][n] = add_quads(whole[m][n], own[n], quad);
+            }
+        }
+#pragma GCC unroll 4
+        for (int n = 0; n < PANELS; n++) {
+            const long at = (n * w.groups + group) * PANEL;
+            const v16 scale = load_half(w.scales + at);
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; m++)
+                sums.of[m][n] =
+                    multiply_add(to_floats(whole[m][n]), scale * row_scales[m * blocks + index],
+                                 sums.of[m][n]);
+            if (!w.offsets) continue;
+            const v16 offset = load_half(w.offsets + at);
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; m++)
+                sums.of[m][n] =
+                    multiply_add(offset, splat(totals[m * blocks + index]), sums.of[m][n]);
+        }
+    }
+    sums.end(out, ldo);
+}
+
+#if defined(__AVX512F__)
+constexpr int SMALL_ROWS = 6;  // with 2 panels: 12 sums of integers and 12 of floats
+#else
+constexpr int SMALL_ROWS = 2;
+#endif
+
+// Computes blocks of ROWS rows from row ``m`` on, as many as fit, and returns the first row left.
+template <int BITS, int ROWS, int PANELS>
+static long small_blocks(long m, const Rounded &x, long row, long rows, const SmallPanels &w,
+                         long begin, long end, float *out, long ldo, bool is_more) {
+    for (; rows - m >= ROWS; m += ROWS)
+        small_block<BITS, ROWS, PANELS>(x, row + m, w, begin, end, out + m * ldo, ldo, is_more);
+    return m;
+}
+
+template <int BITS, int PANELS>
+static void small_rows(const Rounded &x, long row, long rows, const SmallPanels &w, long begin,
+                       long end, float *out, long ldo, bool is_more) {
+    long m = 0;
+    if constexpr (SMALL_ROWS > 2 && PANELS <= 2) {
+        m = small_blocks<BITS, SMALL_ROWS, PANELS>(m, x, row, rows, w, begin, end, out, ldo,
+                                                   is_more);
+        m = small_blocks<BITS, 4, PANELS>(m, x, row, rows, w, begin, end, out, ldo, is_more);
+    }
+    m = small_blocks<BITS, 2, PANELS>(m, x, row, rows, w, begin, end, out, ldo, is_more);
+    small_blocks<BITS, 1, PANELS>(m, x, row, rows, w, begin, end, out, ldo, is_more);
+}
+
+static inline SmallPanels behind(const SmallPanels &w, long panels) {
+    SmallPanels other = w;
+    const long skipped = panels * w.groups * PANEL;
+    other.weight += panels * w.stride;
+    other.scales += skipped;
+    if (w.offsets) other.offsets += skipped;
+    return other;
+}
+
+// Computes out[rows][panels x 16] = (if ``is_more``: out +) the product of rows and panels over the
+// inputs ``begin`` to ``end`` - 1.
+template <int BITS>
+static void multiply_small(const Rounded &x, long row, long rows, const SmallPanels &w, long panels,
+                           long begin, long end, float *out, long ldo, bool is_more) {
+    constexpr int PAIR = SMALL_ROWS > 2 ? 2 : 1;
+    long n = 0;
+    if constexpr (SMALL_ROWS > 2)
+        if (rows <= 2)
+            for (; panels - n >= 4; n += 4)
+                small_rows<BITS, 4>(x, row, rows, behind(w, n), begin, end, out + n * PANEL, ldo,
+                                    is_more);
+    for (; panels - n >= PAIR; n += PAIR)
+        small_rows<BITS, PAIR>(x, row, rows, behind(w, n), begin, end, out + n * PANEL, ldo,
+                               is_more);
+    for (; panels - n >= 1; n++)
+        small_rows<BITS, 1>(x, row, rows, behind(w, n), begin, end, out + n * PANEL, ldo, is_more);
+}
+
+// Returns all panels of a layer from ``panel`` on.
+static inline SmallPanels panels_of(const Linear &linear, long panel) {
+    SmallPanels own;
+    own.stride = small_depth(linear.inputs) * PANEL / (linear.table ? 2 : 1);
+    own.weight = (const uint8_t *)linear.weight + panel * own.stride;
+    own.group = linear.group;
+    own.groups = num_groups(linear.inputs, linear.group);
+    own.scales = linear.scales + panel * own.groups * PANEL;
+    own.offsets = linear.offsets ? linear.offsets + panel * own.groups * PANEL : nullptr;
+    for (int i = 0; i < 16; i++) own.table[i] = linear.table ? (uint8_t)(linear.table[i] + ZERO) : 0;
+    return own;
+}
+
+// Converts ``count`` inputs of a panel from 4 to 8 bits.
+static inline void unpack(const uint8_t *from, const uint8_t *table, long count, uint8_t *to) {
+    const b64 own = spread_table(table);
+    for (long k = 0; k < count; k += 8, from += 4 * PANEL, to += 8 * PANEL) {
+        const b64 codes = load_as<b64>(from);
+        const b64 low = low_quads<4>(codes, own), high = high_quads<4>(from, codes, own);
+        memcpy(to, &low, sizeof low);
+        memcpy(to + 64, &high, sizeof high);
+    }
+}
+
+// Returns one weight of a layer with weights of 8 or 4 bits.
+static inline float small_weight(const Linear &linear, long output, long input) {
+    const long panel = output / PANEL, lane = output % PANEL;
+    const long at = (panel * num_groups(linear.inputs, linear.group) + input / linear.group) * PANEL + lane;
+    const uint8_t *weight = (const uint8_t *)linear.weight;
+    const long first = panel * small_depth(linear.inputs) * PANEL;
+    int number;
+    if (linear.table) {
+        const uint8_t byte = weight[first / 2 + (input / 8 * PANEL + lane) * 4 + input % 4];
+        number = linear.table[input % 8 < 4 ? byte & 15 : byte >> 4];
+    } else {
+        number = (int)weight[first + (input / 4 * PANEL + lane) * 4 + input % 4] - ZERO;
+    }
+    const float value = to_float_of_half(linear.scales[at]) * (float)number;
+    return linear.offsets ? value + to_float_of_half(linear.offsets[at]) : value;
+}
+
+}  // namespace triolet

@@ -1,0 +1,299 @@
+"""The adapters (LoRA) of the pool's models: loading and unloading them while their bases serve.
+
+Rule 1: an adapter's name stands for one version of it. A reload makes a new version, to which the
+name goes over once every replica has it; requests that run keep theirs (`AdapterVersion.leased`),
+and it is dropped when the last of them has ended. Rule 2: nothing is awaited between a look at
+which replicas have a version, and which names are free, and the change of its names. Rule 3: an
+adapter's bytes belong to the reservation of each replica that has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from engine.errors import InvalidRequest, SpawnFailed
+from engine.pool.adapter_version import AdapterVersion
+from engine.pool.load_errors import error_for_request, log_failed_adapter
+from engine.status import Capability, ModelStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from engine.pool.entry import Entry
+    from engine.pool.governor import Governor
+    from engine.pool.leases import Leases
+    from engine.pool.registry import Registry
+    from engine.pool.runner_jobs import RunnerJobs
+    from engine.pool.serving import StartTask
+    from engine.replica.replica import AnyReplica, AnyRunner
+    from engine.worker.interface import AdapterInfo
+
+log = logging.getLogger(__name__)
+
+NO_TEXT_MODEL = "only models that generate text take adapters"
+
+
+class Adapters:
+    """Loads and unloads adapters, and leases them to requests. Belongs to the Trio thread.
+    ``on_change`` is called whenever a model's state may have changed."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        leases: Leases,
+        governor: Governor,
+        jobs: RunnerJobs,
+        start_task: StartTask,
+        on_change: Callable[[], None],
+        drain_timeout_s: float,
+    ) -> None:
+        self._drain_timeout_s = drain_timeout_s
+        self._registry = registry
+        self._leases = leases
+        self._governor = governor
+        self._jobs = jobs
+        self._start_task = start_task
+        self._on_change = on_change
+
+    # ---- requests
+
+    @contextmanager
+    def leased(
+        self,
+        name: str,
+        replica: AnyReplica,
+        cut: Callable[[], None],
+        tokens: Callable[[], int] = lambda: 0,
+    ) -> Iterator[tuple[str, str]]:
+        """Hold the adapter that a request asks for while the block lasts. Yields the name of the
+        model and the digest of its adapter; "" for a model without one. ``replica`` is what
+        `Leases.acquire` has yielded for ``name``; nothing was awaited since. ``tokens`` returns how
+        many tokens the request has got."""
+        version = self._registry.find_adapter(name)
+        if version is None:
+            yield replica.model, ""
+            return
+        with version.leased(cut, tokens):
+            yield version.name, replica.adapters[version].digest
+
+    # ---- the operator's commands
+
+    async def load(
+        self, name: str, directory: str | os.PathLike[str], aliases: tuple[str, ...] = ()
+    ) -> ModelStatus:
+        """Load the adapter ``BASE:NAME`` from a directory, on every replica of its base. The base
+        is loaded first if it is not. An adapter with this name is replaced: requests that run keep
+        the old one. Returns its status.
+
+        Raises:
+            InvalidRequest: the name or an alias cannot be given.
+            ModelNotFound, ShuttingDown, NoWorkers, SpawnTimeout: as `Leases.acquire`, of the base.
+            SpawnFailed, MemoryExhausted: it cannot be loaded. The old one stays.
+        Cancellation: what was loaded is dropped again; the old one stays.
+        """
+        entry, config = self._registry.adapter_config(name, os.fspath(directory), aliases)
+        base = entry.config.name
+        async with (
+            self._leases.acquire(base, Capability.TEXT_TO_TEXT),
+            entry.adapters_lock,
+        ):
+            version = AdapterVersion(base, config)
+            try:
+                while missing := [one for one in entry.ready if version not in one.adapters]:
+                    await self._load_onto(entry, version, missing[0])
+                self._require_one_content(entry, version)
+                self._registry.require_names(entry, config)
+            except BaseException:
+                self._start(partial(self._drop, entry, version))
+                raise
+            old = entry.adapters.get(version.name)
+            if old is not None:
+                version.counts = old.counts
+            self._registry.set_adapter(entry, version)
+        log.info("the adapter %s is loaded", version.name)
+        if old is not None:
+            self._start(partial(self._retire, entry, old))
+        self._on_change()
+        return entry.adapter_status(version)
+
+    async def unload(self, name: str, drain_s: float | None = None) -> None:
+        """Forget an adapter, and wait until its memory is free. Requests that run on it have
+        ``drain_s`` seconds to finish (None: the configured drain timeout); then they are cut. A
+        replica that is being loaded drops the adapter before it serves; nothing waits for that.
+
+        Raises:
+            ModelNotFound: no model has this name. InvalidRequest: it is not an adapter.
+            ShuttingDown: the server is ending, which unloads everything.
+        Cancellation: ends the wait; the unload goes on.
+        """
+        self._registry.require_open()
+        entry, version = self._registry.require_adapter(name)
+        self._registry.forget_adapter(entry, version)
+        limit_s = self._drain_timeout_s if drain_s is None else drain_s
+        done = trio.Event()
+        self._start_task(partial(self._retire, entry, version, limit_s, done))
+        self._on_change()
+        await done.wait()
+
+    def _start(self, task: Callable[[], Any]) -> None:
+        """Start a task that gives back what adapters take. While the pool ends, its replicas give
+        everything back, and no task can be started any more."""
+        if not self._registry.is_closed:
+            self._start_task(task)
+
+    # ---- replicas that load
+
+    def measure(self, entry: Entry, runner: AnyRunner) -> int:
+        """Return how many bytes the model's adapters will take on a replica. Called in a thread. An
+        adapter that cannot be measured counts 0; its load will fail."""
+        total = 0
+        for version in list(entry.adapters.values()):
+            try:
+                total += _store_of(runner).measure(version.config.directory)
+            except Exception as error:
+                log.debug("%s cannot be measured: %r", version.name, error)
+        return total
+
+    async def load_all(self, entry: Entry, runner: AnyRunner) -> dict[AdapterVersion, AdapterInfo]:
+        """Load the model's adapters with a replica that does not serve yet. An adapter that does
+        not load does not end that: its error is logged and shown by ListModels. What was forgotten
+        meanwhile is unloaded. After the last look at the model's adapters nothing is awaited.
+
+        Cancellation: before and between adapters; the replica is closed then.
+        """
+        loaded: dict[AdapterVersion, AdapterInfo] = {}
+        failed: set[AdapterVersion] = set()
+        while True:
+            wanted = list(entry.adapters.values())
+            if stale := [one for one in loaded if one not in wanted]:
+                await self._unload_from(entry, runner, loaded.pop(stale[0]))
+            elif missing := [one for one in wanted if one not in loaded and one not in failed]:
+                version = missing[0]
+                try:
+                    loaded[version] = await self._load_with(entry, version, runner)
+                    version.error = None
+                except Exception as error:
+                    failed.add(version)
+                    version.error = error
+                    log_failed_adapter(version.name, error)
+            else:
+                return loaded
+
+    async def _load_with(
+        self, entry: Entry, version: AdapterVersion, runner: AnyRunner
+    ) -> AdapterInfo:
+        """Load a version with a replica that does not serve yet."""
+        load = partial(_load, runner, version.config.directory)
+        info: AdapterInfo = await self._jobs.run_for_load(entry, load)
+        try:
+            self._check_content(entry, version, info)
+        except SpawnFailed:
+            await self._unload_from(entry, runner, info)
+            raise
+        return info
+
+    async def _unload_from(self, entry: Entry, runner: AnyRunner, info: AdapterInfo) -> None:
+        """Drop what a replica that does not serve yet has loaded."""
+        await self._jobs.run_for_load(entry, partial(_store_of(runner).unload, info.digest))
+
+    def _check_content(self, entry: Entry, version: AdapterVersion, info: AdapterInfo) -> None:
+        """Check that other replicas have the same content of an adapter.
+
+        Raises:
+            SpawnFailed: they have another one.
+        """
+        others = {one.adapters[version].digest for one in entry.ready if version in one.adapters}
+        if others - {info.digest}:
+            raise SpawnFailed(
+                "its files have changed since other replicas loaded it; load it again by "
+                "LoadAdapter"
+            )
+
+    # ---- one version
+
+    async def _load_onto(self, entry: Entry, version: AdapterVersion, replica: AnyReplica) -> None:
+        """Load a version with a replica that serves.
+
+        Raises:
+            SpawnFailed, MemoryExhausted: it does not load, or there is no memory.
+        """
+        store, directory = replica.adapter_store, version.config.directory
+        if store is None:
+            raise InvalidRequest.of("model", f"{entry.config.name}: {NO_TEXT_MODEL}")
+        reservation: Any = replica.reservation
+        need = await self._run(entry, version, partial(store.measure, directory))
+        self._governor.grow(version.name, reservation, need)
+        try:
+            info = await self._run(entry, version, partial(store.load, directory))
+        except BaseException:
+            reservation.change(-need)
+            raise
+        reservation.change(info.num_bytes - need)
+        replica.adapters[version] = info
+
+    async def _run(self, entry: Entry, version: AdapterVersion, job: Callable[[], Any]) -> Any:
+        """Run a job of a load, with the adapter's name in its error."""
+        try:
+            return await self._jobs.run_for_load(entry, job)
+        except Exception as error:
+            log_failed_adapter(version.name, error)
+            raise error_for_request(version.name, error) from error
+
+    def _require_one_content(self, entry: Entry, version: AdapterVersion) -> None:
+        digests = {one.adapters[version].digest for one in entry.ready}
+        if len(digests) != 1:
+            raise SpawnFailed(
+                f"{version.name}: its files changed while it was loaded, or its base has gone"
+            )
+
+    async def _retire(
+        self,
+        entry: Entry,
+        version: AdapterVersion,
+        drain_s: float | None = None,
+        done: trio.Event | None = None,
+    ) -> None:
+        """Drop a version when no request runs on it. After ``drain_s`` seconds, they are cut."""
+        try:
+            if drain_s is not None:
+                with trio.move_on_after(drain_s):
+                    await version.wait_free()
+                version.cut()
+            await version.wait_free()
+            await self._drop(entry, version)
+        finally:
+            if done is not None:
+                done.set()
+            self._on_change()
+
+    async def _drop(self, entry: Entry, version: AdapterVersion) -> None:
+        """Give back what a version takes on each replica."""
+        for replica in list(entry.replicas):
+            info, store = replica.adapters.pop(version, None), replica.adapter_store
+            if info is None or store is None:
+                continue
+            reservation: Any = replica.reservation
+            try:
+                await self._jobs.run_for_load(entry, partial(store.unload, info.digest))
+            except Exception as error:  # its worker died, and the adapter with it
+                log.debug("%s was not unloaded: %r", version.name, error)
+            reservation.change(-info.num_bytes)
+            self._governor.notify_freed()
+
+
+def _store_of(runner: AnyRunner) -> Any:
+    store = getattr(runner, "adapters", None)
+    if store is None:
+        raise SpawnFailed(NO_TEXT_MODEL)
+    return store
+
+
+def _load(runner: AnyRunner, directory: str) -> AdapterInfo:
+    info: AdapterInfo = _store_of(runner).load(directory)
+    return info

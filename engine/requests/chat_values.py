@@ -1,0 +1,116 @@
+"""A conversation as a request has it, for a model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import FieldViolation
+from engine.requests.field_types import MAPPING, MESSAGES, NAME, SWITCH, TOOLS, convert_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHAT_TYPES = {
+    "messages": MESSAGES,
+    "tools": TOOLS,
+    "template_args": MAPPING,
+    "tool_choice": NAME,
+    "add_generation_prompt": SWITCH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation for the model's own chat template.
+
+    A message is a dict with role and content in transformers' (OpenAI's) form; an assistant's
+    message may have tool_calls, and a tool's message has tool_call_id. ``tools`` have the same
+    form: ``{"type": "function", "function": {…}}``. ``tool_choice`` is auto, none, required (at
+    least one call), or the name of the one function that must be called.
+
+    ``truncates``: if the chat leaves too little room for an answer, turns are left out
+    (`engine.requests.context_truncation`), and `Started.dropped` lists their messages.
+
+    ``continue_final_message``: the last message is the beginning of the answer, which the model
+    goes on with. ``add_generation_prompt`` None means that the template opens the assistant's turn,
+    unless the last message is continued.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    truncates: bool = False
+    tool_choice: str = "auto"
+    continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        convert_fields(self, CHAT_TYPES)
+
+    @property
+    def offered_tools(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that the model may know of."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def opens_turn(self) -> bool:
+        """Whether the template writes the opening of the assistant's turn."""
+        return not self.continue_final_message and self.add_generation_prompt is not False
+
+    @property
+    def answer_begun(self) -> str:
+        """The beginning of the answer, which the last message has; empty for a new answer."""
+        if not self.continue_final_message or not self.messages:
+            return ""
+        content = self.messages[-1].get("content")
+        return content if isinstance(content, str) else ""
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice not in ("auto", "none")
+
+    def violations(self) -> Iterator[FieldViolation]:
+        """Yield every broken field, by proto path."""
+        if not self.messages:
+            yield FieldViolation("chat.messages", "is empty")
+        for index, message in enumerate(self.messages):
+            path = f"chat.messages[{index}]"
+            if not message.get("role"):
+                yield FieldViolation(f"{path}.role", "is empty")
+            for number, call in enumerate(message.get("tool_calls") or ()):
+                function, call_path = function_of(call), f"{path}.tool_calls[{number}]"
+                if not function.get("name"):
+                    yield FieldViolation(f"{call_path}.name", "is empty")
+                if function.get("arguments", {}) is None:
+                    yield FieldViolation(f"{call_path}.arguments_json", "is not a JSON object")
+        names = [function_of(tool).get("name") for tool in self.tools]
+        for number, name in enumerate(names):
+            if not name:
+                yield FieldViolation(f"chat.tools[{number}].name", "is empty")
+        if self.must_call and self.tool_choice not in names + ["required"][: len(names)]:
+            what = "must be auto, none, required or the name of one of the tools"
+            yield FieldViolation("chat.tool_choice", f"is {self.tool_choice!r}, but {what}")
+        if self.continue_final_message:
+            yield from self._violations_of_final_message()
+
+    def _violations_of_final_message(self) -> Iterator[FieldViolation]:
+        path = "chat.continue_final_message"
+        final = self.messages[-1] if self.messages else {}
+        if self.messages and (final.get("role") != "assistant" or not self.answer_begun):
+            yield FieldViolation(path, "needs a last message of the assistant, with content")
+        elif final.get("tool_calls"):
+            yield FieldViolation(path, "cannot go on with a message that has tool_calls")
+        if self.add_generation_prompt:
+            yield FieldViolation("chat.add_generation_prompt", f"cannot be true beside {path}")
+        if self.must_call:
+            what = f"cannot be {self.tool_choice!r} beside {path}"
+            yield FieldViolation("chat.tool_choice", what)
+
+
+def function_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the function of a tool or a tool call; transformers also takes it bare."""
+    function = entry.get("function", entry)
+    return function if isinstance(function, Mapping) else {}

@@ -1,0 +1,186 @@
+"""The streams whose clients have lost their connections, and for how long they wait for them.
+
+Rule 1: a stream that waits counts against its key's max_requests, whatever became of its request.
+Rule 2: it is forgotten when its window ends, and its request is cancelled then, if it has not
+ended. Rule 3: nobody but the holder of its key gets it, and only with its token; whoever fails
+learns nothing of it. Rule 4: what waits is bounded, and no holder drives out what others have
+waiting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, cast
+
+import trio
+
+from engine.core.common.types import EndReason, Explanation
+from engine.errors import RequestNotFound
+from engine.requests.stream import server_deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.requests.kept_events import ReceivedChoice
+    from engine.requests.quota import Quota
+    from engine.requests.stream import Reader, RequestStream
+    from engine.requests.tasks import RequestTasks
+    from engine.requests.text_stream import TextStream
+
+# Both are guesses. When the loss of the server's own network cuts all streams at once, these wait.
+DETACHED_MAX = 1024
+DETACHED_BYTES_MAX = 2**28
+
+
+class DetachedStreams:
+    """The streams that clients may attach to, those that wait for it among them. Belongs to the
+    Trio thread."""
+
+    def __init__(self, tasks: RequestTasks) -> None:
+        self._tasks = tasks
+        # By their tokens: streams that a call reads, or whose last call has not brought them all.
+        self._streams: dict[str, TextStream] = {}
+        self._waits: dict[str, _Wait] = {}  # by the tokens of the streams, oldest first
+        self._is_closed = False
+
+    @property
+    def count(self) -> int:
+        """How many streams wait."""
+        return len(self._waits)
+
+    def register(self, stream: RequestStream[Any]) -> None:
+        """Let clients attach to a stream, if its request allows it, until `remove`."""
+        if stream.attach_token:
+            self._streams[stream.attach_token] = cast("TextStream", stream)
+
+    def remove(self, stream: TextStream) -> None:
+        """Let nobody attach to a stream any more."""
+        self._streams.pop(stream.attach_token, None)
+
+    def add(self, stream: TextStream) -> bool:
+        """Let a stream wait for its client. Return False if no stream may wait any more."""
+        if self._is_closed or not self._tasks.is_open or stream.resume_window_s is None:
+            return False
+        self._make_room(stream.kept_bytes)
+        wait = _Wait(stream, stream.resume_window_s)
+        self._waits[stream.attach_token] = wait
+        stream.credit.waits_until = wait.until
+        stream.counted.hold()
+        self._tasks.start(self._expire, wait, name=f"window of {stream.request_id}")
+        return True
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Give streams up until there is room for one more: the oldest of the holder that has the
+        most of what is short, so that no holder drives out the others'."""
+        left = DETACHED_BYTES_MAX - num_bytes - sum([one.num_bytes for one in self._waits.values()])
+        while self._waits and (len(self._waits) >= DETACHED_MAX or left < 0):
+            holders = Counter[int]()
+            for wait in self._waits.values():
+                holders[id(wait.stream.holder)] += wait.num_bytes if left < 0 else 1
+            [(most, _)] = holders.most_common(1)
+            wait = next(one for one in self._waits.values() if id(one.stream.holder) == most)
+            left += wait.num_bytes
+            self._give_up(wait, EndReason.CANCELLED)
+
+    def abort(self, request_id: str) -> None:
+        """Count the streams that wait under an id no more, because the operator ends their
+        requests. They wait on, so that their clients learn of it."""
+        for wait in self._waits.values():
+            if wait.stream.request_id == request_id:
+                wait.stream.counted.release()
+
+    def is_waiting(self, stream: RequestStream[Any]) -> bool:
+        """Return whether a stream waits for its client."""
+        return stream.attach_token in self._waits
+
+    def waiting(self, request_id: str) -> TextStream | None:
+        """Return a stream that waits under an id, if there is one."""
+        waits = [one.stream for one in self._waits.values() if one.stream.request_id == request_id]
+        return waits[-1] if waits else None
+
+    def attachable(self, request_id: str, token: str, holder: Quota | None) -> TextStream:
+        """Return the stream that a client may take up (`attach`), whether its request has ended or
+        not.
+
+        Raises:
+            RequestNotFound: there is none of this holder with this id and token.
+        """
+        stream = self._streams.get(token)
+        if stream is None or stream.request_id != request_id or stream.holder is not holder:
+            raise RequestNotFound("no stream with this request_id and attach_token can be attached")
+        return stream
+
+    def attach(
+        self,
+        stream: TextStream,
+        reader: Reader[Any],
+        received: Sequence[ReceivedChoice],
+        timeout_s: float | None = None,
+    ) -> None:
+        """Let ``reader`` go on with a stream, whether it waits or not. The request's deadline
+        becomes that of the client's new call, if that is earlier.
+
+        Raises:
+            InvalidRequest: the client cannot have received so much, and nothing changed; or events
+                that it lacks are not kept any more, and the stream does not wait any longer.
+        """
+        wait = self._waits.get(stream.attach_token)
+        if wait is not None and stream.has_dropped(received):
+            self._give_up(wait, EndReason.CANCELLED)  # nobody can attach, and a continuation helps
+        stream.check_kept(received)
+        now = trio.current_time()
+        if timeout_s is not None:
+            stream.scope.deadline = min(stream.scope.deadline, server_deadline(now, timeout_s))
+            stream.client_deadline = now + timeout_s
+        if wait is not None:
+            self._drop(wait)
+        stream.credit.waits_until = now  # a stall counts from now on
+        stream.counted.hold()
+        stream.attach(reader, received)
+
+    def uncount(self, stream: TextStream) -> None:
+        """Count the call that has attached to a stream no more, unless the stream waits again, or
+        another call has attached to it."""
+        if not (self.is_waiting(stream) or stream.is_read):
+            stream.counted.release()
+
+    def explain(self, stream: RequestStream[Any], explained: Explanation) -> Explanation:
+        """Return the explanation of a stream, which says so if it waits for its client."""
+        wait = self._waits.get(stream.attach_token)
+        if wait is None:
+            return explained
+        return explained.waiting_for_client(max(0.0, wait.until - trio.current_time()))
+
+    def close(self) -> None:
+        """Give up every stream that waits, because the server drains, and let no more wait: nobody
+        could attach from a new connection, and a continuation goes on elsewhere."""
+        self._is_closed = True
+        for wait in list(self._waits.values()):
+            self._give_up(wait, EndReason.SHUTDOWN)
+
+    async def _expire(self, wait: _Wait) -> None:
+        """Give a stream up at its window's end. Cancellation: the stream stays as it is."""
+        with wait.scope:
+            await trio.sleep_until(wait.until)
+        if self._waits.get(wait.stream.attach_token) is wait:
+            self._give_up(wait, EndReason.CANCELLED)
+
+    def _give_up(self, wait: _Wait, reason: EndReason) -> None:
+        self._drop(wait)
+        self.remove(wait.stream)
+        wait.stream.counted.release()
+        wait.stream.cancel(reason)
+
+    def _drop(self, wait: _Wait) -> None:
+        del self._waits[wait.stream.attach_token]
+        wait.scope.cancel(reason="the stream waits no more")
+
+
+class _Wait:
+    """One stream that waits, until when, and the scope of the task that ends the wait."""
+
+    def __init__(self, stream: TextStream, window_s: float) -> None:
+        self.stream = stream
+        self.num_bytes = stream.kept_bytes
+        self.until = trio.current_time() + window_s
+        self.scope = trio.CancelScope()

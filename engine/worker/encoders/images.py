@@ -1,0 +1,159 @@
+"""How an encoder reads images: to which size they are fitted, and as which numbers they go in.
+
+Rule 1: the model's own image processor, a class of transformers, says what is to be done; Pillow
+and a table of 256 numbers do it, with the processor's results to the last bit. Rule 2: a setting
+that is not followed here refuses the model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.images.fit import FittedImage, ImageFit
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "Siglip2ImageProcessor")
+# Model types that take a text's vector from the last position, padding included.
+PADDED_TEXTS = ("siglip", "siglip2")
+# torchvision's names of filters, as numbers of Pillow's ``Image.Resampling``.
+FILTERS = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3, "box": 4, "hamming": 5}
+
+
+class ImageReader:
+    """Turns fitted images into a model's arguments.
+
+    ``processor`` is the model's image processor, ``config`` its config. ``fit`` says how files
+    become images.
+
+    Raises:
+        Refusal: The images are fitted in a way that is not followed here.
+    """
+
+    def __init__(self, processor: Any, config: Any, max_pixels: int) -> None:
+        name = type(processor).__name__.removesuffix("Pil")
+        if name not in PROCESSORS:
+            raise Refusal(
+                f"its image processor is {name[:200]!r}, which is not one of "
+                f"{', '.join(PROCESSORS)}"
+            )
+        if not (processor.do_resize and processor.do_convert_rgb is not False):
+            raise Refusal("its image processor does not resize, or does not convert to RGB")
+        self._patch_size = int(config.vision_config.patch_size)
+        resample = FILTERS.get(getattr(processor.resample, "value", ""), processor.resample)
+        if name == "Siglip2ImageProcessor":
+            self.fit = self._fit_patches(processor, int(resample), max_pixels)
+        else:
+            self.fit = self._fit_square(processor, int(resample), max_pixels, config.vision_config)
+        self._table = _table_of(processor)
+
+    def _fit_patches(self, processor: Any, resample: int, max_pixels: int) -> ImageFit:
+        if processor.patch_size != self._patch_size:
+            raise Refusal("its image processor makes patches of another size than its model reads")
+        patches = int(processor.max_num_patches)
+        return ImageFit(
+            num_tokens=patches,
+            max_pixels=max_pixels,
+            patch_size=self._patch_size,
+            max_patches=patches,
+            resample=resample,
+        )
+
+    def _fit_square(self, processor: Any, resample: int, max_pixels: int, vision: Any) -> ImageFit:
+        size, crop = _pair(processor.size), None
+        if getattr(processor, "do_center_crop", False):
+            crop = _pair(processor.crop_size)
+        shortest = _side(processor.size, "shortest_edge") if size is None else 0
+        if size is None and not shortest:
+            raise Refusal("its image processor names no size to resize to")
+        if _side(processor.size, "longest_edge") or getattr(processor, "do_pad", False):
+            raise Refusal("its image processor limits the longer side, or pads")
+        side = int(vision.image_size)
+        if (crop or size) != (side, side):
+            raise Refusal(
+                f"its image processor makes images of {crop or size} pixels, and its model reads "
+                f"{side} × {side}"
+            )
+        has_class_token = getattr(vision, "model_type", "") == "clip_vision_model"
+        return ImageFit(
+            num_tokens=(side // self._patch_size) ** 2 + has_class_token,
+            max_pixels=max_pixels,
+            shortest_edge=shortest,
+            size=size,
+            crop=crop,
+            resample=resample,
+        )
+
+    def blank(self) -> FittedImage:
+        """Return a black image of the model's size, or of one patch."""
+        height, width = self.fit.crop or self.fit.size or (self._patch_size, self._patch_size)
+        return FittedImage(height, width, bytes(3 * height * width))
+
+    def features(self, images: Sequence[FittedImage], device: torch.device) -> dict[str, Any]:
+        """Return the arguments of the model's forward for some images."""
+        if self.fit.max_patches:
+            arrays = self._patches(images)
+        else:
+            arrays = {"pixel_values": np.stack([self._scaled(one) for one in images])}
+        features: dict[str, Any] = {
+            name: torch.from_numpy(one).to(device) for name, one in arrays.items()
+        }
+        return features | {"modality": "image"}
+
+    def _scaled(self, image: FittedImage) -> Floats:
+        """Return an image as the model's numbers, [3, height, width] float32."""
+        pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
+        return np.stack([self._table[channel][pixels[..., channel]] for channel in range(3)])
+
+    def _patches(self, images: Sequence[FittedImage]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return images cut into patches, padded to the most that an image may have."""
+        side, most = self._patch_size, self.fit.max_patches
+        values = np.zeros((len(images), most, side * side * 3), np.float32)
+        mask = np.zeros((len(images), most), np.int32)
+        shapes = np.array([(one.height // side, one.width // side) for one in images], np.int64)
+        for place, (image, (rows, columns)) in enumerate(zip(images, shapes, strict=True)):
+            cut = self._scaled(image).reshape(3, rows, side, columns, side)
+            values[place, : rows * columns] = cut.transpose(1, 3, 2, 4, 0).reshape(
+                rows * columns, -1
+            )
+            mask[place, : rows * columns] = 1
+        return {"pixel_values": values, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def text_width(config: Any) -> int:
+    """Return the tokens to which a model pads each text; 0 if it pads none."""
+    return (
+        int(config.text_config.max_position_embeddings) if config.model_type in PADDED_TEXTS else 0
+    )
+
+
+def _table_of(processor: Any) -> Floats:
+    """Return the model's number for each byte of each channel, [3, 256] float32: rescaled in
+    float64 and normalised in float32, as transformers does."""
+    numbers = np.arange(256)
+    scaled = numbers * float(processor.rescale_factor) if processor.do_rescale else numbers
+    table = np.tile(scaled.astype(np.float32), (3, 1))
+    if processor.do_normalize:
+        mean = np.array(processor.image_mean, np.float32).reshape(-1, 1)
+        std = np.array(processor.image_std, np.float32).reshape(-1, 1)
+        table = (table - mean) / std
+    return table
+
+
+def _side(size: Any, name: str) -> int:
+    """Return one entry of a processor's size; 0 if it is not set."""
+    found = size.get(name) if isinstance(size, dict) else getattr(size, name, None)
+    return int(found or 0)
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+    """Return height and width of a processor's size; None if they are not set."""
+    pair = _side(size, "height"), _side(size, "width")
+    return pair if all(pair) else None

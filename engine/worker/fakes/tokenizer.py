@@ -1,0 +1,96 @@
+"""A tokenizer without a vocabulary, for fakes.
+
+Rule: this file imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from engine.errors import InvalidRequest
+from engine.worker.interface import TokenSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from engine.worker.fakes.text import FakeScript
+
+_WRITTEN = re.compile(r"<(\d+)>")
+BYTE_OFFSET = 1  # ids 1 to 256 are the bytes of text that is not written as <id>
+EOS = 0
+LONG_TEXT_CHARS = 4096  # from this length on, encoding a text takes the script's ``encode_s``
+
+
+class FakeTokenizer:
+    """Implements `engine.worker.interface.Tokenizer` without a vocabulary.
+
+    The text ``<12><7>`` is the ids 12 and 7; other text is its UTF-8 bytes, offset by 1.
+    """
+
+    def __init__(self, script: FakeScript | None = None) -> None:
+        self._script = script
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the ids of a text.
+
+        Raises:
+            InvalidRequest: the text is not Unicode.
+        """
+        return tuple(span.token_id for span in self.encode_spans(text))
+
+    def encode_spans(self, text: str, *, add_special_tokens: bool = True) -> tuple[TokenSpan, ...]:
+        """Return the tokens of a text with the characters each came from.
+
+        Raises:
+            InvalidRequest: the text is not Unicode.
+        """
+        if self._script is not None and len(text) >= LONG_TEXT_CHARS:
+            self._script.sleep(self._script.encode_s)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest.of("text", "is not valid Unicode") from None
+        spans = []
+        position = 0
+        while position < len(text):
+            written = _WRITTEN.match(text, position)
+            end = written.end() if written else position + 1
+            piece = text[position:end]
+            ids = [int(written[1])] if written else [b + BYTE_OFFSET for b in piece.encode()]
+            spans += [TokenSpan(token_id, piece, position, end) for token_id in ids]
+            position = end
+        return tuple(spans)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return each id as ``<id>``."""
+        shown = (i for i in token_ids if not (skip_special_tokens and i == EOS))
+        return "".join(f"<{token_id}>" for token_id in shown)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        template_args: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return one line for each message, then the script's ``answer_opening``, unless the last
+        message is continued."""
+        written = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
+        if self._script is None or continue_final_message:
+            return written
+        return written + self._script.answer_opening
+
+    def chat_template(self, *, has_tools: bool) -> str:
+        """Return the script's ``chat_template``."""
+        return "" if self._script is None else self._script.chat_template
+
+    def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """Return the empty set."""
+        return frozenset()
+
+    def added_id_of(self, text: str) -> int | None:
+        """Return None."""
+        return None

@@ -1,0 +1,163 @@
+"""What the ranks of a divided model do together: they add up activations and share drawn tokens.
+
+The ranks are processes of one machine, joined by torch.distributed: gloo over loopback on CPUs,
+NCCL between CUDA devices. They find one another through a file that only they have open, so that no
+port has to be agreed on.
+
+Rule 1: all ranks call the same collectives in the same order, with tensors of the same shapes, so
+both may depend only on the plan, never on what one rank alone knows. Rule 2: nothing here waits for
+a limited time. A collective cannot be cancelled: if a rank is missing, the others wait until their
+processes are killed (`engine.worker.process.group`).
+
+Source: D29.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from engine.worker.forward.decoder import NativeDecoder
+from engine.worker.forward.native import SumFunction
+from engine.worker.outline.division_plans import Style, style_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LOOPBACK = "127.0.0.1"
+FOR_EVER = timedelta(days=30)  # Rule 2; torch takes no infinity
+
+
+class Ranks:
+    """One rank's end of its group. ``num_calls`` counts the collectives that it has begun."""
+
+    def __init__(self, rank: int, size: int, meeting: str, device: torch.device) -> None:
+        """Join the group. Waits until all ranks have come to the file ``meeting``."""
+        self.rank = rank
+        self.size = size
+        self.num_calls = 0
+        self._device = device
+        store = dist.FileStore(meeting, size)  # type: ignore[attr-defined]  # not in __all__
+        self._group: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = FOR_EVER
+            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+            options._timeout = FOR_EVER
+            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        self.add_up(torch.zeros(1, device=device))  # connects the ranks
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Replace a contiguous tensor by the sum of all ranks' tensors, in place.
+
+        Raises:
+            RuntimeError: a rank is gone; the group is of no use any more.
+        """
+        self.num_calls += 1
+        self._group.allreduce([tensor]).wait()
+
+    def share(self, numbers: Sequence[int] | None, count: int) -> list[int]:
+        """Return ``count`` numbers that the first rank gives; the others give None.
+
+        Raises:
+            RuntimeError: a rank is gone; the group is of no use any more.
+        """
+        self.num_calls += 1
+        tensor = torch.tensor(numbers or [0] * count, dtype=torch.int64, device=self._device)
+        self._group.broadcast([tensor]).wait()
+        shared: list[int] = tensor.tolist()
+        return shared
+
+
+class ReducedNorm(torch.nn.Module):
+    """An RMS norm over the heads of all ranks, of which this rank has a part. It takes the stock
+    norm's weight."""
+
+    def __init__(self, stock: Any, ranks: Ranks) -> None:
+        super().__init__()
+        self.weight = stock.weight
+        self._eps = float(stock.variance_epsilon)
+        self._ranks = ranks
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [..., own width] to the same shape, as the stock norm does over the whole width."""
+        wide = hidden.to(torch.float32)
+        squares = wide.pow(2).sum(-1, keepdim=True)
+        self._ranks.add_up(squares)
+        mean = squares / (hidden.shape[-1] * self._ranks.size)
+        return (self.weight * (wide * torch.rsqrt(mean + self._eps))).to(hidden.dtype)
+
+
+class NoLogits(torch.nn.Module):
+    """Stands in the place of a stock model's head, where nobody needs logits. The head keeps its
+    memory, which an embedding may share."""
+
+    def __init__(self, head: torch.nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return no logits for each token, [..., 0]."""
+        return hidden[..., :0]
+
+
+def connect(module: torch.nn.Module, architecture: str, ranks: Ranks) -> None:
+    """Have a rank's model add up what `PLANS` says, from its next forward on.
+
+    A compiled decoder calls back after each of its branches. The layers of a stock module get a
+    hook.
+    """
+    if isinstance(module, NativeDecoder):
+        module.add_up_by(_SumCall(ranks), has_logits=ranks.rank == 0)
+        return
+    for name, child in list(module.named_modules()):
+        style = style_of(name, architecture)
+        if style in (Style.ROWS, Style.SUM):
+            child.register_forward_hook(_add_up_output(ranks))
+        elif style is Style.NORM:
+            owner = module.get_submodule(name.rpartition(".")[0])
+            setattr(owner, name.rpartition(".")[2], ReducedNorm(child, ranks))
+    if ranks.rank:
+        module.lm_head = NoLogits(module.lm_head)  # type: ignore[arg-type]  # a stock module
+
+
+def _add_up_output(ranks: Ranks) -> Any:
+    def hook(_module: object, _arguments: object, output: torch.Tensor) -> torch.Tensor:
+        whole = output.contiguous()
+        ranks.add_up(whole)
+        return whole
+
+    return hook
+
+
+class _SumCall:
+    """The function that a compiled decoder calls to add up a branch. What it raises cannot pass
+    through compiled code, so it is kept; the decoder then stops calling, and its forward raises
+    it."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.error: BaseException | None = None
+        self.function = SumFunction(self._call)
+
+    def _call(self, numbers: int, count: int) -> int:
+        try:
+            memory = (ctypes.c_float * count).from_address(numbers)
+            self._ranks.add_up(torch.frombuffer(memory, dtype=torch.float32))
+        except BaseException as error:
+            self.error = error
+            return 1
+        return 0
+
+    def raise_error(self) -> None:
+        """Raise what the last call raised, if it did."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error

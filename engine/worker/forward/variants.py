@@ -1,0 +1,77 @@
+"""The processors that a released wheel has compiled kernels for (`tools/wheel_kernels.py`).
+
+Rule: a variant's flags are the compiler's names of what ``needs`` names as Linux does, so that a
+library never runs on a processor without one of its instructions. This file imports nothing but the
+standard library, because the wheel is built where nothing else is installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DIRECTORY = "built"  # beside the sources, in a wheel that has libraries
+# What x86-64-v3 and x86-64-v4 mean, as far as it is not in every processor that has AVX2 or
+# AVX-512. Source: the x86-64 psABI, "Micro-Architecture Levels".
+_V3 = ("avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm")
+_V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A library's name, the compiler's flags, and the features that a processor must have, by
+    their names in /proc/cpuinfo."""
+
+    name: str
+    flags: tuple[str, ...]
+    needs: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        """The library's path below the kernels' sources."""
+        return f"{DIRECTORY}/{self.name}.so"
+
+
+# The best one that a processor can run is the last one that it can run.
+VARIANTS = (
+    Variant("x86-64-v3", ("-march=x86-64-v3",), _V3),
+    Variant("x86-64-v3-vnni", ("-march=x86-64-v3", "-mavxvnni"), (*_V3, "avx_vnni")),
+    Variant("x86-64-v4", ("-march=x86-64-v4",), _V4),
+    Variant("x86-64-v4-vnni", ("-march=x86-64-v4", "-mavx512vnni"), (*_V4, "avx512_vnni")),
+    Variant(
+        "x86-64-v4-bf16",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+        (*_V4, "avx512_vnni", "avx512_bf16"),
+    ),
+    Variant(
+        "x86-64-v4-amx",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        (*_V4, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
+    ),
+)
+
+
+def best_variant(features: set[str]) -> Variant | None:
+    """Return the best variant for a processor, or None if it can run none."""
+    able = [one for one in VARIANTS if features.issuperset(one.needs)]
+    return able[-1] if able else None
+
+
+def features_of(cpuinfo: str) -> set[str]:
+    """Return the features of the first processor that the text of /proc/cpuinfo describes."""
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return set(value.split())
+    return set()
+
+
+def find_built(sources: Path, cpuinfo: str) -> Path | None:
+    """Return the library in the wheel that this processor runs best, or None if there is none: the
+    wheel was made without libraries, or its processor is an older one or of another kind."""
+    variant = best_variant(features_of(cpuinfo))
+    path = None if variant is None else sources / variant.file
+    return path if path is not None and path.is_file() else None

@@ -1,0 +1,237 @@
+"""Reads the directory of a LoRA adapter that peft wrote: adapter_config.json and
+adapter_model.safetensors.
+
+Rule 1: every tensor has its place in the base model, and every place that the config names has its
+two tensors; otherwise the load is refused. So an adapter never gives the base model's answers
+silently. Rule 2: what is computed with is what was hashed: both files are read once, whole.
+Rule 3: pickled files are never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.worker.load.adapter_config import read_form
+from engine.worker.load.foreign import ADAPTER_NAME
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from engine.worker.load.adapter_config import AdapterForm
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+PICKLE_NAME = "adapter_model.bin"
+PREFIX = "base_model.model."  # which peft puts before the names of the base's layers
+SHRINK, EXPAND = ".lora_A.weight", ".lora_B.weight"
+BASE_COPY = ".base_layer."  # in names of copies that peft may store beside an adapted head
+DIGEST_BYTES = 16
+HEADER_BYTES_MAX = 100 << 20  # as in the safetensors library
+PAD = 16  # PANEL in engine/kernels/matmul.h
+CONFIG_BYTES_MAX = 1 << 20  # guess: peft's files have a few kilobytes
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """An adapter's part of one linear layer, whose output grows by ``scale`` · B · A · input.
+
+    ``shrink`` is A, [rank, inputs], and ``expand`` is B, [outputs, rank], both as stored.
+    """
+
+    shrink: torch.Tensor
+    expand: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The rank as stored."""
+        return self.shrink.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAdapter:
+    """An adapter as it is in its files: its parts by the names of the base's layers. Adapters with
+    one ``digest`` give the same answers."""
+
+    digest: str
+    parts: Mapping[str, LowRank]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSize:
+    """What an adapter's files say of its size: bytes of the file of weights, at most how many
+    numbers it has in the form that is computed with, and its largest rank."""
+
+    file_bytes: int
+    num_values: int
+    rank: int
+
+
+def measure_adapter(directory: str) -> AdapterSize:
+    """Return an adapter's size, from its config and the header of its weights. Torch is not
+    imported.
+
+    Raises:
+        Refusal: it is not an adapter that is served, as far as these show.
+    """
+    folder = _folder(directory)
+    read_form(_read(folder / ADAPTER_NAME))
+    try:
+        path = _file(folder / WEIGHTS_NAME)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size, HEADER_BYTES_MAX):
+                raise ValueError("the header is longer than the file")
+            header = json.loads(file.read(length))
+        names = [name for name in header if name != "__metadata__"]
+        shapes = [header[name]["shape"] for name in names]
+        if not all(type(size) is int and size >= 0 for shape in shapes for size in shape):
+            raise ValueError("a shape has something else than sizes")
+        values = sum(_placed_values(name, header[name]["shape"]) for name in names)
+        ranks = [header[name]["shape"][0] for name in names if name.endswith(SHRINK)]
+        return AdapterSize(size, values, max(ranks, default=0))
+    except OSError as error:
+        raise _missing(folder, error) from error
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(error) from error
+
+
+def _placed_values(name: str, shape: Sequence[int]) -> int:
+    """Return how many numbers a tensor has at most after padding, with its factors."""
+    if len(shape) != 2:
+        return prod(shape)
+    first, second = shape
+    if name.endswith(SHRINK):
+        return padded_to(first, PAD) * (padded_to(second, 2 * PAD) + 2)  # 2: a float32 factor
+    return (padded_to(first, PAD) + PAD) * padded_to(second, 2)  # PAD more: it may be in halves
+
+
+def padded_to(number: int, multiple: int) -> int:
+    """Return the next multiple."""
+    return number + -number % multiple
+
+
+def read_adapter(directory: str, places: Mapping[str, tuple[int, int]], head: str) -> StoredAdapter:
+    """Return an adapter of a model whose linear layers have the given names, inputs and outputs.
+    ``head`` is the name of the model's head.
+
+    Raises:
+        Refusal: it is not an adapter that is served, or does not fit the model (rule 1).
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    folder = _folder(directory)
+    config = _read(folder / ADAPTER_NAME)
+    form = read_form(config)
+    try:
+        weights = _file(folder / WEIGHTS_NAME).read_bytes()
+    except OSError as error:
+        raise _missing(folder, error) from error
+    try:
+        tensors: dict[str, Any] = load(weights)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise _damaged(error) from error
+    wanted = [name for name in places if form.has(name, head)]
+    if not wanted:
+        raise Refusal("its target_modules name no linear layer of the base model")
+    parts = {name: _part(tensors, name, places[name], form) for name in wanted}
+    if copies := [name for name in tensors if BASE_COPY in name]:
+        raise Refusal(
+            f"it stores a layer of the base model itself, {min(copies)}; save it by peft with "
+            "save_embedding_layers=False"
+        )
+    if tensors:
+        first, more = min(tensors), len(tensors) - 1
+        raise Refusal(
+            f"its tensor {first}{f' and {more} more' * bool(more)} has no place: the base model "
+            "has no such linear layer, or the adapter's config does not name it"
+        )
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for data in (config, weights):
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return StoredAdapter(digest.hexdigest(), parts)
+
+
+def _part(tensors: dict[str, Any], name: str, size: tuple[int, int], form: AdapterForm) -> LowRank:
+    """Take a layer's two tensors out of ``tensors``, after checking them."""
+    from engine.worker.load.checkpoint import is_finite
+
+    inputs, outputs = size
+    rank = form.rank_of(name)
+    found = []
+    for suffix, shape in ((SHRINK, (rank, inputs)), (EXPAND, (outputs, rank))):
+        key = PREFIX + name + suffix
+        tensor = tensors.pop(key, None)
+        if tensor is None:
+            raise Refusal(f"its config names the layer {name}, but its file lacks the tensor {key}")
+        if tuple(tensor.shape) != shape:
+            raise Refusal(
+                f"its tensor {key} has the shape {list(tensor.shape)}, and the base model and the "
+                f"adapter's config ask for {list(shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise Refusal(f"its tensor {key} is stored as {tensor.dtype}, and floats are needed")
+        if not is_finite(tensor):
+            raise Refusal(f"its tensor {key} has numbers that are not finite")
+        found.append(tensor)
+    return LowRank(found[0], found[1], form.scale_of(name))
+
+
+def _folder(directory: str) -> Path:
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise Refusal("its directory does not exist", detail=directory)
+    return folder
+
+
+def _file(path: Path) -> Path:
+    """Return ``path`` if it is a file or a link to one. Reading a device or a pipe may never end.
+
+    Raises:
+        OSError: it is something else.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file")
+    return path
+
+
+def _read(path: Path) -> bytes:
+    """Return an adapter's configuration."""
+    try:
+        with _file(path).open("rb") as file:
+            found = file.read(CONFIG_BYTES_MAX + 1)
+        if len(found) > CONFIG_BYTES_MAX:
+            raise Refusal(f"its {path.name} has more than {CONFIG_BYTES_MAX >> 20} MiB")
+        return found
+    except OSError as error:
+        raise Refusal(
+            f"its directory has no {path.name} that can be read; name the directory that peft's "
+            "save_pretrained wrote",
+            detail=str(error),
+        ) from error
+
+
+def _missing(folder: Path, error: OSError) -> Refusal:
+    if (folder / PICKLE_NAME).exists():
+        return Refusal(
+            f"its weights are pickled ({PICKLE_NAME}), and such a file is not read; save it by "
+            "peft with safe_serialization=True"
+        )
+    return Refusal(f"its directory has no {WEIGHTS_NAME} that can be read", detail=str(error))
+
+
+def _damaged(error: Exception) -> Refusal:
+    return Refusal(
+        f"its {WEIGHTS_NAME} is cut short or is not a safetensors file",
+        detail=f"{type(error).__name__}: {error}",
+    )

@@ -1,0 +1,181 @@
+"""Divides a model among the ranks of a group (D29): who holds which part of each tensor.
+
+Rule 1: a rank's model is an ordinary model of a divided config, with fewer heads and narrower MLPs,
+so that nothing else depends on the division, but for the sums over the ranks
+(`engine.worker.forward.collectives`). Rule 2: what does not divide is refused by name. Rule 3: of
+each stored tensor, a rank copies only its own part.
+
+A joined tensor has sections, one after another (queries, keys and values; gates and ups). Each
+section is divided by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.worker.load.checkpoint import Checkpoint
+from engine.worker.load.loader import pick_device
+from engine.worker.load.refusal import Refusal
+from engine.worker.outline.division_plans import PLANS, Style, is_one_expert, style_of
+
+if TYPE_CHECKING:
+    from engine.worker.load.architectures import Architecture
+    from engine.worker.load.checkpoint import StoredTensor
+
+
+# The fields of a config that are divided, and what they count.
+FIELDS = {
+    "num_attention_heads": "attention heads",
+    "num_key_value_heads": "key-value heads",
+    "intermediate_size": "columns of an MLP",
+    "moe_intermediate_size": "columns of an expert",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The part of one rank: ``rank`` of ``size``. With a size of 1, nothing is divided."""
+
+    rank: int = 0
+    size: int = 1
+
+    def divide(self, config: Any, architecture: Architecture) -> None:
+        """Change a model's config to that of a rank's model.
+
+        Raises:
+            Refusal: the architecture is not divided, or its heads, MLP or experts do not divide.
+        """
+        if self.size == 1:
+            return
+        name = architecture.name
+        if name not in PLANS:
+            raise Refusal(
+                f"{name} has no plan for tensor parallelism, so it cannot be divided among "
+                f"{self.size} processes; leave tensor_parallel_size out"
+            )
+        heads = int(config.num_attention_heads)
+        config.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        if getattr(config, "num_key_value_heads", None) is None:
+            config.num_key_value_heads = heads
+        for field, what in FIELDS.items():
+            count = getattr(config, field, None)
+            if count is None:
+                continue
+            if count % self.size:
+                raise Refusal(
+                    f"its {count} {what} ({field}) cannot be divided among {self.size} "
+                    f"processes; choose a tensor_parallel_size that divides {count}"
+                )
+            setattr(config, field, count // self.size)
+
+    def part_of(self, whole: Checkpoint, architecture: Architecture, config: Any) -> Checkpoint:
+        """Return an open checkpoint as this rank sees it. ``config`` is the divided one.
+
+        Raises:
+            Refusal: as `DividedCheckpoint`.
+        """
+        return whole if self.size == 1 else DividedCheckpoint(whole, self, architecture, config)
+
+    def objection_to_decoder(self, architecture: Architecture) -> str:
+        """Return why a rank's part of an architecture cannot run compiled; empty if it can."""
+        has_norm = Style.NORM in PLANS.get(architecture.name, {}).values()
+        if self.size > 1 and has_norm:
+            return "the ranks add up the squares of its norms, and compiled norms are whole"
+        return ""
+
+
+class DividedCheckpoint(Checkpoint):
+    """An open checkpoint as one rank sees it: each tensor has the shape of the rank's part, and
+    only that part is read. ``config`` is the rank's, as `Division.divide` made it.
+
+    Raises:
+        Refusal: when it is made: weights of 8 or 4 bits are not divided.
+    """
+
+    def __init__(
+        self, whole: Checkpoint, division: Division, architecture: Architecture, config: Any
+    ) -> None:
+        self._whole = whole
+        self._division = division
+        self._architecture = architecture.name
+        self._heads = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
+        if whole.quantization:
+            raise Refusal(
+                f"its weights are quantised already ({whole.quantization}), and such weights are "
+                "not divided among processes; leave tensor_parallel_size out"
+            )
+        self.tensors = {
+            name: replace(tensor, shape=self._own_shape(tensor))
+            for name, tensor in whole.tensors.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a tensor: a view of the mapped file, where it is one piece."""
+        tensor = self._whole.read(name)
+        style, shape = style_of(name, self._architecture), tuple(tensor.shape)
+        if style is Style.ROWS and len(shape) == 1:
+            return tensor if self._division.rank == 0 else torch.zeros_like(tensor)
+        cut = self._cut(style, shape, name)
+        if cut is None:
+            return tensor
+        dim, sections = cut
+        rank, size = self._division.rank, self._division.size
+        pieces, first = [], 0
+        for own in sections:
+            pieces.append(tensor.narrow(dim, first + rank * own, own))
+            first += own * size
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    def _own_shape(self, tensor: StoredTensor) -> tuple[int, ...]:
+        cut = self._cut(style_of(tensor.name, self._architecture), tensor.shape, tensor.name)
+        if cut is None:
+            return tensor.shape
+        dim, sections = cut
+        return (*tensor.shape[:dim], sum(sections), *tensor.shape[dim + 1 :])
+
+    def _cut(
+        self, style: Style | None, shape: tuple[int, ...], name: str
+    ) -> tuple[int, tuple[int, ...]] | None:
+        """Return the dimension along which a tensor of this ``shape`` is divided, and the sizes of
+        this rank's parts of its sections; None if each rank has the whole tensor. The tensor's
+        sections follow one another, and each is divided equally."""
+        is_bias = len(shape) == 1
+        if style is None or style is Style.SUM or (style is Style.ROWS and is_bias):
+            return None
+        dim = 0 if is_bias else len(shape) - (1 if style is Style.ROWS else 2)
+        width, left = divmod(shape[dim], self._division.size)
+        if left:
+            raise Refusal(
+                f"its tensor {name} has the shape {list(shape)}, and {shape[dim]} cannot be "
+                f"divided among {self._division.size} processes"
+            )
+        if style is Style.PAIR and not is_one_expert(name):
+            return dim, (width // 2, width // 2)
+        if style is Style.QKV and width == sum(self._heads):
+            return dim, self._heads
+        return dim, (width,)
+
+
+def pick_rank_device(name: str, division: Division) -> torch.device:
+    """Return the device of one rank for a value of ``--device``: CPUs are shared, and the ranks
+    have one CUDA device each, from the named one on.
+
+    Raises:
+        Refusal: this machine has no such device, or fewer devices than ranks.
+    """
+    device = pick_device(name)
+    if division.size == 1 or device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise Refusal(
+            f"{device.type} is one device, and tensor_parallel_size is {division.size}; use "
+            "--device cpu or cuda"
+        )
+    return pick_device(f"cuda:{(device.index or 0) + division.rank}")

@@ -1,0 +1,67 @@
+"""Opens the files of a text model, whichever form they have.
+
+Everything behind this reads a checkpoint's directory. The config and the tokenizer that are inside
+a GGUF file are written into a temporary one.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from engine.worker.load.checkpoint import Checkpoint
+from engine.worker.load.gguf_file import GgufFile
+from engine.worker.load.packed_checkpoint import PackedCheckpoint, read_layout
+from engine.worker.load.resolve import read_json, resolve
+from engine.worker.text.gguf_tokenizer import write_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.worker.load.resolve import Source
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's source, whose directory has its config and, where it was asked for, its
+    tokenizer."""
+
+    source: Source
+    gguf: GgufFile | None
+
+    def open_weights(self) -> Checkpoint:
+        """Return the model's weights, to be entered.
+
+        Raises:
+            Refusal: its quantised layout is not read; on entering: as `Checkpoint`.
+        """
+        if self.gguf is not None:
+            return self.gguf
+        layout = read_layout(read_json(self.source.directory, "config.json"))
+        if layout is not None:
+            return PackedCheckpoint(self.source.directory, layout)
+        return Checkpoint(self.source.directory)
+
+
+@contextmanager
+def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[ModelFiles]:
+    """Find a model's files.
+
+    Raises:
+        Refusal: there is no such model, or its GGUF file is not read here.
+        SpawnFailed: its GGUF file has no tokenizer.
+    """
+    source = resolve(model, revision)
+    if source.gguf is None:
+        yield ModelFiles(source, None)
+        return
+    with ExitStack() as stack:
+        written = Path(stack.enter_context(TemporaryDirectory(prefix="triolet-gguf-")))
+        with GgufFile(source.gguf) as file:
+            file.write_config(written)
+        if with_tokenizer:
+            write_tokenizer(source.gguf, written)
+        yield ModelFiles(replace(source, directory=written), GgufFile(source.gguf))

@@ -1,0 +1,97 @@
+"""Lists how the layers of each architecture are divided among the ranks of a group (D29).
+
+Rule: the plans are those that transformers names (`base_model_tp_plan`), except as noted at
+`PLANS`. A test compares the two (`tests/conformance/test_division.py`), so that transformers need
+not be imported for them.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class Style(Enum):
+    """How a layer is divided."""
+
+    COLUMNS = "columns"  # by its outputs: weight and bias
+    ROWS = "rows"  # by its inputs; the ranks' outputs are added up, and the first has the bias
+    QKV = "qkv"  # as COLUMNS, for queries, keys and values in one tensor
+    PAIR = "pair"  # as COLUMNS, for gates and ups in one tensor
+    SUM = "sum"  # not divided itself: its output is added up, because of what is inside it
+    NORM = "norm"  # a norm over all heads: its weight is divided, and its squares are added up
+
+
+_ATTENTION = {
+    "self_attn.q_proj": Style.COLUMNS,
+    "self_attn.k_proj": Style.COLUMNS,
+    "self_attn.v_proj": Style.COLUMNS,
+    "self_attn.o_proj": Style.ROWS,
+}
+_MLP = {
+    "mlp.gate_proj": Style.COLUMNS,
+    "mlp.up_proj": Style.COLUMNS,
+    "mlp.down_proj": Style.ROWS,
+}
+_LLAMA = {**_ATTENTION, **_MLP}
+
+# The layers of a decoder layer that are divided, by their names in it. In two places, transformers
+# gathers what the ranks computed before the attention, so that each rank computes all heads. Here
+# each rank has its own heads: Phi-3's joined tensors are cut part by part, and OLMo 2's norms over
+# all heads add up their squares.
+PLANS: dict[str, Mapping[str, Style]] = {
+    **dict.fromkeys(
+        (
+            *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"),
+            *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM"),
+        ),
+        _LLAMA,
+    ),
+    "Qwen3MoeForCausalLM": {
+        **_LLAMA,
+        "mlp.experts.gate_up_proj": Style.PAIR,
+        "mlp.experts.down_proj": Style.ROWS,
+        "mlp.experts": Style.SUM,
+    },
+    "Phi3ForCausalLM": {
+        "self_attn.qkv_proj": Style.QKV,
+        "self_attn.o_proj": Style.ROWS,
+        "mlp.gate_up_proj": Style.PAIR,
+        "mlp.down_proj": Style.ROWS,
+    },
+    "Olmo2ForCausalLM": {
+        **_LLAMA,
+        "self_attn.q_norm": Style.NORM,
+        "self_attn.k_norm": Style.NORM,
+    },
+    "Starcoder2ForCausalLM": {
+        **_ATTENTION,
+        "mlp.c_fc": Style.COLUMNS,
+        "mlp.c_proj": Style.ROWS,
+    },
+}
+IN_LAYER = re.compile(r".*\blayers\.\d+\.(?P<module>.+?)(\.(weight|bias))?")
+ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<part>\w+)")
+EXPERT_PARTS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+
+
+def style_of(name: str, architecture: str) -> Style | None:
+    """Return how a module, a parameter or a stored tensor is divided, by its name; None if it is
+    not. A single expert's tensor is divided as the joined ones are."""
+    match = IN_LAYER.fullmatch(name)
+    if match is None:
+        return None
+    module = match["module"]
+    expert = ONE_EXPERT.fullmatch(module)
+    if expert is not None:
+        module = f"{expert['experts']}.{EXPERT_PARTS.get(expert['part'], '')}"
+    return PLANS.get(architecture, {}).get(module)
+
+
+def is_one_expert(name: str) -> bool:
+    """Return whether a stored tensor belongs to a single expert of a mixture."""
+    return ONE_EXPERT.search(name) is not None

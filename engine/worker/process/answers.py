@@ -1,0 +1,98 @@
+"""What the ranks of a group answer to one request, and what follows from it (D29).
+
+The same request goes to every rank, and each answers once. What rank 0 answers is the group's
+answer, once it is certain that all ranks are in the same state.
+
+Rule: this file decides and neither waits nor reads a clock; `engine.worker.process.group` does
+both.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from engine.worker.process.messages import Raised
+
+# Between the first rank that fails in a step and the end of the group, if the others do not answer.
+# A rank that is ahead of the failed one waits for it in a collective, which never ends. Guess: an
+# answer that does come takes milliseconds.
+GRACE_S = 1.0
+
+
+class OutOfStep(Exception):
+    """The ranks are not in the same state any more; the message continues "the worker process".
+    Nothing more can be asked of them."""
+
+
+class Answer(NamedTuple):
+    """What one rank answered: the name and the value of its message."""
+
+    name: str
+    value: Any
+
+
+class Answers:
+    """The answers to one request. With ``is_step``, a failure counts only once all ranks have
+    answered, because those that did not fail may have changed their state."""
+
+    def __init__(self, size: int, *, is_step: bool) -> None:
+        self._size = size
+        self._is_step = is_step
+        self._of: dict[int, Answer] = {}
+
+    def take(self, rank: int, answer: Answer) -> None:
+        """Take a rank's answer."""
+        self._of[rank] = answer
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not answered yet."""
+        return [rank for rank in range(self._size) if rank not in self._of]
+
+    @property
+    def has_failure(self) -> bool:
+        """Whether a rank has failed."""
+        return any(answer.name == "raised" for answer in self._of.values())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further answer is waited for."""
+        return not self.missing or (self.has_failure and not self._is_step)
+
+    def give_up(self) -> OutOfStep:
+        """Return the error of a step in which a rank failed and the others do not answer."""
+        failed = next(rank for rank, one in self._of.items() if one.name == "raised")
+        return OutOfStep(
+            f"of rank {failed} failed in a step ({_what(self._of[failed])}), and rank "
+            f"{self.missing[0]} waited for it; both were killed"
+        )
+
+    def in_order(self) -> list[Answer]:
+        """Return the answers of all ranks, or only that of a rank that failed before a step.
+
+        Raises:
+            OutOfStep: some ranks took a step and others did not.
+        """
+        failed = [rank for rank, one in sorted(self._of.items()) if one.name == "raised"]
+        if failed and not self._is_step:
+            return [self._of[failed[0]]]
+        if failed and len(failed) < self._size:
+            raise OutOfStep(
+                f"of rank {failed[0]} failed in a step that others took "
+                f"({_what(self._of[failed[0]])}); all were killed"
+            )
+        answers = [self._of[rank] for rank in range(self._size)]
+        if len({_begun(answers[rank]) for rank in failed}) > 1:
+            raise OutOfStep(
+                f"of rank 0 and the others failed at different places of a step "
+                f"({_what(answers[0])}); all were killed"
+            )
+        return answers
+
+
+def _begun(answer: Answer) -> int:
+    return answer.value.num_collectives if isinstance(answer.value, Raised) else 0
+
+
+def _what(answer: Answer) -> str:
+    return answer.value.text if isinstance(answer.value, Raised) else answer.name

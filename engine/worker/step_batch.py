@@ -1,0 +1,81 @@
+"""One step's plan in the form that the model takes, and what was drawn and scored for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.core.common.steps import RowFailure
+from engine.worker.failures import describe
+from engine.worker.sampling.constraint_compiler import LEAVES_NOTHING, refusal
+from engine.worker.sampling.sampler import NothingToSample
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from engine.core.common.types import SequenceId
+    from engine.core.text.types import TokenLogprob
+    from engine.worker.forward.adapters import AdapterGroup
+    from engine.worker.forward.packing import Ints, PackedRows
+    from engine.worker.sampling.constraint_compiler import Matching
+    from engine.worker.sampling.masks import Mask
+    from engine.worker.sampling.sampler import SampleRow
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One token to be sampled, for a row's sequence or for a child that forks from it."""
+
+    sequence: SequenceId
+    row: SampleRow
+    logits: int  # index of its row in the kept logits
+    drafts: tuple[int, ...] = ()  # the tokens behind it, whose logits follow
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A row that scores tokens of its prompt, namely those after positions ``start`` to
+    ``start + count - 1``. Its ``count`` kept logits begin at index ``logits``."""
+
+    sequence: SequenceId
+    start: int
+    count: int
+    logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The log-probabilities of one step: of each sampled token, and of the prompt tokens that the
+    step scored."""
+
+    tokens: Mapping[SequenceId, tuple[TokenLogprob, ...]]
+    prompts: Mapping[SequenceId, Sequence[TokenLogprob]]
+
+
+NO_SCORES = Scores({}, {})
+Drawn = tuple[int, ...] | RowFailure  # the tokens of one choice, at least one, or why it has none
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A plan in the form that the model takes."""
+
+    rows: PackedRows
+    input_ids: Ints  # [num_tokens]
+    tables: tuple[Ints, ...]  # each row's block table after the step, in the plan's order
+    keep: Ints  # [num_kept] indices of the tokens whose logits are computed, ascending
+    choices: tuple[Choice, ...]
+    scored: tuple[ScoredRow, ...]
+    masks: tuple[tuple[Matching, Mask], ...]  # each is filled before the choices are drawn
+    groups: tuple[AdapterGroup, ...]  # the tokens that have adapters
+
+
+def failure_of(choice: Choice, logits: torch.Tensor, error: Exception) -> RowFailure:
+    """Return the failure of a choice that got no token. The request is to blame if the model's
+    logits are finite and its constraint and its other settings together exclude every token."""
+    is_left_none = isinstance(error, NothingToSample) and error.is_empty
+    if is_left_none and choice.row.mask is not None and bool(logits.isfinite().any()):
+        return refusal(choice.sequence, choice.row.mask, LEAVES_NOTHING)
+    return RowFailure(choice.sequence, "sample", describe(error))

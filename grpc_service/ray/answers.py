@@ -1,0 +1,111 @@
+"""Inference of triolet.v1 by an engine for asyncio programs: messages in, messages out.
+
+Rule: every end other than success is an exception. This file knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import RequestNotFound, Unsupported
+from engine.status import ModelState
+from grpc_service.services import encode_codec, text_codec, text_encoder
+from grpc_service.services.inference import clients_timeout
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+    from engine.api.aio import Engine
+    from engine.api.crossing import Stream
+    from engine.status import ModelStatus
+    from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
+
+
+class Answers:
+    """Answers the calls of one replica. ``remaining_s`` of a call is how long its client waits, and
+    None without a deadline."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, remaining_s: float | None
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Yield what the model generates. Cancellation: ends the request.
+
+        Raises:
+            Unsupported: the client wants to attach to the stream later.
+        """
+        if request.HasField("resume_window"):
+            raise Unsupported(
+                "resume_window: behind Ray Serve, the loss of the connection ends the request; "
+                "send it again with a continuation",
+                field="resume_window",
+            )
+        asked = text_codec.decode_generate(request, clients_timeout(remaining_s))
+        encode = partial(text_encoder.encode_events, token_ids=request.output.token_ids)
+        async for message in _messages(self._engine.generate(asked), encode):
+            yield message
+
+    async def attach(self, request: common_pb2.AttachRequest) -> AsyncIterator[Any]:
+        """Raise the error after which a client continues by Generate: nothing is kept here.
+
+        Raises:
+            RequestNotFound: always.
+        """
+        raise RequestNotFound("behind Ray Serve no stream is kept; send the request again")
+        yield
+
+    async def embed(
+        self, request: inference_pb2.EmbedRequest, remaining_s: float | None
+    ) -> AsyncIterator[inference_pb2.EmbedResponse]:
+        """Yield one vector for each input. Cancellation: ends the request."""
+        asked = encode_codec.decode_embed(request, clients_timeout(remaining_s))
+        stream = self._engine.embed(asked)
+        async for message in _messages(stream, encode_codec.EmbedEncoder()):
+            yield message
+
+    async def rerank(
+        self, request: inference_pb2.RerankRequest, remaining_s: float | None
+    ) -> AsyncIterator[inference_pb2.RerankResponse]:
+        """Yield one score for each document. Cancellation: ends the request."""
+        asked = encode_codec.decode_rerank(request, clients_timeout(remaining_s))
+        async for message in _messages(self._engine.rerank(asked), encode_codec.encode_scores):
+            yield message
+
+    async def tokenize(self, request: inference_pb2.TokenizeRequest) -> common_pb2.TokenizeResponse:
+        """Return the tokens of a text or a chat. Cancellation: safe; the tokens are dropped."""
+        given = text_codec.decode_tokenize(request)
+        spans, max_model_len = await self._engine.tokenize(request.model, **given)
+        return text_encoder.encode_tokens(spans, max_model_len)
+
+    async def detokenize(
+        self, request: common_pb2.DetokenizeRequest
+    ) -> common_pb2.DetokenizeResponse:
+        """Return the text of token ids. Cancellation: safe; the text is dropped."""
+        skip = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+        ids = tuple(request.ids)
+        text = await self._engine.detokenize(ids, request.model, skip_special_tokens=skip)
+        return text_encoder.encode_text(text)
+
+
+def trouble_of(models: Iterable[ModelStatus]) -> str:
+    """Return why a replica with these models should be replaced; "" if it need not be."""
+    for model in models:
+        if model.is_hung:
+            return f"a step of {model.name} hangs"
+        if model.state is ModelState.FAILED:
+            return f"{model.name} cannot be loaded: {model.error}"
+    return ""
+
+
+async def _messages(
+    stream: Stream[Any], encode: Callable[[Sequence[Any]], Sequence[Any]]
+) -> AsyncIterator[Any]:
+    """Yield the messages of a stream's events. Cancellation, and dropping this: ends the
+    request."""
+    async with stream:
+        async for event in stream:
+            for message in encode([event]):
+                yield message

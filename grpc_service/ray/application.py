@@ -1,0 +1,182 @@
+"""The application for Ray Serve: replicas that each have an engine and answer Inference.
+
+`build` is the import path for a Serve config file, whose ``args`` are the settings of each
+replica's engine. What the file sets for the deployment comes before what stands here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from engine.api.aio import open_engine
+from engine.errors import ConfigError
+from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
+from grpc_service.cli.flags import engine_config_of
+from grpc_service.ray.answers import Answers, trouble_of
+from grpc_service.ray.autoscaling import SEQUENCES
+from grpc_service.ray.ingress import CODES, REMAINING_KEY
+from grpc_service.ray.prefixes import PREFIXES, Prefixes, keys_of
+from grpc_service.services.error_status import status_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Mapping
+
+    from google.protobuf.message import Message
+
+    from engine.config import EngineConfig
+
+NAME = "Inference"  # of the deployment, in the file
+
+
+class Replica:
+    """One replica: an engine, and the methods of Inference by their names.
+
+    A failure is set on the context that Serve hands over. A last, empty message takes it to the
+    proxy (`grpc_service.ray.ingress`).
+    """
+
+    async def __init__(  # type: ignore[misc, unused-ignore]  # Serve awaits it
+        self, config: EngineConfig, options: Mapping[str, Any]
+    ) -> None:
+        """Open the engine and load its models. Serve sends requests afterwards. ``options`` are
+        those of `open_engine`."""
+        self._engine = await open_engine(config, **options)
+        for model in config.models:
+            if not model.lazy:
+                await self._engine.wait_ready(model.name)
+        self._answers = Answers(self._engine)
+        self._prefixes = Prefixes((await self._engine.statistics()).totals.total_blocks)
+
+    # ---- the methods of Inference. Cancellation of each: ends the request
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, grpc_context: Any
+    ) -> AsyncIterator[Message]:
+        """Yield what the model generates."""
+        self._prefixes.add(keys_of(request))
+        stream = self._answers.generate(request, _remaining_s(grpc_context))
+        async for message in _stream(stream, inference_pb2.GenerateResponse(), grpc_context):
+            yield message
+
+    async def Attach(
+        self, request: common_pb2.AttachRequest, grpc_context: Any
+    ) -> AsyncIterator[Message]:
+        """Yield nothing: the client goes on by Generate."""
+        stream = self._answers.attach(request)
+        async for message in _stream(stream, inference_pb2.GenerateResponse(), grpc_context):
+            yield message
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, grpc_context: Any
+    ) -> AsyncIterator[Message]:
+        """Yield one vector for each input."""
+        stream = self._answers.embed(request, _remaining_s(grpc_context))
+        async for message in _stream(stream, inference_pb2.EmbedResponse(), grpc_context):
+            yield message
+
+    async def Rerank(
+        self, request: inference_pb2.RerankRequest, grpc_context: Any
+    ) -> AsyncIterator[Message]:
+        """Yield one score for each document."""
+        stream = self._answers.rerank(request, _remaining_s(grpc_context))
+        async for message in _stream(stream, inference_pb2.RerankResponse(), grpc_context):
+            yield message
+
+    async def Tokenize(self, request: inference_pb2.TokenizeRequest, grpc_context: Any) -> Message:
+        """Return the tokens of a text or a chat."""
+        answer = self._answers.tokenize(request)
+        return await _unary(answer, common_pb2.TokenizeResponse(), grpc_context)
+
+    async def Detokenize(self, request: common_pb2.DetokenizeRequest, grpc_context: Any) -> Message:
+        """Return the text of token ids."""
+        answer = self._answers.detokenize(request)
+        return await _unary(answer, common_pb2.DetokenizeResponse(), grpc_context)
+
+    # ---- what Serve asks
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises.
+
+        Raises:
+            RuntimeError: a model cannot serve, and will not by itself.
+        """
+        if trouble := trouble_of(await self._engine.list_models()):
+            raise RuntimeError(trouble)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return what the router has to know of this replica."""
+        return {PREFIXES: self._prefixes.report()}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the autoscaling policy has to know of this replica."""
+        counts = (await self._engine.statistics()).totals
+        return {SEQUENCES: counts.running + counts.waiting + counts.parked}
+
+    async def __del__(self) -> None:
+        """Let the last requests end, and close the engine. Serve calls and awaits this."""
+        await self._engine.drain()
+        await self._engine.close()
+
+
+async def _stream(
+    messages: AsyncIterator[Message], empty: Message, context: Any
+) -> AsyncIterator[Message]:
+    try:
+        async for message in messages:
+            yield message
+    except Exception as error:
+        _fail(context, error)
+        yield empty
+
+
+async def _unary(answer: Awaitable[Message], empty: Message, context: Any) -> Message:
+    try:
+        return await answer
+    except Exception as error:
+        _fail(context, error)
+        return empty
+
+
+def _fail(context: Any, error: Exception) -> None:
+    status = status_of(error)
+    context.set_code(CODES[int(status.code)])
+    context.set_details(status.message)
+    context.set_trailing_metadata(list(status.metadata))
+
+
+def _remaining_s(context: Any) -> float | None:
+    """Return how long the client of a call will wait; None without a deadline."""
+    found = [value for key, value in context.invocation_metadata() if key == REMAINING_KEY]
+    return float(found[0]) if found else None
+
+
+def application(config: EngineConfig, kind: type[Replica] = Replica, **options: Any) -> Any:
+    """Return the application of replicas of a class with this config. ``options`` are those of
+    `open_engine`."""
+    deployment = serve.deployment(
+        kind,
+        name=NAME,
+        max_ongoing_requests=2 * config.max_num_seqs,  # as many wait as run, and no step is short
+        graceful_shutdown_timeout_s=config.drain_timeout_s + config.step_timeout_s,
+        health_check_period_s=5,
+        request_router_config=RequestRouterConfig(
+            request_router_class="grpc_service.ray.router.PrefixRouter",
+            request_routing_stats_period_s=2,
+        ),
+    )
+    return deployment.bind(config, options)
+
+
+def build(args: dict[str, Any]) -> Any:
+    """Return the application of a Serve config file.
+
+    Raises:
+        ConfigError: a setting is wrong; the message names it.
+    """
+    try:
+        return application(engine_config_of(args))
+    except ConfigError as error:
+        raise ConfigError(f"args: {error}") from None

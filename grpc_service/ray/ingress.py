@@ -1,0 +1,159 @@
+"""Adds Inference to the gRPC server of Ray Serve's proxy (`grpc_servicer_functions`).
+
+Serve makes each call one of a replica, and hands over the request and a copy of the call's context,
+which has no deadline. It sends a status that a replica sets on that copy only if a message comes
+with it. So this file adds the time that the client will wait to the metadata that Serve hands over,
+and drops the message that comes with a failure, since it has nothing for the client. A failure of
+which no replica gave the status is Serve's own; it gets details here.
+
+Serve cancels a replica's work only if the cancel finds it waiting for the next message. One that
+comes while a message is written would leave the replica working for nobody. So each stream is read
+by a task of its own, which does nothing but wait for messages, and is cancelled when the call ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from engine.errors import NoWorkers, Overloaded, WorkerLost
+from grpc_service._generated.triolet.v1 import inference_pb2_grpc
+from grpc_service.services.error_status import status_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from engine.errors import TrioletError
+
+    Stream = Callable[[Any, Any], AsyncIterator[bytes]]
+    Unary = Callable[[Any, Any], Awaitable[bytes]]
+
+REMAINING_KEY = "triolet-remaining-s"  # the seconds until the client's deadline
+
+# What stands behind Serve's own statuses. It reports a replica that died as INTERNAL.
+SERVES_OWN: dict[grpc.StatusCode, Callable[[], TrioletError]] = {
+    grpc.StatusCode.INTERNAL: lambda: WorkerLost("the replica was lost; send the request again"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: lambda: Overloaded("all replicas have enough requests"),
+    grpc.StatusCode.UNAVAILABLE: lambda: NoWorkers("there is no replica"),
+}
+READ_ONCE = ("peer", "auth_context", "peer_identities", "peer_identity_key")
+CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def add_inference(servicer: Any, server: Any) -> None:
+    """Add the methods of Inference to Serve's gRPC server."""
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, _Registrar(server))
+
+
+class _Registrar:
+    """Takes the handlers that generated code makes, and gives Serve's server ours around them."""
+
+    def __init__(self, server: Any) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Add the methods. Serve replaces their functions by its own, which ours call."""
+        [handler] = handlers
+        self._server.add_generic_rpc_handlers((_Handler(handler),))
+
+    def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
+        """Do nothing: these would come before our generic handler."""
+
+
+class _Handler(grpc.GenericRpcHandler):
+    """The methods of a service, with the name `_method_handlers` by which Serve replaces them."""
+
+    def __init__(self, handler: Any) -> None:
+        self._method_handlers: dict[str, Any] = handler._method_handlers
+
+    def service(self, details: Any) -> Any:
+        """Return the handler of a call, or None for another service's."""
+        found = self._method_handlers.get(details.method)
+        if found is None:
+            return None
+        if found.response_streaming:
+            return found._replace(unary_stream=_stream(found.unary_stream))
+        return found._replace(unary_unary=_unary(found.unary_unary))
+
+
+def _stream(serve: Stream) -> Stream:
+    async def answer(request: Any, context: Any) -> AsyncIterator[bytes]:
+        call = _Call(context)
+        messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+        reading = asyncio.create_task(_read(serve, request, call, messages))
+        context.add_done_callback(lambda _: reading.cancel())
+        while (message := await messages.get()) is not None:
+            yield message
+        await reading
+        call.explain()
+
+    return answer
+
+
+async def _read(
+    serve: Stream, request: Any, call: _Call, messages: asyncio.Queue[bytes | None]
+) -> None:
+    """Put the messages for the client into the queue, and None at the end. Serve's proxy keeps what
+    a replica sends without a bound, and so does the queue."""
+    try:
+        async for message in serve(request, call):
+            if not call.has_failed:
+                messages.put_nowait(message)
+    finally:
+        messages.put_nowait(None)
+
+
+def _unary(serve: Unary) -> Unary:
+    async def answer(request: Any, context: Any) -> bytes:
+        call = _Call(context)
+        message = await serve(request, call)
+        call.explain()
+        return message
+
+    return answer
+
+
+class _Call:
+    """A call's context, as Serve sees it, also after the call has ended.
+
+    What is read from the connection is read once, at the beginning: grpc crashes if it is asked for
+    the peer of a call that has ended, which Serve does.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._metadata = _with_remaining(context)
+        self._read = {name: getattr(context, name)() for name in READ_ONCE}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in READ_ONCE:
+            return lambda: self._read[name]
+        return getattr(self._context, name)
+
+    def invocation_metadata(self) -> list[tuple[str, Any]]:
+        """Return the client's metadata, and how long the client will wait."""
+        return self._metadata
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call has a status other than OK."""
+        return self._context.code() not in (None, 0, grpc.StatusCode.OK)
+
+    def explain(self) -> None:
+        """Give a failure details if it has none, which is then Serve's own."""
+        code = self._context.code()
+        code = CODES.get(code, code)
+        sent = self._context.trailing_metadata() or ()
+        if code in SERVES_OWN and not any(key.endswith("-bin") for key, _ in sent):
+            status = status_of(SERVES_OWN[code]())
+            self._context.set_code(CODES[int(status.code)])
+            self._context.set_details(status.message)
+            self._context.set_trailing_metadata((*sent, *status.metadata))
+
+
+def _with_remaining(context: Any) -> list[tuple[str, Any]]:
+    sent = [pair for pair in context.invocation_metadata() or () if pair[0] != REMAINING_KEY]
+    remaining_s = context.time_remaining()
+    return sent if remaining_s is None else [*sent, (REMAINING_KEY, repr(remaining_s))]

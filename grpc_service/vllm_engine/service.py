@@ -1,0 +1,255 @@
+"""VllmEngine for one model: what a gateway calls.
+
+Rule: a handler decodes the request, asks the engine, and encodes the answer, as those of
+triolet.v1 do. Every end other than success is an exception, which
+`grpc_service.access.interceptor` turns into a status.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
+
+from engine.api.engine import files_of
+from engine.errors import NotAllowed, NoWorkers, Unsupported
+from engine.requests.quota import Origin
+from engine.status import Capability, ModelState
+from grpc_service.access.policy import is_local
+from grpc_service.rpc.methods import methods_of
+from grpc_service.services.call_writer import CallWriter, encode_in_thread
+from grpc_service.services.inference import clients_timeout
+from grpc_service.services.operations_codec import decode_abort
+from grpc_service.vllm_engine.answer_encoder import GenerateEncoder, encode_embeddings
+from grpc_service.vllm_engine.kv_feed import KvFeed
+from grpc_service.vllm_engine.loads import Loads
+from grpc_service.vllm_engine.model_info import encode_info, tokenizer_chunks
+from grpc_service.vllm_engine.request_codec import DEADLINE_S, decode_embed, decode_generate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from google.protobuf.descriptor import ServiceDescriptor
+
+    from engine.requests.encode_values import AnyRequest
+    from grpc_service.access.rpc_record import Rpc
+    from grpc_service.rpc.methods import Method
+    from grpc_service.services.backend import Backend
+
+SERVICE: ServiceDescriptor = vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
+
+
+class VllmEngine:
+    """Serves one model to gateways (vllm_engine.proto of smg-grpc-proto)."""
+
+    def __init__(self, backend: Backend, model: str) -> None:
+        self._backend = backend
+        self._engine = backend.engine
+        self._entry = backend.engine.registry.find(model)
+        self._name = self._entry.config.name
+        self._loads = Loads(self._entry, backend.engine.config)
+        self._feed = KvFeed()
+        self._started_at = trio.current_time()
+        self._last_receive = 0.0
+
+    # ---- beside the calls
+
+    full_name = SERVICE.full_name
+
+    def refresh(self) -> None:
+        """Follow the replicas that serve the model now; called after every change of a model."""
+        if self._has_prefixes:
+            self._feed.follow(self._entry.replicas)
+
+    def close(self) -> None:
+        """End the calls that would never end by themselves."""
+        self._feed.close()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether a gateway should send requests."""
+        status = self._entry.status()
+        return status.can_be_asked and not status.is_hung and not self._engine.is_draining
+
+    @property
+    def _has_prefixes(self) -> bool:
+        is_text = self._entry.likely_capability is Capability.TEXT_TO_TEXT
+        return is_text and self._engine.config.prefix_cache
+
+    # ---- requests
+
+    async def Generate(self, request: Any, rpc: Rpc) -> None:
+        """Stream the tokens that the model generates, or send them all at the end. Raises as
+        `_serve`.
+
+        Cancellation: ends the request.
+        """
+        params = request.sampling_params
+        max_model_len = self._entry.status().max_model_len
+        asked = decode_generate(request, self._name, max_model_len, self._timeout_s(rpc))
+        encoder = GenerateEncoder(
+            is_stream=request.stream,
+            alternatives=params.logprobs if params.HasField("logprobs") else None,
+        )
+        writer = CallWriter(
+            rpc,
+            self._backend.unread_calls,
+            encoder.encode,
+            encoder.encode_short,
+            is_large=params.HasField("prompt_logprobs"),
+        )
+        await self._serve(asked, rpc, writer)
+
+    async def Embed(self, request: Any, rpc: Rpc) -> None:
+        """Send the vector of one input. Raises as `_serve`.
+
+        Cancellation: ends the request.
+        """
+        asked = decode_embed(request, self._name, self._timeout_s(rpc))
+        writer = CallWriter(rpc, self._backend.unread_calls, encode_embeddings)
+        await self._serve(asked, rpc, writer)
+
+    async def _serve(self, request: AnyRequest, rpc: Rpc, writer: CallWriter) -> None:
+        """Submit a request and write its events until the call ends.
+
+        Raises:
+            Disconnected: the client has ended the call.
+        Cancellation: ends the request.
+        """
+        self._last_receive = time.time()
+        stream = self._engine.submit(
+            request,
+            buffer=self._engine.config.stream_buffer,
+            reader=writer,
+            origin=Origin(rpc.request_id, rpc.quota),
+        )
+        await writer.run(stream)
+
+    def _timeout_s(self, rpc: Rpc) -> float:
+        """Return how long a request may take: until the caller's deadline or, without one, as long
+        as the server's own says."""
+        given = clients_timeout(rpc.call.time_remaining())
+        own = self._engine.config.default_deadline_s or DEADLINE_S
+        return own if given is None else given
+
+    async def Abort(self, request: Any, rpc: Rpc) -> Any:
+        """End requests by their ids. An id that is unknown is remembered, since its Generate may
+        come later.
+
+        Raises:
+            InvalidRequest: there is no id, there are too many, or one is of a length that no
+                request's id has.
+        """
+        for request_id in decode_abort(request):
+            self._engine.abort(request_id)
+        return vllm_engine_pb2.AbortResponse()
+
+    # ---- health and figures
+
+    async def HealthCheck(self, request: Any, rpc: Rpc) -> Any:
+        """Return whether the model takes requests.
+
+        Raises:
+            NoWorkers: the model is being loaded. A gateway that looks for workers tries again then;
+                an answer would make it read the model's description at once.
+        """
+        status = self._entry.status()
+        is_coming = status.state in (ModelState.UNLOADED, ModelState.LOADING)
+        if is_coming and not (status.can_be_asked or status.is_restarting):
+            raise NoWorkers(f"{self._name} is being loaded")
+        message = "" if self.is_healthy else f"{self._name} takes no requests"
+        return vllm_engine_pb2.HealthCheckResponse(healthy=self.is_healthy, message=message)
+
+    async def GetModelInfo(self, request: Any, rpc: Rpc) -> Any:
+        """Return the model's description, and load the model if a request would.
+
+        Cancellation: the load goes on.
+        """
+        await self._engine.wait_ready(self._name)
+        [replica, *_] = self._entry.replicas
+        directory = await self._directory()
+        return await encode_in_thread(partial(encode_info, self._name, replica.info, directory))
+
+    async def GetServerInfo(self, request: Any, rpc: Rpc) -> Any:
+        """Return what the server does. Never waits."""
+        status, config = self._entry.status(), self._engine.config
+        return vllm_engine_pb2.GetServerInfoResponse(
+            active_requests=status.leases,
+            is_paused=self._entry.pause is not None,
+            last_receive_timestamp=self._last_receive,
+            uptime_seconds=trio.current_time() - self._started_at,
+            server_type="triolet",
+            data_parallel_size=1,
+            block_size=config.block_size,
+            model_dtype=status.dtype,
+            max_num_seqs=config.max_num_seqs,
+            constrained_decoding_start="first_token",
+        )
+
+    async def GetLoads(self, request: Any, rpc: Rpc) -> Any:
+        """Return the model's load. Never waits."""
+        return self._loads.encode(self._backend.statistics())
+
+    # ---- the tokenizer and the prefix cache
+
+    async def GetTokenizer(self, request: Any, rpc: Rpc) -> None:
+        """Stream the files of the tokenizer.
+
+        Raises:
+            Unsupported: the model has none.
+        Cancellation: safe.
+        """
+        directory = await self._directory()
+        for chunk in await encode_in_thread(lambda: list(tokenizer_chunks(directory))):
+            await rpc.call.write(chunk)
+
+    async def SubscribeKvEvents(self, request: Any, rpc: Rpc) -> None:
+        """Stream which prefixes are cached, until the client ends the call. Raises as
+        `KvFeed.serve`.
+
+        Raises:
+            Unsupported: the model has no prefix cache. A gateway then never asks again.
+        Cancellation: safe; every subscription ends by it.
+        """
+        if not self._has_prefixes:
+            raise Unsupported(f"{self._name} has no prefix cache")
+        await self._feed.serve(rpc.call, request.start_sequence_number)
+
+    async def FlushCache(self, request: Any, rpc: Rpc) -> Any:
+        """Forget every cached prefix. Running requests go on.
+
+        Raises:
+            NotAllowed: the client is on another machine.
+        """
+        if not is_local(rpc.peer):
+            raise NotAllowed("FlushCache is served to clients on the server's machine")
+        self._engine.reset_prefix_cache(self._name)
+        return common_pb2.FlushCacheResponse(success=True)
+
+    async def StartProfile(self, request: Any, rpc: Rpc) -> Any:
+        """Refuse: there is no profiler.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported("this server has no profiler")
+
+    async def StopProfile(self, request: Any, rpc: Rpc) -> Any:
+        """Refuse: there is no profiler.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported("this server has no profiler")
+
+    async def _directory(self) -> Path | None:
+        """Return the directory of the model's files; None if there is none."""
+        return await encode_in_thread(partial(files_of, self._entry.config))
+
+
+def methods(service: VllmEngine) -> list[Method]:
+    """Return the methods of one model's service."""
+    return methods_of(SERVICE, service)

@@ -1,0 +1,431 @@
+"""With drafts, a model says what it says without them, token for token (D27).
+
+The drafter here knows each request's right output and draws how much of it is right. So drafts are
+accepted, refused and cut at every place, which real look-up seldom does on a random model. The
+look-up itself is tested at the end, and with a constraint, whose forced tokens are drafts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from engine.api.blocking import open_engine  # noqa: E402
+from engine.config import EngineConfig, ModelConfig  # noqa: E402
+from engine.core.common.events import Finished  # noqa: E402
+from engine.core.common.types import BlockId, PlanId, SequenceId  # noqa: E402
+from engine.core.text.drafts import StepCosts  # noqa: E402
+from engine.core.text.plan import (  # noqa: E402
+    AdmittedSequence,
+    BlockDelta,
+    Logits,
+    Row,
+    StepPlan,
+)
+from engine.core.text.types import Constraint, Sampling, Stops, Tokens  # noqa: E402
+from engine.errors import InvalidRequest  # noqa: E402
+from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
+from engine.worker import sequences  # noqa: E402
+from engine.worker.drafting.look_up import LookUp  # noqa: E402
+from engine.worker.text_runner import NO_SCORES, TorchRunner  # noqa: E402
+from tests.support.model_zoo import Zoo, load_runner  # noqa: E402
+from tools.simulator.mutants import Mutant, planted  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+TOLERANCE = 1e-4
+END = 0
+KNOWN: list[tuple[int, ...]] = []  # prompts with their right outputs
+PROMPT = tuple(random.Random(3).randrange(1, 512) for _ in range(21))
+
+
+class Replaying:
+    """A drafter in place of `LookUp` that knows the right outputs. Each of its tokens is right with
+    the probability ``acceptance``."""
+
+    acceptance = 0.8
+    random = random.Random(1)
+
+    def draft(self, tokens, behind, most):
+        """Return what follows, if it is known."""
+        begun = (*tokens, *behind)
+        for whole in KNOWN:
+            if whole[: len(begun)] == begun:
+                right = whole[len(begun) : len(begun) + most]
+                draws = self.random
+                return [t if draws.random() < self.acceptance else (t + 1) % 512 for t in right]
+        return []
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """Yield the tiny models."""
+    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
+    yield zoo
+    zoo.close()
+
+
+def config_of(directory, speculation, **fields):
+    """Return the config of an engine of one model in float32."""
+    model = ModelConfig(str(directory), dtype="float32", threads=1, speculation=speculation)
+    known = {"max_model_len": 128, "kv_cache_memory": 1 << 22, "check_level": 2}
+    return EngineConfig(models=(model,), **known | fields)
+
+
+@pytest.fixture(scope="module")
+def plain(zoo):
+    """Yield an engine of the tiny model that drafts nothing."""
+    with open_engine(config_of(zoo.directory("llama"), "off")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def drafting(zoo):
+    """Yield an engine of the same model, whose drafter knows the right outputs. How long steps take
+    does not count here: on a busy machine it may be so long that nothing is drafted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequences, "LookUp", Replaying)
+        patch.setattr(StepCosts, "note", lambda *_: None)
+        with open_engine(config_of(zoo.directory("llama"), "lookup")) as engine:
+            yield engine
+
+
+def ask(engine, request):
+    """Return for each choice its tokens, text and end, and why the request failed if it did; each
+    choice's log-probabilities; and how many tokens were drafted and accepted."""
+    ids, texts, ends, scores, drafted = {}, Counter(), {}, {}, Counter()
+    for choice in range(request.n or 1):
+        ids[choice], texts[choice], scores[choice] = [], "", []
+    failure = ""
+    events = iter(engine.generate(request))
+    while True:
+        try:
+            event = next(events)
+        except StopIteration:
+            break
+        except InvalidRequest as error:  # the settings leave no token
+            failure = str(error)
+            break
+        if isinstance(event, Tokens):
+            ids[event.choice] += event.token_ids
+            texts[event.choice] += event.text
+            scores[event.choice] += event.logprobs
+            assert len(event.logprobs) in (0, len(event.token_ids))
+        elif isinstance(event, Finished):
+            ends[event.choice] = (event.reason, event.matched)
+            drafted["accepted"] += event.usage.accepted_tokens
+            drafted["drafted"] += event.usage.drafted_tokens
+    return (ids, texts, ends, failure), scores, drafted
+
+
+def compare(plain, drafting, request, *, acceptance=0.8):
+    """Check that both engines answer alike, and return what was drafted."""
+    wanted, scores, _ = ask(plain, request)
+    KNOWN[:] = [(*request.token_ids, *ids) for ids in wanted[0].values()]
+    Replaying.acceptance = acceptance
+    got, got_scores, drafted = ask(drafting, request)
+    assert got[3] == wanted[3]
+    if not wanted[3]:
+        assert got == wanted
+    # Where one choice fails, the others end with it, and drafts may have brought them further.
+    for choice, ids in wanted[0].items():
+        both = min(len(ids), len(got[0][choice]))
+        assert got[0][choice][:both] == ids[:both]
+        for one, other in zip(scores[choice], got_scores[choice], strict=not wanted[3]):
+            assert one.token_id == other.token_id
+            assert one.logprob == pytest.approx(other.logprob, abs=TOLERANCE)
+            ranks = [a.token_id for a in one.alternatives]
+            assert ranks == [a.token_id for a in other.alternatives]
+    return drafted
+
+
+BYTES = tuple(range(257))
+SAMPLING = {
+    "temperature": [None, 0.0, 0.6, 1.6],
+    "top_k": [None, 9],
+    "top_p": [None, 0.75],
+    "min_p": [None, 0.08],
+    "typical_p": [None, 0.8],
+    "repetition_penalty": [None, 1.4, 0.8],
+    "presence_penalty": [None, 1.1, -0.5],
+    "frequency_penalty": [None, 0.6, -1.5],
+    "seed": [7, 2**64 - 1, 0],
+    "max_tokens": [40, 2, 17],
+    "min_tokens": [None, 0, 2],
+    "ignore_eos": [None, True],
+    "stop": [(), ("e",), ("zz", "a", " t"), ("aa", "bab", "qu")],
+    "stop_token_ids": [(), tuple(range(2, 80, 3))],
+    "include_stop": [None, True],
+    "logit_bias": [{}, {END: 4.0, 70: 3.5}],
+    "allowed_token_ids": [(), BYTES],
+    "banned_token_ids": [(), tuple(range(300, 420))],
+    "bad_words": [(), ("e", "the", "an")],
+}
+CONSTRAINTS = [
+    None,
+    Constraint("json_schema", '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}'),
+    Constraint("regex", "[a-z ]{4,60}"),
+    Constraint("lark", 'start: "<" /[a-e]+/ ">"'),
+    Constraint("choice", "boat\0bottle\0lamp"),
+]
+# Constraints need every byte.
+ROWS = st.fixed_dictionaries(
+    {name: st.sampled_from(values) for name, values in SAMPLING.items()}
+    | {
+        "constraint": st.sampled_from(CONSTRAINTS),
+        "n": st.sampled_from([None, 3]),
+        "logprobs": st.sampled_from([None, 0, 3]),
+        "prompt_logprobs": st.sampled_from([None, 2]),
+        "acceptance": st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    }
+)
+
+
+def request_of(row):
+    """Return the request of a row."""
+    sampling = {name: row[name] for name in SAMPLING}
+    if row["constraint"] is not None:  # the form needs its letters, and an answer
+        sampling |= {"banned_token_ids": (), "bad_words": ()}
+    return GenerateRequest(
+        token_ids=PROMPT,
+        sampling=SamplingParams(**sampling),
+        constraint=row["constraint"],
+        n=row["n"],
+        output={"logprobs": row["logprobs"], "prompt_logprobs": row["prompt_logprobs"]},
+    )
+
+
+def test_the_rows_have_every_sampling_parameter():
+    fields = {field for field in SamplingParams.__slots__ if field != "speculation"}
+    assert fields == {*SAMPLING}
+
+
+ACCEPTED: Counter[str] = Counter()
+
+
+@settings(max_examples=60, deadline=None)
+@given(row=ROWS)
+def test_on_equals_off_for_every_parameter(plain, drafting, row):
+    ACCEPTED.update(compare(plain, drafting, request_of(row), acceptance=row["acceptance"]))
+
+
+def test_the_drawn_rows_were_drafted():
+    """Red if the drafter of the test above did nothing."""
+    assert ACCEPTED["accepted"] > 50
+    assert ACCEPTED["drafted"] > ACCEPTED["accepted"]
+
+
+@pytest.mark.full
+@settings(max_examples=1500, deadline=None)
+@given(row=ROWS)
+def test_on_equals_off_for_many_rows(plain, drafting, row):
+    compare(plain, drafting, request_of(row), acceptance=row["acceptance"])
+
+
+@pytest.mark.parametrize("position", range(1, 12))
+def test_a_stop_string_inside_a_draft_ends_the_text_there(plain, drafting, position):
+    base = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    text = ask(plain, GenerateRequest(token_ids=PROMPT, sampling=base))[0][1][0]
+    stop = text[position : position + 3]
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, stop=(stop,))
+    request = GenerateRequest(token_ids=PROMPT, sampling=sampling)
+    compare(plain, drafting, request, acceptance=1.0)
+
+
+def test_a_request_can_switch_drafts_off(drafting, plain):
+    sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, speculation=False)
+    request = GenerateRequest(token_ids=PROMPT, sampling=sampling)
+    assert compare(plain, drafting, request, acceptance=1.0)["drafted"] == 0
+
+
+def test_preempted_and_cached_sequences_draft_the_same_tokens(zoo, plain, monkeypatch):
+    """Eight requests in room for two: they are preempted again and again, between drafts."""
+    monkeypatch.setattr(sequences, "LookUp", Replaying)
+    Replaying.acceptance = 0.8
+    rng = random.Random(4)
+    requests = [
+        GenerateRequest(
+            token_ids=PROMPT[: 4 + index] + tuple(rng.randrange(1, 512) for _ in range(9)),
+            sampling=SamplingParams(seed=index, max_tokens=60, ignore_eos=True, temperature=0.9),
+        )
+        for index in range(8)
+    ]
+    wanted = [ask(plain, request)[0] for request in requests]
+    KNOWN[:] = [(*r.token_ids, *w[0][0]) for r, w in zip(requests, wanted, strict=True)]
+    config = config_of(zoo.directory("llama"), "lookup", kv_cache_memory=300_000)
+    with open_engine(config) as engine:
+        for _ in range(2):  # the second time with cached prefixes
+            streams = [engine.generate(request) for request in requests]
+            found = [
+                [token for e in stream if isinstance(e, Tokens) for token in e.token_ids]
+                for stream in streams
+            ]
+            assert found == [w[0][0] for w in wanted]
+        totals = engine.statistics().totals
+    # How often depends on which request is read when; that it happens at all does not.
+    assert totals.preemptions > 0
+    assert totals.prefix_hits > 0
+
+
+MUTANTS = (
+    Mutant(
+        "a penalty is counted twice",
+        sequences.Ahead,
+        "push",
+        "self.edits.push(token)",
+        "self.edits.push(token); self.edits.push(token)",
+    ),
+    Mutant("a penalty is not counted", sequences.Ahead, "push", "self.edits.push(token)", "pass"),
+    Mutant("a draw is repeated", sequences.Ahead, "push", "self.position += 1", "pass"),
+    Mutant(
+        "a token behind a wrong one is kept",
+        TorchRunner,
+        "_choose",
+        "if one.drafts and token == one.drafts[0]:",
+        "if one.drafts:",
+    ),
+    Mutant(
+        "all log-probabilities are of the first position",
+        TorchRunner,
+        "_score",
+        "choice.logits + place",
+        "choice.logits",
+    ),
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.title)
+def test_a_planted_bug_is_found(plain, drafting, mutant):
+    """By the comparison of the tests above, in eight requests. They may sample eight tokens only,
+    so that the tokens of a draft come again behind it and their penalties matter."""
+
+    def compare_all():
+        for seed in range(8):
+            sampling = SamplingParams(
+                **{"seed": seed, "temperature": 0.7, "max_tokens": 24, "ignore_eos": True},
+                **{"frequency_penalty": 1.0, "repetition_penalty": 1.3},
+                allowed_token_ids=tuple(range(60, 68)),
+            )
+            request = GenerateRequest(token_ids=PROMPT, sampling=sampling, output={"logprobs": 0})
+            compare(plain, drafting, request, acceptance=0.8)
+
+    compare_all()
+    with planted(mutant), pytest.raises(AssertionError):
+        compare_all()
+
+
+# ---- short rows
+
+
+def logits_of(runner, tokens, counts, blocks):
+    """Return the logits of every position from the prompt's end on, computed in rows of
+    ``counts``."""
+    plan_id = PlanId(0)
+    start = len(tokens) - sum(counts)
+    new = AdmittedSequence(SequenceId(1), tuple(tokens), Sampling(temperature=0.0), Stops(99))
+    taken: list[np.ndarray] = []
+    delta = BlockDelta(0, blocks)
+    runner._forget([SequenceId(1)])
+    runner._admit([new])
+    for first, count in [(0, start)] + [
+        (start + sum(counts[:i]), count) for i, count in enumerate(counts)
+    ]:
+        row = Row(SequenceId(1), first, count, delta, Logits.NONE)
+        batch = runner._pack((row,))
+        keep = np.arange(count, dtype=np.int64)
+        with torch.inference_mode():
+            logits = runner._forward(replace(batch, keep=keep))
+        runner._finish((row,), batch, {}, NO_SCORES)
+        if first >= start:
+            taken.append(logits.numpy().copy())
+        delta = None
+    runner.execute(StepPlan(plan_id, (), released=(SequenceId(1),)))
+    return np.concatenate(taken)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe"])
+def test_short_rows_have_the_bits_of_decodes(zoo, arch, dtype, quantization):
+    """For rows of 2 to 16 tokens, over contexts of one part and of two."""
+    runner, info = load_runner(zoo.directory(arch), dtype=dtype, quantization=quantization)
+    rng = random.Random(2)
+    try:
+        for start in (7, 509 if info.max_model_len > 540 else 60):
+            tokens = [rng.randrange(1, 500) for _ in range(start + 24)]
+            blocks = tuple(BlockId(i) for i in range(-(-len(tokens) // 16)))
+            one = logits_of(runner, tokens, [1] * 24, blocks)
+            for counts in ([2] * 12, [5, 3, 16], [16, 8], [7, 15, 2]):
+                assert np.array_equal(logits_of(runner, tokens, counts, blocks), one), counts
+    finally:
+        runner.close()
+
+
+# ---- the look-up
+
+
+def test_a_draft_is_what_followed_the_same_tokens_before():
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5]
+    assert LookUp().draft(tokens, [], 4) == [6, 7, 8, 1]
+    assert LookUp().draft(tokens[:-1], [5], 4) == [6, 7, 8, 1]
+    assert LookUp().draft(tokens[:-2], [], 9) == [4, 5, 6]
+    assert LookUp().draft([1, 2, 3] * 3, [], 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert LookUp().draft([1, 2, 3, 4], [], 3) == []
+    assert LookUp().draft([1], [], 3) == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=300), st.integers(1, 15), st.data())
+def test_growing_sequences_are_drafted_like_whole_ones(tokens, most, data):
+    """And a draft is always something that stood behind the same three tokens."""
+    grown = LookUp()
+    end = 0
+    while end < len(tokens):
+        end = min(len(tokens), end + data.draw(st.integers(1, 90)))
+        begun = tokens[:end]
+        draft = grown.draft(begun, [], most)
+        assert len(draft) in (0, most) or len(draft) == 3
+        assert draft == LookUp().draft(begun, [], most)
+        whole = [*begun, *draft]
+        for place in range(end, len(whole)):
+            last = whole[place - 3 : place + 1]
+            assert any(whole[i : i + 4] == last for i in range(place - 3))
+
+
+def test_the_memory_of_a_look_up_is_bounded():
+    rng = random.Random(5)
+    one, tokens = LookUp(), []
+    for _ in range(60):
+        tokens += [rng.randrange(150_000) for _ in range(1000)]
+        one.draft(tokens, [], 8)
+    assert len(one._long) * one._long.itemsize <= 1 << 16
+    assert len(one._short) == len(one._long)
+
+
+def test_what_a_grammar_forces_is_drafted(zoo):
+    """Of an answer in a fixed form most tokens are decided, and they are accepted."""
+    schema = (
+        '{"type": "object", "properties": {"first name": {"const": "boat"}, '
+        '"second name": {"const": "lamp"}}, "required": ["first name", "second name"], '
+        '"additionalProperties": false}'
+    )
+    sampling = SamplingParams(temperature=0.0, max_tokens=90)
+    request = GenerateRequest(
+        token_ids=PROMPT, sampling=sampling, constraint=Constraint("json_schema", schema)
+    )
+    found = {}
+    for speculation in ("off", "lookup"):
+        with open_engine(config_of(zoo.directory("llama"), speculation)) as engine:
+            answer, _, drafted = ask(engine, request)
+            found[speculation] = answer
+    assert found["off"] == found["lookup"]
+    assert drafted["accepted"] > 10

@@ -1,0 +1,341 @@
+"""GGUF files are read as llama.cpp means them: types, names, orders, norms, tokens, templates."""
+
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from engine.errors import SpawnFailed  # noqa: E402
+from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
+from engine.worker.interface import RunnerSpec  # noqa: E402
+from engine.worker.load import gguf_file  # noqa: E402
+from engine.worker.load.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode  # noqa: E402
+from engine.worker.load.gguf_file import GgufFile  # noqa: E402
+from engine.worker.load.gguf_models import LLAMA3_ROPE, MODELS  # noqa: E402
+from engine.worker.load.loader import read_config  # noqa: E402
+from engine.worker.outline.config import OutlineConfig  # noqa: E402
+from engine.worker.text_runner import TorchRunner  # noqa: E402
+from tests.conformance.test_rewrites import (  # noqa: E402
+    Built,
+    check_rounded_alike,
+    distance,
+    round_inputs,
+)
+from tests.support.gguf_files import (  # noqa: E402
+    F16,
+    F32,
+    Q4_0,
+    Q4_K,
+    Q8_0,
+    write_file,
+    write_model,
+)
+from tests.support.model_zoo import LLAMA3_ROPE as ZOO_ROPE  # noqa: E402
+from tests.support.model_zoo import load_runner  # noqa: E402
+from tools.make_model import PRESETS, Shape, make  # noqa: E402
+from tools.measure_quantization import PIECE, STORIES, Model, compare, story_text  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+ALL_SLIDING = ["sliding_attention"] * 3  # what Gemma 3's class makes of three layers
+# transformers' model types by llama.cpp's, and what the checkpoint has besides.
+WRITTEN = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3moe": ("qwen3_moe", {}),
+    "phi3": ("phi3", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3_text", {"layer_types": ALL_SLIDING}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {}),
+    "llama, untied, biases": (
+        "llama",
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Return a function that makes a checkpoint at its first use."""
+    made = {}
+
+    def checkpoint(name):
+        if name not in made:
+            arch, extra = WRITTEN[name]
+            made[name] = make(tmp_path_factory.mktemp("made"), arch, extra=extra)
+        return made[name]
+
+    return checkpoint
+
+
+def load_gguf(path, dtype="float32", **fields):
+    """Return a loaded runner of a GGUF file, and its description."""
+    return load_runner(path, dtype=dtype, **fields)
+
+
+def greedy(runner, info, length=8):
+    """Return the tokens that follow a prompt."""
+    from tests.support.mini_planner import MiniPlanner
+
+    planner = MiniPlanner(runner, info, seed=1, chunks=500)
+    planner.add(list(range(5, 45)), length)
+    return planner.run()
+
+
+def test_every_architecture_that_is_read_is_tested():
+    assert {name.partition(",")[0] for name in WRITTEN} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_file_of_floats_is_the_checkpoint_that_it_was_made_from(checkpoints, tmp_path, name):
+    """Planted faults that this finds: rows of queries not turned back, norms with their 1 left,
+    a name that belongs to another norm."""
+    checkpoint = checkpoints(name)
+    path = write_model(checkpoint, tmp_path / "model.gguf")
+    with GgufFile(path) as file:
+        file.write_config(tmp_path)
+        read = {one: file.read(one) for one in file.tensors}
+    stock = Built(checkpoint, torch.float32, is_stock=False)
+    ours = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
+    assert len(read) >= 20
+    assert isinstance(read_config(tmp_path)[1], OutlineConfig)
+    assert isinstance(ours.execution.model.module, NativeDecoder)
+    assert distance(ours.logits(), stock.logits()) < (1e-5 if "gemma" in name else 1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "granite"])
+def test_heads_that_are_not_turned_back_give_other_logits(checkpoints, tmp_path, monkeypatch, name):
+    """A planted fault, which the test above would find."""
+    path = write_model(checkpoints(name), tmp_path / "model.gguf")
+    with GgufFile(path) as file:
+        file.write_config(tmp_path)
+    stock = Built(checkpoints(name), torch.float32, is_stock=False)
+    monkeypatch.setattr(gguf_file, "row_order", lambda *_: None)
+    ours = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
+    assert distance(ours.logits(), stock.logits()) > 0.01
+
+
+def test_a_transformers_that_reads_gguf_otherwise_is_named(checkpoints, tmp_path, monkeypatch):
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf")
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf.reader", None)
+    with pytest.raises(SpawnFailed, match=r"no reader of GGUF files .* install that version"):
+        load_gguf(path)
+
+
+@pytest.mark.parametrize("kind", [Q4_0, Q8_0], ids=["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "phi3", "llama, untied, biases"])
+def test_a_file_of_blocks_computes_what_torch_does_with_the_same_roundings(
+    checkpoints, tmp_path, name, kind
+):
+    path = write_model(checkpoints(name), tmp_path / "model.gguf", kind)
+    with GgufFile(path) as file:
+        file.write_config(tmp_path)
+        assert file.quantization == ("Q4_0, Q8_0" if kind == Q4_0 else "Q8_0")
+    small = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
+    exact = Built(
+        tmp_path, torch.float32, is_stock=True, weights=GgufFile(path), is_rounding_inputs=True
+    )
+    check_rounded_alike(small, exact)
+
+
+def test_a_mixed_file_of_k_quants_computes_what_torch_does_with_the_same_roundings(
+    tmp_path, scales_in_halves
+):
+    """Q4_K_M: values, ends of MLPs and embedding are Q6_K. The product of queries, keys and values
+    then has 8 bits. And the weights are near the floats that the file was made from."""
+    checkpoint = make(tmp_path / "made", "llama", Shape(2, 256, 4, 2, 512, 500, 256))
+    path = write_model(checkpoint, tmp_path / "model.gguf", Q4_K)
+    with GgufFile(path) as file:
+        file.write_config(tmp_path)
+        kinds = {one.split(".", 3)[-1]: stored.dtype for one, stored in file.tensors.items()}
+        assert kinds["self_attn.q_proj.weight"] == "Q4_K"
+        assert kinds["self_attn.v_proj.weight"] == kinds["mlp.down_proj.weight"] == "Q6_K"
+        for one, weight in load_file(checkpoint / "model.safetensors").items():
+            limit = {"Q4_K": 0.09, "Q6_K": 0.03}.get(file.tensors[one].dtype, 1e-9)
+            assert distance(file.read(one), weight) <= limit
+    small = Built(tmp_path, torch.float32, is_stock=False, weights=GgufFile(path))
+    exact = Built(tmp_path, torch.float32, is_stock=True, weights=GgufFile(path))
+    in_blocks_of_16 = ("q_proj", "k_proj", "v_proj", "down_proj", "lm_head")
+    round_inputs(exact.execution.model.module, in_blocks_of_16)
+    check_rounded_alike(small, exact)
+
+
+def test_rounding_here_costs_no_more_than_llama_cpps_own_types(tmp_path):
+    """Of the story model's weights, over text that it was not trained on."""
+    text, found = story_text(), {}
+    stock = Model(str(STORIES), "float32", "none", is_stock=True)
+    tokens = stock.tokens_of(text)
+    pieces = [tokens[start : start + PIECE] for start in range(0, 4 * PIECE, PIECE)]
+    exact = [stock.logits(piece) for piece in pieces]
+    for kind, name in ((Q8_0, "Q8_0"), (Q4_0, "Q4_0")):
+        found[name] = (str(write_model(STORIES, tmp_path / f"{name}.gguf", kind)), "none")
+    found |= {name: (str(STORIES), name) for name in ("int8", "int4")}
+    for name, (model, quantization) in found.items():
+        rounded = Model(model, "float32", quantization, is_stock=False)
+        logits = [rounded.logits(piece) for piece in pieces]
+        found[name] = compare(logits, exact, pieces)["mean_kl_nats"]
+        print(f"{name}: {found[name]:.6f} nats")
+        rounded.close()
+    stock.close()
+    assert found["int8"] <= 1.05 * found["Q8_0"] <= 0.001
+    assert found["int4"] <= found["Q4_0"] <= 0.1
+
+
+def test_without_kernels_a_file_of_blocks_gives_the_tokens_of_the_expanded_model(
+    checkpoints, tmp_path, monkeypatch
+):
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf", Q4_0)
+    expanded = tmp_path / "expanded"
+    expanded.mkdir()
+    with GgufFile(path) as file:
+        file.write_config(expanded)
+        save_file(
+            {one: file.read(one).contiguous() for one in file.tensors},
+            expanded / "model.safetensors",
+        )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (expanded / name).write_bytes((checkpoints("llama") / name).read_bytes())
+    monkeypatch.setenv("ENGINE_KERNELS", "off")
+    assert greedy(*load_gguf(path)) == greedy(*load_gguf(expanded))
+
+
+def test_a_file_is_served_by_its_path_alone(checkpoints, tmp_path):
+    """With its tokenizer, its template, its end tokens, and by the name of its directory."""
+    checkpoint = checkpoints("llama")
+    template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    path = write_model(
+        checkpoint,
+        tmp_path / "tiny-Q4_0.gguf",
+        Q4_0,
+        metadata={
+            "tokenizer.chat_template": template,
+            "tokenizer.ggml.bos_token_id": 5,
+            "tokenizer.ggml.add_bos_token": True,
+            "tokenizer.ggml.eot_token_id": 7,
+        },
+    )
+    runner, info = load_gguf(path)
+    assert info.eos_token_ids == {0, 7}
+    assert info.quantization == "Q4_0, Q8_0"
+    stock, _ = load_runner(checkpoint)
+    text = "Once upon a time, 12 dogs sat by the fire."
+    wanted = stock.tokenizer.encode(text)
+    assert runner.tokenizer.encode(text) == (5, *wanted)
+    assert runner.tokenizer.encode(text, add_special_tokens=False) == wanted
+    assert runner.tokenizer.decode(wanted) == stock.tokenizer.decode(wanted)
+    assert runner.tokenizer.has_chat_template
+    estimate = TorchRunner(RunnerSpec(str(tmp_path), kv_bytes=1 << 24, dtype="float32", threads=1))
+    assert 0.5 * info.memory_bytes <= estimate.estimate().num_bytes <= 2 * info.memory_bytes
+
+
+def test_llama_3s_rotary_factors_become_its_settings(tmp_path):
+    rope = ZOO_ROPE | {"factor": 8.0, "original_max_position_embeddings": 8192}
+    checkpoint = make(tmp_path / "made", "llama", extra={"rope_parameters": rope})
+    width = PRESETS["tiny"].head_dim
+    waves = 2 * np.pi * 10000.0 ** (np.arange(0, width, 2) / width)
+    smooth = np.clip((8192 / waves - 1) / 3, 0, 1)
+    factors = (1 / ((1 - smooth) / 8 + smooth)).astype(np.float32)
+    for scale in (1.0, 1.01):
+        path = write_model(
+            checkpoint, tmp_path / "model.gguf", tensors={"rope_freqs.weight": factors * scale}
+        )
+        with GgufFile(path) as file:
+            if scale == 1.0:
+                assert file.config()["rope_parameters"] == {
+                    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, **LLAMA3_ROPE,
+                }  # fmt: skip
+                continue
+            with pytest.raises(Exception, match="not those of Llama 3"):
+                file.config()
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_blocks_are_decoded_as_ggufs_own_package_does(kind):
+    """Bit for bit, over random bytes: any order of nibbles and bits but the right one shows."""
+    gguf = pytest.importorskip("gguf")
+    _, block = BLOCK_TYPES[kind]
+    rng = np.random.default_rng(kind)
+    raw = rng.integers(0, 256, (40, 3 * block.num_bytes), dtype=np.uint8)
+    blocks = raw.reshape(-1, block.num_bytes)
+    halves = rng.normal(0, 0.1, (len(blocks), 2)).astype(np.float16)
+    place = 208 if block.num_bytes == 210 else 0
+    for index in range(2 if block.form.has_offsets else 1):
+        blocks[:, place + 2 * index : place + 2 * index + 2] = halves[:, index : index + 1].view(
+            np.uint8
+        )
+    wanted = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(kind))
+    small = decode(torch.from_numpy(raw), block)
+    assert torch.equal(small.expand(), torch.from_numpy(wanted))
+    assert small.bits == block.form.bits
+    assert (small.offsets is not None) == block.form.has_offsets
+    order = torch.randperm(40)
+    assert torch.equal(decode(torch.from_numpy(raw), block, order).expand(), small.expand()[order])
+
+
+def broken(path, what):
+    """Damage or change a whole file so that it must be refused."""
+    data = path.read_bytes()
+    if what == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif what == "header":
+        path.write_bytes(data[:100])
+    else:
+        kind = next(k for k, name in OTHER_TYPES.items() if name == "IQ2_XS")
+        vector = (F32, (64,), bytes(256))
+        write_file(
+            path,
+            {"general.architecture": "llama"},
+            {"blk.0.attn_norm.weight": vector, "blk.0.attn_q.weight": (kind, (64, 256), bytes(9))},
+        )
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("cut", "is cut short: it ends before its tensor"),
+        ("header", "is not a GGUF file that can be read"),
+        ("type", "its tensor blk.0.attn_q.weight has the type IQ2_XS, which is not read"),
+    ],
+)
+def test_a_damaged_or_unknown_file_is_refused_by_what_is_wrong(checkpoints, tmp_path, what, why):
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf", F16)
+    broken(path, what)
+    with pytest.raises(SpawnFailed, match=why):
+        load_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "why"),
+    [
+        ({"split.count": 2}, "one of several parts"),
+        ({"general.alignment": 0}, "is not a GGUF file that can be read"),
+        ({"general.architecture": "mamba"}, "architecture 'mamba' are not read"),
+        ({"llama.rope.scaling.type": "longrope"}, "rotary embedding is of type 'longrope'"),
+        ({"llama.rope.dimension_count": 8}, "turns 8 of 16 numbers"),
+        ({"llama.attention.head_count_kv": [2, 2, 1]}, "layers differ in attention.head_count_kv"),
+        ({"tokenizer.ggml.model": "none"}, "no tokenizer that transformers builds"),
+    ],
+)
+def test_what_a_file_has_and_is_not_understood_is_named(checkpoints, tmp_path, metadata, why):
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(SpawnFailed, match=why):
+        load_gguf(path)
+
+
+def test_a_quantised_file_is_not_rounded_again(checkpoints, tmp_path):
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf", Q4_0)
+    with pytest.raises(SpawnFailed, match=r"quantised already .*; leave --quantization out"):
+        load_gguf(path, quantization="int4")
+
+
+def test_a_file_of_floats_may_be_rounded(checkpoints, tmp_path):
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf", F16)
+    _, info = load_gguf(path, dtype="bfloat16", quantization="int4")
+    assert (info.quantization, info.dtype) == ("int4", "bfloat16")

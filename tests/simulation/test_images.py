@@ -1,0 +1,215 @@
+"""Images in virtual time: how they are decoded, whom they keep waiting, and what they hold."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+
+import pytest
+import trio
+
+from engine.api.engine import open_engine
+from engine.api.handles import Encoder
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import InvalidRequest, Overloaded, RequestTooLarge, TrioletError
+from engine.requests import supervisor
+from engine.requests.encode_values import Embedding, EmbedRequest
+from engine.requests.image_memory import ImageMemory
+from engine.requests.prepare_inputs import InputPreparer
+from engine.status import Capability
+from engine.worker.fakes.encoder import IMAGE_TOKENS, FakeEncoder, vector_of
+from engine.worker.fakes.text import FakeScript
+from engine.worker.interface import EncoderKind
+from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tools.simulator.encode_oracle import image_file
+from tools.simulator.mutants import Mutant, planted
+
+DECODE_S, STEP_S = 0.1, 0.01
+PIXELS = [bytes([number, 7] * 24) for number in range(200)]
+FILES = [image_file(pixels) for pixels in PIXELS]
+MODEL = ModelConfig("clip", capability=Capability.IMAGE_EMBEDDING)
+CONFIG = EngineConfig(models=(MODEL,), check_level=2)
+
+
+def run(body, seed=0, *, image_bytes=None):
+    """Run ``body(engine, memory)`` with a fake model of images; afterwards nothing may be held."""
+    threads = VirtualThreads()
+    script = FakeScript(step_s=STEP_S, decode_s=DECODE_S, sleep=threads.note_sleep)
+
+    def make_runner(model, config):
+        return FakeEncoder(EncoderKind.IMAGE_EMBEDDING, script=script)
+
+    async def main():
+        async with open_engine(CONFIG, make_runner=make_runner, threads=threads) as engine:
+            await engine.wait_ready()
+            preparer = engine._supervisor._preparers[EmbedRequest]
+            if image_bytes is not None:
+                preparer.image_memory = ImageMemory(image_bytes)
+            await body(engine, preparer.image_memory)
+            await engine.wait_idle()
+            assert preparer.image_memory.num_bytes == 0
+
+    run_deterministically(main, seed)
+
+
+async def embed(engine, inputs, **fields):
+    """Return the results of an Embed, in the order of its inputs."""
+    found = {}
+    async with engine.embed(EmbedRequest(inputs=tuple(inputs), **fields)) as stream:
+        async for event in stream:
+            if isinstance(event, Embedding):
+                found[event.index] = event
+    return [found[index] for index in range(len(inputs))]
+
+
+def test_texts_and_images_of_one_request_get_their_own_vectors():
+    async def body(engine, memory):
+        got = await embed(engine, ["a", FILES[3], (5, 6), FILES[4], bytearray(FILES[3])])
+        tokens = [(98,), PIXELS[3], (5, 6), PIXELS[4], PIXELS[3]]
+        assert [list(one.values) for one in got] == [vector_of(ids) for ids in tokens]
+        assert [one.tokens for one in got] == [1, IMAGE_TOKENS, 2, IMAGE_TOKENS, IMAGE_TOKENS]
+
+    run(body)
+
+
+def test_an_encoder_takes_texts_and_images():
+    async def body(engine, memory):
+        async with Encoder(engine, "clip") as encoder:
+            got = await encoder.embed(["a", FILES[0]])
+            assert [list(one) for one in got] == [vector_of((98,)), vector_of(PIXELS[0])]
+            with pytest.raises(TypeError, match="for one image, give"):
+                encoder.embed(FILES[0])
+
+    run(body)
+
+
+def test_every_bad_image_is_named():
+    async def body(engine, memory):
+        with pytest.raises(InvalidRequest) as caught:
+            await embed(engine, [FILES[0], b"nonsense", "a", FILES[1][:-30]])
+        fields = [one.field for one in caught.value.violations]
+        assert fields == ["inputs[1].image", "inputs[3].image"]
+        assert engine.statistics().totals.step_count == 0
+
+    run(body)
+
+
+def test_a_request_with_more_images_than_it_may_hold_is_refused():
+    async def body(engine, memory):
+        with pytest.raises(RequestTooLarge, match="has 6 images, of at most 5 in one request"):
+            await embed(engine, FILES[:6])
+        assert len(await embed(engine, FILES[:5])) == 5
+
+    run(body, image_bytes=4 * 5 * 48)
+
+
+def test_requests_take_turns_at_decoding_and_a_text_waits_for_none():
+    """Red if a request's images are one job, or texts share their limiter."""
+    ends = {}
+
+    async def body(engine, memory):
+        async def one(name, inputs):
+            await embed(engine, inputs)
+            ends[name] = trio.current_time()
+
+        start = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one, "many", FILES[:50])
+            nursery.start_soon(one, "single", FILES[:1])
+            await trio.sleep(1.5 * DECODE_S)
+            nursery.start_soon(one, "text", ["a"])
+            nursery.start_soon(one, "long text", ["a" * 5000])
+        assert ends["single"] - start < 4 * DECODE_S
+        assert ends["text"] - start < 2 * DECODE_S
+        assert ends["long text"] - start < 2 * DECODE_S
+        assert ends["many"] - start > 50 * DECODE_S
+
+    run(body)
+
+
+def test_files_of_more_bytes_than_all_requests_may_have_are_refused(monkeypatch):
+    """Red if files pile up while they wait to be decoded."""
+    monkeypatch.setattr(supervisor, "IMAGE_FILE_BYTES_MAX", 3 * len(FILES[0]))
+
+    async def body(engine, memory):
+        assert len(await embed(engine, FILES[:1] * 5)) == 5, "alone, a request may have any size"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(embed, engine, FILES[:1] * 2)
+            await trio.sleep(DECODE_S / 2)
+            with pytest.raises(Overloaded, match="images of all requests would exceed"):
+                await embed(engine, FILES[:1] * 2)
+            assert len(await embed(engine, FILES[:1])) == 1
+            assert len(await embed(engine, ["a"])) == 1
+
+    run(body)
+
+
+def test_memory_for_images_is_waited_for_and_given_back():
+    async def body(engine, memory):
+        peak = 0
+
+        async def one():
+            nonlocal peak
+            await embed(engine, FILES[:4])
+            peak = max(peak, memory.num_bytes)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(12):
+                nursery.start_soon(one)
+        assert peak <= 16 * 48
+
+    run(body, image_bytes=16 * 48)
+
+
+READ_ALL = "lambda: [fit.read(each) for each in data.values()][0]"  # a request's images are one job
+
+
+def leave_at_any_instant(seed):
+    """Run a world whose requests leave while images wait for memory, are decoded, are encoded, or
+    are read. Afterwards a request must be served at once."""
+    rng = random.Random(seed)
+
+    async def body(engine, memory):
+        async def one(count, leaves_at, timeout_s):
+            with trio.move_on_after(leaves_at), suppress(TrioletError):
+                await embed(engine, FILES[:count], timeout_s=timeout_s)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(20):
+                patience = rng.uniform(0, 60 * DECODE_S)
+                leaves = rng.random() < 0.5
+                nursery.start_soon(
+                    one,
+                    rng.randint(1, 4),
+                    patience if leaves else 1e6,
+                    None if leaves else patience,
+                )
+        with trio.fail_after(4 * DECODE_S):
+            assert len(await embed(engine, FILES[:2])) == 2
+
+    run(body, seed, image_bytes=16 * 48)
+
+
+def leave_at_all_instants():
+    for seed in range(30):
+        leave_at_any_instant(seed)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_request_that_leaves_at_any_instant_gives_its_memory_back(seed):
+    leave_at_any_instant(seed)
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "old", "new"),
+    [
+        ("take", ImageMemory, "self._waiting.remove((num_bytes, granted))", "pass"),
+        ("_give_back", ImageMemory, "self.num_bytes -= num_bytes", "pass"),
+        ("_read_images", InputPreparer, "partial(fit.read, one)", READ_ALL),
+    ],
+)
+def test_a_planted_leak_is_found(name, owner, old, new):
+    """R153."""
+    leak = Mutant(f"{name}: {new} for {old}", owner, name, old, new)
+    with planted(leak), pytest.raises((AssertionError, trio.TooSlowError, BaseExceptionGroup)):
+        leave_at_all_instants()

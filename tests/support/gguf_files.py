@@ -1,0 +1,283 @@
+"""Writes GGUF files of tiny checkpoints, by the published layout and llama.cpp's own conversions.
+
+Nothing here uses what it tests. Source: ggml's docs/gguf.md, llama.cpp's convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ALIGNMENT = 32
+F32, F16, Q4_0, Q8_0, Q4_K, Q6_K = 0, 1, 2, 8, 12, 14
+# llama.cpp's names of a layer's modules.
+MODULES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+ARCHS = {
+    "gemma3_text": "gemma3",
+    "qwen3_moe": "qwen3moe",
+}  # of transformers' model types, where they differ
+FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def quantise_q8_0(rows: np.ndarray) -> bytes:
+    """Return the blocks of Q8_0: a scale of half precision, and 32 numbers."""
+    blocks = rows.astype(np.float32).reshape(-1, 32)
+    scale = np.abs(blocks).max(1) / 127
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    numbers = np.rint(blocks * inverse[:, None]).astype(np.int8)
+    return np.hstack(
+        [scale.astype("<f2")[:, None].view(np.uint8), numbers.view(np.uint8)]
+    ).tobytes()
+
+
+def quantise_q4_0(rows: np.ndarray) -> bytes:
+    """Return the blocks of Q4_0: a scale, and 32 codes. Inputs 0 to 15 are the low nibbles."""
+    blocks = rows.astype(np.float32).reshape(-1, 32)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1)[:, 0]
+    scale = largest / -8
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    codes = np.clip(np.floor(blocks * inverse[:, None] + 8.5), 0, 15).astype(np.uint8)
+    packed = codes[:, :16] | codes[:, 16:] << 4
+    return np.hstack([scale.astype("<f2")[:, None].view(np.uint8), packed]).tobytes()
+
+
+def quantise_q4_k(rows: np.ndarray) -> bytes:
+    """Return the blocks of Q4_K: two scales for 256 numbers; for each 32 a factor of six bits of
+    either, in twelve bytes; and codes, of which each 64 share 32 bytes."""
+    groups = rows.astype(np.float32).reshape(-1, 8, 32)
+    lowest = np.minimum(groups.min(2), 0)
+    steps = (groups.max(2) - lowest) / 15
+    scale, minimum = ((np.maximum(one.max(1), 1e-8) / 63).astype("<f2") for one in (steps, -lowest))
+    factors = np.rint(steps / scale[:, None].astype(np.float32)).clip(0, 63).astype(np.uint8)
+    minima = np.rint(-lowest / minimum[:, None].astype(np.float32)).clip(0, 63).astype(np.uint8)
+    own = scale[:, None].astype(np.float32) * factors
+    offsets = minimum[:, None].astype(np.float32) * minima
+    inverse = np.divide(1, own, out=np.zeros_like(own), where=own > 0)
+    codes = np.rint((groups + offsets[..., None]) * inverse[..., None]).clip(0, 15).astype(np.uint8)
+    packed_factors = np.hstack(
+        [
+            factors[:, :4] | factors[:, 4:] >> 4 << 6,
+            minima[:, :4] | minima[:, 4:] >> 4 << 6,
+            factors[:, 4:] & 15 | (minima[:, 4:] & 15) << 4,
+        ]
+    )
+    pairs = codes.reshape(-1, 4, 2, 32)
+    packed = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
+    ends = np.stack([scale, minimum], 1).view(np.uint8)
+    return np.hstack([ends, packed_factors, packed]).tobytes()
+
+
+def quantise_q6_k(rows: np.ndarray) -> bytes:
+    """Return the blocks of Q6_K: the low four bits of 256 codes, their high two, a factor of eight
+    bits for each 16, and a scale."""
+    groups = rows.astype(np.float32).reshape(-1, 16, 16)
+    steps = np.abs(groups).max(2) / 31
+    scale = (np.maximum(steps.max(1), 1e-8) / 127).astype("<f2")
+    factors = np.rint(steps / scale[:, None].astype(np.float32)).clip(0, 127).astype(np.int8)
+    own = scale[:, None].astype(np.float32) * factors
+    inverse = np.divide(1, own, out=np.zeros_like(own), where=own > 0)
+    codes = (np.rint(groups * inverse[..., None]).clip(-32, 31) + 32).astype(np.uint8)
+    quarters = codes.reshape(-1, 2, 4, 32)  # of each half of a block
+    low = (quarters[:, :, :2] & 15 | (quarters[:, :, 2:] & 15) << 4).reshape(-1, 128)
+    high = np.zeros((len(codes), 2, 32), np.uint8)
+    for index in range(4):
+        high |= quarters[:, :, index] >> 4 << 2 * index
+    return np.hstack(
+        [low, high.reshape(-1, 64), factors.view(np.uint8), scale[:, None].view(np.uint8)]
+    ).tobytes()
+
+
+QUANTISE = {
+    Q4_0: quantise_q4_0, Q8_0: quantise_q8_0, Q4_K: quantise_q4_k, Q6_K: quantise_q6_k,
+}  # fmt: skip
+ENDS = {Q4_K: Q6_K}  # the type of embedding and head; of other types of blocks it is Q8_0
+FINER = ("attn_v.weight", "ffn_down.weight")  # in a file of Q4_K, they are Q6_K
+
+
+def write_model(
+    checkpoint: Path,
+    path: Path,
+    kind: int = F32,
+    *,
+    metadata: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """Write the checkpoint as one GGUF file. Matrices have the type ``kind``, and if that is one of
+    blocks, embedding and head have that of `ENDS`. ``metadata`` and ``tensors`` are added."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    arch = ARCHS.get(config["model_type"], config["model_type"])
+    told: dict[str, Any] = {"general.architecture": arch}
+    for key, name in FIELDS.items():
+        if config.get(name) is not None:
+            told[f"{arch}.{key}"] = config[name]
+    rope = config["rope_parameters"]
+    told[f"{arch}.rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
+    told |= _vocabulary(checkpoint, config) | (metadata or {})
+    stored: dict[str, tuple[int, tuple[int, ...], bytes]] = {}
+    for name, value in _with_joined_experts(load_file(checkpoint / "model.safetensors")).items():
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        own, array = _converted(name, value, config)
+        is_end = own in ("token_embd.weight", "output.weight")
+        is_finer = is_end or (kind in ENDS and own.endswith(FINER))
+        finer = ENDS.get(kind, Q8_0) if kind in QUANTISE else kind
+        is_plain = array.ndim == 1 or own.endswith("ffn_gate_inp.weight")
+        own_kind = F32 if is_plain else finer if is_finer else kind
+        stored[own] = (own_kind, array.shape, _bytes(array, own_kind))
+    for name, value in (tensors or {}).items():
+        stored[name] = (F32, value.shape, _bytes(value, F32))
+    write_file(path, told, stored)
+    return path
+
+
+def write_file(
+    path: Path, metadata: dict[str, Any], tensors: dict[str, tuple[int, tuple[int, ...], bytes]]
+) -> None:
+    """Write metadata, and tensors as (type, shape, bytes), in GGUF's version 3."""
+    head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        head += [_text(key), _value(value)]
+    offset = 0
+    for name, (kind, shape, data) in tensors.items():
+        head += [_text(name), struct.pack("<I", len(shape))]
+        head += [struct.pack("<Q", size) for size in reversed(shape)]
+        head.append(struct.pack("<IQ", kind, offset))
+        offset += len(data) + -len(data) % ALIGNMENT
+    start = b"".join(head)
+    with path.open("wb") as file:
+        file.write(start + b"\0" * (-len(start) % ALIGNMENT))
+        for _, _, data in tensors.values():
+            file.write(data + b"\0" * (-len(data) % ALIGNMENT))
+
+
+def _with_joined_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the tensors with the weights of a layer's experts in one, [experts, …]."""
+    joined: dict[str, Any] = {}
+    for name, value in tensors.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\d+)(\..*)", name)
+        if match is None:
+            joined[name] = value
+        else:
+            joined.setdefault(match[1] + match[3], {})[int(match[2])] = value
+    return {
+        name: np.stack([value[i] for i in range(len(value))]) if isinstance(value, dict) else value
+        for name, value in joined.items()
+    }
+
+
+def _converted(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
+    """Return llama.cpp's name and numbers of a tensor."""
+    kind = config["model_type"]
+    array = value.astype(np.float32)
+    if kind.startswith("gemma") and "norm" in name:
+        array = array + 1
+    if name in OUTSIDE:
+        return OUTSIDE[name], array
+    _, _, layer, rest = name.split(".", 3)
+    module, _, attribute = rest.rpartition(".")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    count = heads.get(module.rpartition(".")[2])
+    if count and kind in ("llama", "granite"):
+        halves = array.reshape(count, 2, len(array) // count // 2, *array.shape[1:])
+        array = halves.swapaxes(1, 2).reshape(array.shape)
+    if module == "post_attention_layernorm":
+        has_four = kind in ("gemma2", "gemma3_text", "olmo2")
+        module = "post_attention_norm" if has_four else "ffn_norm"
+    return f"blk.{layer}.{MODULES.get(module, module)}.{attribute}", array
+
+
+def _vocabulary(checkpoint: Path, config: dict[str, Any]) -> dict[str, Any]:
+    model = json.loads((checkpoint / "tokenizer.json").read_text("utf-8"))["model"]
+    by_id = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    by_id += [f"[PAD{i}]" for i in range(len(by_id), config["vocab_size"])]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": by_id,
+        "tokenizer.ggml.token_type": [3] + [1] * (len(by_id) - 1),
+        "tokenizer.ggml.merges": [
+            pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]
+        ],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+
+
+def _bytes(array: np.ndarray, kind: int) -> bytes:
+    if kind in QUANTISE:
+        return QUANTISE[kind](array)
+    return np.ascontiguousarray(array, "<f2" if kind == F16 else "<f4").tobytes()
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    """Return a value of the metadata with its type before it."""
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    items = [_value(item) for item in value]
+    return (
+        struct.pack("<I", 9)
+        + items[0][:4]
+        + struct.pack("<Q", len(items))
+        + b"".join(item[4:] for item in items)
+    )

@@ -1,0 +1,369 @@
+"""Drafts in the core (D27): how rows are widened, verified and committed, and how many they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from engine.core.common.events import StepDone
+from engine.core.common.steps import FailureKind
+from engine.core.common.types import EndReason
+from engine.core.text.drafts import TRY_EVERY, Drafting, StepCosts
+from engine.core.text.plan import DRAFTED_TOKENS_MAX, DRAFTING_STEP_MAX
+from engine.core.text.types import Sampling, Tokens
+from engine.errors import EngineBug
+from engine.worker.fakes.text import FakeRunner, FakeScript, digest_after
+from tests.support.core_driver import Driver, expected_tokens, make_request
+from tools.simulator.drafters import drafter, right_draft
+
+
+def always_right(tokens, seed, choice):
+    return right_draft(tokens, seed, choice, DRAFTED_TOKENS_MAX)
+
+
+def drafting(draft=always_right, *, script=None, **config):
+    """Return a driver whose worker offers drafts."""
+    config = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, **config}
+    runner = FakeRunner(
+        num_blocks=config["num_blocks"],
+        block_size=config["block_size"],
+        max_model_len=config["max_model_len"],
+        script=script or FakeScript(draft=draft),
+    )
+    return Driver(runner=runner, **config)
+
+
+def finish(driver):
+    """Run to the end, and check tokens and blocks."""
+    steps = driver.run()
+    driver.check_tokens()
+    driver.scheduler.check()
+    assert driver.scheduler.statistics().free_blocks == driver.config.num_blocks
+    return steps
+
+
+def test_right_drafts_save_steps_and_change_no_token():
+    driver = drafting()
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    assert finish(driver) < 12
+    assert driver.tokens["a", 0] == expected_tokens(range(1, 6), count=40)
+    usage = driver.finished["a", 0].usage
+    assert usage.drafted_tokens == usage.accepted_tokens >= 28
+
+
+def test_wrong_drafts_change_no_token_and_are_given_up():
+    driver = drafting(drafter(0.0))
+    driver.submit(make_request("a", range(1, 6), max_tokens=100))
+    assert finish(driver) == 100
+    usage = driver.finished["a", 0].usage
+    assert usage.accepted_tokens == 0
+    assert usage.drafted_tokens < 40
+    counts = driver.scheduler.statistics().drafts
+    assert (counts.drafted, counts.accepted) == (usage.drafted_tokens, 0)
+
+
+def test_each_row_is_one_message_whatever_it_accepts():
+    driver = drafting()
+    driver.submit(make_request("a", range(1, 6), max_tokens=40), buffer=3)
+    finish(driver)
+    sizes = [len(event.token_ids) for event in driver.log if isinstance(event, Tokens)]
+    assert sum(sizes) == 40
+    assert max(sizes) > 5
+    by_position = driver.scheduler.statistics().drafts.by_position
+    assert sum(by_position) == sum(size - 1 for size in sizes)
+    assert list(by_position) == sorted(by_position, reverse=True)
+
+
+def test_a_draft_never_goes_beyond_the_last_token():
+    driver = drafting()
+    driver.submit(make_request("a", range(1, 6), max_tokens=3))
+    plans = []
+    while (plan := driver.begin_step()) is not None:
+        plans.append(plan)
+        driver.end_step()
+    assert [plan.num_drafts for plan in plans] == [0, 1]
+    driver.check_tokens()
+
+
+def test_a_stop_inside_a_draft_drops_what_is_behind_it():
+    wanted = expected_tokens(range(1, 6), count=40)
+    last = 0
+    for token in [*range(1, 6), *wanted[:20]]:
+        last = digest_after(last, token)
+    script = FakeScript(draft=always_right, eos_at=lambda digest: digest == last)
+    driver = drafting(script=script)
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    driver.run()
+    driver.check_tokens()
+    assert driver.tokens["a", 0][:-1] == wanted[:20]
+    assert driver.finished["a", 0].reason is EndReason.STOP
+    assert driver.finished["a", 0].usage.completion_tokens == 21
+
+
+def test_a_full_step_drafts_nothing():
+    driver = drafting(num_blocks=200)
+    for index in range(DRAFTING_STEP_MAX):
+        driver.submit(make_request(str(index), [index + 1, 2], max_tokens=10))
+    finish(driver)
+    assert driver.scheduler.statistics().drafts.rows == 0
+
+
+def test_a_step_samples_no_more_positions_than_it_may():
+    driver = drafting(num_blocks=200)
+    for index in range(5):
+        driver.submit(make_request(str(index), [index + 1, 2], max_tokens=30))
+    most = 0
+    while (plan := driver.begin_step()) is not None:
+        assert plan.num_drafts == 0 or len(plan.rows) + plan.num_drafts <= DRAFTING_STEP_MAX
+        most = max(most, len(plan.rows) + plan.num_drafts)
+        driver.end_step()
+    assert most == DRAFTING_STEP_MAX
+    driver.check_tokens()
+
+
+def test_drafts_stay_inside_the_steps_budget():
+    driver = drafting(max_num_batched_tokens=6, max_num_seqs=4)
+    for name in "abc":
+        driver.submit(make_request(name, range(1, 20), max_tokens=20))
+    while (plan := driver.begin_step()) is not None:
+        assert plan.num_tokens <= 6
+        driver.end_step()
+    driver.check_tokens()
+    assert driver.scheduler.statistics().drafts.rows > 0
+
+
+def test_drafts_take_only_blocks_that_are_free():
+    """Two sequences that just fit are not preempted for the drafts of one of them."""
+    driver = drafting(num_blocks=16, max_model_len=64)
+    for name in "ab":
+        driver.submit(make_request(name, range(1, 9), max_tokens=24))
+    finish(driver)
+    assert driver.scheduler.statistics().preemptions == 0
+    assert driver.scheduler.statistics().drafts.rows > 0
+
+
+def run_in_small_pool(draft, *, block_size, num_blocks, prompt, max_tokens):
+    """Run three requests in a small pool, and return how many steps and preemptions it took."""
+    most = min(128, num_blocks * block_size)
+    driver = drafting(draft, num_blocks=num_blocks, block_size=block_size, max_model_len=most)
+    for index, name in enumerate("abc"):
+        tokens = range(ord(name), ord(name) + prompt + index)
+        driver.submit(make_request(name, tokens, max_tokens=max_tokens))
+    return finish(driver), driver.scheduler.statistics().preemptions
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 16])
+@pytest.mark.parametrize("prompt", [4, 7, 9])
+@pytest.mark.parametrize("max_tokens", [8, 14, 24])
+def test_drafts_that_are_wrong_take_no_blocks_from_others(block_size, prompt, max_tokens):
+    """In pools from one sequence's size on, as many steps and preemptions as without drafts."""
+    least = -(-(prompt + 2 + max_tokens) // block_size)
+    for num_blocks in range(least, 3 * least + 1):
+        pool = {"block_size": block_size, "num_blocks": num_blocks}
+        work = {"prompt": prompt, "max_tokens": max_tokens}
+        plain = run_in_small_pool(None, **pool, **work)
+        assert run_in_small_pool(drafter(0.0, seed=3), **pool, **work) == plain, pool
+
+
+@pytest.mark.parametrize("num_blocks", range(8, 25))
+def test_preempted_sequences_that_draft_keep_their_tokens(num_blocks):
+    driver = drafting(drafter(0.7), num_blocks=num_blocks, max_model_len=32)
+    for name in "abc":
+        driver.submit(make_request(name, [*range(1, 7), ord(name)], max_tokens=24))
+    finish(driver)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_choices_that_fork_draft_for_themselves(n):
+    driver = drafting(drafter(0.8))
+    sampling = Sampling(seed=7)
+    driver.submit(make_request("a", range(1, 8), max_tokens=30, n=n, sampling=sampling))
+    finish(driver)
+    assert all(driver.finished["a", choice].usage.accepted_tokens for choice in range(n))
+
+
+def test_a_parked_sequence_that_drafts_goes_on():
+    driver = drafting(drafter(0.8))
+    driver.submit(make_request("a", range(1, 8), max_tokens=40), buffer=1)
+    while driver.step(read=False) or driver.unread["a"]:
+        driver.read("a")
+    driver.check_tokens()
+    assert driver.finished["a", 0].usage.accepted_tokens
+
+
+def test_blocks_that_drafts_complete_are_found_by_later_requests():
+    driver = drafting()
+    driver.submit(make_request("a", range(1, 6), max_tokens=30))
+    driver.run()
+    whole = [*range(1, 6), *driver.tokens["a", 0]]
+    driver.submit(make_request("b", whole, max_tokens=4))
+    driver.run()
+    driver.check_tokens()
+    # All but the last token are computed, and the last full block of those is cached.
+    assert driver.finished["b", 0].usage.cached_tokens == (len(whole) - 1) // 4 * 4
+
+
+def test_a_failed_step_runs_again_without_its_drafts():
+    failures = []
+
+    def fault(plan):
+        if plan.num_drafts and len(failures) < 2:
+            failures.append(plan)
+            return RuntimeError("drafts")
+        return None
+
+    driver = drafting(script=FakeScript(draft=always_right, plan_fault=fault))
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    finish(driver)
+    assert len(failures) == 2
+    assert driver.finished["a", 0].reason is EndReason.LENGTH
+
+
+def test_rows_of_a_step_that_lacked_memory_do_not_draft():
+    kinds = []
+
+    def fault(plan):
+        if plan.num_drafts and not kinds:
+            kinds.append(FailureKind.OUT_OF_MEMORY)
+            return MemoryError("drafts")
+        return None
+
+    driver = drafting(script=FakeScript(draft=always_right, plan_fault=fault))
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    finish(driver)
+    assert kinds
+
+
+def test_a_request_that_wants_no_drafts_gets_none():
+    driver = drafting()
+    driver.submit(make_request("a", range(1, 6), max_tokens=10, speculates=False))
+    assert finish(driver) == 10
+    assert driver.finished["a", 0].usage.drafted_tokens == 0
+
+
+def test_the_step_after_a_draft_is_not_prepared_and_the_others_are():
+    driver = drafting(lambda tokens, seed, choice: [1] if len(tokens) % 3 else [])
+    driver.submit(make_request("a", range(1, 6), max_tokens=12))
+    kinds = set()
+    while (plan := driver.begin_step()) is not None:
+        kinds.add((plan.num_drafts > 0, driver.scheduler._prepared is not None))
+        driver.end_step()
+    assert (True, True) not in kinds
+    assert (False, True) in kinds
+    driver.check_tokens()
+
+
+@pytest.mark.parametrize("draft", [always_right, None])
+def test_more_tokens_than_were_drafted_are_a_bug(draft):
+    driver = drafting(draft)
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    driver.step()
+    plan = driver.begin_step()
+    result = driver.runner.execute(plan)
+    [row] = result.rows
+    wrong = replace(result, rows=(row._replace(tokens=row.tokens * 40),))
+    with pytest.raises(EngineBug) as caught:
+        driver.scheduler.apply(StepDone(wrong), driver.now)
+    assert "tokens for" in caught.value.log_detail
+
+
+def test_explain_says_what_was_drafted_and_accepted():
+    driver = drafting()
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    for _ in range(3):
+        driver.step()
+    explained = driver.scheduler.explain("a", driver.now)
+    assert explained.drafted_tokens == explained.accepted_tokens > 0
+
+
+# ---- the length of a draft
+
+
+def fed(share, *, rounds=60):
+    """Return a `Drafting` after drafts whose tokens were all right (1) or all wrong (0)."""
+    one = Drafting()
+    for _ in range(rounds):
+        one.note(4, 4 * share)
+    return one
+
+
+def test_a_draft_is_as_long_as_its_tokens_are_right():
+    costs = StepCosts()
+    assert fed(1).length(DRAFTED_TOKENS_MAX, costs) == DRAFTED_TOKENS_MAX
+    assert fed(0).length(DRAFTED_TOKENS_MAX, costs) == 0
+    one = Drafting()
+    lengths = []
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        one.share = share
+        lengths.append(one.length(DRAFTED_TOKENS_MAX, costs))
+    assert lengths == sorted(lengths)
+    assert lengths[0] >= 1
+
+
+def test_drafts_that_never_pay_are_tried_now_and_then():
+    one = fed(0)
+    tried = [one.length(8, StepCosts()) for _ in range(10 * TRY_EVERY)]
+    assert sum(tried) == 10
+
+
+def test_a_text_that_begins_to_repeat_itself_is_drafted_again():
+    one = fed(0)
+    for _ in range(20 * TRY_EVERY):
+        if count := one.length(8, StepCosts()):
+            one.note(count, count)
+    assert one.length(8, StepCosts()) >= 7
+
+
+# ---- what drafts cost
+
+
+def measured(ratio, *, num_drafts=1):
+    """Return the costs after steps whose drafts made them ``ratio`` times as long."""
+    costs = StepCosts()
+    for _ in range(80):
+        costs.note(1, 0, 0.01)
+        costs.note(1, num_drafts, 0.01 * ratio)
+    return costs
+
+
+def test_where_drafts_take_long_a_sequence_drafts_less():
+    one = Drafting()
+    one.share = 0.4
+    assert one.length(1, StepCosts()) == one.length(1, measured(1.3)) == 1
+    assert one.length(1, measured(1.5)) == 0
+
+
+def test_a_single_slow_step_changes_the_costs_little():
+    costs = measured(1.1)
+    before = costs.ratio(1)
+    costs.note(1, 1, 100.0)
+    assert before == pytest.approx(1.1)
+    assert costs.ratio(1) > before
+    assert costs.ratio(1) < 1.04 * before
+
+
+def test_costs_are_kept_by_the_number_of_drafts_and_never_below_one():
+    costs = measured(1.6, num_drafts=9)
+    assert costs.ratio(15) == pytest.approx(1.6)
+    assert costs.ratio(1) == StepCosts().ratio(1)
+    assert measured(0.5).ratio(1) == 1.0
+
+
+def test_sequences_that_do_not_draft_count_in_what_drafts_gain():
+    """A step with a few tokens more is not worth it if most rows gain nothing."""
+    one = Drafting()
+    one.share = 0.6
+    assert one.length(1, measured(1.2)) == 1
+    assert one.length(1, measured(1.2), 0, 6) == 0
+
+
+def test_steps_with_drafts_do_not_count_as_the_pace_of_decodes():
+    """Otherwise prompts would get more of a step, the longer its drafts take."""
+    driver = drafting(inter_token_target_s=0.1)
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    while (plan := driver.begin_step()) is not None:
+        driver.now += 1.0 if plan.num_drafts else 0.01
+        driver.end_step()
+    assert driver.scheduler.statistics().drafts.rows > 0
+    assert max(driver.scheduler._pace._decode_s) < 0.5

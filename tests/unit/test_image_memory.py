@@ -1,0 +1,72 @@
+"""Requests with images get memory in their order, and give it back however they end."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from engine.requests.image_memory import ImageMemory
+
+
+class Asker:
+    """A request that asks for memory, in a task of its own."""
+
+    def __init__(self, memory, num_bytes):
+        self.memory, self.num_bytes = memory, num_bytes
+        self.held, self.scope = ExitStack(), trio.CancelScope()
+        self.has_it = False
+
+    async def run(self):
+        with self.scope:
+            await self.memory.take(self.num_bytes, self.held)
+            self.has_it = True
+
+
+@pytest.fixture
+async def ask(nursery):
+    memory = ImageMemory(100)
+
+    async def asking(num_bytes):
+        asker = Asker(memory, num_bytes)
+        nursery.start_soon(asker.run)
+        await wait_all_tasks_blocked()
+        return asker
+
+    return asking
+
+
+async def test_a_request_may_have_a_quarter():
+    assert ImageMemory(100).request_bytes_max == 25
+
+
+async def test_requests_get_memory_in_the_order_in_which_they_ask(ask):
+    first, second, third = await ask(60), await ask(50), await ask(10)
+    assert [one.has_it for one in (first, second, third)] == [True, False, False]
+    first.held.close()
+    await wait_all_tasks_blocked()
+    assert second.has_it
+    assert third.has_it
+    assert first.memory.num_bytes == 60
+
+
+async def test_one_that_leaves_the_queue_lets_the_next_one_in_and_holds_nothing(ask):
+    first, second, third = await ask(60), await ask(50), await ask(40)
+    second.scope.cancel()
+    await wait_all_tasks_blocked()
+    assert third.has_it
+    assert not second.has_it
+    for one in (first, second, third):
+        one.held.close()
+    assert first.memory.num_bytes == 0
+
+
+async def test_one_that_is_cancelled_as_it_gets_memory_gives_it_back(ask):
+    first, second = await ask(60), await ask(50)
+    second.scope.cancel()
+    first.held.close()  # grants the second's, whose task has not run since
+    await wait_all_tasks_blocked()
+    assert not second.has_it
+    assert second.memory.num_bytes == 0

@@ -1,0 +1,251 @@
+"""Measures what drafts gain and cost: tokens per second with them, against without, in one process.
+
+Two engines of one model take turns, one with `--speculation off`. On q05, whose random weights
+repeat nothing, a drafter of the bench replays the output that the engine without drafts gave, with
+a drawn acceptance; so the figures show the engine, and not the luck of a text. On the story model
+the look-up itself drafts, over prompts that repeat themselves, answers in a JSON schema, and plain
+stories. Both engines give the same tokens, which is checked where a request runs alone.
+
+The last row compares unseeded answers with and without drafts by a chi-squared test over their
+first tokens that may be drafted: the share of the statistic's critical value at one in a thousand.
+
+`BENCH_ONLY` is a regular expression that selects rows by name.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from engine.api.blocking import open_engine
+from engine.config import EngineConfig, ModelConfig
+from engine.core.common.events import Finished
+from engine.core.text.types import Constraint, Tokens
+from engine.requests.text_values import GenerateRequest, SamplingParams
+from engine.worker import sequences
+from tools.bench.checkpoints import checkpoint
+from tools.bench.frame import Row, repeat_in_turn, row_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from engine.api.blocking import Engine
+
+MEASURES = (
+    "engine/core/text",
+    "engine/worker/drafting",
+    "engine/worker/sequences.py",
+    "engine/worker/text_runner.py",
+    "engine/kernels",
+)
+
+THREADS = 2
+STEPS = 96  # tokens of each stream on q05
+ACCEPTANCES = (0.0, 0.5, 0.8, 1.0)
+BARS = {(1, 0.0): 0.97, (1, 0.8): 1.6, (32, 0.0): 0.98, (32, 0.8): 0.98}  # by batch and acceptance
+BAR_REPETITIVE, BAR_JSON, BAR_PLAIN = 1.3, 1.3, 0.97
+STORY_TOKENS = 200
+SAMPLES = 1200  # unseeded answers of each engine
+AT_ONCE = 4  # of them; few enough to be drafted
+CRITICAL = {  # of chi-squared at 0.001, by degrees of freedom
+    **{1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88},
+    **{10: 29.59, 11: 31.26, 12: 32.91, 13: 34.53, 14: 36.12, 15: 37.70, 16: 39.25, 17: 40.79},
+    **{18: 42.31, 19: 43.82, 20: 45.31, 21: 46.80, 22: 48.27, 23: 49.73, 24: 51.18, 25: 52.62},
+}
+SCHEMA = (
+    '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, '
+    '"favourite_colour": {"enum": ["red", "green", "blue"]}, "age_in_years": {"type": "integer", '
+    '"maximum": 99, "minimum": 1}, "has_a_dog": {"type": "boolean"}}, "required": ["name", '
+    '"favourite_colour", "age_in_years", "has_a_dog"], "additionalProperties": false}'
+)
+REPETITIVE = (
+    "one two three four five. " * 20,
+    "red ball, blue ball, green ball. " * 14,
+    "Tom ran and ran and ran. " * 16,
+)
+PLAIN = (
+    "Once upon a time there was a small boat.",
+    "Lily had a secret.",
+    "One day a dog found a bone in the park.",
+)
+JSON = ("A girl in the park:", "The old man:", "My friend:")
+
+
+class Replaying:
+    """A drafter in place of `LookUp`. It knows the right outputs, by their prompts; each token of
+    its drafts is right with the probability ``acceptance``."""
+
+    acceptance = 0.0
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # noqa: RUF012 - one bench runs at a time
+    random = random.Random(1)
+
+    def draft(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
+        """Return what follows, with errors."""
+        whole = self.known.get(tuple(tokens[:PROMPT_TOKENS]), ())
+        right = whole[len(tokens) : len(tokens) + most]
+        draws = self.random
+        return [t if draws.random() < self.acceptance else (t + 1) % 1000 for t in right]
+
+
+PROMPT_TOKENS = 128
+
+
+def ask(engine: Engine, requests: Sequence[GenerateRequest]) -> tuple[float, list[list[int]], int]:
+    """Let all requests run at once. Return their tokens per second, from the first delivery on,
+    their tokens, and how many of these were drafted."""
+    streams = [engine.generate(request) for request in requests]
+    found: list[list[int]] = [[] for _ in streams]
+    begun, accepted = 0.0, 0
+    for index, stream in enumerate(streams):
+        for event in stream:
+            if isinstance(event, Tokens):
+                begun = begun or time.perf_counter()
+                found[index] += event.token_ids
+            elif isinstance(event, Finished):
+                accepted += event.usage.accepted_tokens
+    seconds = time.perf_counter() - begun
+    return (sum(map(len, found)) - len(found)) / seconds, found, accepted
+
+
+def config_of(model: str, speculation: str, **fields: Any) -> EngineConfig:
+    """Return the config of an engine with one model."""
+    one = ModelConfig(model, threads=THREADS, speculation=speculation)
+    return EngineConfig(models=(one,), prefix_cache=False, check_level=0, **fields)
+
+
+@contextmanager
+def both(model: str, drafter: type | None = None, **fields: Any) -> Iterator[list[Engine]]:
+    """Run an engine without drafts, and one with them, by ``drafter`` if one is given."""
+    look_up = sequences.LookUp
+    with ExitStack() as stack:
+        engines = [stack.enter_context(open_engine(config_of(model, "off", **fields)))]
+        sequences.LookUp = drafter or look_up  # type: ignore[misc,assignment]
+        stack.callback(setattr, sequences, "LookUp", look_up)
+        engines.append(stack.enter_context(open_engine(config_of(model, "lookup", **fields))))
+        yield engines
+
+
+def compare(
+    name: str, engines: Sequence[Engine], requests: Sequence[GenerateRequest], bar: float | None
+) -> list[Row]:
+    """Return the rows of tokens per second with drafts, and of their ratio to those without."""
+    accepted: list[int] = []
+
+    def measure(engine: Engine) -> tuple[float, list[list[int]]]:
+        rate, found, count = ask(engine, requests)
+        accepted.append(count)
+        return rate, found
+
+    off, on = repeat_in_turn([partial(measure, engine) for engine in engines])
+    # In bfloat16, what a step computes beside a prompt may flip a near-tie of its tokens (D10).
+    is_alone = len(requests) == 1
+    if is_alone and any(mine[1] != theirs[1] for mine, theirs in zip(on, off, strict=True)):
+        raise SystemExit(f"{name}: the tokens with drafts differ")
+    ratios = [mine[0] / theirs[0] for mine, theirs in zip(on, off, strict=True)]
+    tokens = sum(map(len, on[-1][1]))
+    note = f"{accepted[-1] / tokens:.0%} of the tokens were drafted"
+    rates = [rate for rate, _ in on]
+    return [
+        row_of(f"{name}: with drafts", rates, "tokens/s", better="higher", note=note),
+        row_of(f"{name}: against without", ratios, "×", bar=bar, better="higher"),
+    ]
+
+
+def replayed(wanted: re.Pattern[str]) -> Iterator[Row]:
+    """Yield the rows of q05 with the replaying drafter."""
+    names = {
+        (batch, acceptance): f"q05 B={batch}, acceptance {acceptance:g}"
+        for batch in (1, 8, 32)
+        for acceptance in ACCEPTANCES
+        if batch == 1 or acceptance in (0.0, 0.8)
+    }
+    if not any(map(wanted.search, names.values())):
+        return
+    rng = random.Random(4)
+    prompts = [tuple(rng.randrange(1000) for _ in range(PROMPT_TOKENS)) for _ in range(32)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    requests = [GenerateRequest(token_ids=prompt, sampling=sampling) for prompt in prompts]
+    model = str(checkpoint("q05"))
+    with both(model, Replaying, max_model_len=512, kv_cache_memory=512 << 20) as engines:
+        for (batch, acceptance), name in names.items():
+            if not wanted.search(name):
+                continue
+            _, found, _ = ask(engines[0], requests[:batch])
+            Replaying.acceptance = acceptance
+            Replaying.known = {
+                prompt: (*prompt, *tokens) for prompt, tokens in zip(prompts, found, strict=False)
+            }
+            yield from compare(name, engines, requests[:batch], BARS.get((batch, acceptance)))
+
+
+def looked_up(wanted: re.Pattern[str]) -> Iterator[Row]:
+    """Yield the rows of the story model, one stream at a time."""
+    greedy = {"temperature": 0.0, "max_tokens": STORY_TOKENS, "ignore_eos": True}
+    drawn = {"temperature": 0.8, "seed": 5, "max_tokens": STORY_TOKENS}
+    form = Constraint("json_schema", SCHEMA)
+    cases: list[tuple[str, Sequence[str], dict[str, Any], Constraint | None, float]] = [
+        ("stories, repetitive prompts", REPETITIVE, greedy, None, BAR_REPETITIVE),
+        ("stories, JSON by schema", JSON, drawn, form, BAR_JSON),
+        ("stories, plain", PLAIN, drawn | {"ignore_eos": True}, None, BAR_PLAIN),
+    ]
+    with both("demo-stories") as engines:
+        for name, prompts, sampling, constraint, bar in cases:
+            if not wanted.search(name):
+                continue
+            requests = [
+                GenerateRequest(
+                    text=text, sampling=SamplingParams(**sampling), constraint=constraint
+                )
+                for text in prompts
+            ]
+            rows = list(chain(*[compare(f"{name} {index + 1}", engines, [one], None)
+                                for index, one in enumerate(requests)]))  # fmt: skip
+            yield from rows
+            ratios = [row.value or 0.0 for row in rows[1::2]]
+            yield row_of(f"{name}: all", ratios, "×", bar=bar, better="higher")
+
+
+def distribution(wanted: re.Pattern[str]) -> Iterator[Row]:
+    """Yield the row of the chi-squared test."""
+    name = "unseeded: chi-squared against its critical value"
+    if not wanted.search(name):
+        return
+    sampling = SamplingParams(temperature=1.0, top_k=12, max_tokens=8, ignore_eos=True)
+    request = GenerateRequest(text=REPETITIVE[0], sampling=sampling)
+    with both("demo-stories") as engines:
+        counts = []
+        drafted = 0
+        for engine in engines:
+            found = Counter[tuple[int, ...]]()
+            for _ in range(SAMPLES // AT_ONCE):
+                _, tokens, accepted = ask(engine, [request] * AT_ONCE)
+                found.update(tuple(one[1:4]) for one in tokens)
+                drafted += accepted
+            counts.append(found)
+    yield Row(name, chi_squared(*counts), "of the bar", 1.0, n=SAMPLES,
+              note=f"{drafted} drafted tokens were accepted")  # fmt: skip
+
+
+def chi_squared(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) -> float:
+    """Return the statistic of two samples of equal size, divided by its critical value. Outcomes
+    beyond the 25 commonest count as one."""
+    common = [outcome for outcome, _ in (one + other).most_common(25)]
+    pairs = [(one[outcome], other[outcome]) for outcome in common]
+    rest = tuple(sum(counts.values()) - sum(pair[side] for pair in pairs)
+                 for side, counts in enumerate((one, other)))  # fmt: skip
+    pairs = [pair for pair in (*pairs, rest) if sum(pair) >= 10]
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in pairs)
+    return statistic / CRITICAL[max(1, min(25, len(pairs) - 1))]
+
+
+def run() -> list[Row]:
+    """Return the bench's rows."""
+    wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
+    return [*looked_up(wanted), *distribution(wanted), *replayed(wanted)]

@@ -1,0 +1,110 @@
+"""Adapters in a simulated world: clients ask for them, while the operator loads, replaces and
+unloads them.
+
+All are drawn from numbers of their own, so that worlds without them stay the same.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from engine.config import AdapterConfig
+from engine.requests.text_values import GenerateRequest
+from tools.simulator.clients import MODEL
+
+if TYPE_CHECKING:
+    from engine.api.engine import Engine
+    from engine.config import EngineConfig
+    from tools.simulator.clients import Client
+
+FAULT = "adapters"
+SHARE = 0.3  # of worlds
+ASK_SHARE = 0.4  # of such a world's requests, among those that name no model
+NAMES = (f"{MODEL}:sql", f"{MODEL}:tales")
+ALIAS = "database"  # of the first
+CONTENTS = ("a", "b", "c")  # of directories of the same names
+MAY_END = {"MODEL_NOT_FOUND", "ABORTED"}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the operator does at an instant: loads a name from a directory, or with "" unloads it,
+    whose requests have ``drain_s`` to finish."""
+
+    at_s: float
+    name: str
+    directory: str
+    drain_s: float
+
+
+@dataclass
+class Names:
+    """Which contents each name has stood for, and since when."""
+
+    since: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
+
+    def note(self, engine: Engine, now: float) -> None:
+        """Take note of what the names stand for now."""
+        for status in engine.list_models():
+            for name in (status.name, *status.aliases) if status.base else ():
+                known = self.since.setdefault(name, [])
+                digest = status.adapter_digest
+                if digest and (not known or known[-1][1] != digest):
+                    known.append((now, digest))
+
+    def digests(self, name: str, begin: float, end: float) -> set[str]:
+        """Return the digests that a name may have stood for between two instants."""
+        known = self.since.get(name, [])
+        before = [digest for at, digest in known if at < begin][-1:]
+        return {*before, *(digest for at, digest in known if begin <= at <= end)}
+
+
+def is_drawn(seed: int) -> bool:
+    """Return whether the world of this seed has adapters."""
+    return random.Random(f"adapters {seed}").random() < SHARE
+
+
+def add(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with an adapter that is loaded with its base."""
+    own = AdapterConfig(NAMES[0].partition(":")[2], CONTENTS[0], (ALIAS,))
+    models = tuple(
+        replace(model, adapters=(own,)) if model.name == MODEL else model for model in config.models
+    )
+    return replace(config, models=models)
+
+
+def ask(seed: int, clients: tuple[Client, ...]) -> tuple[Client, ...]:
+    """Let some clients use adapters. Clients that continue a stream stay with the base: whoever
+    continues a stream under a name that now stands for another content gets that content's."""
+    rng = random.Random(f"adapted {seed}")
+    found = []
+    for client in clients:
+        request, chosen = client.request, rng.choice([*NAMES, ALIAS])
+        is_free = isinstance(request, GenerateRequest) and not request.model
+        is_cut = client.cuts is not None or getattr(request, "continuation", None) is not None
+        if is_free and not is_cut and not client.must_fail and rng.random() < ASK_SHARE:
+            asked = replace(request, model=chosen, check=False)  # type: ignore[type-var]
+            client = replace(client, request=asked, may_end=client.may_end | MAY_END)
+        found.append(client)
+    return tuple(found)
+
+
+def operations(seed: int, duration: float) -> tuple[Operation, ...]:
+    """Draw what the operator does."""
+    rng = random.Random(f"operated {seed}")
+    return tuple(
+        Operation(
+            rng.uniform(0, duration),
+            rng.choice(NAMES),
+            rng.choice([*CONTENTS, *CONTENTS, "", "nowhere"]),
+            rng.choice([0.0, 1.0, 100.0]),
+        )
+        for _ in range(rng.randint(3, 12))
+    )
+
+
+def scripted() -> dict[str, str]:
+    """Return the content of each directory."""
+    return {name: name for name in CONTENTS}
