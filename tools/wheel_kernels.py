@@ -25,8 +25,6 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SWITCH = "TRIOLET_WHEEL_KERNELS"
-COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-w")  # as in `native.FLAGS`
 TAG = "py3-none-linux_x86_64"
 
 
@@ -43,18 +41,19 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
             raise SystemExit(f"{SWITCH} builds a wheel for x86-64 Linux, which this machine is not")
-        compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-        if compiler is None:
-            raise SystemExit(f"{SWITCH} needs a C++ compiler ({', '.join(COMPILERS)})")
         sources = Path(self.root) / "engine" / "kernels"
-        variants = Path(self.root) / "engine" / "worker" / "forward" / "variants.py"
+        variants = runpy.run_path(
+            str(Path(self.root) / "engine" / "worker" / "forward" / "variants.py")
+        )
+        compilers = variants["COMPILERS"]
+        compiler = next(filter(None, map(shutil.which, compilers)), None)
+        if compiler is None:
+            raise SystemExit(f"{SWITCH} needs a C++ compiler ({', '.join(compilers)})")
         self._directory = tempfile.TemporaryDirectory()
-        built = {
-            one: Path(self._directory.name) / f"{one.name}.so"
-            for one in runpy.run_path(str(variants))["VARIANTS"]
-        }
+        built = {one: Path(self._directory.name) / f"{one.name}.so" for one in variants["VARIANTS"]}
+        common = [compiler, *variants["FLAGS"], str(sources / "triolet.cpp")]
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(lambda one: _compile(compiler, sources, one, built[one]), built))
+            list(threads.map(lambda one: _compile(common, one, built[one]), built))
         for one, path in built.items():
             build_data["force_include"][str(path)] = f"engine/kernels/{one.file}"
         build_data["pure_python"], build_data["tag"] = False, TAG
@@ -66,8 +65,8 @@ class KernelsHook(BuildHookInterface):  # type: ignore[type-arg]
             directory.cleanup()
 
 
-def _compile(compiler: str, sources: Path, variant: Any, path: Path) -> None:
-    argv = [compiler, *FLAGS, *variant.flags, "-o", str(path), str(sources / "triolet.cpp")]
+def _compile(common: list[str], variant: Any, path: Path) -> None:
+    argv = [*common, *variant.flags, "-o", str(path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{compiler} could not compile {variant.name}:\n{done.stderr}")
+        raise SystemExit(f"{common[0]} could not compile {variant.name}:\n{done.stderr}")

@@ -275,7 +275,7 @@ class Supervisor:
             try:
                 await self._serve_once(request, stream)
             except WorkerLost as error:  # the replica died before the request was in its queue
-                if stream.phase == "load":  # it died while it loaded, and so would the next one
+                if stream.phase == "load":  # no replica has the request: the model's load failed
                     raise
                 stream.lose_replica(error, has_begun=False)
             except ShuttingDown:  # so a runner answers that was closed after its worker's death

@@ -68,8 +68,7 @@ def _load(args: argparse.Namespace, client: Client) -> None:
 
 def _unload(args: argparse.Namespace, client: Client) -> None:
     request = messages.UnloadModelRequest(model=args.name)
-    if (drain_s := getattr(args, "drain", None)) is not None:
-        request.drain.FromMicroseconds(int(drain_s * 1e6))
+    _set_drain(request, args)
     answer = client.models.unload_model(request, timeout=args.timeout)
     if args.json:
         print_json(answer)
@@ -92,13 +91,21 @@ def _load_adapter(args: argparse.Namespace, client: Client) -> None:
 
 def _unload_adapter(args: argparse.Namespace, client: Client) -> None:
     request = messages.UnloadAdapterRequest(model=args.name)
-    if (drain_s := getattr(args, "drain", None)) is not None:
-        request.drain.FromMicroseconds(int(drain_s * 1e6))
+    _set_drain(request, args)
     answer = client.models.unload_adapter(request, timeout=args.timeout)
     if args.json:
         print_json(answer)
     else:
         print(f"{args.name} is unloaded and no model any more")
+
+
+def _set_drain(
+    request: messages.UnloadModelRequest | messages.UnloadAdapterRequest, args: argparse.Namespace
+) -> None:
+    """Take over --drain, the time that running requests have; without it, the server's own."""
+    drain_s = getattr(args, "drain", None)
+    if drain_s is not None:
+        request.drain.FromMicroseconds(int(drain_s * 1e6))
 
 
 @contextmanager

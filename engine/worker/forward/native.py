@@ -26,11 +26,11 @@ from pathlib import Path
 
 import torch  # before the library is loaded, so that both use torch's OpenMP
 
-from engine.worker.forward.variants import DIRECTORY, find_built
+from engine.worker.forward import variants
+from engine.worker.forward.variants import COMPILERS, DIRECTORY, find_built
 
 SOURCES = Path(__file__).resolve().parents[2] / "kernels"
-COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-w")
+FLAGS = (*variants.FLAGS, "-march=native")
 SWITCH = "ENGINE_KERNELS"  # environment variable; "off" or "0": run without the kernels
 PARTS_MOST = 3  # PARTS_MOST in engine/kernels/adapters.h
 COMPILE_TIMEOUT_S = 120  # guess: compiling takes 4 to 10 s

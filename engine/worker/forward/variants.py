@@ -1,4 +1,5 @@
-"""The processors that a released wheel has compiled kernels for (`tools/wheel_kernels.py`).
+"""How the kernels are compiled, and the processors that a released wheel has them for
+(`tools/wheel_kernels.py`).
 
 Rule: a variant's flags are the compiler's names of what ``needs`` names as Linux does, so that a
 library never runs on a processor without one of its instructions. This file imports nothing but the
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+COMPILERS = ("c++", "g++", "clang++")  # the first one that is installed compiles
+# Of every build; a processor's own come after them.
+FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-w")
 DIRECTORY = "built"  # beside the sources, in a wheel that has libraries
 # What x86-64-v3 and x86-64-v4 mean, as far as it is not in every processor that has AVX2 or
 # AVX-512. Source: the x86-64 psABI, "Micro-Architecture Levels".
