@@ -59,19 +59,27 @@ def checkpoint(name: str) -> Path:
     return model.directory
 
 
-def gguf(name: str) -> Path | None:
-    """Return the checkpoint as a GGUF file, or None if llama.cpp is not installed."""
+def gguf(name: str, kind: str = "") -> Path | None:
+    """Return the checkpoint as a GGUF file, or None if llama.cpp is not installed. With a ``kind``
+    (Q8_0, Q4_0, Q4_K_M), llama.cpp quantises it."""
     peer = PEERS["llama.cpp"]
     if not peer.is_installed:
         return None
     source = checkpoint(name)
-    file = source / "model.gguf"
-    if not file.exists():
-        partial = source / "model.gguf.partial"
-        subprocess.run(
-            [str(peer.python), "-m", "tools.bench.peers.gguf_file", str(source), str(partial)],
-            cwd=ROOT,
-            check=True,
-        )
-        partial.rename(file)
+    plain = source / "model.gguf"
+    _written(plain, ["tools.bench.peers.gguf_file", str(source)])
+    if not kind:
+        return plain
+    file = source / f"model-{kind}.gguf"
+    _written(file, ["tools.bench.peers.quantize", kind, str(plain)])
     return file
+
+
+def _written(file: Path, command: list[str]) -> None:
+    """Have a module of llama.cpp's environment write a file, if it is missing."""
+    if file.exists():
+        return
+    partial = file.with_suffix(".partial")
+    python = str(PEERS["llama.cpp"].python)
+    subprocess.run([python, "-m", *command, str(partial)], cwd=ROOT, check=True)
+    partial.rename(file)
