@@ -14,7 +14,6 @@ import os
 import re
 import statistics
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tools.bench.checkpoints import gguf
@@ -73,19 +72,21 @@ def run() -> list[Row]:
         with ExitStack() as stack:
             engines = []
             for name, quantization in OWN.items():
-                peer, own = replace(OURS, name=name), {"quantization": quantization}
-                engines.append(_start(stack, peer, common | own))
+                own = {"quantization": quantization}
+                engines.append(_start(stack, name, OURS, common | own))
             for kind in KINDS:
                 if (file := gguf(shape, kind)) is None:
                     raise SystemExit("python -m tools.bench.peers install llama.cpp")
-                peer = replace(PEERS["llama.cpp"], name=kind)
-                engines.append(_start(stack, peer, common | {"gguf": str(file)}))
+                engines.append(
+                    _start(stack, kind, PEERS["llama.cpp"], common | {"gguf": str(file)})
+                )
             for case in chosen:
                 rows += compare(case, engines)
     return rows
 
 
-def _start(stack: ExitStack, peer: Peer, chosen: dict[str, Any]) -> EngineProcess:
+def _start(stack: ExitStack, name: str, peer: Peer, chosen: dict[str, Any]) -> EngineProcess:
     engine = EngineProcess(peer, chosen)
+    engine.name = name  # there are several of one peer
     stack.callback(engine.close)
     return engine
