@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from engine.errors import InvalidRequest, SpawnFailed
+from engine.errors import InvalidRequest, NoWorkers, SpawnFailed
 from engine.pool.adapter_version import AdapterVersion
 from engine.pool.load_errors import error_for_request, log_failed_adapter
+from engine.pool.registry import RETRY_AFTER_S
 from engine.status import Capability, ModelStatus
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class Adapters:
             InvalidRequest: the name or an alias cannot be given.
             ModelNotFound, ShuttingDown, NoWorkers, SpawnTimeout: as `Leases.acquire`, of the base.
             SpawnFailed, MemoryExhausted: it cannot be loaded. The old one stays.
+            WorkerLost: a replica died meanwhile. The old one stays with the others.
         Cancellation: what was loaded is dropped again; the old one stays.
         """
         entry, config = self._registry.adapter_config(name, os.fspath(directory), aliases)
@@ -222,6 +224,7 @@ class Adapters:
 
         Raises:
             SpawnFailed, MemoryExhausted: it does not load, or there is no memory.
+            WorkerLost, ShuttingDown: the replica ends.
         """
         store, directory = replica.adapter_store, version.config.directory
         if store is None:
@@ -236,6 +239,11 @@ class Adapters:
             raise
         reservation.change(info.num_bytes - need)
         replica.adapters[version] = info
+        if info.num_bytes > need:  # nobody has granted the difference
+            raise SpawnFailed(
+                f"{version.name}: it takes more memory than its files showed before; they changed "
+                "while it was loaded"
+            )
 
     async def _run(self, entry: Entry, version: AdapterVersion, job: Callable[[], Any]) -> Any:
         """Run a job of a load, with the adapter's name in its error."""
@@ -246,11 +254,20 @@ class Adapters:
             raise error_for_request(version.name, error) from error
 
     def _require_one_content(self, entry: Entry, version: AdapterVersion) -> None:
+        """Check that a version was loaded by a replica, and by all with the same content.
+
+        Raises:
+            ShuttingDown, NoWorkers: the model has gone meanwhile. SpawnFailed: the contents differ.
+        """
+        self._registry.require_open(entry)
         digests = {one.adapters[version].digest for one in entry.ready}
-        if len(digests) != 1:
-            raise SpawnFailed(
-                f"{version.name}: its files changed while it was loaded, or its base has gone"
+        if not digests:
+            raise NoWorkers(
+                f"{version.name} was not loaded, because its base has left the memory meanwhile",
+                retry_after_s=RETRY_AFTER_S,
             )
+        if len(digests) > 1:
+            raise SpawnFailed(f"{version.name}: its files changed while it was loaded")
 
     async def _retire(
         self,

@@ -33,15 +33,17 @@ BACK_LIMIT_S = 10.0  # a restart's backoff of a second or two, and the start of 
 
 
 class Fleet:
-    """An engine of fake workers; ``runners`` are all that were ever made."""
+    """An engine of fake workers; ``runners`` are all that were ever made. ``asked`` says what each
+    does besides (`tests.support.worker_fakes`)."""
 
-    def __init__(self, replicas, *, step_s=STEP_S, **config):
+    def __init__(self, replicas, *, step_s=STEP_S, asked=None, adapters=(), **config):
         self.runners = []
         self._killed = set()
         self._step_s = step_s
+        self._asked = asked or {}
         workers = (WorkerConfig(count=replicas, runner="process"),)
         self.config = EngineConfig(
-            models=(ModelConfig("fake", workers=workers),),
+            models=(ModelConfig("fake", workers=workers, adapters=adapters),),
             check_level=2,
             max_num_seqs=config.pop("max_num_seqs", 64),
             **config,
@@ -50,7 +52,7 @@ class Fleet:
     def make(self, model, config):
         """Make a runner whose worker is a fake."""
         assert model.runner == "process"
-        self.runners.append(process_runner(step_s=self._step_s))
+        self.runners.append(process_runner(step_s=self._step_s, **self._asked))
         return self.runners[-1]
 
     def open(self, **options):

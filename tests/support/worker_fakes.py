@@ -58,11 +58,13 @@ class ScriptedRunner(FakeRunner):
     """A fake whose phases take time or fail, as ``asked`` says.
 
     ``step_s``, ``load_s`` and ``compile_s`` are seconds, ``fault`` is what goes wrong in every
-    step, and ``meets`` names a file that each step waits for.
+    step, and ``meets`` names a file that each step waits for. ``adapters`` and ``adapter_s`` are
+    those of a `FakeScript`.
     """
 
     def __init__(self, asked):
-        script = FakeScript(step_s=asked.get("step_s", 0.0), load_s=asked.get("load_s", 0.0))
+        names = ("step_s", "load_s", "adapters", "adapter_s")
+        script = FakeScript(**{name: asked[name] for name in names if name in asked})
         super().__init__(
             num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=512, script=script
         )

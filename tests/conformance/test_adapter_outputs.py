@@ -1,0 +1,265 @@
+"""What a request may ask for, with adapters: drafts, log-probabilities, several seeded choices; the
+formats of the base's weights; and replicas in processes of their own.
+
+Tokens and logits are compared with those of peft's unmerged model.
+"""
+
+import itertools
+import os
+import random
+import signal
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import trio  # noqa: E402
+
+from engine.api.engine import open_engine  # noqa: E402
+from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig  # noqa: E402
+from engine.core.common.events import Finished  # noqa: E402
+from engine.core.text.drafts import StepCosts  # noqa: E402
+from engine.core.text.types import Tokens  # noqa: E402
+from engine.requests.text_values import (  # noqa: E402
+    GenerateRequest,
+    OutputOptions,
+    SamplingParams,
+    Started,
+)
+from engine.status import ModelState  # noqa: E402
+from engine.worker import sequences  # noqa: E402
+from tests.conformance.test_adapter_serving import NEW, greedy, prompts  # noqa: E402
+from tests.conformance.test_adapters import COUNTS, Adapted  # noqa: E402
+from tests.conformance.test_drafts import Replaying  # noqa: E402
+from tests.support.adapters import LINEARS, peft_model, write_by_hand  # noqa: E402
+from tests.support.model_zoo import ZOO  # noqa: E402
+from tools.make_model import make  # noqa: E402
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of peft
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+RANKS = {"a": 4, "b": 33}
+LIMIT_S = 240
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Return the directory of a tiny Llama model."""
+    directory = tmp_path_factory.mktemp("adapted") / "llama"
+    make(directory, ZOO["llama"].arch, ZOO["llama"].shape, extra=ZOO["llama"].extra)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def written(base):
+    """Return the directories of two adapters, by their names."""
+    root = base.parent / "adapters"
+    return {
+        name: write_by_hand(root / name, base, seed=rank, rank=rank) for name, rank in RANKS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def wanted(base, written):
+    """Return peft's tokens after each of four prompts, by the names of the models."""
+    asked = prompts(4)
+    found = {"base": greedy(base, None, asked)}
+    return found | {f"base:{name}": greedy(base, path, asked) for name, path in written.items()}
+
+
+def config_of(base, written, *, workers=(), **fields):
+    """Return the configuration of the tiny model with its adapters."""
+    adapters = tuple(AdapterConfig(name, str(path)) for name, path in written.items())
+    model = ModelConfig(
+        str(base), name="base", dtype="float32", threads=1, adapters=adapters, workers=workers
+    )
+    return EngineConfig(models=(model,), check_level=2, **fields)
+
+
+async def answer(engine, name, prompt, *, n=1, output=None, **sampling):
+    """Return the tokens of each choice, the prompt's log-probabilities, the tokens' own, and the
+    usage of the last choice."""
+    sampling = {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True} | sampling
+    request = GenerateRequest(
+        token_ids=prompt,
+        model=name,
+        n=n,
+        sampling=SamplingParams(**sampling),
+        output=output or OutputOptions(),
+    )
+    tokens, scored, own, usage = [[] for _ in range(n)], [], [], None
+    async with engine.generate(request) as stream:
+        async for event in stream:
+            if isinstance(event, Tokens):
+                tokens[event.choice] += event.token_ids
+                own += event.logprobs
+            elif isinstance(event, Started):
+                scored += event.prompt_logprobs
+            elif isinstance(event, Finished):
+                usage = event.usage
+    return [tuple(one) for one in tokens], scored, own, usage
+
+
+def test_drafts_change_no_token_of_any_adapter(base, written, wanted, monkeypatch):
+    """The drafter knows the outputs of all models together, so that a draft for one adapter may be
+    right for another one."""
+    known = [(*prompt, *new) for found in wanted.values() for prompt, new in found.items()]
+    random.Random(4).shuffle(known)
+    monkeypatch.setattr("tests.conformance.test_drafts.KNOWN", known)
+    monkeypatch.setattr(sequences, "LookUp", Replaying)
+    monkeypatch.setattr(StepCosts, "note", lambda *_: None)  # however long steps take here
+    drafted = {name: [0, 0] for name in wanted}
+
+    async def ask(engine, name, prompt):
+        [tokens], _, _, usage = await answer(engine, name, prompt)
+        assert tokens == wanted[name][prompt]
+        drafted[name][0] += usage.drafted_tokens
+        drafted[name][1] += usage.accepted_tokens
+
+    async def main():
+        async with open_engine(config_of(base, written)) as engine:
+            await engine.wait_ready("base:a")
+            with trio.fail_after(LIMIT_S):
+                async with trio.open_nursery() as nursery:
+                    for prompt, name in itertools.product(prompts(4), wanted):
+                        nursery.start_soon(ask, engine, name, prompt)
+
+    trio.run(main)
+    for name, (offered, accepted) in drafted.items():
+        assert offered > accepted > 0, name
+
+
+def test_log_probabilities_are_those_of_peft(base, written):
+    """Of the prompt and of the new tokens, in chunks and beside other models."""
+    prompt = prompts(2)[1]
+    found = {}
+
+    async def ask(engine, name):
+        output = OutputOptions(prompt_logprobs=0, logprobs=0)
+        found[name] = await answer(engine, name, prompt, output=output)
+
+    async def main():
+        fields = {"max_num_seqs": 16, "max_num_batched_tokens": 24}
+        async with open_engine(config_of(base, written, **fields)) as engine:
+            await engine.wait_ready("base:a")
+            with trio.fail_after(LIMIT_S):
+                async with trio.open_nursery() as nursery:
+                    for name in ("base", "base:a", "base:b"):
+                        nursery.start_soon(ask, engine, name)
+
+    trio.run(main)
+    differing = set()
+    for name, ([tokens], scored, own, _) in found.items():
+        directory = written.get(name.removeprefix("base:"))
+        ids = torch.tensor([[*prompt, *tokens]])
+        with peft_model(base, directory) as model:
+            right = model(ids).logits[0, :-1].log_softmax(-1)
+        right = right.gather(1, ids[0, 1:, None])[:, 0]
+        got = torch.tensor([one.logprob for one in [*scored[1:], *own]])
+        assert got.shape == right.shape
+        assert float((got - right).abs().max()) < 1e-3
+        differing.add(round(float(right.sum()), 2))
+    assert len(differing) == 3
+
+
+def test_seeded_choices_are_the_same_alone_and_beside_other_models(base, written):
+    """Each choice of several is drawn from its own adapter's probabilities."""
+    prompt, names = prompts(2)[1], ("base", "base:a", "base:b")
+    alone, together = {}, {}
+
+    async def ask(engine, name, into):
+        into[name], _, _, _ = await answer(engine, name, prompt, n=3, temperature=0.8, seed=5)
+
+    async def main():
+        async with open_engine(config_of(base, written, prefix_cache=False)) as engine:
+            await engine.wait_ready("base:a")
+            with trio.fail_after(LIMIT_S):
+                for name in names:
+                    await ask(engine, name, alone)
+                async with trio.open_nursery() as nursery:
+                    for name in names:
+                        nursery.start_soon(ask, engine, name, together)
+
+    trio.run(main)
+    assert alone == together
+    assert len({choice for choices in alone.values() for choice in choices}) == 9
+
+
+# ---- formats
+
+
+# How far what the adapter adds may be from what it adds in float32: the base's rounding changes the
+# inputs of its layers. Measured: 0, 0.04, 0.07 and 0.49.
+BOUNDS = {
+    ("none", torch.float32): 1e-5,
+    ("none", torch.bfloat16): 0.1,
+    ("int8", torch.float32): 0.2,
+    ("int8", torch.bfloat16): 0.2,
+    ("int4", torch.float32): 0.7,
+    ("int4", torch.bfloat16): 0.7,
+}
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), BOUNDS)
+def test_an_adapter_of_every_layer_adds_what_it_adds_in_float32(base, dtype, quantization):
+    """Over weights of every format. Without the adapter's part of one kind of layers, or with
+    twice its scale, the comparison fails."""
+    rows = len(COUNTS)
+    directory = base.parent / "formats"
+
+    def added(model, **fields):
+        write_by_hand(directory, base, seed=1, rank=16, **fields)
+        placed = model.place(directory)
+        return torch.cat(model.logits([placed] * rows)) - torch.cat(model.logits([None] * rows))
+
+    def distance(found):
+        return float((found - right).norm() / right.norm())
+
+    right = added(Adapted(base))
+    model = Adapted(base, dtype=dtype, quantization=quantization)
+    bound = BOUNDS[quantization, dtype]
+    assert distance(added(model)) < bound
+    for missing in ("v_proj", "o_proj", "up_proj", "down_proj"):
+        targets = [name for name in LINEARS if name != missing]
+        assert distance(added(model, targets=targets)) > bound, missing
+    assert distance(added(model, fields={"lora_alpha": 64})) > bound
+
+
+# ---- processes
+
+
+def test_replicas_in_processes_have_every_adapter_also_after_a_death(base, written, wanted):
+    """Of the configuration and of the operator."""
+    own = {"a": written["a"]}
+    workers = (WorkerConfig(count=2, runner="process"),)
+
+    async def check(engine):
+        for prompt in prompts(4):
+            for name, found in wanted.items():
+                [tokens], _, _, _ = await answer(engine, name, prompt)
+                assert tokens == found[prompt]
+
+    async def main():
+        config = config_of(base, own, workers=workers, routing="round-robin")
+        async with open_engine(config) as engine:
+            with trio.fail_after(LIMIT_S):
+                await engine.load_model("base")
+                whole = engine.statistics().totals.memory_reserved
+                status = await engine.adapters.load("base:b", written["b"])
+                each = status.memory_bytes
+                assert engine.statistics().totals.memory_reserved == whole + each
+                await check(engine)
+                entry = engine.registry.entries["base"]
+                lost = entry.replicas[0]
+                os.kill(lost.process.process.pid, signal.SIGKILL)
+                while lost in entry.replicas or len(entry.ready) < 2:  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+                assert engine.get_model("base:b").state is ModelState.READY
+                assert engine.get_model("base:b").memory_bytes == each
+                await check(engine)
+                await engine.adapters.unload("base:b")
+
+    trio.run(main)
