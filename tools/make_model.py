@@ -96,6 +96,38 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "ministral": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 96,
+    },
+    "olmo": {"clip_qkv": 2.5},
+    "olmo3": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
+    "cohere2": {
+        "sliding_window": 24, "logit_scale": 0.5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "exaone4": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "seed_oss": {"attention_out_bias": True},
 }  # fmt: skip
 
 
@@ -147,6 +179,9 @@ def make_config(arch: str, shape: Shape, extra: dict[str, Any]) -> Any:
         "eos_token_id": 0,
         "pad_token_id": None,
     }
+    if arch == "gpt_neox":
+        for name in ("head_dim", "num_key_value_heads"):
+            del fields[name]
     if arch in ("gpt2", "opt"):
         for name in ("head_dim", "num_key_value_heads", "intermediate_size"):
             del fields[name]
@@ -171,7 +206,7 @@ def fill(model: Any, generator: torch.Generator) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if id(parameter) in embedded:
                 parameter.copy_(noise * (0.1 / scale))  # see Rule 2
-            elif parameter.dim() == 1:
+            elif parameter.dim() == 1 or name.endswith("_norm.weight"):  # Cohere's are [heads, dim]
                 # Norm weights near their initial value (1, or 0 if the model adds the 1).
                 start = parameter.mean().round() if "bias" not in name else 0.0
                 parameter.copy_(start + 0.1 * noise)
@@ -202,11 +237,12 @@ def _scale_logits(model: Any, generator: torch.Generator) -> None:
     import torch
 
     tokens = torch.randint(0, model.config.vocab_size, (1, 24), generator=generator)
-    last = ("model.norm", "transformer.ln_f", "decoder.final_layer_norm")
+    last = ("model.norm", "transformer.ln_f", "final_layer_norm", "model.final_layernorm")
     norms = [module for name, module in model.named_modules() if name.endswith(last)]
     if not norms:
         return
-    weight = norms[-1].weight
+    # OLMo's norms have no weights: its head is scaled.
+    weight = getattr(norms[-1], "weight", model.get_output_embeddings().weight)
     offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
     for _ in range(3):  # a cap on the logits makes it less than linear
         factor = LOGIT_STD / model.eval()(tokens, use_cache=False).logits.std()

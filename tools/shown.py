@@ -26,7 +26,7 @@ class Shown:
     tool: str
     make: Callable[[], str]
     description: str
-    fence: str = "mermaid"
+    fence: str = "mermaid"  # "": the part is Markdown itself
     page: Path = ENGINE_README
 
     @property
@@ -49,14 +49,16 @@ class Shown:
         shown, end, after = rest.partition(self.end)
         if not (begin and end) or self.begin in shown + after or self.end in before + after:
             raise ValueError("the page needs both markers, once each and in order")
-        return f"{before}{self.begin}\n```{self.fence}\n{part}\n```\n{self.end}{after}"
+        if self.fence:
+            part = f"```{self.fence}\n{part}\n```"
+        return f"{before}{self.begin}\n{part}\n{self.end}{after}"
 
     def main(self, argv: list[str] | None = None) -> int:
         """Run the command line; return the exit code."""
         parser = argparse.ArgumentParser(prog=self.tool, description=self.description)
         mode = parser.add_mutually_exclusive_group()
-        mode.add_argument("--check", action="store_true", help="compare with engine/README.md")
-        mode.add_argument("--write", action="store_true", help="write it into engine/README.md")
+        mode.add_argument("--check", action="store_true", help="compare it with the page")
+        mode.add_argument("--write", action="store_true", help="write it into the page")
         args = parser.parse_args(argv)
         part = self.make()
         if not (args.check or args.write):
@@ -68,7 +70,7 @@ class Shown:
             self.page.write_text(wanted)
         elif text != wanted:
             print(
-                f"engine/README.md shows another {self.name}; run python -m {self.tool} --write",
+                f"{self.page.name} shows another {self.name}; run python -m {self.tool} --write",
                 file=sys.stderr,
             )
             return 1

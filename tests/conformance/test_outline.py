@@ -24,7 +24,13 @@ from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.outline.config import OutlineConfig, read_outline  # noqa: E402
 from engine.worker.outline.families import LISTED, REQUIRED, WITHOUT_EFFECT  # noqa: E402
 from engine.worker.outline.modules import Outline  # noqa: E402
-from tests.support.model_zoo import LLAMA3_ROPE, YARN_ROPE, ZOO, Zoo, load_runner  # noqa: E402
+from tests.support.model_zoo import (  # noqa: E402
+    COMPILED_ROWS,
+    LLAMA3_ROPE,
+    YARN_ROPE,
+    Zoo,
+    load_runner,
+)
 
 pytestmark = pytest.mark.model
 
@@ -115,7 +121,6 @@ PUBLISHED = {
         logits_scaling=8, residual_multiplier=0.22, attention_bias=False),
     "Granite, left out": published("GraniteForCausalLM", num_key_value_heads=REQUIRED),
 }  # fmt: skip
-COMPILED_ROWS = [name for name in ZOO if not name.startswith(("gpt2", "opt", "starcoder2"))]
 
 
 def stock_of(raw, directory):

@@ -28,7 +28,10 @@ pytestmark = pytest.mark.model
 
 NUM_NEW = 64
 ALONE_LENGTHS = (1, 16, 17, 500)
-WINDOWED = ["qwen2, windows above", "mistral", "phi3", "gemma2", "gemma3", "starcoder2"]
+WINDOWED = [
+    *("qwen2, windows above", "mistral", "phi3", "gemma2", "gemma3", "starcoder2"),
+    *("ministral", "olmo3", "cohere2", "exaone4"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -51,17 +51,26 @@ REFUSED = {
         {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}},
         "Gemma3ForConditionalGeneration is a multimodal model",
     ),
-    "keywords not passed on": (
-        {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"},
-        "StableLmForCausalLM does not pass keywords on",
-    ),
+    **{
+        name: (
+            {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower()},
+            f"{name}ForCausalLM cannot have a paged cache, because its module in transformers {why}"
+            "; docs/features.md lists the models that are served",
+        )
+        for name, why in {
+            "Bloom": "computes its attention without transformers' attention interface",
+            "Falcon": "computes its attention without transformers' attention interface",
+            "Nemotron": "does not pass keywords on to its attention",
+            "StableLm": "does not pass keywords on to its attention",
+        }.items()
+    },
     "attention sinks": (
         {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
         "GptOssForCausalLM needs the attention keyword 's_aux'",
     ),
     "unknown": (
-        {"architectures": ["FalconForCausalLM"], "model_type": "falcon"},
-        "the architecture FalconForCausalLM is not served; docs/features.md lists those that are",
+        {"architectures": ["CTRLLMHeadModel"], "model_type": "ctrl"},
+        "the architecture CTRLLMHeadModel is not served; docs/features.md lists those that are",
     ),
     "not a language model": ({"architectures": ["LlamaModel"]}, "LlamaModel is not served"),
     "no architecture": ({"model_type": "llama"}, "names no architecture"),
@@ -143,7 +152,7 @@ def serve_anyway(monkeypatch, name, module, config):
     entry = Architecture(name, module, module, config)
     monkeypatch.setitem(architectures.SERVED, name, entry)
     monkeypatch.setattr(architectures, "KEYWORD_TYPES", {})
-    monkeypatch.setattr(architectures, "KEYWORDLESS_TYPES", ())
+    monkeypatch.setattr(architectures, "UNPAGED_TYPES", {})
 
 
 def refusal_of(directory):
@@ -161,10 +170,24 @@ def test_the_probe_refuses_gpt_oss_for_its_sinks(monkeypatch, tmp_path):
     assert "GptOssForCausalLM is not served: it needs the attention keyword 's_aux'" in said
 
 
-def test_the_probe_refuses_stablelm_for_dropping_keywords(monkeypatch, tmp_path):
-    serve_anyway(monkeypatch, "StableLmForCausalLM", "stablelm", "StableLmConfig")
-    make(tmp_path, "stablelm", TINY, extra={"head_dim": 16})
+@pytest.mark.parametrize("name", ["StableLm", "Nemotron"])
+def test_the_probe_refuses_a_model_that_drops_keywords(monkeypatch, tmp_path, name):
+    serve_anyway(monkeypatch, f"{name}ForCausalLM", name.lower(), f"{name}Config")
+    make(tmp_path, name.lower(), TINY, extra={"head_dim": 16})
     assert "does not pass keywords on" in refusal_of(tmp_path)
+
+
+def test_hunyuans_rotary_is_called_dynamic_and_is_not():
+    """Its alpha fixes the frequencies; without one, it is refused as any other."""
+    fixed = {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0}
+    hunyuan = {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}
+    assert find(hunyuan | {"rope_scaling": fixed}).module == "hunyuan_v1_dense"
+    for other in (
+        hunyuan | {"rope_scaling": fixed | {"alpha": None}},
+        LLAMA | {"rope_scaling": fixed},
+    ):
+        with pytest.raises(Refusal, match="'dynamic'"):
+            find(other)
 
 
 @pytest.mark.parametrize(

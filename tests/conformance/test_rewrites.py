@@ -34,7 +34,7 @@ from engine.worker.small_weights import ROUNDED, quantise  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.conformance.test_small_weights import round_row_blocks  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import ZOO, Zoo  # noqa: E402
+from tests.support.model_zoo import COMPILED_ROWS, Zoo  # noqa: E402
 from tools.make_model import Shape, make  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -222,20 +222,17 @@ def check_both_dtypes(directory):
     assert ours <= ERROR_BFLOAT16 * theirs
 
 
-LISTED_ROWS = [name for name in ZOO if not name.startswith(("gpt2", "opt", "starcoder2"))]
-
-
 def test_every_listed_class_is_among_the_rows(zoo):
-    rows = {read_config(zoo.directory(name))[0].name for name in LISTED_ROWS}
+    rows = {read_config(zoo.directory(name))[0].name for name in COMPILED_ROWS}
     assert rows == set(LISTED)
 
 
-@pytest.mark.parametrize("name", LISTED_ROWS)
+@pytest.mark.parametrize("name", COMPILED_ROWS)
 def test_a_compiled_decoder_is_the_stock_one(zoo, name):
     check_both_dtypes(zoo.directory(name))
 
 
-@pytest.mark.parametrize("name", LISTED_ROWS)
+@pytest.mark.parametrize("name", COMPILED_ROWS)
 def test_an_outline_gives_the_bits_of_the_stock_module_when_compiled(zoo, name):
     directory = zoo.directory(name)
     outline, stock = (load(directory, torch.bfloat16, is_stock=one) for one in (False, True))

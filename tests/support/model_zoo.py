@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.interface import RunnerSpec
+from engine.worker.outline.families import LISTED
 from engine.worker.text_runner import TorchRunner
 from tests.support.parity import Oracle
 from tools.make_model import PRESETS, Shape, make
@@ -46,6 +47,8 @@ LONG_ROPE = {
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
 }  # fmt: skip
+# As Hunyuan's checkpoints have it: it is not dynamic.
+ALPHA_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}
 # Phi-3's config keeps the original length beside the rotary settings.
 LONG_PHI3 = {
     "rope_parameters": LONG_ROPE,
@@ -93,7 +96,39 @@ ZOO: dict[str, Entry] = {
     "opt, projected": Entry("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
     "granite": Entry("granite"),
     "starcoder2": Entry("starcoder2"),
+    "smollm3": Entry("smollm3"),
+    "ministral": Entry("ministral"),
+    "ministral3": Entry("ministral3"),
+    "mixtral": Entry("mixtral"),
+    "qwen2_moe": Entry("qwen2_moe"),
+    "olmo": Entry("olmo"),
+    "olmo3": Entry("olmo3"),
+    "cohere": Entry("cohere"),
+    "cohere2": Entry("cohere2"),
+    "glm": Entry("glm"),
+    "glm4": Entry("glm4"),
+    "phi": Entry("phi"),
+    "phi, normed heads": Entry("phi", {"qk_layernorm": True}),
+    "gpt_neox": Entry("gpt_neox"),
+    "gpt_neox, in sequence": Entry(
+        "gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": False}
+    ),
+    "exaone4": Entry("exaone4"),
+    "hunyuan": Entry("hunyuan_v1_dense"),
+    "hunyuan, alpha": Entry(
+        "hunyuan_v1_dense",
+        {"rope_parameters": ALPHA_ROPE},
+    ),
+    "ernie4_5": Entry("ernie4_5"),
+    "seed_oss": Entry("seed_oss"),
 }
+
+
+COMPILED_ROWS = [
+    name
+    for name, entry in ZOO.items()
+    if entry.arch in {family.model_type for family in LISTED.values()}
+]
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import draw_lifecycle, draw_rooms
+from tools import draw_lifecycle, draw_rooms, list_models
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -267,12 +267,14 @@ def test_the_checks_are_run_and_a_warning_fails_its_test():
 # ---- parts made by tools ---------------------------------------------------------------------
 
 shown_parts = pytest.mark.parametrize(
-    "shown", [draw_lifecycle.SHOWN, draw_rooms.SHOWN], ids=lambda shown: shown.name
+    "shown",
+    [draw_lifecycle.SHOWN, draw_rooms.SHOWN, list_models.SHOWN],
+    ids=lambda shown: shown.name,
 )
 
 
 @shown_parts
-def test_the_drawings_of_the_engines_readme_are_up_to_date(shown):
+def test_the_parts_of_pages_that_tools_make_are_up_to_date(shown):
     assert shown.main(["--check"]) == 0
 
 

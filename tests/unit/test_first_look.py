@@ -21,22 +21,29 @@ MODULES = [{"path": "", "type": "sentence_transformers.models.Transformer"}, {"t
 DIRECTORIES = {
     "nowhere": (None, "there is no such directory"),
     "unknown": (
+        {"config.json": {"architectures": ["CTRLLMHeadModel"], "model_type": "ctrl"}},
+        "the architecture CTRLLMHeadModel is not served; docs/features.md lists those that are",
+    ),
+    "falcon": (
         {"config.json": {"architectures": ["FalconForCausalLM"], "model_type": "falcon"}},
-        "the architecture FalconForCausalLM is not served; docs/features.md lists those that are",
+        "FalconForCausalLM cannot have a paged cache, because its module in transformers computes "
+        "its attention without transformers' attention interface; docs/features.md lists the "
+        "models that are served",
     ),
     "recurrent": (
         {"config.json": {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}},
-        "MambaForCausalLM has recurrent layers, whose state the paged cache cannot hold",
+        "MambaForCausalLM has recurrent layers, whose state the paged cache cannot hold; "
+        "docs/features.md lists the models that are served",
     ),
     "dynamic": (
         {"config.json": LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}},
         "its rotary embedding is of type 'dynamic', which is untested or whose frequencies depend "
-        "on the other sequences of the batch",
+        "on the other sequences of the batch; docs/features.md lists the models that are served",
     ),
     "dynamic-layers": (
         {"config.json": LLAMA | {"rope_parameters": {"full": {"rope_type": "dynamic"}}}},
         "its rotary embedding is of type 'dynamic', which is untested or whose frequencies depend "
-        "on the other sequences of the batch",
+        "on the other sequences of the batch; docs/features.md lists the models that are served",
     ),
     "weightless": ({"config.json": LLAMA}, "it has no weights (model.safetensors)"),
     "file.txt": ("text", "it is a file, and a model is a directory or a GGUF file"),

@@ -47,6 +47,28 @@ SERVED: dict[str, Architecture] = {
         Architecture("OPTForCausalLM", "opt", "OPT", "OPTConfig"),
         Architecture("GraniteForCausalLM", "granite", "Granite", "GraniteConfig"),
         Architecture("Starcoder2ForCausalLM", "starcoder2", "StarCoder2", "Starcoder2Config"),
+        Architecture("SmolLM3ForCausalLM", "smollm3", "SmolLM3", "SmolLM3Config"),
+        Architecture("MinistralForCausalLM", "ministral", "Ministral", "MinistralConfig"),
+        Architecture("Ministral3ForCausalLM", "ministral3", "Ministral 3", "Ministral3Config"),
+        Architecture("MixtralForCausalLM", "mixtral", "Mixtral", "MixtralConfig"),
+        Architecture("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen2-MoE", "Qwen2MoeConfig"),
+        Architecture("OlmoForCausalLM", "olmo", "OLMo", "OlmoConfig"),
+        Architecture("Olmo3ForCausalLM", "olmo3", "OLMo 3", "Olmo3Config"),
+        Architecture("CohereForCausalLM", "cohere", "Cohere", "CohereConfig"),
+        Architecture("Cohere2ForCausalLM", "cohere2", "Cohere 2", "Cohere2Config"),
+        Architecture("GlmForCausalLM", "glm", "GLM", "GlmConfig"),
+        Architecture("Glm4ForCausalLM", "glm4", "GLM-4", "Glm4Config"),
+        Architecture("PhiForCausalLM", "phi", "Phi", "PhiConfig"),
+        Architecture("GPTNeoXForCausalLM", "gpt_neox", "GPT-NeoX", "GPTNeoXConfig"),
+        Architecture("Exaone4ForCausalLM", "exaone4", "EXAONE 4", "Exaone4Config"),
+        Architecture(
+            "HunYuanDenseV1ForCausalLM",
+            "hunyuan_v1_dense",
+            "Hunyuan (dense)",
+            "HunYuanDenseV1Config",
+        ),
+        Architecture("Ernie4_5ForCausalLM", "ernie4_5", "ERNIE 4.5 (dense)", "Ernie4_5Config"),
+        Architecture("SeedOssForCausalLM", "seed_oss", "Seed-OSS", "SeedOssConfig"),
     )
 }
 
@@ -57,10 +79,16 @@ RECURRENT_TYPES = (
     "qwen3_next", "granitemoehybrid", "nemotron_h", "plamo2", "minimax", "kimi_linear",
 )  # fmt: skip
 RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "conv", "ssm", "hybrid")
-# Model types whose decoder layers do not pass the step's keywords to their attention (D11).
-KEYWORDLESS_TYPES = ("stablelm",)
+# Model types whose modules in transformers cannot be given our attention (D11), and why.
+UNPAGED_TYPES = {
+    "bloom": "computes its attention without transformers' attention interface",
+    "falcon": "computes its attention without transformers' attention interface",
+    "nemotron": "does not pass keywords on to its attention",
+    "stablelm": "does not pass keywords on to its attention",
+}
 # Model types whose attention needs a keyword that ours does not support, and the keyword.
 KEYWORD_TYPES = {"gpt_oss": "s_aux"}
+INSTEAD = "docs/features.md lists the models that are served"
 QUANTISED_METHODS = ("gptq", "awq", "compressed-tensors")  # read by packed_checkpoint.py
 MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "image_token_id")
 # Rotary embeddings whose frequencies depend on the config alone. The type "dynamic" computes them
@@ -93,20 +121,27 @@ def find(config: Mapping[str, Any]) -> Architecture:
 def _refuse_kinds(config: Mapping[str, Any], name: str, model_type: str) -> None:
     """Refuse whole families of models, each with its own reason."""
     if config.get("is_encoder_decoder"):
-        raise Refusal(f"{name} is an encoder-decoder model; only decoder-only ones are served")
+        raise Refusal(
+            f"{name} is an encoder-decoder model, and only decoder-only ones are served; {INSTEAD}"
+        )
     if any(config.get(key) is not None for key in MULTIMODAL_KEYS):
-        raise Refusal(f"{name} is a multimodal model; only text models are served")
+        raise Refusal(f"{name} is a multimodal model, and only text models are served; {INSTEAD}")
     layer_types = config.get("layer_types") or config.get("layers_block_type") or ()
     layers = [kind for kind in layer_types if any(w in str(kind) for w in RECURRENT_LAYERS)]
     if layers or any(word in model_type for word in RECURRENT_TYPES):
         what = f" ({layers[0]})" if layers else ""
-        raise Refusal(f"{name} has recurrent layers{what}, whose state the paged cache cannot hold")
-    if model_type in KEYWORDLESS_TYPES:
-        raise Refusal(f"{name} does not pass keywords on to its attention, which paging needs")
+        raise Refusal(
+            f"{name} has recurrent layers{what}, whose state the paged cache cannot hold; {INSTEAD}"
+        )
+    if model_type in UNPAGED_TYPES:
+        raise Refusal(
+            f"{name} cannot have a paged cache, because its module in transformers "
+            f"{UNPAGED_TYPES[model_type]}; {INSTEAD}"
+        )
     if model_type in KEYWORD_TYPES:
         raise Refusal(
             f"{name} needs the attention keyword {KEYWORD_TYPES[model_type]!r}, which is not "
-            "supported"
+            f"supported; {INSTEAD}"
         )
 
 
@@ -120,21 +155,31 @@ def _refuse_fields(config: Mapping[str, Any], name: str) -> None:
             f"weights, or those of {', '.join(QUANTISED_METHODS)}"
         )
     if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
-        raise Refusal(f"this {name} attends in both directions; only causal ones are served")
+        raise Refusal(
+            f"this {name} attends in both directions, and only causal ones are served; {INSTEAD}"
+        )
     if config.get("add_cross_attention"):
-        raise Refusal(f"this {name} has cross-attention; only decoder-only ones are served")
+        raise Refusal(
+            f"this {name} has cross-attention, and only decoder-only ones are served; {INSTEAD}"
+        )
     for field in ("rope_parameters", "rope_scaling"):
         for rope in _rotary_settings(config.get(field)):
             kind = str(rope.get("rope_type") or rope.get("type") or "default")
-            if kind != OLD_LONGROPE:
+            if kind != OLD_LONGROPE and not _has_fixed_stretch(rope, config.get("model_type")):
                 _refuse_rotary(kind)
+
+
+def _has_fixed_stretch(rope: Mapping[str, Any], model_type: Any) -> bool:
+    """Return whether a rotary embedding is Hunyuan's, which is called dynamic, but whose ``alpha``
+    fixes its frequencies."""
+    return model_type == "hunyuan_v1_dense" and bool(rope.get("alpha"))
 
 
 def _refuse_rotary(kind: str) -> None:
     if kind != LONGROPE and kind not in STATIC_ROPE_TYPES:
         raise Refusal(
             f"its rotary embedding is of type {kind!r}, which is untested or whose frequencies "
-            "depend on the other sequences of the batch"
+            f"depend on the other sequences of the batch; {INSTEAD}"
         )
 
 
@@ -180,7 +225,8 @@ def _own_limit(config: Any) -> tuple[int, str]:
     why = "the model's max_position_embeddings"
     for rope in _rotary_settings(getattr(config, "rope_parameters", None)):
         kind = str(rope.get("rope_type", "default"))
-        _refuse_rotary(kind)
+        if not _has_fixed_stretch(rope, getattr(config, "model_type", None)):
+            _refuse_rotary(kind)
         if kind == LONGROPE:
             original = rope.get("original_max_position_embeddings") or limit
             if int(original) < limit:

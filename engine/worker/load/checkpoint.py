@@ -33,6 +33,15 @@ FLOAT_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 # A tensor [experts, outputs, inputs] of a layer's experts, and the weights that each has in it.
 JOINED_EXPERTS = re.compile(r"(?P<base>.*\.experts)\.(?P<part>gate_up_proj|down_proj)")
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# Names in published checkpoints of Mixtral and GPT-NeoX, and those of transformers' modules.
+# Source: transformers' table of conversions.
+OLDER_NAMES = (
+    (re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.w1\b"), r"\1.gate_proj"),
+    (re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.w3\b"), r"\1.up_proj"),
+    (re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.w2\b"), r"\1.down_proj"),
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"^embed_out\."), "lm_head."),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
         self._joined: dict[str, tuple[str, int, slice]] = {}  # where an expert's weight lies
+        self._older: dict[str, str] = {}  # what a renamed tensor is called in its file
 
     def __enter__(self) -> Checkpoint:
         try:
@@ -88,9 +98,9 @@ class Checkpoint:
         """Return a tensor as it is stored: a view of the mapped file, valid even after closing."""
         file = self._files[self.tensors[name].file]
         if name not in self._joined:
-            return file.get_tensor(name)
+            return file.get_tensor(self._older.get(name, name))
         whole, expert, rows = self._joined[name]
-        return file.get_tensor(whole)[expert, rows]
+        return file.get_tensor(self._older.get(whole, whole))[expert, rows]
 
     def form(self, name: str) -> Form | None:
         """Return the form of a tensor that is kept in 8 or 4 bits, or None for one of floats."""
@@ -143,7 +153,10 @@ class Checkpoint:
             for key in file.keys():  # noqa: SIM118  (not a dict: it has no __iter__)
                 part = file.get_slice(key)
                 shape = tuple(part.get_shape())
-                self._note(StoredTensor(key, shape, part.get_dtype(), name))
+                own = current_name(key)
+                if own != key:
+                    self._older[own] = key
+                self._note(StoredTensor(own, shape, part.get_dtype(), name))
         except (SafetensorError, OSError, ValueError) as error:
             raise Refusal(
                 f"its weight file {name} is cut short or is not a safetensors file",
@@ -165,6 +178,13 @@ class Checkpoint:
                 self.tensors[name] = replace(tensor, name=name, shape=(outputs, tensor.shape[2]))
                 rows = slice(index * outputs, (index + 1) * outputs)
                 self._joined[name] = tensor.name, expert, rows
+
+
+def current_name(name: str) -> str:
+    """Return what transformers' module calls a stored tensor."""
+    for older, current in OLDER_NAMES:
+        name = older.sub(current, name)
+    return name
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -46,7 +46,7 @@ DEVICES = "--device takes auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Tensors of old checkpoints that current models compute instead of reading: rotary frequencies and
 # causal masks. Source: transformers' `_keys_to_ignore_on_load_unexpected` over the years.
-COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(bias|masked_bias))$")
+COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,9 @@ class PackedCheckpoint(Checkpoint):
         return self._layout.group or -(-inputs // DEPTH_PAD) * DEPTH_PAD
 
     def _stored(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._files[self._stored_in[name]].get_tensor(name)
+        tensor: torch.Tensor = self._files[self._stored_in[name]].get_tensor(
+            self._older.get(name, name)
+        )
         return tensor
 
     def _combine(self) -> None:

@@ -38,35 +38,55 @@ _MLP = {
     "mlp.down_proj": Style.ROWS,
 }
 _LLAMA = {**_ATTENTION, **_MLP}
+_EXPERTS = {
+    "mlp.experts.gate_up_proj": Style.PAIR,
+    "mlp.experts.down_proj": Style.ROWS,
+    "mlp.experts": Style.SUM,
+}
+_NORMS_OF_ALL_HEADS = {"self_attn.q_norm": Style.NORM, "self_attn.k_norm": Style.NORM}
+_JOINED_MLP = {"mlp.gate_up_proj": Style.PAIR, "mlp.down_proj": Style.ROWS}
 
-# The layers of a decoder layer that are divided, by their names in it. In two places, transformers
-# gathers what the ranks computed before the attention, so that each rank computes all heads. Here
-# each rank has its own heads: Phi-3's joined tensors are cut part by part, and OLMo 2's norms over
-# all heads add up their squares.
+# The layers of a decoder layer that are divided, by their names in it. In some places, transformers
+# gathers what the ranks computed, so that each rank goes on with all of it. Here each rank goes on
+# with its own part: joined tensors (Phi-3, GLM) are cut part by part, and norms over all heads
+# (OLMo 2, OLMo 3) add up their squares. GPT-NeoX has no plan here, because transformers' module
+# computes the width of a head from the number of heads, of which a rank has a part.
 PLANS: dict[str, Mapping[str, Style]] = {
     **dict.fromkeys(
         (
             *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"),
             *("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GraniteForCausalLM"),
+            *("SmolLM3ForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM"),
+            *("OlmoForCausalLM", "Cohere2ForCausalLM", "Exaone4ForCausalLM"),
+            *("Ernie4_5ForCausalLM", "SeedOssForCausalLM"),
         ),
         _LLAMA,
     ),
-    "Qwen3MoeForCausalLM": {
-        **_LLAMA,
-        "mlp.experts.gate_up_proj": Style.PAIR,
-        "mlp.experts.down_proj": Style.ROWS,
-        "mlp.experts": Style.SUM,
-    },
+    "Qwen3MoeForCausalLM": {**_LLAMA, **_EXPERTS},
+    "Qwen2MoeForCausalLM": {**_LLAMA, **_EXPERTS},
+    "MixtralForCausalLM": {**_ATTENTION, **_EXPERTS},
     "Phi3ForCausalLM": {
         "self_attn.qkv_proj": Style.QKV,
         "self_attn.o_proj": Style.ROWS,
-        "mlp.gate_up_proj": Style.PAIR,
-        "mlp.down_proj": Style.ROWS,
+        **_JOINED_MLP,
     },
-    "Olmo2ForCausalLM": {
+    "Olmo2ForCausalLM": {**_LLAMA, **_NORMS_OF_ALL_HEADS},
+    "Olmo3ForCausalLM": {**_LLAMA, **_NORMS_OF_ALL_HEADS},
+    "GlmForCausalLM": {**_ATTENTION, **_JOINED_MLP},
+    "Glm4ForCausalLM": {**_ATTENTION, **_JOINED_MLP},
+    # Each head has a row of the norms' weights, [heads, head_dim].
+    "CohereForCausalLM": {
         **_LLAMA,
-        "self_attn.q_norm": Style.NORM,
-        "self_attn.k_norm": Style.NORM,
+        "self_attn.q_norm": Style.COLUMNS,
+        "self_attn.k_norm": Style.COLUMNS,
+    },
+    "PhiForCausalLM": {
+        "self_attn.q_proj": Style.COLUMNS,
+        "self_attn.k_proj": Style.COLUMNS,
+        "self_attn.v_proj": Style.COLUMNS,
+        "self_attn.dense": Style.ROWS,
+        "mlp.fc1": Style.COLUMNS,
+        "mlp.fc2": Style.ROWS,
     },
     "Starcoder2ForCausalLM": {
         **_ATTENTION,
