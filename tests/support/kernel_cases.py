@@ -1,9 +1,9 @@
 """Records cases of the kernels, and builds and runs the driver in C++ that replays them.
 
 A case has its inputs and what comes out: for weights of 8 and 4 bits, the bits of the references in
-`tests.conformance.test_small_weights`; for the others, numbers in float64 and the tolerance of their
-tests. The driver (tests/support/kernel_replay.cpp) needs no Python, so that it also runs where only
-an emulator is.
+`tests.conformance.test_small_weights`; for the others, numbers in float64 and the tolerance of
+their tests. The driver (tests/support/kernel_replay.cpp) needs no Python, so that it also runs
+where only an emulator is.
 """
 
 from __future__ import annotations

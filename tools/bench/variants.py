@@ -54,7 +54,9 @@ def quantised(shape: str, kind: str) -> str:
     return str(file)
 
 
-def compare(case: Case, way: str, names: Sequence[str], engines: Sequence[EngineProcess]) -> list[Row]:
+def compare(
+    case: Case, way: str, names: Sequence[str], engines: Sequence[EngineProcess]
+) -> list[Row]:
     """Return the rows of one format. ``engines`` are our own build, those of ``names``, and the
     peer if it is installed."""
     labels = ["this processor's", *names, PEER][: len(engines)]

@@ -297,10 +297,9 @@ def find_compiler() -> str:
 def _load() -> ctypes.CDLL:
     if platform.system() != "Linux":
         raise Unavailable(f"they are built on Linux only, and this is {platform.system()}")
-    name, flags = _wanted(), FLAGS
+    name = _wanted()
+    flags = _flags_of(name) if name else FLAGS
     built = find_built(SOURCES, _cpuinfo(), name)
-    if name:
-        flags = _flags_of(name)
     if built is not None:
         return _open(built)
     compiler = find_compiler()

@@ -1,6 +1,6 @@
-"""Writes a GGUF file of quantised weights by llama.cpp's own quantiser, in its environment:
+"""Writes a GGUF file of quantised weights by llama.cpp's own quantiser, in its environment.
 
-    python -m tools.bench.peers.quantised_gguf model.gguf model-Q4_0.gguf Q4_0
+The arguments are the file, the new file, and a type of llama.cpp such as Q4_0.
 """
 
 from __future__ import annotations
