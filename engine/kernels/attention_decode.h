@@ -70,9 +70,9 @@ static inline v16 add_products(v16 acc, const bf16 *query, const bf16 *key) {
 // Does the same for a key's last 16 numbers, padded with 0 as those of the query are: the numbers
 // behind them in the cache belong to another head or to no sequence.
 static inline v16 add_rest(v16 acc, const bf16 *query, const bf16 *key) {
-    u16v own = {};
-    memcpy(&own, key, LANES * sizeof *key);
-    return add_pairs(acc, load_as<u16v>(query), own);
+    bf16 own[2 * LANES] = {};
+    memcpy(own, key, LANES * sizeof *key);
+    return add_pairs(acc, load_as<u16v>(query), load_as<u16v>(own));
 }
 
 // Computes the scores of a tile's keys for ``heads`` queries, which are ``depth`` numbers apart.
@@ -102,7 +102,7 @@ static void score_keys(const Attention &call, const T *const *keys, long offset,
 // Turns scores [count] into ``weights``. The weights that pad the last tile become 0.
 template <class T>
 static Partial weigh(float *scores, long count, T *weights) {
-    const i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const i16v lane = lane_numbers();
     v16 best = splat(-INFINITY);
     for (long j = 0; j < count; j += LANES) {
         i16v is_own = lane < (int32_t)(count - j);

@@ -74,7 +74,7 @@ static void pack_positions(const Attention &call, const Rows &rows, long row, lo
 // Shapes scores [columns] in place, hides the columns before ``low`` and from ``high`` on, and
 // returns the highest scores by lane.
 static v16 shape_and_mask(const Attention &call, float *scores, long columns, long low, long high) {
-    const i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const i16v lane = lane_numbers();
     const v16 nothing = splat(-INFINITY);
     v16 best = nothing;
     for (long j = 0; j < columns; j += LANES) {

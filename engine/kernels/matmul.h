@@ -14,18 +14,9 @@
 
 #include <type_traits>
 
-#include "simd.h"
-
-#if defined(__AMX_BF16__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "simd_amx.h"
 
 namespace triolet {
-
-constexpr int PANEL = 16;    // outputs of a panel
-constexpr int ROW_PAD = 32;  // two AMX tiles
-constexpr int DEPTH_PAD = 32;
 
 template <class T>
 constexpr long padded_depth(long depth) {
@@ -37,101 +28,6 @@ template <class T>
 static inline long panel_index(long input, long lane) {
     return sizeof(T) == 4 ? input * PANEL + lane : (input / 2 * PANEL + lane) * 2 + input % 2;
 }
-
-// --- AMX --------------------------------------------------------------------------------------
-
-#if defined(__AMX_BF16__)
-static bool ask_for_amx() {
-    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-}
-
-static bool has_amx() {
-    static const bool is_allowed = ask_for_amx();
-    return is_allowed;
-}
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-// Multiplies up to 32 rows by 2 panels. Tiles 0-3 hold sums, 4-5 rows, 6-7 weights.
-template <bool TWO_ROWS, bool TWO_PANELS>
-static void amx_tiles(const bf16 *x, long ldx, const bf16 *w, long stride, long begin, long end,
-                      float *out, long ldo, bool is_more) {
-    const long bytes = ldo * 4;
-    float *low = out + 16 * ldo;
-    if (is_more) {
-        _tile_loadd(0, out, bytes);
-        if (TWO_PANELS) _tile_loadd(1, out + PANEL, bytes);
-        if (TWO_ROWS) _tile_loadd(2, low, bytes);
-        if (TWO_ROWS && TWO_PANELS) _tile_loadd(3, low + PANEL, bytes);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (long k = begin; k < end; k += DEPTH_PAD) {
-        _tile_loadd(4, x + k, ldx * 2);
-        _tile_loadd(6, w + k * PANEL, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        if (TWO_PANELS) {
-            _tile_loadd(7, w + stride + k * PANEL, 64);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-        if (TWO_ROWS) {
-            _tile_loadd(5, x + 16 * ldx + k, ldx * 2);
-            _tile_dpbf16ps(2, 5, 6);
-            if (TWO_PANELS) _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    _tile_stored(0, out, bytes);
-    if (TWO_PANELS) _tile_stored(1, out + PANEL, bytes);
-    if (TWO_ROWS) _tile_stored(2, low, bytes);
-    if (TWO_ROWS && TWO_PANELS) _tile_stored(3, low + PANEL, bytes);
-}
-
-static void amx_block(const bf16 *x, long ldx, long rows, const bf16 *w, long stride, long panels,
-                      long begin, long end, float *out, long ldo, bool is_more) {
-    for (long n = 0; n < panels; n += 2) {
-        const bf16 *own = w + n * stride;
-        for (long m = 0; m < rows; m += 32) {
-            const bf16 *from = x + m * ldx;
-            float *to = out + m * ldo + n * PANEL;
-            bool two_rows = rows - m > 16, two_panels = panels - n > 1;
-            if (two_rows && two_panels)
-                amx_tiles<true, true>(from, ldx, own, stride, begin, end, to, ldo, is_more);
-            else if (two_rows)
-                amx_tiles<true, false>(from, ldx, own, stride, begin, end, to, ldo, is_more);
-            else if (two_panels)
-                amx_tiles<false, true>(from, ldx, own, stride, begin, end, to, ldo, is_more);
-            else
-                amx_tiles<false, false>(from, ldx, own, stride, begin, end, to, ldo, is_more);
-        }
-    }
-}
-#else
-[[maybe_unused]] static bool has_amx() { return false; }
-#endif
-
-// Configures a thread's AMX tiles for as long as the object lives. Does nothing without AMX.
-struct Tiles {
-    Tiles() {
-#if defined(__AMX_BF16__)
-        if (!has_amx()) return;
-        TileConfig config;
-        _tile_loadconfig(&config);
-#endif
-    }
-    ~Tiles() {
-#if defined(__AMX_BF16__)
-        if (has_amx()) _tile_release();
-#endif
-    }
-};
 
 // --- vectors ----------------------------------------------------------------------------------
 
@@ -189,50 +85,6 @@ static void block(const float *x, long ldx, const float *w, long stride, long be
     sums.end(out, ldo);
 }
 
-// Adds the products of 16 pairs with 16 others to 16 sums, both products of a pair to the same sum.
-static inline v16 add_pairs(v16 acc, u16v pairs, u16v others) {
-#if defined(__AVX512BF16__)
-    return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)others, (__m512bh)pairs);
-#else
-    acc += (v16)(pairs << 16) * (v16)(others << 16);
-    acc += (v16)(pairs & 0xffff0000u) * (v16)(others & 0xffff0000u);
-    return acc;
-#endif
-}
-
-// Does the same with one pair for all sums.
-static inline v16 add_pairs(v16 acc, u16v pairs, uint32_t pair) {
-    return add_pairs(acc, pairs, pair - (u16v){});
-}
-
-// Returns 16 pairs, each of a number of ``first`` and the number of ``second`` at the same place.
-static inline u16v pair_up(const bf16 *first, const bf16 *second) {
-    u16v even = __builtin_convertvector(load_as<h16>(first), u16v);
-    u16v odd = __builtin_convertvector(load_as<h16>(second), u16v);
-    return even | odd << 16;
-}
-
-// Does the same for VECTORS vectors of each.
-template <int VECTORS>
-static inline void pair_up(const bf16 *first, const bf16 *second, u16v *pairs) {
-#if defined(__AVX512BW__)
-    if constexpr (VECTORS % 2 == 0) {
-        const i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const i16v low = lane * 0x10001 + 0x200000, high = low + 0x100010;  // 16 bits: i, 32 + i
-#pragma GCC unroll 2
-        for (int c = 0; c < VECTORS; c += 2) {
-            const auto a = load_as<__m512i>(first + c * LANES);
-            const auto b = load_as<__m512i>(second + c * LANES);
-            pairs[c] = (u16v)_mm512_permutex2var_epi16(a, (__m512i)low, b);
-            pairs[c + 1] = (u16v)_mm512_permutex2var_epi16(a, (__m512i)high, b);
-        }
-        return;
-    }
-#endif
-#pragma GCC unroll 4
-    for (int c = 0; c < VECTORS; c++) pairs[c] = pair_up(first + c * LANES, second + c * LANES);
-}
-
 template <int ROWS, int PANELS, int FETCHED = 0>
 static void block(const bf16 *x, long ldx, const bf16 *w, long stride, long begin, long end,
                   float *out, long ldo, bool is_more, const bf16 *next = nullptr) {
@@ -253,14 +105,6 @@ static void block(const bf16 *x, long ldx, const bf16 *w, long stride, long begi
     }
     sums.end(out, ldo);
 }
-
-#if defined(__AVX512F__)
-constexpr int MOST_ROWS = 12, FEW_ROWS = 4;  // then 24 or 16 of 32 registers hold sums
-constexpr long FETCHING_ROWS = 64;  // measured: with more rows, memory is not what they wait for
-#else
-constexpr int MOST_ROWS = 4, FEW_ROWS = 0;  // a vector takes two registers or four
-constexpr long FETCHING_ROWS = 0;
-#endif
 
 // Computes blocks of ROWS rows from row ``m`` on, as many as fit, and returns the first row left.
 template <int ROWS, int PANELS, class T>
@@ -320,8 +164,10 @@ static void rows_of_block(const T *x, long ldx, long rows, const T *w, long stri
         m = blocks_of<MOST_ROWS, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
         m = blocks_of<8, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
     }
-    m = blocks_of<4, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
-    m = blocks_of<2, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
+    if constexpr (PANELS <= 2 || FEW_ROWS >= 4) {
+        m = blocks_of<4, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
+        m = blocks_of<2, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
+    }
     blocks_of<1, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
 }
 
@@ -355,12 +201,10 @@ static inline void multiply(const float *x, long ldx, long rows, const float *w,
 static inline void multiply(const bf16 *x, long ldx, long rows, const bf16 *w, long stride,
                             long panels, long begin, long end, float *out, long ldo, bool is_more,
                             const bf16 *next = nullptr) {
-#if defined(__AMX_BF16__)
     if (has_amx()) {
         amx_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more);
         return;
     }
-#endif
     vector_block(x, ldx, rows, w, stride, panels, begin, end, out, ldo, is_more, next);
 }
 

@@ -1,13 +1,15 @@
 // Vectors of 16 floats, and the type bfloat16.
 //
-// Rule 1: everything that depends on the processor is here or in matmul.h. On a processor without
-// any of these features, the compiler's vector extensions make correct code.
+// Rule 1: everything that depends on the processor is in files whose names begin with "simd": here,
+// in simd_products.h and in simd_amx.h. On a processor without any of these features, the compiler's
+// vector extensions make correct code.
 // Rule 2: a NaN stays a NaN in every conversion, because the sampler refuses rows that have one.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__GNUC__) && !defined(__clang__)
 // Compilers differ in how they pass vectors for which the processor has no registers. That does not
@@ -20,18 +22,36 @@
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
+#if defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#define TRIOLET_NEON 1
+#endif
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
 
+#include "simd_lanes.h"
+
 namespace triolet {
 
+#if defined(__AVX512F__)
 typedef float v16 __attribute__((vector_size(64)));
 typedef uint32_t u16v __attribute__((vector_size(64)));
 typedef int32_t i16v __attribute__((vector_size(64)));
-typedef uint16_t h16 __attribute__((vector_size(32)));
 typedef uint8_t b64 __attribute__((vector_size(64)));
+typedef uint16_t h16 __attribute__((vector_size(32)));
 typedef int8_t b16 __attribute__((vector_size(16)));
+#else
+#if defined(__AVX2__)
+constexpr int REGISTER = 32;
+#else
+constexpr int REGISTER = 16;
+#endif
+typedef Lanes<float, 64, REGISTER> v16;
+typedef Lanes<uint32_t, 64, REGISTER> u16v;
+typedef Lanes<int32_t, 64, REGISTER> i16v;
+typedef Lanes<uint8_t, 64, REGISTER> b64;
+#endif
 
 struct bf16 {
     uint16_t bits;
@@ -39,8 +59,12 @@ struct bf16 {
 
 constexpr int LANES = 16;
 
+#if defined(__AVX512F__)
 static inline v16 splat(float value) { return value - (v16){}; }
+static inline i16v splat(int32_t value) { return value - (i16v){}; }
+static inline u16v splat(uint32_t value) { return value - (u16v){}; }
 
+// Copies a number or a vector from memory.
 template <class V>
 static inline V load_as(const void *from) {
     V value;
@@ -48,12 +72,84 @@ static inline V load_as(const void *from) {
     return value;
 }
 
+// Returns 16 numbers of 16 bits, each with 16 zeros above.
+static inline u16v widen(const void *from) {
+    return __builtin_convertvector(load_as<h16>(from), u16v);
+}
+
+// Stores the lower 16 bits of each number.
+static inline void store_narrow(void *to, u16v value) {
+    const h16 narrow = __builtin_convertvector(value, h16);
+    memcpy(to, &narrow, sizeof narrow);
+}
+
+// Stores numbers that fit 8 bits.
+static inline void store_bytes(int8_t *to, i16v value) {
+    const b16 narrow = __builtin_convertvector(value, b16);
+    memcpy(to, &narrow, sizeof narrow);
+}
+
+static inline v16 to_floats(i16v value) { return __builtin_convertvector(value, v16); }
+#else
+static inline v16 splat(float value) { return v16::splat(value); }
+static inline i16v splat(int32_t value) { return i16v::splat(value); }
+static inline u16v splat(uint32_t value) { return u16v::splat(value); }
+
+template <class V>
+__attribute__((always_inline)) static inline V load_as(const void *from) {
+    if constexpr (std::is_class_v<V>) {
+        return V::from(from);
+    } else {
+        V value;
+        memcpy(&value, from, sizeof value);
+        return value;
+    }
+}
+
+// A register's lanes as numbers of 16 and 8 bits.
+typedef uint16_t Halves __attribute__((vector_size(REGISTER / 2)));
+typedef int8_t Bytes __attribute__((vector_size(REGISTER / 4)));
+
+static inline u16v widen(const void *from) {
+    return u16v::each([=](int i) {
+        Halves own;
+        memcpy(&own, (const char *)from + i * sizeof own, sizeof own);
+        return __builtin_convertvector(own, u16v::Part);
+    });
+}
+
+static inline void store_narrow(void *to, u16v value) {
+#pragma GCC unroll 4
+    for (int i = 0; i < u16v::PARTS; i++) {
+        const auto narrow = __builtin_convertvector(value.part[i], Halves);
+        memcpy((char *)to + i * sizeof narrow, &narrow, sizeof narrow);
+    }
+}
+
+static inline void store_bytes(int8_t *to, i16v value) {
+    // By way of 16 bits, which every processor packs with one instruction.
+#pragma GCC unroll 4
+    for (int i = 0; i < i16v::PARTS; i++) {
+        const auto half = __builtin_convertvector((u16v::Part)value.part[i], Halves);
+        const auto narrow = __builtin_convertvector(half, Bytes);
+        memcpy(to + i * sizeof narrow, &narrow, sizeof narrow);
+    }
+}
+
+static inline v16 to_floats(i16v value) {
+    return v16::each([=](int i) { return __builtin_convertvector(value.part[i], v16::Part); });
+}
+#endif
+
+// Returns 0, 1, … 15.
+static inline i16v lane_numbers() {
+    static const int32_t own[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load_as<i16v>(own);
+}
+
 static inline v16 load(const float *from) { return load_as<v16>(from); }
 
-static inline v16 load(const bf16 *from) {
-    u16v wide = __builtin_convertvector(load_as<h16>(from), u16v) << 16;
-    return (v16)wide;
-}
+static inline v16 load(const bf16 *from) { return (v16)(widen(from) << 16); }
 
 static inline void store(float *to, v16 value) { memcpy(to, &value, sizeof value); }
 
@@ -66,8 +162,7 @@ static inline void store(bf16 *to, v16 value) {
     u16v rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
     u16v is_nan = (u16v)(value != value);
     rounded = (is_nan & 0x7fc0) | (~is_nan & rounded);
-    h16 narrow = __builtin_convertvector(rounded, h16);
-    memcpy(to, &narrow, sizeof narrow);
+    store_narrow(to, rounded);
 #endif
 }
 
@@ -96,6 +191,8 @@ static inline v16 pick(i16v where, v16 yes, v16 no) {
 static inline v16 max16(v16 a, v16 b) {
 #if defined(__AVX512F__)
     return (v16)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return v16::each([=](int i) { return (v16::Part)_mm256_max_ps(a.part[i], b.part[i]); });
 #else
     return pick(a > b, a, b);
 #endif
@@ -173,19 +270,14 @@ static inline v16 tanh16(v16 x) {
 template <int STRIDE>
 static inline v16 fold(v16 a, v16 b) {
 #if defined(__AVX512F__)
-    i16v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    i16v lane = lane_numbers();
     i16v is_second = (lane & STRIDE) != 0;
     __m512i same = (__m512i)(lane + (is_second & 16));
     __m512i other = (__m512i)((lane ^ STRIDE) + (is_second & 16));
     return (v16)_mm512_permutex2var_ps((__m512)a, same, (__m512)b) +
            (v16)_mm512_permutex2var_ps((__m512)a, other, (__m512)b);
 #else
-    float first[LANES], second[LANES], out[LANES];
-    memcpy(first, &a, sizeof first);
-    memcpy(second, &b, sizeof second);
-    for (int i = 0; i < LANES; i++)
-        out[i] = (i & STRIDE) ? second[i] + second[i ^ STRIDE] : first[i] + first[i ^ STRIDE];
-    return load(out);
+    return fold_lanes<STRIDE>(a, b);
 #endif
 }
 
@@ -207,17 +299,27 @@ static inline v16 sums(v16 *parts) {
 static inline v16 multiply_add(v16 a, v16 b, v16 c) {
 #if defined(__AVX512F__)
     return (v16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return v16::each([=](int i) {
+        return (v16::Part)_mm256_fmadd_ps(a.part[i], b.part[i], c.part[i]);
+    });
+#elif defined(TRIOLET_NEON)
+    return v16::each([=](int i) {
+        return (v16::Part)vfmaq_f32(c.part[i], a.part[i], b.part[i]);
+    });
 #else
     return a * b + c;
 #endif
 }
 
-static inline v16 to_floats(i16v value) { return __builtin_convertvector(value, v16); }
-
 // Rounds numbers of at most 2^21 to the nearest integers, ties to even.
 static inline i16v to_integers(v16 value) {
 #if defined(__AVX512F__)
     return (i16v)_mm512_cvtps_epi32((__m512)value);
+#elif defined(__AVX2__)
+    return i16v::each([=](int i) { return (i16v::Part)_mm256_cvtps_epi32(value.part[i]); });
+#elif defined(TRIOLET_NEON)
+    return i16v::each([=](int i) { return (i16v::Part)vcvtnq_s32_f32(value.part[i]); });
 #else
     return (i16v)(value + 12582912.0f) - 0x4b400000;  // rounds by the mantissa's end
 #endif
@@ -229,8 +331,9 @@ static inline uint32_t highest_magnitude(u16v bits) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epu32((__m512i)bits);
 #else
-    uint32_t best = 0;
-    for (int i = 0; i < LANES; i++) best = bits[i] > best ? bits[i] : best;
+    uint32_t own[LANES], best = 0;
+    memcpy(own, &bits, sizeof own);
+    for (int i = 0; i < LANES; i++) best = own[i] > best ? own[i] : best;
     return best;
 #endif
 }
@@ -239,8 +342,16 @@ static inline uint32_t highest_magnitude(u16v bits) {
 static inline v16 load_half(const uint16_t *from) {
 #if defined(__AVX512F__)
     return (v16)_mm512_cvtph_ps(load_as<__m256i>(from));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return v16::each([=](int i) {
+        return (v16::Part)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + i));
+    });
+#elif defined(TRIOLET_NEON)
+    return v16::each([=](int i) {
+        return (v16::Part)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + 4 * i)));
+    });
 #else
-    u16v half = __builtin_convertvector(load_as<h16>(from), u16v);
+    u16v half = widen(from);
     v16 magnitude = (v16)((half & 0x7fff) << 13) * 0x1p112f;  // exact, also below the normal numbers
     return (v16)((u16v)magnitude | (half & 0x8000) << 16);
 #endif
@@ -252,91 +363,6 @@ static inline float to_float_of_half(uint16_t half) {
     memcpy(&magnitude, &bits, sizeof magnitude);
     magnitude *= 0x1p112f;
     return half & 0x8000 ? -magnitude : magnitude;
-}
-
-// Returns the name of the instructions that `add_quads` uses, for people to read.
-[[maybe_unused]] static const char *integer_kind() {
-#if defined(__AVX512VNNI__)
-    return "AVX512-VNNI";
-#elif defined(__AVX2__) && defined(__AVXVNNI__)
-    return "AVX-VNNI";
-#elif defined(__AVX512BW__)
-    return "AVX-512";
-#elif defined(__AVX2__)
-    return "AVX2";
-#else
-    return "vectors";
-#endif
-}
-
-#if defined(__AVX2__)
-// Does for half of the sums what `add_quads` does.
-static inline __m256i add_half_quads(__m256i acc, __m256i bytes, __m256i quad) {
-#if defined(__AVXVNNI__)
-    return _mm256_dpbusd_avx_epi32(acc, bytes, quad);
-#else
-    // `vpmaddubsw` would saturate. Even and odd bytes are multiplied as numbers of 16 bits.
-    const __m256i low = _mm256_set1_epi16(0xff);
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8);
-    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(bytes, low), even));
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(bytes, 8),
-                                                   _mm256_srai_epi16(quad, 8)));
-#endif
-}
-#endif
-
-// Adds to each of 16 sums the products of its four bytes, which are unsigned, with the four signed
-// bytes of ``quad``. The sums are exact.
-static inline i16v add_quads(i16v acc, b64 bytes, int32_t quad) {
-#if defined(__AVX512VNNI__)
-    return (i16v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)bytes, _mm512_set1_epi32(quad));
-#elif defined(__AVX512BW__) && !(defined(__AVX2__) && defined(__AVXVNNI__))
-    const __m512i low = _mm512_set1_epi16(0xff), all = _mm512_set1_epi32(quad);
-    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8);
-    __m512i sum = _mm512_madd_epi16(_mm512_and_si512((__m512i)bytes, low), even);
-    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_srli_epi16((__m512i)bytes, 8),
-                                                  _mm512_srai_epi16(all, 8)));
-    return acc + (i16v)sum;
-#elif defined(__AVX2__)
-    __m256i sums_[2], parts[2];
-    memcpy(sums_, &acc, sizeof acc);
-    memcpy(parts, &bytes, sizeof bytes);
-    for (int i = 0; i < 2; i++) sums_[i] = add_half_quads(sums_[i], parts[i], _mm256_set1_epi32(quad));
-    return load_as<i16v>(sums_);
-#else
-    const u16v four = (u16v)bytes;
-    acc += (i16v)(four & 0xff) * (int32_t)(int8_t)quad;
-    acc += (i16v)(four >> 8 & 0xff) * (int32_t)(int8_t)(quad >> 8);
-    acc += (i16v)(four >> 16 & 0xff) * (int32_t)(int8_t)(quad >> 16);
-    acc += (i16v)(four >> 24) * (int32_t)(int8_t)(quad >> 24);
-    return acc;
-#endif
-}
-
-// Returns a table of 16 bytes as `look_up` takes it: in each 16 bytes of a vector.
-static inline b64 spread_table(const uint8_t *table) {
-    uint8_t own[64];
-    for (int i = 0; i < 64; i++) own[i] = table[i % 16];
-    return load_as<b64>(own);
-}
-
-// Returns for each byte of ``codes``, which are below 16, the byte at its place in ``table``.
-static inline b64 look_up(b64 codes, b64 table) {
-#if defined(__AVX512BW__)
-    return (b64)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
-#elif defined(__AVX2__)
-    __m256i parts[2], tables[2];
-    memcpy(parts, &codes, sizeof codes);
-    memcpy(tables, &table, sizeof table);
-    for (int i = 0; i < 2; i++) parts[i] = _mm256_shuffle_epi8(tables[i], parts[i]);
-    return load_as<b64>(parts);
-#else
-    uint8_t own[64], from[64];
-    memcpy(own, &codes, sizeof codes);
-    memcpy(from, &table, sizeof table);
-    for (int i = 0; i < 64; i++) own[i] = from[own[i]];
-    return load_as<b64>(own);
-#endif
 }
 
 }  // namespace triolet

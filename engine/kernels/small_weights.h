@@ -2,11 +2,11 @@
 //
 // A weight is scale * number, or scale * number + offset. ``group`` inputs of an output share scale
 // and offset, which are stored in half precision as [panels][groups][16]. The numbers are int8, kept
-// as number + 128, in panels of 16 outputs:
+// as number + ZERO (see simd_products.h), in panels of 16 outputs:
 //   8 bits    [inputs / 4][16][4]
 //   4 bits    [inputs / 8][16][4], where a byte has the code of input i of 8 below, and that of
 //             i + 4 above; a table of 16 numbers says which one a code stands for
-// with the inputs padded to a multiple of 32. `vpdpbusd` multiplies this order as it is.
+// with the inputs padded to a multiple of 32. `vpdpbusd` and `sdot` multiply this order as it is.
 //
 // Rows are rounded to int8, too: the largest number of a block of 32 inputs (16, if the groups are
 // no multiple of 32) becomes 127. A block's sum of products is an exact integer. It is multiplied by
@@ -22,7 +22,6 @@
 namespace triolet {
 
 constexpr long SMALL_DEPTH_PAD = 32;
-constexpr int ZERO = 128;  // what is added to a number, so that `vpdpbusd` takes it unsigned
 constexpr float INT8_MAX_MAGNITUDE = 127.0f;
 
 // Mirrored by `engine.worker.forward.native.Linear`.
@@ -88,9 +87,8 @@ static inline void round_block(const T *from, long count, const Rounded &to, lon
     const v16 factor = splat(is_finite && !is_zero ? INT8_MAX_MAGNITUDE / largest : 0.0f);
     float total = 0.0f;
     for (int i = 0; i < vectors; i++) {
-        const i16v whole = is_finite ? to_integers(values[i] * factor) : i16v{};
-        const b16 narrow = __builtin_convertvector(whole, b16);
-        memcpy(numbers + i * LANES, &narrow, sizeof narrow);
+        const i16v whole = is_finite ? to_integers(values[i] * factor) : splat(0);
+        store_bytes(numbers + i * LANES, whole);
         total += sum(to_floats(whole));  // exact: below 2^24
     }
     const float row_scale = !is_finite ? NAN : is_zero ? 0.0f : largest / INT8_MAX_MAGNITUDE;
@@ -157,7 +155,7 @@ static void small_block(const Rounded &x, long row, const SmallPanels &w, long b
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
-            for (int n = 0; n < PANELS; n++) whole[m][n] = starts[m * blocks + index] - (i16v){};
+            for (int n = 0; n < PANELS; n++) whole[m][n] = splat(starts[m * blocks + index]);
         for (long c = 0; c < x.block; c += 8, weight += BYTES_OF_8) {
             const int8_t *from = numbers + k + c;
             b64 codes[PANELS], own[PANELS];
@@ -201,12 +199,6 @@ static void small_block(const Rounded &x, long row, const SmallPanels &w, long b
     sums.end(out, ldo);
 }
 
-#if defined(__AVX512F__)
-constexpr int SMALL_ROWS = 6;  // with 2 panels: 12 sums of integers and 12 of floats
-#else
-constexpr int SMALL_ROWS = 2;
-#endif
-
 // Computes blocks of ROWS rows from row ``m`` on, as many as fit, and returns the first row left.
 template <int BITS, int ROWS, int PANELS>
 static long small_blocks(long m, const Rounded &x, long row, long rows, const SmallPanels &w,
@@ -225,7 +217,8 @@ static void small_rows(const Rounded &x, long row, long rows, const SmallPanels 
                                                    is_more);
         m = small_blocks<BITS, 4, PANELS>(m, x, row, rows, w, begin, end, out, ldo, is_more);
     }
-    m = small_blocks<BITS, 2, PANELS>(m, x, row, rows, w, begin, end, out, ldo, is_more);
+    if constexpr (SMALL_ROWS > 2 || PANELS == 1)
+        m = small_blocks<BITS, 2, PANELS>(m, x, row, rows, w, begin, end, out, ldo, is_more);
     small_blocks<BITS, 1, PANELS>(m, x, row, rows, w, begin, end, out, ldo, is_more);
 }
 
@@ -249,6 +242,11 @@ static void multiply_small(const Rounded &x, long row, long rows, const SmallPan
         if (rows <= 2)
             for (; panels - n >= 4; n += 4)
                 small_rows<BITS, 4>(x, row, rows, behind(w, n), begin, end, out + n * PANEL, ldo,
+                                    is_more);
+    if constexpr (SMALL_ROWS <= 2)
+        if (rows == 1)
+            for (; panels - n >= 2; n += 2)
+                small_rows<BITS, 2>(x, row, rows, behind(w, n), begin, end, out + n * PANEL, ldo,
                                     is_more);
     for (; panels - n >= PAIR; n += PAIR)
         small_rows<BITS, PAIR>(x, row, rows, behind(w, n), begin, end, out + n * PANEL, ldo,
@@ -292,7 +290,7 @@ static inline float small_weight(const Linear &linear, long output, long input) 
         const uint8_t byte = weight[first / 2 + (input / 8 * PANEL + lane) * 4 + input % 4];
         number = linear.table[input % 8 < 4 ? byte & 15 : byte >> 4];
     } else {
-        number = (int)weight[first + (input / 4 * PANEL + lane) * 4 + input % 4] - ZERO;
+        number = (int8_t)(weight[first + (input / 4 * PANEL + lane) * 4 + input % 4] - ZERO);
     }
     const float value = to_float_of_half(linear.scales[at]) * (float)number;
     return linear.offsets ? value + to_float_of_half(linear.offsets[at]) : value;

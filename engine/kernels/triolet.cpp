@@ -37,23 +37,11 @@ static void pack(const T *weight, long outputs, long inputs, long pair, T *panel
 
 extern "C" {
 
-// Returns the instructions that this library multiplies with, for people to read: "AMX",
-// "AVX512-BF16", "AVX-512" or "vectors".
-const char *triolet_kind(void) {
-#if defined(__AMX_BF16__)
-    if (has_amx()) return "AMX";
-#endif
-#if defined(__AVX512BF16__)
-    return "AVX512-BF16";
-#elif defined(__AVX512F__)
-    return "AVX-512";
-#else
-    return "vectors";
-#endif
-}
+// Returns the instructions that this library multiplies with, for people to read: "AMX", or as
+// `float_kind` names them.
+const char *triolet_kind(void) { return has_amx() ? "AMX" : float_kind(); }
 
-// Returns the instructions that this library multiplies integers with, for people to read:
-// "AVX512-VNNI", "AVX-VNNI", "AVX-512", "AVX2" or "vectors".
+// Returns the instructions that this library multiplies integers with, as `integer_kind` names them.
 const char *triolet_integer_kind(void) { return integer_kind(); }
 
 // Returns how many numbers the panels of a layer have, with their padding.

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "transformers", "grpcio", "trio", "protobuf", "tokenizers")
 MIN_PYTHON = (3, 11)
 MIN_MEMORY_BYTES = 1 * 2**30  # guess: Python with torch needs about half of it before any model
-CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "asimd", "sve")
+CPU_FEATURES = (
+    *("avx2", "avx_vnni", "avx512f", "avx512_vnni"),
+    *("asimd", "asimddp", "i8mm", "sve"),
+)
 BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang")
 TORCH_TIMEOUT_S = 120  # guess: a first import from a slow disk

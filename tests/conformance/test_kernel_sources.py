@@ -6,6 +6,7 @@ Users' machines compile with ``-w``, as a newer compiler's new warning should no
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.worker.forward import native  # noqa: E402
+from tests.support import toolchains  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -29,6 +31,8 @@ IS_X86 = os.uname().machine == "x86_64"
 # with products of bfloat16, and AMX; in the long run also those between. They need not be there.
 MARCHES = ("x86-64", "cooperlake", "sapphirerapids") if IS_X86 else ("native",)
 OTHER_MARCHES = ("x86-64-v3", "x86-64-v4") if IS_X86 else ()
+# ARM: no feature beyond NEON, with products of bytes, and with products of bfloat16.
+ARM_MARCHES = ("armv8-a", "armv8.2-a+dotprod", "armv8.6-a+i8mm+bf16")
 # What the sanitizers run: the code for the processor at hand, with AVX-512 or AMX where it has
 # them, and there also the vector code that those replace, which any other processor runs anyway.
 HAS_AVX512 = bool(torch.cpu.get_capabilities().get("avx512_f"))
@@ -41,10 +45,10 @@ TESTED = (
 )
 
 
-def compile_source(path, *flags):
+def compile_source(path, *flags, compiler=None):
     """What the compiler says of a source; "" if it takes it without a warning."""
     done = subprocess.run(
-        [native.find_compiler(), *FLAGS, *flags, str(path)],
+        [compiler or native.find_compiler(), *FLAGS, *flags, str(path)],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -67,6 +71,25 @@ def test_the_library_compiles_without_a_warning_for_every_processor(march, level
     """The optimiser sees causes for warnings that the parser does not, and takes a minute to."""
     out = ("-c", "-o", str(tmp_path / "kernels.o"))
     assert compile_source(native.SOURCES / "triolet.cpp", level, f"-march={march}", *out) == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("march", ARM_MARCHES)
+def test_the_library_compiles_without_a_warning_for_arm(march, tmp_path):
+    compiler, _, _ = toolchains.need_arm()
+    flags = ("-O3", f"-march={march}", "-c", "-o", str(tmp_path / "kernels.o"))
+    assert compile_source(native.SOURCES / "triolet.cpp", *flags, compiler=compiler) == ""
+
+
+def test_only_the_files_of_the_processor_know_it():
+    """Other files say what is computed, and not with which instructions."""
+    knows = re.compile(r"__(AVX|AMX|ARM|SSE|F16C|FMA|aarch64|x86)|_mm\d*_|TRIOLET_NEON|arm_neon")
+    found = {
+        path.name
+        for path in native.SOURCES.iterdir()
+        if path.suffix in (".h", ".cpp") and knows.search(path.read_text())
+    }
+    assert found == {"simd.h", "simd_amx.h", "simd_products.h"}
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in native.SOURCES.glob("*.h")))

@@ -80,8 +80,8 @@ def test_two_processes_that_start_at_once_both_work(fresh, quick):
 @pytest.mark.parametrize("what", ["the flags", "the processor", "a source"])
 def test_the_librarys_name_depends_on_what_it_is_built_from(fresh, monkeypatch, tmp_path, what):
     compiler = native.find_compiler()
-    before = native._key(compiler)
-    assert native._key(compiler) == before
+    before = native._key(compiler, native.FLAGS)
+    assert native._key(compiler, native.FLAGS) == before
     if what == "the flags":
         monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-g"))
     elif what == "the processor":
@@ -93,7 +93,7 @@ def test_the_librarys_name_depends_on_what_it_is_built_from(fresh, monkeypatch, 
             (copy / path.name).write_bytes(path.read_bytes())
         (copy / "simd.h").write_text((copy / "simd.h").read_text() + "\n// more\n")
         monkeypatch.setattr(native, "SOURCES", copy)
-    assert native._key(compiler) != before
+    assert native._key(compiler, native.FLAGS) != before
 
 
 def no_compiler(monkeypatch, tmp_path):
@@ -117,6 +117,19 @@ def a_library_of_another_layout(monkeypatch, tmp_path):
     return "has another layout"
 
 
+def a_variant_of_no_name(monkeypatch, tmp_path):
+    """Ask for a variant that is not there."""
+    monkeypatch.setenv(native.SWITCH, "x86-64-v9")
+    return "must be off or one of x86-64-v3, x86-64-v3-vnni"
+
+
+def a_variant_of_another_processor(monkeypatch, tmp_path):
+    """Ask for a variant that an older processor cannot run."""
+    monkeypatch.setattr(native, "_cpuinfo", lambda: "flags : avx2 fma f16c bmi1 bmi2 movbe\n")
+    monkeypatch.setenv(native.SWITCH, "x86-64-v3")
+    return "ENGINE_KERNELS is x86-64-v3, and the processor has no abm"
+
+
 def switched_off(monkeypatch, tmp_path):
     """Switch the kernels off."""
     monkeypatch.setenv(native.SWITCH, "off")
@@ -125,7 +138,14 @@ def switched_off(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "trouble",
-    [no_compiler, a_compiler_that_fails, a_library_of_another_layout, switched_off],
+    [
+        no_compiler,
+        a_compiler_that_fails,
+        a_library_of_another_layout,
+        a_variant_of_no_name,
+        a_variant_of_another_processor,
+        switched_off,
+    ],
 )
 def test_without_the_library_the_reference_serves_and_says_why(
     fresh, quick, monkeypatch, tmp_path, trouble

@@ -31,6 +31,16 @@ def test_without_ruby_the_sentence_has_the_command():
     assert f"`sudo apt-get install --no-install-recommends {packages}`" in said
 
 
+@pytest.mark.usefixtures("bare_machine")
+def test_without_arms_tools_the_sentence_has_the_command():
+    with pytest.raises(pytest.fail.Exception) as failed:
+        toolchains.need_arm()
+    said = str(failed.value)
+    assert "need aarch64-linux-gnu-g++, qemu-aarch64" in said
+    packages = "g++-aarch64-linux-gnu qemu-user"
+    assert f"`sudo apt-get install --no-install-recommends {packages}`" in said
+
+
 def test_a_user_who_is_not_root_gets_the_sentence_even_with_apt_get(monkeypatch):
     monkeypatch.setattr(
         toolchains.shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None

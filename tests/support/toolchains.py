@@ -1,6 +1,7 @@
 """Install tools of other languages where they are missing.
 
-These are npm's packages beside the interop tests, and Ruby with gRPC from Debian's packages.
+These are npm's packages beside the interop tests, and from Debian's packages Ruby with gRPC, and a
+compiler and an emulator for ARM.
 
 Rule 1: a tool that cannot be installed fails the test with a sentence that says what is missing; a
 skipped test proves nothing. Rule 2: npm's packages stay in tests/interop. Debian's packages belong
@@ -14,8 +15,12 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[2]
 INTEROP = ROOT / "tests" / "interop"
@@ -33,6 +38,10 @@ DEBIAN_PACKAGES = (
     "protobuf-compiler-grpc",
     "libprotobuf-dev",
 )
+# A C++ compiler for 64-bit ARM with its libraries, and an emulator for its programs.
+ARM_PACKAGES = ("g++-aarch64-linux-gnu", "qemu-user")
+ARM_TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
+ARM_LIBRARIES = "/usr/aarch64-linux-gnu"
 RUBY_PLUGIN = "grpc_ruby_plugin"
 RUBY_NEEDS = ("grpc", "google/protobuf", "google/rpc/error_details_pb")
 PROTOS = ("triolet/v1/common.proto", "triolet/v1/inference.proto")
@@ -82,26 +91,46 @@ def _install_from_npm(wanted: list[str]) -> None:
 
 def need_ruby() -> None:
     """Have apt-get install Ruby, its gRPC and its protoc, unless they are there."""
-    if not missing_for_ruby():
+    _need_debian("Ruby", missing_for_ruby, DEBIAN_PACKAGES, LEAVE_OUT)
+
+
+def need_arm() -> tuple[str, str, str]:
+    """Have apt-get install a compiler and an emulator for ARM, unless they are there. Return their
+    paths, and the folder of ARM's libraries."""
+    _need_debian("ARM", missing_for_arm, ARM_PACKAGES, 'or leave them out with -m "not full"')
+    compiler, emulator = (shutil.which(name) for name in ARM_TOOLS)
+    assert compiler
+    assert emulator
+    return compiler, emulator, ARM_LIBRARIES
+
+
+def missing_for_arm() -> list[str]:
+    """Return which of ARM's compiler and emulator are missing."""
+    return [name for name in ARM_TOOLS if shutil.which(name) is None]
+
+
+def _need_debian(
+    what: str, missing: Callable[[], list[str]], packages: tuple[str, ...], leave_out: str
+) -> None:
+    if not missing():
         return
     apt = shutil.which("apt-get")
     if apt is None or os.geteuid() != 0:
         pytest.fail(
-            f"the Ruby tests need {', '.join(missing_for_ruby())}; on Debian, `sudo apt-get "
-            f"install --no-install-recommends {' '.join(DEBIAN_PACKAGES)}` brings them, "
-            + LEAVE_OUT,
+            f"the {what} tests need {', '.join(missing())}; on Debian, `sudo apt-get "
+            f"install --no-install-recommends {' '.join(packages)}` brings them, {leave_out}",
             pytrace=False,
         )
     lock = ("-o", "DPkg::Lock::Timeout=120")  # another process may be installing
-    install = [apt, *lock, "install", "-y", "--no-install-recommends", *DEBIAN_PACKAGES]
+    install = [apt, *lock, "install", "-y", "--no-install-recommends", *packages]
     code, said = _run(install)
     if code:  # the package lists are probably missing or old
         _run([apt, *lock, "update"])
         code, said = _run(install)
-    if code or missing_for_ruby():
+    if code or missing():
         pytest.fail(
-            f"apt-get install {' '.join(DEBIAN_PACKAGES)} ended with status {code}; missing then: "
-            f"{', '.join(missing_for_ruby()) or 'nothing'}\n{said}",
+            f"apt-get install {' '.join(packages)} ended with status {code}; missing then: "
+            f"{', '.join(missing()) or 'nothing'}\n{said}",
             pytrace=False,
         )
 

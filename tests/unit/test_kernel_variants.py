@@ -45,3 +45,14 @@ def test_a_library_is_found_only_where_the_wheel_has_it(tmp_path):
     assert find_built(tmp_path, zen) == path
     assert find_built(tmp_path, CPUINFO.format("avx2")) is None
     assert find_built(tmp_path, "") is None
+
+
+def test_a_named_variant_is_found_where_the_processor_can_run_it(tmp_path):
+    zen, haswell = (CPUINFO.format(" ".join(one)) for one in (PROCESSORS["Zen 4"][0], V3))
+    path = tmp_path / "built" / "x86-64-v3.so"
+    path.parent.mkdir()
+    path.touch()
+    (tmp_path / "built" / "x86-64-v4-bf16.so").touch()
+    assert find_built(tmp_path, zen, "x86-64-v3") == path
+    assert find_built(tmp_path, haswell, "x86-64-v4-bf16") is None
+    assert find_built(tmp_path, zen, "x86-64-v9") is None

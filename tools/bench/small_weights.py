@@ -9,6 +9,8 @@ known, too. Files that are mapped, such as the checkpoint, are not in it. What a
 the weights (constraints, the KV pool, activations) is measured with a tiny model of the same
 vocabulary, and is left out.
 
+The last rows are those of `tools.bench.variants`: kernels of other processors.
+
 `BENCH_ONLY` is a regular expression that selects measurements by name.
 """
 
@@ -26,6 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.bench import variants
 from tools.bench.checkpoints import checkpoint
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.peers.process import OURS, EngineProcess
@@ -189,7 +192,7 @@ def run() -> list[Row]:
                 stack.callback(engines[-1].close)
             for case in chosen:
                 rows += compare(case, engines)
-    return rows
+    return rows + variants.run(SHAPES, wanted)
 
 
 if __name__ == "__main__":

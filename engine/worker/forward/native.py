@@ -4,7 +4,7 @@ Rule 1: a wheel may have libraries for this processor (`engine.worker.forward.va
 library is built once for each source, compiler, set of flags and processor. It lies in the user's
 cache directory and is put there by a rename, so that two servers that start at once both work. Rule
 2: the server starts without the kernels, too; `Unavailable` says in one sentence why they are
-missing.
+missing. Rule 3: only the variable `SWITCH` chooses a library that is not the best one.
 
 Every struct here mirrors one in C++. `load` compares their sizes, so that a library of another
 layout is never called. ctypes releases the GIL during a call.
@@ -27,11 +27,20 @@ from pathlib import Path
 import torch  # before the library is loaded, so that both use torch's OpenMP
 
 from engine.worker.forward import variants
-from engine.worker.forward.variants import COMPILERS, DIRECTORY, find_built
+from engine.worker.forward.variants import (
+    COMPILERS,
+    DIRECTORY,
+    VARIANTS,
+    features_of,
+    find_built,
+    variant_named,
+)
 
 SOURCES = Path(__file__).resolve().parents[2] / "kernels"
 FLAGS = (*variants.FLAGS, "-march=native")
-SWITCH = "ENGINE_KERNELS"  # environment variable; "off" or "0": run without the kernels
+# Environment variable. "off" or "0": run without the kernels. The name of a variant of
+# `engine.worker.forward.variants`: run that one, from the wheel or compiled here. Unset: the best.
+SWITCH = "ENGINE_KERNELS"
 PARTS_MOST = 3  # PARTS_MOST in engine/kernels/adapters.h
 COMPILE_TIMEOUT_S = 120  # guess: compiling takes 4 to 10 s
 
@@ -225,7 +234,7 @@ def load() -> ctypes.CDLL:
     Raises:
         Unavailable: The library cannot be used. Later calls raise the same error.
     """
-    if os.environ.get(SWITCH, "").lower() in ("off", "0"):
+    if _wanted() in ("off", "0"):
         raise Unavailable(f"{SWITCH} is off")
     library, reason = _load_once()
     if library is None:
@@ -247,22 +256,29 @@ def new_arena(library: ctypes.CDLL, owner: object) -> int:
 
 
 def kind(library: ctypes.CDLL) -> str:
-    """Return the instructions that the library multiplies with: AMX, AVX512-BF16, AVX-512 or
-    vectors."""
+    """Return the instructions that the library multiplies with: AMX, AVX512-BF16, AVX-512, AVX2,
+    NEON-BF16, NEON or vectors."""
     return str(library.triolet_kind().decode())
 
 
 def integer_kind(library: ctypes.CDLL) -> str:
     """Return the instructions that the library multiplies integers with: AVX512-VNNI, AVX-VNNI,
-    AVX-512, AVX2 or vectors."""
+    AVX-512, AVX2, NEON-DOTPROD, NEON or vectors."""
     return str(library.triolet_integer_kind().decode())
 
 
 def origin(library: ctypes.CDLL) -> str:
     """Return where the library came from, for people to read: "compiled here", or the variant of
-    the wheel."""
+    the wheel. If `SWITCH` chose the variant, it says so."""
     path = Path(library._name)
-    return f"from the wheel, {path.stem}" if path.parent.name == DIRECTORY else "compiled here"
+    place = f"from the wheel, {path.stem}" if path.parent.name == DIRECTORY else "compiled here"
+    wanted = _wanted()
+    return f"{place}, {wanted} by {SWITCH}" if wanted else place
+
+
+def _wanted() -> str:
+    """Return the variant that `SWITCH` names, or ""."""
+    return os.environ.get(SWITCH, "").lower()
 
 
 def find_compiler() -> str:
@@ -281,24 +297,42 @@ def find_compiler() -> str:
 def _load() -> ctypes.CDLL:
     if platform.system() != "Linux":
         raise Unavailable(f"they are built on Linux only, and this is {platform.system()}")
-    built = find_built(SOURCES, _cpuinfo())
+    name = _wanted()
+    flags = _flags_of(name) if name else FLAGS
+    built = find_built(SOURCES, _cpuinfo(), name)
     if built is not None:
         return _open(built)
     compiler = find_compiler()
-    name = f"kernels-{_key(compiler)}.so"
+    file = f"kernels-{_key(compiler, flags)}.so"
     directory = cache_directory()
     if directory is not None:
-        path = directory / name
+        path = directory / file
         if not path.exists():
-            _compile(compiler, path)
+            _compile(compiler, flags, path)
         return _open(path)
     with tempfile.TemporaryDirectory(prefix="triolet-kernels-") as private:
-        path = Path(private) / name
-        _compile(compiler, path)
+        path = Path(private) / file
+        _compile(compiler, flags, path)
         return _open(path)  # a mapped library no longer needs its file
 
 
-def _key(compiler: str) -> str:
+def _flags_of(name: str) -> tuple[str, ...]:
+    """Return the compiler's flags for a variant.
+
+    Raises:
+        Unavailable: There is none of this name, or the processor cannot run it.
+    """
+    variant = variant_named(name)
+    if variant is None:
+        known = ", ".join(one.name for one in VARIANTS)
+        raise Unavailable(f"{SWITCH} is {name}, and must be off or one of {known}")
+    missing = sorted(set(variant.needs) - features_of(_cpuinfo()))
+    if missing:
+        raise Unavailable(f"{SWITCH} is {name}, and the processor has no {missing[0]}")
+    return (*(flag for flag in FLAGS if flag != "-march=native"), *variant.flags)
+
+
+def _key(compiler: str, flags: tuple[str, ...]) -> str:
     """Return a hash of what the library depends on: sources, flags, compiler and processor."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(SOURCES.iterdir()):
@@ -306,7 +340,7 @@ def _key(compiler: str) -> str:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     real = Path(compiler).resolve()
     state = real.stat()
-    digest.update(repr((FLAGS, str(real), state.st_size, state.st_mtime_ns)).encode())
+    digest.update(repr((flags, str(real), state.st_size, state.st_mtime_ns)).encode())
     digest.update(repr((platform.machine(), _processor())).encode())
     return digest.hexdigest()
 
@@ -346,12 +380,12 @@ def cache_directory() -> Path | None:
     return directory if is_ours and os.access(directory, os.W_OK) else None
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     handle, scratch = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
         done = subprocess.run(
-            [compiler, *FLAGS, "-o", scratch, str(SOURCES / "triolet.cpp")],
+            [compiler, *flags, "-o", scratch, str(SOURCES / "triolet.cpp")],
             capture_output=True,
             text=True,
             timeout=COMPILE_TIMEOUT_S,

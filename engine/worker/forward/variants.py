@@ -64,6 +64,11 @@ def best_variant(features: set[str]) -> Variant | None:
     return able[-1] if able else None
 
 
+def variant_named(name: str) -> Variant | None:
+    """Return the variant of this name, or None."""
+    return next((one for one in VARIANTS if one.name == name), None)
+
+
 def features_of(cpuinfo: str) -> set[str]:
     """Return the features of the first processor that the text of /proc/cpuinfo describes."""
     for line in cpuinfo.splitlines():
@@ -73,9 +78,13 @@ def features_of(cpuinfo: str) -> set[str]:
     return set()
 
 
-def find_built(sources: Path, cpuinfo: str) -> Path | None:
-    """Return the library in the wheel that this processor runs best, or None if there is none: the
-    wheel was made without libraries, or its processor is an older one or of another kind."""
-    variant = best_variant(features_of(cpuinfo))
-    path = None if variant is None else sources / variant.file
-    return path if path is not None and path.is_file() else None
+def find_built(sources: Path, cpuinfo: str, name: str = "") -> Path | None:
+    """Return the library in the wheel that this processor runs best, or the one of a variant's
+    ``name``. None if there is none: the wheel was made without libraries, or its processor is an
+    older one or of another kind."""
+    features = features_of(cpuinfo)
+    variant = variant_named(name) if name else best_variant(features)
+    if variant is None or not features.issuperset(variant.needs):
+        return None
+    path = sources / variant.file
+    return path if path.is_file() else None

@@ -25,6 +25,7 @@ class Peer:
     ``requires`` are the packages of its own environment; if there are none, it runs in ours.
     ``without`` are packages that are uninstalled afterwards. ``probe`` is a module whose presence
     shows that it is installed. ``preload`` is a library of the environment for LD_PRELOAD.
+    ``cmake`` are the arguments for a package that is compiled.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Peer:
     probe: str = ""
     without: tuple[str, ...] = ()
     preload: str = ""
+    cmake: str = ""
 
     @property
     def folder(self) -> Path:
@@ -71,6 +73,14 @@ PEERS = {
             "tools.bench.peers.llama_cpp",
             ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
             "llama_cpp",
+        ),
+        Peer(
+            "llama.cpp-avx2",
+            "tools.bench.peers.llama_cpp",
+            ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+            "llama_cpp",
+            cmake="-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
+            "-DGGML_BMI2=ON -DGGML_AVX_VNNI=OFF -DGGML_AVX512=OFF",
         ),
         Peer(
             "vllm",
@@ -127,6 +137,10 @@ def _refuse_cuda(peer: Peer) -> None:
 
 
 def _pip(peer: Peer, *arguments: str) -> None:
-    done = subprocess.run([str(peer.python), "-m", "pip", *arguments], check=False)
+    variables, command = dict(os.environ), [str(peer.python), "-m", "pip", *arguments]
+    if peer.cmake and arguments[0] == "install":
+        variables["CMAKE_ARGS"] = peer.cmake
+        command.append("--no-cache-dir")  # it has what was compiled with other arguments
+    done = subprocess.run(command, check=False, env=variables)
     if done.returncode:
         raise PeerError(f"pip failed with {done.returncode}")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tools.bench.peers.environments import Peer, PeerError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ROOT = Path(__file__).parents[3]
 OURS = Peer("triolet", "tools.bench.peers.triolet")
@@ -20,18 +24,21 @@ END_LIMIT_S = 10.0
 
 class EngineProcess:
     """The process of an engine with a loaded model. Between questions it is stopped (SIGSTOP), so
-    that threads that spin while they wait take no time from another engine's turn.
+    that threads that spin while they wait take no time from another engine's turn. ``variables``
+    are environment variables for it.
 
     Raises:
         PeerError: The process could not be started. Its messages are on standard error.
     """
 
-    def __init__(self, peer: Peer, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, peer: Peer, settings: dict[str, Any], variables: Mapping[str, str] | None = None
+    ) -> None:
         self.name = peer.name
         self._process = subprocess.Popen(
             [str(peer.python), "-m", peer.module, json.dumps(settings)],
             cwd=ROOT,
-            env=None if peer is OURS else peer.environment(),
+            env=(dict(os.environ) if peer is OURS else peer.environment()) | dict(variables or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,0 +1,204 @@
+// Sums of products, as the processor has instructions for them: pairs of bfloat16, and fours of
+// bytes. Also here: how many sums its registers hold, and the names of its instructions.
+#pragma once
+
+#include "simd.h"
+
+namespace triolet {
+
+// Names of the instructions for people to read.
+[[maybe_unused]] static const char *float_kind() {
+#if defined(__AVX512BF16__)
+    return "AVX512-BF16";
+#elif defined(__AVX512F__)
+    return "AVX-512";
+#elif defined(__AVX2__) && defined(__FMA__)
+    return "AVX2";
+#elif defined(TRIOLET_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return "NEON-BF16";
+#elif defined(TRIOLET_NEON)
+    return "NEON";
+#else
+    return "vectors";
+#endif
+}
+
+[[maybe_unused]] static const char *integer_kind() {
+#if defined(__AVX512VNNI__)
+    return "AVX512-VNNI";
+#elif defined(__AVX512BW__)
+    return "AVX-512";
+#elif defined(__AVX512F__)
+    return "vectors";
+#elif defined(__AVX2__) && defined(__AVXVNNI__)
+    return "AVX-VNNI";
+#elif defined(__AVX2__)
+    return "AVX2";
+#elif defined(TRIOLET_NEON) && defined(__ARM_FEATURE_DOTPROD)
+    return "NEON-DOTPROD";
+#elif defined(TRIOLET_NEON)
+    return "NEON";
+#else
+    return "vectors";
+#endif
+}
+
+// How many rows a block of products computes with one or two panels; how many rows are few, so that
+// four panels are computed together; and how many rows still wait for memory.
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 12, FEW_ROWS = 4;  // then 24 or 16 of 32 registers hold sums
+constexpr long FETCHING_ROWS = 64;  // measured: with more rows, memory is not what they wait for
+constexpr int SMALL_ROWS = 6;  // of integers, with 2 panels: 12 sums of integers and 12 of floats
+#else
+constexpr int MOST_ROWS = 4, FEW_ROWS = 1;  // a vector takes two registers of 16, or four of 32
+constexpr long FETCHING_ROWS = 0;
+constexpr int SMALL_ROWS = 2;
+#endif
+
+// --- pairs of bfloat16 --------------------------------------------------------------------------
+
+// Adds the products of 16 pairs with 16 others to 16 sums, both products of a pair to the same sum.
+static inline v16 add_pairs(v16 acc, u16v pairs, u16v others) {
+#if defined(__AVX512BF16__)
+    return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)others, (__m512bh)pairs);
+#elif defined(TRIOLET_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return v16::each([=](int i) {
+        return (v16::Part)vbfdotq_f32(acc.part[i], vreinterpretq_bf16_u32(pairs.part[i]),
+                                      vreinterpretq_bf16_u32(others.part[i]));
+    });
+#else
+    acc = multiply_add((v16)(pairs << 16), (v16)(others << 16), acc);
+    return multiply_add((v16)(pairs & 0xffff0000u), (v16)(others & 0xffff0000u), acc);
+#endif
+}
+
+// Does the same with one pair for all sums.
+static inline v16 add_pairs(v16 acc, u16v pairs, uint32_t pair) {
+    return add_pairs(acc, pairs, splat(pair));
+}
+
+// Returns 16 pairs, each of a number of ``first`` and the number of ``second`` at the same place.
+static inline u16v pair_up(const bf16 *first, const bf16 *second) {
+    return widen(first) | widen(second) << 16;
+}
+
+// Does the same for VECTORS vectors of each.
+template <int VECTORS>
+static inline void pair_up(const bf16 *first, const bf16 *second, u16v *pairs) {
+#if defined(__AVX512BW__)
+    if constexpr (VECTORS % 2 == 0) {
+        const i16v lane = lane_numbers();
+        const i16v low = lane * 0x10001 + 0x200000, high = low + 0x100010;  // 16 bits: i, 32 + i
+#pragma GCC unroll 2
+        for (int c = 0; c < VECTORS; c += 2) {
+            const auto a = load_as<__m512i>(first + c * LANES);
+            const auto b = load_as<__m512i>(second + c * LANES);
+            pairs[c] = (u16v)_mm512_permutex2var_epi16(a, (__m512i)low, b);
+            pairs[c + 1] = (u16v)_mm512_permutex2var_epi16(a, (__m512i)high, b);
+        }
+        return;
+    }
+#endif
+#pragma GCC unroll 4
+    for (int c = 0; c < VECTORS; c++) pairs[c] = pair_up(first + c * LANES, second + c * LANES);
+}
+
+// --- fours of bytes -----------------------------------------------------------------------------
+
+// What is added to a weight's number before it is packed. `vpdpbusd` multiplies unsigned bytes with
+// signed ones; other processors multiply signed ones with each other.
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__AVXVNNI__)) || \
+    !(defined(__AVX2__) || defined(TRIOLET_NEON))
+constexpr int ZERO = 128;
+#else
+constexpr int ZERO = 0;
+#endif
+
+#if !defined(__AVX512F__) && defined(__AVX2__)
+// Does for a register of sums what `add_quads` does.
+static inline __m256i add_quads_of(__m256i acc, __m256i bytes, __m256i quad) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(acc, bytes, quad);
+#else
+    // The weight's sign moves to the row's number, which is never -128. Sums of two products are at
+    // most 2 * 128 * 127 then, so that `vpmaddubsw` does not saturate.
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), _mm256_sign_epi8(quad, bytes));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+#elif defined(TRIOLET_NEON)
+static inline int32x4_t add_quads_of(int32x4_t acc, int8x16_t bytes, int8x16_t quad) {
+#if defined(__ARM_FEATURE_DOTPROD)
+    return vdotq_s32(acc, bytes, quad);
+#else
+    // The row's numbers are never -128. Sums of two products are at most 2 * 128 * 127 then, which
+    // 16 bits hold.
+    const int16x8_t low = vmull_s8(vget_low_s8(bytes), vget_low_s8(quad));
+    const int16x8_t high = vmull_high_s8(bytes, quad);
+    return vpadalq_s16(acc, vpaddq_s16(low, high));
+#endif
+}
+#endif
+
+// Adds to each of 16 sums the products of its four bytes with the four signed bytes of ``quad``,
+// of which none is -128. The bytes are numbers plus ZERO, unsigned if that is not 0. The sums are
+// exact.
+static inline i16v add_quads(i16v acc, b64 bytes, int32_t quad) {
+#if defined(__AVX512VNNI__)
+    return (i16v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)bytes, _mm512_set1_epi32(quad));
+#elif defined(__AVX512BW__)
+    const __m512i low = _mm512_set1_epi16(0xff), all = _mm512_set1_epi32(quad);
+    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(all, 8), 8);
+    __m512i sum = _mm512_madd_epi16(_mm512_and_si512((__m512i)bytes, low), even);
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_srli_epi16((__m512i)bytes, 8),
+                                                  _mm512_srai_epi16(all, 8)));
+    return acc + (i16v)sum;
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i all = _mm256_set1_epi32(quad);
+    return i16v::each([=](int i) {
+        return (i16v::Part)add_quads_of((__m256i)acc.part[i], (__m256i)bytes.part[i], all);
+    });
+#elif defined(TRIOLET_NEON)
+    const int8x16_t all = vreinterpretq_s8_s32(vdupq_n_s32(quad));
+    return i16v::each([=](int i) {
+        return (i16v::Part)add_quads_of(acc.part[i], vreinterpretq_s8_u8(bytes.part[i]), all);
+    });
+#else
+    const u16v four = (u16v)bytes;
+    acc += (i16v)(four & 0xff) * (int32_t)(int8_t)quad;
+    acc += (i16v)(four >> 8 & 0xff) * (int32_t)(int8_t)(quad >> 8);
+    acc += (i16v)(four >> 16 & 0xff) * (int32_t)(int8_t)(quad >> 16);
+    acc += (i16v)(four >> 24) * (int32_t)(int8_t)(quad >> 24);
+    return acc;
+#endif
+}
+
+// Returns a table of 16 bytes as `look_up` takes it: in each 16 bytes of a vector.
+static inline b64 spread_table(const uint8_t *table) {
+    uint8_t own[64];
+    for (int i = 0; i < 64; i++) own[i] = table[i % 16];
+    return load_as<b64>(own);
+}
+
+// Returns for each byte of ``codes``, which are below 16, the byte at its place in ``table``.
+static inline b64 look_up(b64 codes, b64 table) {
+#if defined(__AVX512BW__)
+    return (b64)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return b64::each([=](int i) {
+        return (b64::Part)_mm256_shuffle_epi8((__m256i)table.part[0], (__m256i)codes.part[i]);
+    });
+#elif defined(TRIOLET_NEON)
+    return b64::each([=](int i) {
+        return (b64::Part)vqtbl1q_u8(table.part[0], codes.part[i]);
+    });
+#else
+    uint8_t own[64], from[64];
+    memcpy(own, &codes, sizeof codes);
+    memcpy(from, &table, sizeof table);
+    for (int i = 0; i < 64; i++) own[i] = from[own[i]];
+    return load_as<b64>(own);
+#endif
+}
+
+}  // namespace triolet

@@ -1,0 +1,111 @@
+"""Recorded cases of the kernels, replayed by a driver in C++: on this machine, and as ARM's code in
+an emulator. Integer products are the same to the last bit on all processors."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine.worker.forward import native  # noqa: E402
+from engine.worker.forward.variants import VARIANTS, features_of  # noqa: E402
+from tests.support import kernel_cases, toolchains  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+CPUINFO = Path("/proc/cpuinfo").read_text()
+RUNNABLE = [one for one in VARIANTS if features_of(CPUINFO).issuperset(one.needs)]
+IN_SHORT = "x86-64-v3"  # most laptops have it, and this machine's own code may be another
+# The compiler's target; a processor of the emulator that has nothing beyond it; the instructions.
+ARM = {
+    "armv8-a": ("cortex-a53", "NEON, NEON"),
+    "armv8.2-a+dotprod": ("cortex-a76", "NEON, NEON-DOTPROD"),
+    "armv8.6-a+i8mm+bf16": ("max", "NEON-BF16, NEON-DOTPROD"),
+}
+FAULTS = {  # of which file, a line, and what is planted in its place
+    "the codes of 4 bits are in the other order": (
+        "triolet.cpp",
+        "(uint8_t)(k % 8 < 4 ? from[k] : from[k] << 4)",
+        "(uint8_t)(k % 8 < 4 ? from[k] << 4 : from[k])",
+    ),
+    "the last lane of a panel is dropped": (
+        "small_weights.h",
+        "add_quads(whole[m][n], own[n], quad);\n            }\n#pragma GCC unroll 4\n"
+        "            for (int n = 0; n < PANELS; n++)\n"
+        "                own[n] = high_quads<BITS>(weight + n * w.stride, codes[n], table);",
+        "add_quads(whole[m][n], own[n], quad);\n            }\n"
+        "            whole[0][0] = (i16v)((u16v)whole[0][0] & (u16v)(lane_numbers() < 15));\n"
+        "#pragma GCC unroll 4\n            for (int n = 0; n < PANELS; n++)\n"
+        "                own[n] = high_quads<BITS>(weight + n * w.stride, codes[n], table);",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """Return the file of the recorded cases."""
+    path = tmp_path_factory.mktemp("kernels") / "cases"
+    assert kernel_cases.write_cases(path, 60) > 120
+    return path
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """Return the driver, compiled for this machine."""
+    to = tmp_path_factory.mktemp("driver") / "driver"
+    return kernel_cases.build_driver(native.find_compiler(), to)
+
+
+def check(done, kinds):
+    """Hold that every case passed, with these instructions."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("0 of "), last
+    assert last.endswith(kinds), last
+
+
+def test_the_library_of_this_machine_gives_what_was_recorded(cases, driver):
+    library = native.load()
+    kinds = f"{native.kind(library)}, {native.integer_kind(library)}"
+    check(kernel_cases.replay(driver, library._name, cases), kinds)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(one, id=one.name, marks=[] if one.name == IN_SHORT else [pytest.mark.full])
+        for one in RUNNABLE
+    ],
+)
+def test_a_wheels_variant_gives_what_was_recorded(cases, driver, tmp_path, variant):
+    compiler = native.find_compiler()
+    library = kernel_cases.build_library(compiler, variant.flags, tmp_path / "kernels.so")
+    check(kernel_cases.replay(driver, library, cases), "")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("target", ARM)
+def test_arms_code_gives_what_was_recorded(cases, tmp_path, target):
+    compiler, emulator, root = toolchains.need_arm()
+    own = kernel_cases.build_driver(compiler, tmp_path / "driver")
+    library = kernel_cases.build_library(compiler, [f"-march={target}"], tmp_path / "kernels.so")
+    processor, kinds = ARM[target]
+    check(kernel_cases.replay(emulator, "-cpu", processor, "-L", root, own, library, cases), kinds)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(cases, driver, tmp_path, fault):
+    name, line, planted = FAULTS[fault]
+    copy = tmp_path / "kernels"
+    shutil.copytree(native.SOURCES, copy)
+    text = Path(copy / name).read_text()
+    assert text.count(line) == 1
+    (copy / name).write_text(text.replace(line, planted))
+    flags = ["-march=native"]
+    library = kernel_cases.build_library(native.find_compiler(), flags, tmp_path / "k.so", copy)
+    done = kernel_cases.replay(driver, library, cases)
+    assert done.returncode == 1, done.stdout
+    assert " bits, " in done.stdout

@@ -1,0 +1,167 @@
+"""Records cases of the kernels, and builds and runs the driver in C++ that replays them.
+
+A case has its inputs and what comes out: for weights of 8 and 4 bits, the bits of the references in
+`tests.conformance.test_small_weights`; for the others, numbers in float64 and the tolerance of
+their tests. The driver (tests/support/kernel_replay.cpp) needs no Python, so that it also runs
+where only an emulator is.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.worker.forward import native, variants
+from engine.worker.forward.attention import AttentionCall
+from engine.worker.forward.native_attention import NativeStep
+from tests.conformance import test_native_attention as attention
+from tests.conformance import test_native_products as products
+from tests.conformance import test_small_weights as small
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+DRIVER = Path(__file__).with_name("kernel_replay.cpp")
+LIMIT_S = 300
+ROWS = (1, 1, 2, 3, 5, 9, 33, 130)
+GROUPS = (16, 32, 48, 128)
+WIDTHS = (1, 17, 33, 100, 200, 415)  # inputs: odd ones, and ones that no group divides
+LENGTHS = [(0, 1), (20, 1), (0, 33), (700, 1), (90, 50), (530, 40)]
+
+
+def write_cases(path: Path, count: int) -> int:
+    """Write drawn cases, about ``count`` of each kind, and return how many there are."""
+    found = [*small_cases(count), *float_cases(count), *attention_cases(max(2, count // 4))]
+    path.write_bytes(struct.pack("<q", len(found)) + b"".join(found))
+    return len(found)
+
+
+def small_cases(count: int) -> Iterator[bytes]:
+    """Yield products with weights of 8 and 4 bits."""
+    for seed in range(count):
+        rng = random.Random(seed)
+        is_exact, dtype = rng.random() < 0.3, rng.choice(small.DTYPES)
+        shape, rows = (rng.choice((1, 15, 16, 40, 129)), rng.choice(WIDTHS)), rng.choice(ROWS)
+        weight = small.make_weight(
+            shape,
+            rng.choice(GROUPS),
+            small.TABLES[seed % 3],
+            has_offsets=rng.random() < 0.5,
+            seed=seed,
+            is_exact=is_exact,
+        )
+        drawn = torch.randn((rows, shape[1]), generator=torch.Generator().manual_seed(seed))
+        x = (small.whole_rows(rows, shape[1], seed) if is_exact else drawn).to(dtype)
+        bias = torch.arange(shape[0]).float() if rng.random() < 0.3 else None
+        wanted = small.reference(weight, x, bias).to(dtype)
+        name = f"{weight.bits} bits, {shape}, group {weight.group}, {rows} rows, {dtype}"
+        own = weight.in_halves()
+        halves = [b"" if one is None else raw(one) for one in (own.scales, own.offsets)]
+        yield b"".join(
+            (
+                array(name.encode()),
+                wholes(0, native.KINDS[dtype], weight.bits, rows, *shape, weight.group),
+                *map(array, (raw(own.numbers), *halves, bytes(n & 255 for n in own.table))),
+                *map(array, (b"" if bias is None else raw(bias), raw(x), raw(wanted), b"")),
+                struct.pack("<d", 0.0),
+            )
+        )
+
+
+def float_cases(count: int) -> Iterator[bytes]:
+    """Yield products with weights in float32 and bfloat16."""
+    for seed in range(count):
+        rng = random.Random(seed)
+        dtype, rows = products.DTYPES[seed % 2], rng.choice(ROWS)
+        shape = (rng.choice((1, 16, 40, 129)), rng.choice(WIDTHS))
+        layer = products.make_linear(*shape, dtype, bias=rng.random() < 0.5)
+        x = torch.randn(rows, shape[1]).to(dtype)
+        wanted = x.double() @ layer.weight.double().T
+        wanted += 0.0 if layer.bias is None else layer.bias.double()
+        error = float((layer(x).double() - wanted).norm() / wanted.norm())
+        bias = b"" if layer.bias is None else raw(layer.bias.float())
+        yield b"".join(
+            (
+                array(f"{dtype}, {shape}, {rows} rows".encode()),
+                wholes(0, native.KINDS[dtype], 0, rows, *shape, 0),
+                *map(array, (raw(layer.weight), b"", b"", b"", bias, raw(x), b"", raw(wanted))),
+                struct.pack("<d", max(1.5 * error, 1e-6 if dtype == torch.float32 else 3e-3)),
+            )
+        )
+
+
+def attention_cases(count: int) -> Iterator[bytes]:
+    """Yield attention of rows of one token and of several."""
+    for seed in range(count):
+        rng = random.Random(seed)
+        dtype = list(attention.TOLERANCE)[seed % 2]
+        shape = rng.choice([(4, 4, 16), (9, 3, 64), (2, 1, 80)])
+        case = attention.make_case(seed, shape, dtype, rng.sample(LENGTHS, 4))
+        window, softcap = rng.choice([0, 24]), rng.choice([0.0, 1.5])
+        call = AttentionCall(0, shape[2] ** -0.5, window or None, softcap or None)
+        wanted = attention.in_float64(case, call)
+        step = NativeStep(None, case.rows, case.cache)
+        tensors = (case.cache.keys[0], case.cache.values[0], case.query, case.key, case.value)
+        yield b"".join(
+            (
+                array(f"attention, {shape}, window {window}, cap {softcap}, {dtype}".encode()),
+                wholes(1, native.KINDS[dtype], *shape, window),
+                struct.pack("<dd", call.scaling, softcap),
+                *(array(one.tobytes()) for one in step._arrays),
+                wholes(case.rows.block_size),
+                *map(array, map(raw, (*tensors, wanted))),
+                struct.pack("<d", attention.TOLERANCE[dtype]),
+            )
+        )
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's bytes, row by row."""
+    return np.ascontiguousarray(tensor.detach().contiguous().view(torch.uint8)).tobytes()
+
+
+def array(data: bytes) -> bytes:
+    """Return bytes with their number before them."""
+    return struct.pack("<q", len(data)) + data
+
+
+def wholes(*numbers: int) -> bytes:
+    """Return whole numbers of 8 bytes."""
+    return struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def build_driver(compiler: str, to: Path) -> Path:
+    """Compile the driver."""
+    flags = ("-std=c++17", "-O1", "-fopenmp", "-w", "-Wno-psabi", f"-I{native.SOURCES}")
+    return _compiled([compiler, *flags, "-o", str(to), str(DRIVER), "-ldl"], to)
+
+
+def build_library(
+    compiler: str, flags: Sequence[str], to: Path, sources: Path = native.SOURCES
+) -> Path:
+    """Compile the kernels, as a user's machine does."""
+    common = [flag if flag != "-O3" else "-O1" for flag in variants.FLAGS]
+    return _compiled([compiler, *common, *flags, "-o", str(to), str(sources / "triolet.cpp")], to)
+
+
+def replay(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the driver, which is the last of a command, or its arguments behind it."""
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def _compiled(command: list[str], to: Path) -> Path:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return to
