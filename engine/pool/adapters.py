@@ -13,14 +13,13 @@ import logging
 import os
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
 from engine.errors import InvalidRequest, NoWorkers, SpawnFailed
 from engine.pool.adapter_version import AdapterVersion
 from engine.pool.load_errors import error_for_request, log_failed_adapter
-from engine.pool.registry import RETRY_AFTER_S
 from engine.status import Capability, ModelStatus
 
 if TYPE_CHECKING:
@@ -37,7 +36,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RETRY_AFTER_S = 5.0  # guess: until the base's unload has ended
 NO_TEXT_MODEL = "only models that generate text take adapters"
+
+
+class LeasedAdapter(NamedTuple):
+    """What a request is computed with: the name of its model, and the digest of its adapter and the
+    version that it holds; "" and None without an adapter."""
+
+    model: str
+    digest: str = ""
+    version: AdapterVersion | None = None
 
 
 class Adapters:
@@ -71,17 +80,16 @@ class Adapters:
         replica: AnyReplica,
         cut: Callable[[], None],
         tokens: Callable[[], int] = lambda: 0,
-    ) -> Iterator[tuple[str, str]]:
-        """Hold the adapter that a request asks for while the block lasts. Yields the name of the
-        model and the digest of its adapter; "" for a model without one. ``replica`` is what
+    ) -> Iterator[LeasedAdapter]:
+        """Hold the adapter that a request asks for while the block lasts. ``replica`` is what
         `Leases.acquire` has yielded for ``name``; nothing was awaited since. ``tokens`` returns how
         many tokens the request has got."""
         version = self._registry.find_adapter(name)
         if version is None:
-            yield replica.model, ""
+            yield LeasedAdapter(replica.model)
             return
         with version.leased(cut, tokens):
-            yield version.name, replica.adapters[version].digest
+            yield LeasedAdapter(version.name, replica.adapters[version].digest, version)
 
     # ---- the operator's commands
 

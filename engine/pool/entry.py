@@ -159,12 +159,14 @@ class Entry:
             return ready[self._turn % len(ready)]
         return ready[least_busy([replica.work for replica in ready], self._turn)]
 
-    def pick_by_prefix(self, request: Any) -> AnyReplica | None:
+    def pick_by_prefix(
+        self, request: Any, version: AdapterVersion | None = None
+    ) -> AnyReplica | None:
         """Return the ready replica for a request whose tokens are known, by how many of them each
-        replica has cached; None if no replica is ready. ``request`` is the core's request."""
-        ready, adapter = self.ready, getattr(request, "adapter", "")
-        if adapter:
-            ready = [one for one in ready if one.has_adapter(adapter)]
+        replica has cached; None if no replica is ready that has its adapter. ``request`` is the
+        core's request. ``version`` is what it holds: a replica that has the same content under
+        another name may drop that at any time."""
+        ready = self.ready_with(version)
         if len(ready) <= 1:
             return ready[0] if ready else None
         keys = ready[0].prefix_keys(request)  # equal for all replicas: one name, one block size

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
     from engine.config import EngineConfig
+    from engine.pool.adapter_version import AdapterVersion
     from engine.pool.entry import Entry, Load
     from engine.pool.loads import Loads
     from engine.pool.registry import Registry
@@ -60,14 +61,18 @@ class Leases:
 
     @contextmanager
     def reroute(
-        self, leased: AnyReplica, request: Any, cut: Callable[[], None]
+        self,
+        leased: AnyReplica,
+        request: Any,
+        cut: Callable[[], None],
+        version: AdapterVersion | None = None,
     ) -> Iterator[AnyReplica]:
         """Hold the replica on which a request will run, now that its tokens are known: the one that
         it has leased, or another one that has more of its prefix cached. ``request`` is the core's
-        request."""
+        request, and ``version`` the adapter that it holds."""
         entry, better = self._registry.entries[leased.model], None
         if self._routing == "prefix" and entry.traits.has_kv_cache:
-            better = entry.pick_by_prefix(request)
+            better = entry.pick_by_prefix(request, version)
         if better is None or better is leased:
             yield leased
             return

@@ -187,10 +187,6 @@ class Replica(Generic[InfoT, ToolsT]):
                     self.loop.close()
                 self.on_idle(self)
 
-    def has_adapter(self, digest: str) -> bool:
-        """Return whether an adapter with this content is loaded."""
-        return any(info.digest == digest for info in self.adapters.values())
-
     def retire(self) -> None:
         """Give no more leases, and end when the last one has ended. Idempotent."""
         self.is_retired = True

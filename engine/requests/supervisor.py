@@ -299,9 +299,10 @@ class Supervisor:
                 adapted = self._pool.adapters.leased(
                     request.model, leased, cut, lambda: stream.tokens_done
                 )
-                stream.model, stream.adapter = held.enter_context(adapted)
+                stream.model, stream.adapter, version = held.enter_context(adapted)
                 prepared = await preparer.prepare(stream, leased, held)
-                replica = held.enter_context(self._pool.leases.reroute(leased, prepared, cut))
+                rerouted = self._pool.leases.reroute(leased, prepared, cut, version)
+                replica = held.enter_context(rerouted)
                 stream.replica = replica
                 holding = preparer.holding(prepared, replica)
                 if holding is not None:

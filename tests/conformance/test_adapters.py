@@ -355,6 +355,14 @@ def test_a_shape_has_sizes_only(tmp_path, shape):
         measure_adapter(str(files_in(tmp_path, header)))
 
 
+@pytest.mark.parametrize("shape", [[1 << 40, 1], [10**400, 10**400], [1 << 20, 1 << 20]])
+def test_a_header_names_no_more_numbers_than_the_file_has_bytes(tmp_path, shape):
+    """Otherwise a damaged file would ask for so much memory that its base model is not loaded."""
+    header = {"x.lora_A.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}
+    with pytest.raises(Refusal, match="cut short or is not a safetensors file"):
+        measure_adapter(str(files_in(tmp_path, json.dumps(header).encode() + b" " * 4)))
+
+
 def test_what_python_cannot_parse_is_refused(tmp_path):
     """Deep nesting, and numbers that no float holds."""
     deep = b"[" * 200_000

@@ -151,7 +151,7 @@ def build_library(
 
 
 def replay(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the driver, which is the last of a command, or its arguments behind it."""
+    """Run a command: the driver with its arguments, or an emulator with them."""
     return subprocess.run(
         [str(part) for part in command],
         capture_output=True,

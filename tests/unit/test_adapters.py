@@ -4,6 +4,7 @@ before anything is computed. tests/conformance/test_adapters.py compares what is
 from __future__ import annotations
 
 import json
+import re
 import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from grpc_service.app import application
 from grpc_service.app.server_config import ServerConfig
 from grpc_service.client import messages
 from grpc_service.services.operations_codec import decode_load_adapter
+from tests.unit.test_cli import configs
 
 CONFIG, WEIGHTS = ADAPTER_FILES
 
@@ -272,6 +274,30 @@ def test_links_of_files_lead_nowhere_but_below_the_root(tmp_path):
     assert decoded(root, "outside") == str(root / "outside")
 
 
+def test_without_a_root_nothing_is_loaded_and_a_root_may_be_a_link(tmp_path):
+    """The root itself is no adapter, and nothing beside it is below it."""
+    for directory in ("sql", str(tmp_path), "/"):
+        with pytest.raises(InvalidRequest, match="without --adapter-root"):
+            decoded("", directory)
+    root = tmp_path / "root"
+    files_in(root / "sql")
+    files_in(tmp_path / "root-2" / "sql")
+    (tmp_path / "link").symlink_to(root)
+    assert decoded(tmp_path / "link", "sql") == str(root / "sql")
+    assert decoded(tmp_path / "link", str(tmp_path / "link" / "sql")) == str(root / "sql")
+    for directory in (
+        ".",
+        "",
+        "..",
+        "../root-2/sql",
+        str(tmp_path / "root-2/sql"),
+        "sql/../..",
+        "a\0",
+    ):
+        with pytest.raises(InvalidRequest, match="directory: "):
+            decoded(tmp_path / "link", directory)
+
+
 NAME = "model.layers.12.self_attn.q_proj"
 
 
@@ -304,6 +330,61 @@ def test_a_tilde_is_the_home_in_settings_and_a_name_in_requests(tmp_path, monkey
     assert AdapterConfig("x", "~/sql").directory == str(tmp_path / "sql")
     assert ServerConfig(adapter_root="~/adapters").adapter_root == str(tmp_path / "adapters")
     assert decoded(tmp_path, "~/sql") == str(tmp_path / "~" / "sql")
+
+
+# ---- settings
+
+
+TWO = """
+adapter_root = "/srv/adapters"
+[[models]]
+model = "m"
+name = "base:v2"
+[[models.adapters]]
+name = "sql"
+directory = "/srv/sql"
+aliases = ["database"]
+[[models.adapters]]
+name = "tales"
+directory = "/srv/tales"
+"""
+
+
+def test_a_file_and_flags_give_a_model_its_adapters(tmp_path):
+    """Flags add to those of the file. A base's name may have colons, an adapter's may not."""
+    path = tmp_path / "triolet.toml"
+    path.write_text(TWO)
+    engine, server = configs("--config", str(path), "--adapter", "base:v2:more=/srv/more=1")
+    [model] = engine.models
+    assert model.adapters == (
+        AdapterConfig("sql", "/srv/sql", ("database",)),
+        AdapterConfig("tales", "/srv/tales"),
+        AdapterConfig("more", "/srv/more=1"),
+    )
+    assert server.adapter_root == "/srv/adapters"
+    assert model.names == ("base:v2", "base:v2:sql", "database", "base:v2:tales", "base:v2:more")
+
+
+@pytest.mark.parametrize(
+    ("change", "argv", "said"),
+    [
+        (('name = "sql"', 'name = "a:b"'), (), "models[0].adapters[0]: the adapter's name 'a:b'"),
+        (('name = "sql"', 'title = "x"'), (), "models[0].adapters[0].title"),
+        (('directory = "/srv/tales"', ""), (), "models[0].adapters[1].directory is missing"),
+        (('name = "tales"', 'name = "sql"'), (), "two models are served as 'base:v2:sql'"),
+        (('"database"', '"base:v2"'), (), "two models are served as 'base:v2'"),
+        (
+            ("", ""),
+            ("--adapter", "other:x=/d"),
+            "has the base 'other', but the models are: base:v2",
+        ),
+    ],
+)
+def test_settings_of_adapters_that_cannot_be_are_refused_by_name(tmp_path, change, argv, said):
+    path = tmp_path / "triolet.toml"
+    path.write_text(TWO.replace(*change))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        configs("--config", str(path), *argv)
 
 
 # ---- a start

@@ -14,8 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.worker.forward.native import SWITCH
-from engine.worker.forward.variants import VARIANTS, features_of
+from engine.worker.forward.variants import SWITCH, VARIANTS, features_of
 from tools.bench.checkpoints import gguf
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.peers.environments import PEERS

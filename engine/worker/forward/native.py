@@ -30,6 +30,7 @@ from engine.worker.forward import variants
 from engine.worker.forward.variants import (
     COMPILERS,
     DIRECTORY,
+    SWITCH,
     VARIANTS,
     features_of,
     find_built,
@@ -38,9 +39,6 @@ from engine.worker.forward.variants import (
 
 SOURCES = Path(__file__).resolve().parents[2] / "kernels"
 FLAGS = (*variants.FLAGS, "-march=native")
-# Environment variable. "off" or "0": run without the kernels. The name of a variant of
-# `engine.worker.forward.variants`: run that one, from the wheel or compiled here. Unset: the best.
-SWITCH = "ENGINE_KERNELS"
 PARTS_MOST = 3  # PARTS_MOST in engine/kernels/adapters.h
 COMPILE_TIMEOUT_S = 120  # guess: compiling takes 4 to 10 s
 

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+# Environment variable. "off" or "0": run without the kernels. The name of a variant: run that one,
+# from the wheel or compiled here. Unset: the best.
+SWITCH = "ENGINE_KERNELS"
 COMPILERS = ("c++", "g++", "clang++")  # the first one that is installed compiles
 # Of every build; a processor's own come after them.
 FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-w")

@@ -93,8 +93,10 @@ def measure_adapter(directory: str) -> AdapterSize:
             header = json.loads(file.read(length))
         names = [name for name in header if name != "__metadata__"]
         shapes = [header[name]["shape"] for name in names]
-        if not all(type(size) is int and size >= 0 for shape in shapes for size in shape):
+        if not all(type(one) is int and one >= 0 for shape in shapes for one in shape):
             raise ValueError("a shape has something else than sizes")
+        if sum(map(prod, shapes)) > size:  # of what is read, every number has a byte at least
+            raise ValueError("the header names more numbers than the file has bytes")
         values = sum(_placed_values(name, header[name]["shape"]) for name in names)
         ranks = [header[name]["shape"][0] for name in names if name.endswith(SHRINK)]
         return AdapterSize(size, values, max(ranks, default=0))
