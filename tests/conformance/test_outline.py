@@ -59,6 +59,10 @@ def published(name, **fields):
     return {key: value for key, value in (common | fields).items() if value is not REQUIRED}
 
 
+EXAONE_ROPE = {
+    "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+    "original_max_position_embeddings": 2048,
+}  # fmt: skip
 SHORT_FACTORS = [1.0 + 0.01 * index for index in range(32)]
 # As on the Hub: fields left out, named by older names, or without effect.
 PUBLISHED = {
@@ -119,6 +123,35 @@ PUBLISHED = {
     "Granite": published(
         "GraniteForCausalLM", attention_multiplier=0.0078125, embedding_multiplier=12.0,
         logits_scaling=8, residual_multiplier=0.22, attention_bias=False),
+    "OLMo 3": published(
+        "Olmo3ForCausalLM", rope_theta=500000, max_position_embeddings=65536, sliding_window=4096,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_scaling={"attention_factor": 1.2, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+                      "original_max_position_embeddings": 8192, "rope_type": "yarn"}),
+    "OLMo 3, left out": published("Olmo3ForCausalLM", num_hidden_layers=5, rope_theta=10000),
+    "SmolLM3": published(
+        "SmolLM3ForCausalLM", rope_theta=5000000.0, no_rope_layers=[1, 1, 0], layer_types=[
+            "full_attention"] * 3, max_window_layers=28, no_rope_layer_interval=4, mlp_bias=False,
+        use_sliding_window=False, sliding_window=None, attention_bias=False),
+    "SmolLM3, left out": published("SmolLM3ForCausalLM", num_hidden_layers=5),
+    "Ministral": published("MinistralForCausalLM", head_dim=64, sliding_window=64,
+                           rope_theta=100000000.0),
+    "Mixtral": published(
+        "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2, sliding_window=None,
+        output_router_logits=False, router_aux_loss_coef=0.02, rope_theta=1000000.0),
+    "Mixtral, left out": published("MixtralForCausalLM"),
+    "EXAONE 4": published(
+        "Exaone4ForCausalLM", head_dim=64, sliding_window=64, sliding_window_pattern="LLG",
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_theta=1000000, rope_scaling=EXAONE_ROPE),
+    "EXAONE 4, no windows": published(
+        "Exaone4ForCausalLM", head_dim=64, sliding_window=None, sliding_window_pattern=None,
+        layer_types=["full_attention"] * 3, rope_theta=1000000, rope_scaling=EXAONE_ROPE),
+    "EXAONE 4, left out": published("Exaone4ForCausalLM", head_dim=64, num_hidden_layers=5),
+    "Seed-OSS": published(
+        "SeedOssForCausalLM", head_dim=128, attention_bias=True, attention_out_bias=False,
+        mlp_bias=False, residual_dropout=0.1, rope_theta=10000000.0, pretraining_tp=1,
+        rope_scaling={"rope_type": "default"}),
     "Granite, left out": published("GraniteForCausalLM", num_key_value_heads=REQUIRED),
 }  # fmt: skip
 

@@ -14,14 +14,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.worker.forward import packing, reference_attention  # noqa: E402
+from engine.worker.forward import packing, reference_attention, rewrites  # noqa: E402
 from engine.worker.forward.attention import AttentionCall  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.native_attention import NativeBackend, NativeStep  # noqa: E402
 from engine.worker.load.architectures import SERVED  # noqa: E402
 from engine.worker.outline.families import LISTED  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import COMPILED, REFERENCE, WAYS, ZOO, Zoo  # noqa: E402
+from tests.support.model_zoo import (  # noqa: E402
+    COMPILED,
+    REFERENCE,
+    WAYS,
+    ZOO,
+    Loaded,
+    Zoo,
+    load_runner,
+)
 from tests.support.parity import TALLIES, Tally  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -254,6 +262,32 @@ def test_positions_off_by_one_after_the_first_step_are_noticed(zoo, monkeypatch,
 
     monkeypatch.setattr(packing, "pack", pack)
     assert_red(zoo.load(name, way))
+
+
+def assert_red_when_loaded(zoo, name):
+    """Load a row's model anew, compiled, and check that parity fails."""
+    directory = zoo.directory(name)
+    runner, info = load_runner(directory)
+    try:
+        assert_red(Loaded(directory, runner, info, zoo.oracle(name)))
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("name", ["smollm3", "exaone4"])
+def test_a_rotary_embedding_in_a_layer_without_one_is_noticed(zoo, monkeypatch, name):
+    monkeypatch.setattr(rewrites, "is_rotated", lambda *_: True)
+    assert_red_when_loaded(zoo, name)
+
+
+def test_shares_of_experts_that_are_not_normed_are_noticed(zoo, monkeypatch):
+    stock = rewrites._take_experts
+
+    def take(*arguments):
+        return replace(stock(*arguments), is_normalised=False)
+
+    monkeypatch.setattr(rewrites, "_take_experts", take)
+    assert_red_when_loaded(zoo, "mixtral")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

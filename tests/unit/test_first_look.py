@@ -80,6 +80,20 @@ DIRECTORIES = {
         "its model.safetensors and 1 more are pointers of git-LFS, without the content; run 'git "
         "lfs pull' in the model's directory",
     ),
+    **{
+        module: (
+            {
+                "config.json": {},
+                "modules.json": [{"type": f"sentence_transformers.{room}.modules.{module}"}],
+            },
+            f"its module {module} makes {what}, and an answer has one dense vector for each text; "
+            "choose a model whose modules end with a Pooling",
+        )
+        for module, room, what in (
+            ("SpladePooling", "sparse_encoder", "sparse vectors"),
+            ("MultiVectorMask", "multi_vector_encoder", "a vector for each token"),
+        )
+    },
     "encoder": (
         {"config.json": {}, "modules.json": MODULES},
         "its modules.json names a module of type 'os.system', which is not one of Dense, "

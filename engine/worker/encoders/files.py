@@ -26,6 +26,17 @@ MODULES = {
     Capability.IMAGE_EMBEDDING: {"Transformer", "CLIPModel", "Dense", "LayerNorm", "Normalize"},
     Capability.RERANK: {"Transformer"},
 }
+# Modules whose output is not one dense vector for each text, and what it is.
+OTHER_OUTPUTS = {
+    **dict.fromkeys(
+        ("MLMTransformer", "SpladePooling", "SparseAutoEncoder", "SparseStaticEmbedding"),
+        "sparse vectors",
+    ),
+    **dict.fromkeys(
+        ("MultiVectorMask", "HierarchicalTokenPooling", "LambdaTokenPooling"),
+        "a vector for each token",
+    ),
+}
 FIRST = {"Transformer", "CLIPModel"}
 WITH_WEIGHTS = FIRST | {"Dense", "LayerNorm"}
 PROCESSOR_NAMES = ("preprocessor_config.json", "processor_config.json")
@@ -95,6 +106,11 @@ def _modules(directory: Path) -> list[dict[str, Any]]:
 def _name_of(module: dict[str, Any], allowed: set[str]) -> str:
     kind = str(module.get("type"))
     match = MODULE_TYPE.fullmatch(kind)
+    if match is not None and match["name"] in OTHER_OUTPUTS:
+        raise Refusal(
+            f"its module {match['name']} makes {OTHER_OUTPUTS[match['name']]}, and an answer has "
+            "one dense vector for each text; choose a model whose modules end with a Pooling"
+        )
     if match is None or match["name"] not in allowed:
         raise Refusal(
             f"its {MODULES_NAME} names a module of type {kind[:200]!r}, which is not one of "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.worker.outline.families import LISTED
+from engine.worker.outline.families import LISTED, is_rotated
 from engine.worker.outline.modules import Linear, Outline
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
     if name not in LISTED:
         raise NotRewritten(f"{name} has no compiled form")
     family, config, base = LISTED[name], module.config, module.model
-    kinds, rotaries = _rotaries(base, config)
+    kinds, rotaries = _rotaries(base, config, family)
     layers = tuple(
         _take_layer(layer, family, call, kinds[call.layer])
         for layer, call in zip(base.layers, calls, strict=True)
@@ -157,7 +157,9 @@ def _take_layer(layer: Any, family: Family, call: AttentionCall, rotary: int) ->
     return LayerParts(
         qkv=qkv,
         output=attention.o_proj,
-        mlp=_take_experts(layer.mlp) if hasattr(layer.mlp, "experts") else _take_mlp(layer.mlp),
+        mlp=_take_experts(layer.mlp, family)
+        if hasattr(layer.mlp, "experts")
+        else _take_mlp(layer.mlp),
         norms=norms,
         query_norm=None if query_norm is None else _norm(query_norm, family),
         key_norm=None if key_norm is None else _norm(key_norm, family),
@@ -173,11 +175,12 @@ def _take_mlp(mlp: Any) -> MlpParts:
     return MlpParts(gate_up, mlp.down_proj)
 
 
-def _take_experts(mixture: Any) -> ExpertParts:
+def _take_experts(mixture: Any, family: Family) -> ExpertParts:
     """Return the parts of a mixture. The experts of a stock one are views of its two tensors."""
     experts, router = mixture.experts, mixture.gate
     router.register_parameter("bias", None)
-    chosen, is_normalised = int(router.top_k), bool(router.norm_topk_prob)
+    chosen = int(router.top_k)
+    is_normalised = family.shares_are_normed or bool(router.norm_topk_prob)
     if isinstance(experts, torch.nn.ModuleList):
         parts = tuple(_take_mlp(expert) for expert in experts)
         return ExpertParts(router, parts, chosen, is_normalised)
@@ -236,14 +239,26 @@ def _embedding_scale(base: Any) -> float:
     return scale * float(getattr(base.embed_tokens, "scalar_embed_scale", 1.0))
 
 
-def _rotaries(base: Any, config: Any) -> tuple[list[int], tuple[Any, ...]]:
-    """Return the index of each layer's rotary embedding, and the rotary embeddings."""
+def _rotaries(base: Any, config: Any, family: Family) -> tuple[list[int], tuple[Any, ...]]:
+    """Return the index of each layer's rotary embedding, and the rotary embeddings. One that turns
+    nothing stands for none."""
     rotary, count = base.rotary_emb, len(base.layers)
     example = torch.zeros(1)  # the result has its dtype and device
     if not isinstance(rotary.rope_type, dict):
-        return [0] * count, (lambda positions: rotary(example, position_ids=positions),)
+        still = [int(not is_rotated(config, family, layer)) for layer in range(count)]
+        own = (lambda positions: rotary(example, position_ids=positions),)
+        if not any(still):
+            return still, own
+        width = rotary(example, position_ids=torch.zeros((1, 1), dtype=torch.int64))[0].shape[-1]
+        return still, (*own, lambda positions: _unturned(positions, width))
     kinds = sorted(set(config.layer_types))
     functions = tuple(
         (lambda positions, kind=kind: rotary(example, positions, kind)) for kind in kinds
     )
     return [kinds.index(kind) for kind in config.layer_types], functions
+
+
+def _unturned(positions: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and sines of angles of zero, [1, num_tokens, width] float32."""
+    shape = (*positions.shape, width)
+    return torch.ones(shape), torch.zeros(shape)

@@ -35,7 +35,6 @@ ROPE_FIELDS: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 ROPE_ALWAYS = {"rope_type", "rope_theta", "type"}
-DEFAULT_THETA = 10_000.0
 GLOBAL_THETA = 1_000_000.0  # Gemma 3's, of layers without a window
 
 
@@ -57,7 +56,7 @@ def read_outline(raw: Mapping[str, Any], name: str) -> OutlineConfig | None:
     try:
         fields = _usual_fields(raw, family)
         _complete(fields, family)
-        fields["rope_parameters"] = _rope_parameters(fields, family.model_type)
+        fields["rope_parameters"] = _rope_parameters(fields, family)
     except _Unusual:
         return None
     return OutlineConfig(architecture=name, **fields)
@@ -90,34 +89,57 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
     _require(fields["pad_token_id"] is None or 0 <= fields["pad_token_id"] < fields["vocab_size"])
     if family.has_experts:
         fields["num_experts"] = fields.pop("num_local_experts") or fields["num_experts"]
+        if family.shares_are_normed:  # Mixtral, whose layers all have experts
+            fields["norm_topk_prob"] = True
+            fields["moe_intermediate_size"] = fields["intermediate_size"]
+            fields |= {"mlp_only_layers": None, "decoder_sparse_step": 1}
         _require(fields["num_experts_per_tok"] <= fields["num_experts"])
     if not fields.get("use_sliding_window", True):
         fields["sliding_window"] = None
+    layers = fields["num_hidden_layers"]
     if family.window == "typed":
-        layers = fields["num_hidden_layers"]
         if fields["layer_types"] is None:
-            fields["layer_types"] = [_layer_type(fields, index) for index in range(layers)]
+            fields["layer_types"] = [_layer_type(fields, family, one) for one in range(layers)]
         _require(len(fields["layer_types"]) == layers)
+    if family.unrotated == "full":
+        fields.pop("sliding_window_pattern")  # it may be a text, and has done its work
+    if family.unrotated == "listed":
+        fields.pop("layer_types")  # no layer slides
+        each = fields["no_rope_layer_interval"]
+        if fields["no_rope_layers"] is None:
+            fields["no_rope_layers"] = [int((one + 1) % each != 0) for one in range(layers)]
+        _require(len(fields["no_rope_layers"]) == layers)
 
 
-def _layer_type(fields: Mapping[str, Any], index: int) -> str:
+def _layer_type(fields: Mapping[str, Any], family: Family, index: int) -> str:
     """Return the type of a layer in a config that does not list them: Qwen's begin to slide at a
-    layer, and of Gemma's, each second or sixth one does not."""
+    layer, all of Ministral's slide, and of the others', each second, fourth or sixth one does
+    not."""
     if "max_window_layers" in fields:
         slides = fields["sliding_window"] is not None and index >= fields["max_window_layers"]
+    elif family.full_each == 0:
+        slides = fields["sliding_window"] is not None
     else:
-        slides = (index + 1) % fields.get("sliding_window_pattern", 2) != 0
+        each = fields.get("sliding_window_pattern", family.full_each)
+        _require(type(each) is int and each > 0)
+        slides = (index + 1) % each != 0
     return "sliding_attention" if slides else "full_attention"
 
 
-def _rope_parameters(fields: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """Return the settings of the rotary embedding, for Gemma 3 by layer type."""
+def _rope_parameters(fields: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the settings of the rotary embedding, for Gemma 3 and OLMo 3 by layer type."""
     older, theta = fields.pop("rope_scaling"), fields.pop("rope_theta")
+    model_type = family.model_type
     if model_type == "gemma3_text":
-        return _rope_by_type(fields, older, theta)
+        local = fields.pop("rope_local_base_freq")
+        bases = (GLOBAL_THETA if theta is None else theta, family.theta if local is None else local)
+        return _rope_by_type(fields, older, bases, ("default", "linear"))
+    if model_type == "olmo3":  # transformers gives a base of the config to the full layers alone
+        bases = (family.theta if theta is None else theta, family.theta)
+        return _rope_by_type(fields, older, bases, ("default", "linear", "yarn"))
     settings = older or fields["rope_parameters"] or {}
     _require(not settings.keys() & {"full_attention", "sliding_attention"})
-    settings.setdefault("rope_theta", DEFAULT_THETA if theta is None else theta)
+    settings.setdefault("rope_theta", family.theta if theta is None else theta)
     own = set()
     if model_type == "phi3":
         settings.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
@@ -129,9 +151,13 @@ def _rope_parameters(fields: dict[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def _rope_by_type(
-    fields: dict[str, Any], older: dict[str, Any] | None, theta: float | None
+    fields: dict[str, Any],
+    older: dict[str, Any] | None,
+    bases: tuple[float, float],
+    usual: tuple[str, ...],
 ) -> dict[str, Any]:
-    local = fields.pop("rope_local_base_freq")
+    """Return the settings by layer type. ``bases`` are those of full and of sliding layers where
+    the config has none, and ``usual`` the types of rotary embeddings that are read."""
     settings = fields["rope_parameters"] or {
         "sliding_attention": {"rope_type": "default"},
         "full_attention": {"rope_type": "default"},
@@ -139,14 +165,10 @@ def _rope_by_type(
     _require(settings.keys() == {"full_attention", "sliding_attention"})
     _require(all(isinstance(one, dict) for one in settings.values()))
     settings["full_attention"].update(older or {})
-    defaults = {
-        "full_attention": GLOBAL_THETA if theta is None else theta,
-        "sliding_attention": DEFAULT_THETA if local is None else local,
-    }
-    for kind, default in defaults.items():
+    for kind, default in zip(("full_attention", "sliding_attention"), bases, strict=True):
         settings[kind].setdefault("rope_theta", default)
         _standardise(settings[kind], fields, set())
-        _require(settings[kind]["rope_type"] in ("default", "linear"))
+        _require(settings[kind]["rope_type"] in usual)
     return settings
 
 

@@ -55,6 +55,12 @@ class Family:
     window: str = ""  # which layers have a sliding window: "", "all", or "typed" by layer_types
     caps_scores: bool = False  # of the attention, by attn_logit_softcapping
     has_experts: bool = False  # in the layers that `is_mixture` names
+    # Of a mixture's experts, whatever the config says; its router comes before its experts.
+    shares_are_normed: bool = False
+    theta: float = 10_000.0  # the base of the rotary embedding where the config has none
+    # In a config without layer types, each layer of this number does not slide; 0: all slide.
+    full_each: int = 2
+    unrotated: str = ""  # layers without a rotary embedding: those that the config lists, or "full"
 
     @property
     def norm_names(self) -> tuple[str, ...]:
@@ -68,6 +74,15 @@ def is_mixture(config: Any, layer: int) -> bool:
     """Return whether a layer of a model with experts has them."""
     is_dense = layer in (config.mlp_only_layers or ())
     return not is_dense and (layer + 1) % config.decoder_sparse_step == 0
+
+
+def is_rotated(config: Any, family: Family, layer: int) -> bool:
+    """Return whether a layer's queries and keys have a rotary embedding."""
+    if family.unrotated == "listed":
+        return bool(config.no_rope_layers[layer])
+    if family.unrotated == "full":
+        return config.sliding_window is None or config.layer_types[layer] == "sliding_attention"
+    return True
 
 
 def _is_count(value: Any) -> bool:
@@ -113,6 +128,10 @@ def _is_rope(value: Any) -> bool:
 def _is_types(value: Any) -> bool:
     kinds = ("full_attention", "sliding_attention")
     return value is None or (isinstance(value, list) and all(one in kinds for one in value))
+
+
+def _is_switches(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(one in (0, 1) for one in value))
 
 
 def _is_indices(value: Any) -> bool:
@@ -162,7 +181,9 @@ WITHOUT_EFFECT: Mapping[str, Check] = {
     **dict.fromkeys(
         ("dtype", "torch_dtype"), _one_of(None, "float32", "float16", "bfloat16", "float64")
     ),
-    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), _is_share),
+    **dict.fromkeys(
+        ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"), _is_share
+    ),
     **dict.fromkeys(
         ("is_encoder_decoder", "is_decoder", "add_cross_attention", "use_bidirectional_attention"),
         _is_off,
@@ -214,7 +235,13 @@ _SANDWICH = Norms(
     "pre_feedforward_layernorm",
     "post_feedforward_layernorm",
 )
+_AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _NO_CAP = Field(None, _or_none(_is_real))
+_OLMO_2 = {
+    "eos_token_id": Field(50279, _is_ids),
+    "pad_token_id": Field(1, _is_id),
+    "attention_bias": Field(False, _is_flag),
+}
 
 LISTED: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -329,12 +356,88 @@ LISTED: dict[str, Family] = {
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2",
-        _fields(
-            eos_token_id=Field(50279, _is_ids),
-            pad_token_id=Field(1, _is_id),
-            attention_bias=Field(False, _is_flag),
-        ),
-        Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        _fields(**_OLMO_2),
+        _AFTER,
         head_norm="all",
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        _fields(**_OLMO_2, **_TYPED_WINDOWS),
+        _AFTER,
+        head_norm="all",
+        window="typed",
+        theta=500_000.0,
+        full_each=4,
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        _fields(
+            **_BIASES,
+            num_key_value_heads=Field(4, OPTIONAL_COUNT),
+            eos_token_id=Field(128001, _is_ids),
+            pad_token_id=Field(128004, _is_id),
+            tie_word_embeddings=Field(True, _is_flag),
+            no_rope_layers=Field(None, _is_switches),
+            no_rope_layer_interval=Field(4, _is_count),
+            use_sliding_window=Field(False, _is_off),
+            sliding_window=Field(None, OPTIONAL_COUNT),
+            layer_types=Field(None, _is_types),  # this and the next are not read
+            max_window_layers=Field(28, ANY),
+        ),
+        theta=2_000_000.0,
+        unrotated="listed",
+    ),
+    "MinistralForCausalLM": Family(
+        "ministral",
+        _fields(
+            **_TYPED_WINDOWS,
+            num_key_value_heads=Field(8, _is_count),
+            eos_token_id=Field(2, _is_ids),
+        ),
+        window="typed",
+        full_each=0,
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        _fields(
+            head_dim=Field(None, OPTIONAL_COUNT),
+            num_key_value_heads=Field(8, _is_count),
+            eos_token_id=Field(2, _is_ids),
+            sliding_window=Field(None, OPTIONAL_COUNT),
+            num_local_experts=Field(8, _is_count),
+            num_experts_per_tok=Field(2, _is_count),
+            output_router_logits=Field(False, _is_off),
+            router_aux_loss_coef=Field(0.001, ANY),  # this and the next are of training
+            router_jitter_noise=Field(0.0, ANY),
+        ),
+        window="all",
+        has_experts=True,
+        shares_are_normed=True,
+        theta=1_000_000.0,
+    ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        _fields(
+            **_TYPED_WINDOWS,
+            num_key_value_heads=Field(32, _is_count),
+            eos_token_id=Field(2, _is_ids),
+            sliding_window_pattern=Field(4, ANY),
+        ),
+        _AFTER,
+        head_norm="head",
+        window="typed",
+        unrotated="full",
+    ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss",
+        _fields(
+            head_dim=Field(128, OPTIONAL_COUNT),
+            num_key_value_heads=Field(8, OPTIONAL_COUNT),
+            eos_token_id=Field(2, _is_ids),
+            pad_token_id=Field(1, _is_id),
+            attention_bias=Field(True, _is_flag),
+            attention_out_bias=Field(False, _is_flag),
+            mlp_bias=Field(False, _is_flag),
+        ),
     ),
 }

@@ -82,7 +82,8 @@ class Attention(torch.nn.Module):
             self.q_proj = Linear(hidden, queries, bias=has_own)
             self.k_proj = Linear(hidden, keys, bias=has_own)
             self.v_proj = Linear(hidden, keys, bias=has_own)
-            self.o_proj = Linear(queries, hidden, bias=has_bias)
+            has_out_bias = getattr(config, "attention_out_bias", has_bias)
+            self.o_proj = Linear(queries, hidden, bias=has_out_bias)
         if family.head_norm:
             is_one = family.head_norm == "head"
             eps = config.rms_norm_eps
@@ -124,10 +125,13 @@ class Mixture(torch.nn.Module):
 
     def __init__(self, config: OutlineConfig, family: Family) -> None:
         super().__init__()
+        if family.shares_are_normed:
+            self.gate = Router(config)
         self.experts = torch.nn.ModuleList(
             Mlp(config, family, config.moe_intermediate_size) for _ in range(config.num_experts)
         )
-        self.gate = Router(config)
+        if not family.shares_are_normed:
+            self.gate = Router(config)
 
 
 class Layer(torch.nn.Module):
