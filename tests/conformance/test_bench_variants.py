@@ -1,7 +1,13 @@
 """The bench's rows of other processors' kernels have bars against our own build and the peer."""
 
+import pytest
+
+pytest.importorskip("torch")
+
 from tools.bench import variants
 from tools.bench.step import STEPS, Case
+
+pytestmark = pytest.mark.model
 
 CASE = Case("s135", "decode", 1, 129, None)
 
