@@ -8,7 +8,6 @@ weights: BF16, Q8_0 and Q4_0.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,6 @@ from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.peers.environments import PEERS
 from tools.bench.peers.process import OURS, EngineProcess, start
 from tools.bench.step import Case, Measured, settings
-from tools.bench.wire import ROOT
 
 if TYPE_CHECKING:
     import re
@@ -37,20 +35,6 @@ def runnable() -> list[str]:
     """Return those of `NAMES` that this processor can run."""
     features = features_of(CPUINFO.read_text(encoding="ascii"))
     return [one.name for one in VARIANTS if one.name in NAMES and features.issuperset(one.needs)]
-
-
-def quantised(shape: str, kind: str) -> str:
-    """Return the path of the checkpoint as a GGUF file of a kind; "" without llama.cpp."""
-    plain = gguf(shape)
-    if plain is None or not kind:
-        return str(plain or "")
-    file = plain.with_name(f"model-{kind}.gguf")
-    if not file.exists():
-        partial = file.with_suffix(".partial")
-        command = [str(PEERS["llama.cpp"].python), "-m", "tools.bench.peers.quantised_gguf"]
-        subprocess.run([*command, str(plain), str(partial), kind], cwd=ROOT, check=True)
-        partial.rename(file)
-    return str(file)
 
 
 def compare(
@@ -95,7 +79,7 @@ def run(shapes: Sequence[str], wanted: re.Pattern[str]) -> list[Row]:
                     for name in (os.environ.get(SWITCH, ""), *names)
                 ]
                 if PEERS[PEER].is_installed:
-                    peer = start(PEERS[PEER], own | {"gguf": quantised(shape, kind)})
+                    peer = start(PEERS[PEER], own | {"gguf": str(gguf(shape, kind) or "")})
                     engines += [peer] if peer else []
                 else:
                     print(f"{PEER} is not installed: python -m tools.bench.peers install {PEER}",
