@@ -23,7 +23,7 @@ from engine.api.blocking import open_engine  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.core.common.events import Finished  # noqa: E402
 from engine.core.common.types import BlockId, PlanId, SequenceId  # noqa: E402
-from engine.core.text.drafts import StepCosts  # noqa: E402
+from engine.core.text.draft_lengths import StepCosts  # noqa: E402
 from engine.core.text.plan import (  # noqa: E402
     AdmittedSequence,
     BlockDelta,
