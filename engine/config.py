@@ -103,7 +103,7 @@ class ModelConfig:
     adapters: tuple[AdapterConfig, ...] = ()  # only text models have some
     tp: int = 1  # processes that a text model is divided among; encoders ignore it
     speculation: str = SPECULATIONS[1]  # how a text model's next tokens are drafted
-    draft_model: str = ""  # a model of the same tokenizer that drafts; for the speculation "model"
+    draft_model: str = ""  # of the same tokenizer; it drafts, too, unless the speculation is off
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", os.fspath(self.model))
@@ -116,10 +116,8 @@ class ModelConfig:
         object.__setattr__(self, "draft_model", os.fspath(self.draft_model))
         if self.speculation == "model" and not self.draft_model:
             raise ConfigError("--speculation is 'model', but --draft-model is not given")
-        if self.draft_model and self.speculation != "model":
-            raise ConfigError(
-                f"--draft-model is given, but --speculation is {self.speculation!r}; use model"
-            )
+        if self.draft_model and self.speculation == "lookup":
+            object.__setattr__(self, "speculation", "model")
         if self.draft_model and self.tp > 1:
             raise ConfigError(
                 f"{self.model} has --tensor-parallel-size {self.tp} and --draft-model, but a "

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +32,7 @@ from engine.worker.placed_model import compute, measure, place
 from engine.worker.sampling.sampler import NothingToSample, sample
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from engine.core.common.types import SequenceId
     from engine.core.text.plan import Row
@@ -94,7 +95,7 @@ class DraftModel:
         try:
             self._places.begin()
             begun = [self._begin(row, state) for row, state in wanted]
-            going = self._read([one for one in begun if one is not None and one.unread])
+            going = [one for one in begun if one is not None and one.unread]
             while going:
                 going = self._read(going)
         except Exception:
@@ -200,6 +201,26 @@ class DraftModel:
                 found[index] = token
             break
         return found
+
+
+def with_drafts(
+    rows: tuple[Row, ...], model: DraftModel | None, states: Mapping[SequenceId, SequenceState]
+) -> tuple[tuple[Row, ...], float]:
+    """Return a plan's rows with as many drafts as the model has made for those that are to verify
+    its drafts, and how many seconds that took. The drafts are then those of the sequences'
+    ``states``. No failure of the model fails the step."""
+    wanted = [row for row in rows if row.by_model and row.sequence in states]
+    if not wanted or model is None:
+        return rows, 0.0
+    begun = perf_counter()
+    drafts = model.draft([(row, states[row.sequence]) for row in wanted])
+    narrowed = {}
+    for row in wanted:
+        draft = states[row.sequence].draft = drafts.get(row.sequence, [])
+        count = row.count - row.drafts + len(draft)
+        narrowed[row.sequence] = row._replace(count=count, drafts=len(draft))
+    found = tuple([narrowed.get(row.sequence, row) for row in rows])
+    return found, perf_counter() - begun
 
 
 # ---- loading

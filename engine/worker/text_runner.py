@@ -25,7 +25,7 @@ from engine.core.text.plan import DRAFTING_STEP_MAX, Logits, RowResult, StepResu
 from engine.errors import EngineBug, ShuttingDown
 from engine.gc_tuning import collect_after_close
 from engine.worker.adapters import LoadedAdapters, group_rows
-from engine.worker.draft_model import measure_draft, open_draft_model
+from engine.worker.draft_model import measure_draft, open_draft_model, with_drafts
 from engine.worker.failures import describe, is_out_of_memory, load_failures, step_failures
 from engine.worker.forward import packing
 from engine.worker.forward.thread_state import thread_state
@@ -203,7 +203,7 @@ class TorchRunner:
         times = [perf_counter()]
         self._forget(plan.released)
         self._admit(plan.admitted)
-        rows, draft_s = self._draft(plan.rows)
+        rows, draft_s = with_drafts(plan.rows, self._drafter, self._sequences)
         batch = self._pack(rows) if rows else None
         times.append(perf_counter())
         logits = self._forward(batch) if batch else None
@@ -226,25 +226,6 @@ class TorchRunner:
             self._sequences.pop(sequence, None)
         if self._drafter is not None:
             self._drafter.release(released)
-
-    def _draft(self, rows: tuple[Row, ...]) -> tuple[tuple[Row, ...], float]:
-        """Return the rows with what the draft model drafts for those that are to verify it, and how
-        long that took. No failure of the draft model fails the step."""
-        drafter, wanted = self._drafter, [row for row in rows if row.by_model]
-        if not wanted or drafter is None:
-            return rows, 0.0
-        begun = perf_counter()
-        drafts = drafter.draft([(row, self._sequences[row.sequence]) for row in wanted])
-        for row in wanted:
-            self._sequences[row.sequence].draft = drafts.get(row.sequence, [])
-        return tuple([self._narrowed(row) for row in rows]), perf_counter() - begun
-
-    def _narrowed(self, row: Row) -> Row:
-        """Return a row with as many drafts as the draft model has made."""
-        if not row.by_model:
-            return row
-        fewer = row.drafts - len(self._sequences[row.sequence].draft)
-        return row._replace(count=row.count - fewer, drafts=row.drafts - fewer)
 
     def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
         for new in admitted:  # a sequence that comes again after a failed step starts anew

@@ -272,15 +272,13 @@ class FakeRunner:
 
     def _drafted(self, row: Row) -> Row:
         """Return the row with what the script's draft model drafts for it, if that is planned."""
-        if not row.by_model:
+        if not row.by_model or self.script.draft_model is None:
             return row
         seq = self._sequences[row.sequence]
-        assert self.script.draft_model is not None
-        sampling = seq.admitted.sampling
-        draft = self.script.draft_model(seq.tokens, sampling.seed, sampling.choice)
+        asked = seq.admitted.sampling
+        draft = self.script.draft_model(seq.tokens, asked.seed, asked.choice)
         seq.draft = list(draft[: row.drafts])
-        fewer = row.drafts - len(seq.draft)
-        return row._replace(count=row.count - fewer, drafts=len(seq.draft))
+        return row._replace(count=1 + len(seq.draft), drafts=len(seq.draft))
 
     def _slot(self, seq: _FakeSequence, position: int) -> int:
         size = self._info.block_size
