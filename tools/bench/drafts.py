@@ -104,12 +104,14 @@ class Replaying:
 PROMPT_TOKENS = 128
 
 
-def ask(engine: Engine, requests: Sequence[GenerateRequest]) -> tuple[float, list[list[int]], int]:
+def ask(
+    engine: Engine, requests: Sequence[GenerateRequest]
+) -> tuple[float, list[list[int]], int, int]:
     """Let all requests run at once. Return their tokens per second, from the first delivery on,
-    their tokens, and how many of these were drafted."""
+    their tokens, how many of these were drafted, and how many tokens were drafted."""
     streams = [engine.generate(request) for request in requests]
     found: list[list[int]] = [[] for _ in streams]
-    begun, accepted = 0.0, 0
+    begun, accepted, drafted = 0.0, 0, 0
     for index, stream in enumerate(streams):
         for event in stream:
             if isinstance(event, Tokens):
@@ -117,13 +119,12 @@ def ask(engine: Engine, requests: Sequence[GenerateRequest]) -> tuple[float, lis
                 found[index] += event.token_ids
             elif isinstance(event, Finished):
                 accepted += event.usage.accepted_tokens
+                drafted += event.usage.drafted_tokens
     seconds = time.perf_counter() - begun
-    return (sum(map(len, found)) - len(found)) / seconds, found, accepted
+    return (sum(map(len, found)) - len(found)) / seconds, found, accepted, drafted
 
 
-def config_of(
-    model: str, speculation: str, draft_model: str = "", **fields: Any
-) -> EngineConfig:
+def config_of(model: str, speculation: str, draft_model: str = "", **fields: Any) -> EngineConfig:
     """Return the config of an engine with one model."""
     one = ModelConfig(model, threads=THREADS, speculation=speculation, draft_model=draft_model)
     return EngineConfig(models=(one,), prefix_cache=False, check_level=0, **fields)
@@ -146,10 +147,12 @@ def compare(
 ) -> list[Row]:
     """Return the rows of tokens per second with drafts, and of their ratio to those without."""
     accepted: list[int] = []
+    drafted: list[int] = []
 
     def measure(engine: Engine) -> tuple[float, list[list[int]]]:
-        rate, found, count = ask(engine, requests)
-        accepted.append(count)
+        rate, found, *counts = ask(engine, requests)
+        accepted.append(counts[0])
+        drafted.append(counts[1])
         return rate, found
 
     off, on = repeat_in_turn([partial(measure, engine) for engine in engines])
@@ -159,7 +162,8 @@ def compare(
         raise SystemExit(f"{name}: the tokens with drafts differ")
     ratios = [mine[0] / theirs[0] for mine, theirs in zip(on, off, strict=True)]
     tokens = sum(map(len, on[-1][1]))
-    note = f"{accepted[-1] / tokens:.0%} of the tokens were drafted"
+    share = accepted[-1] / max(1, drafted[-1])
+    note = f"{accepted[-1] / tokens:.0%} of the tokens were drafted, {share:.0%} of drafts accepted"
     rates = [rate for rate, _ in on]
     return [
         row_of(f"{name}: with drafts", rates, "tokens/s", better="higher", note=note),
@@ -186,7 +190,7 @@ def replayed(wanted: re.Pattern[str]) -> Iterator[Row]:
         for (batch, acceptance), name in names.items():
             if not wanted.search(name):
                 continue
-            _, found, _ = ask(engines[0], requests[:batch])
+            _, found, _, _ = ask(engines[0], requests[:batch])
             Replaying.acceptance = acceptance
             Replaying.known = {
                 prompt: (*prompt, *tokens) for prompt, tokens in zip(prompts, found, strict=False)
@@ -252,10 +256,6 @@ def by_model(wanted: re.Pattern[str]) -> Iterator[Row]:
                 ratios.append(rows[1].value or 0.0)
             bar = BAR_MODEL if adapts else None
             yield row_of(f"{name}: all", ratios, "×", bar=bar, better="higher")
-            counts = engines[1].statistics().replicas[0].drafts
-            share = counts.accepted / max(1, counts.drafted)
-            note = f"{counts.drafted} tokens were drafted"
-            yield row_of(f"{name}: acceptance", [share], "of 1", note=note)
 
 
 @contextmanager
@@ -285,7 +285,7 @@ def distribution(wanted: re.Pattern[str]) -> Iterator[Row]:
         for engine in engines:
             found = Counter[tuple[int, ...]]()
             for _ in range(SAMPLES // AT_ONCE):
-                _, tokens, accepted = ask(engine, [request] * AT_ONCE)
+                _, tokens, accepted, _ = ask(engine, [request] * AT_ONCE)
                 found.update(tuple(one[1:4]) for one in tokens)
                 drafted += accepted
             counts.append(found)

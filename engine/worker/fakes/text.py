@@ -65,8 +65,7 @@ class FakeScript:
 
     Drafts: ``draft`` returns the tokens to offer behind a sequence's own, right or wrong; it is
     given these, and what else decides the right ones: the seed and the choice. By default none is
-    offered. ``draft_model`` does the same in the step that verifies, as a draft model does; it may
-    return fewer tokens than are wanted, and a token of it costs ``draft_s``.
+    offered. ``draft_model`` does so in the step that verifies; its tokens cost ``draft_s`` each.
     """
 
     step_s: float = 0.0
