@@ -33,6 +33,7 @@ from engine.core.text.types import Constraint, Sampling, Stops, Tokens  # noqa: 
 from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
 from engine.worker import sequences  # noqa: E402
 from engine.worker.drafting.look_up import LookUp  # noqa: E402
+from engine.worker.sampling.constraint_compiler import Matching  # noqa: E402
 from engine.worker.text_runner import NO_SCORES, TorchRunner  # noqa: E402
 from tests.support.draft_rows import (  # noqa: E402
     PROMPT,
@@ -237,9 +238,8 @@ def logits_of(runner, tokens, counts, blocks):
     delta = BlockDelta(0, blocks)
     runner._forget([SequenceId(1)])
     runner._admit([new])
-    for first, count in [(0, start)] + [
-        (start + sum(counts[:i]), count) for i, count in enumerate(counts)
-    ]:
+    rows = [(start + sum(counts[:i]), count) for i, count in enumerate(counts)]
+    for first, count in [(0, start)] * bool(start) + rows:
         row = Row(SequenceId(1), first, count, delta, Logits.NONE)
         batch = runner._pack((row,))
         keep = np.arange(count, dtype=np.int64)
@@ -257,11 +257,12 @@ def logits_of(runner, tokens, counts, blocks):
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe"])
 def test_short_rows_have_the_bits_of_decodes(zoo, arch, dtype, quantization):
-    """For rows of 2 to 16 tokens, over contexts of one part and of two."""
+    """For rows of 2 to 16 tokens, over contexts of one part, of two and of none: a draft, a short
+    prompt, or the last chunk of any."""
     runner, info = load_runner(zoo.directory(arch), dtype=dtype, quantization=quantization)
     rng = random.Random(2)
     try:
-        for start in (7, 509 if info.max_model_len > 540 else 60):
+        for start in (0, 7, 509 if info.max_model_len > 540 else 60):
             tokens = [rng.randrange(1, 500) for _ in range(start + 24)]
             blocks = tuple(BlockId(i) for i in range(-(-len(tokens) // 16)))
             one = logits_of(runner, tokens, [1] * 24, blocks)
@@ -310,6 +311,52 @@ def test_the_memory_of_a_look_up_is_bounded():
         one.draft(tokens, [], 8)
     assert len(one._long) * one._long.itemsize <= 1 << 16
     assert len(one._short) == len(one._long)
+
+
+FORMS = {
+    '{"first name": "boat", "second name": "a lamp by the sea"}': (
+        '{"type": "object", "properties": {"first name": {"const": "boat"}, "second name": '
+        '{"const": "a lamp by the sea"}}, "required": ["first name", "second name"], '
+        '"additionalProperties": false}'
+    ),
+    '"the secret of the old man was a small secret"': (
+        '{"const": "the secret of the old man was a small secret"}'
+    ),
+}
+
+
+@pytest.mark.parametrize("answer", FORMS)
+def test_forced_tokens_are_those_that_the_tokenizer_writes(answer):
+    """At every place of the answer. So a model that writes as it was taught accepts them."""
+    runner, _ = load_runner("demo-stories")
+    try:
+        constraint = Constraint("json_schema", FORMS[answer])
+        runner.compile(constraint)
+        matching, count = runner._grammars.start(constraint), 0
+        tokens = list(runner.tokenizer.encode(answer, add_special_tokens=False))
+        for place, token in enumerate(tokens):
+            forced = matching.forced()
+            assert forced == tokens[place : place + len(forced)], place
+            count += len(forced) > 0
+            matching.push(token)
+        assert count > len(tokens) // 2
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("lie", [[5], [70, 71], list(range(60, 75))])
+def test_tokens_that_a_constraint_forces_wrongly_are_only_rejected(plain, zoo, monkeypatch, lie):
+    """What is said to be forced is verified as any draft is."""
+    constraint = Constraint("regex", "[a-z ]{20,40}")
+    request = GenerateRequest(
+        token_ids=PROMPT,
+        sampling=SamplingParams(seed=2, temperature=0.9, max_tokens=50),
+        constraint=constraint,
+    )
+    wanted = ask(plain, request)[0]
+    monkeypatch.setattr(Matching, "forced", lambda self: list(lie))
+    with open_engine(config_of(zoo.directory("llama"), "lookup")) as engine:
+        assert ask(engine, request)[0] == wanted
 
 
 def test_what_a_grammar_forces_is_drafted(zoo):
