@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import StepDone
 from engine.core.common.steps import FailureKind
 from engine.core.common.types import EndReason
@@ -24,7 +25,8 @@ from engine.core.text.draft_lengths import (
 )
 from engine.core.text.plan import DRAFTED_TOKENS_MAX, DRAFTING_STEP_MAX
 from engine.core.text.types import Sampling, Tokens
-from engine.errors import EngineBug
+from engine.errors import ConfigError, EngineBug
+from engine.worker.factory import runner_spec
 from engine.worker.fakes.text import FakeRunner, FakeScript, digest_after
 from tests.support.core_driver import Driver, expected_tokens, make_request
 from tools.simulator.drafters import drafter, right_draft
@@ -585,3 +587,31 @@ def test_steps_with_drafts_do_not_count_as_the_pace_of_decodes():
         driver.end_step()
     assert driver.scheduler.statistics().drafts.rows > 0
     assert max(driver.scheduler._pace._decode_s) < 0.5
+
+
+# ---- the configuration
+
+
+def test_a_draft_model_implies_that_it_drafts_unless_drafts_are_off():
+    assert ModelConfig("m", draft_model="d").speculation == "model"
+    assert ModelConfig("m", draft_model="d", speculation="off").speculation == "off"
+    assert runner_spec(ModelConfig("m", draft_model="d"), EngineConfig()).draft_model == "d"
+    off = ModelConfig("m", draft_model="d", speculation="off")
+    assert runner_spec(off, EngineConfig()).draft_model == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"speculation": "model"}, "--speculation is 'model', but --draft-model is not given"),
+        (
+            {"draft_model": "d", "tp": 2},
+            "m has --tensor-parallel-size 2 and --draft-model, but a divided model drafts nothing; "
+            "leave one of them out",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_draft_model_is_refused(fields, said):
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig("m", **fields)
+    assert str(caught.value) == said
