@@ -47,6 +47,7 @@ MEASURES = (
     "engine/core/text",
     "engine/worker/drafting",
     "engine/worker/sequences.py",
+    "engine/worker/draft_model.py",
     "engine/worker/text_runner.py",
     "engine/kernels",
 )
