@@ -103,6 +103,7 @@ class ModelConfig:
     adapters: tuple[AdapterConfig, ...] = ()  # only text models have some
     tp: int = 1  # processes that a text model is divided among; encoders ignore it
     speculation: str = SPECULATIONS[1]  # how a text model's next tokens are drafted
+    draft_model: str = ""  # of the same tokenizer; it drafts, too, unless the speculation is off
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", os.fspath(self.model))
@@ -112,9 +113,15 @@ class ModelConfig:
         _one_of("runner", self.runner, RUNNERS)
         _one_of("quantization", self.quantization, ("none", "int8", "int4"))
         _one_of("speculation", self.speculation, SPECULATIONS)
-        if self.speculation == "model":
+        object.__setattr__(self, "draft_model", os.fspath(self.draft_model))
+        if self.speculation == "model" and not self.draft_model:
+            raise ConfigError("--speculation is 'model', but --draft-model is not given")
+        if self.draft_model and self.speculation == "lookup":
+            object.__setattr__(self, "speculation", "model")
+        if self.draft_model and self.tp > 1:
             raise ConfigError(
-                "--speculation is 'model', but this version has no draft models; use lookup or off"
+                f"{self.model} has --tensor-parallel-size {self.tp} and --draft-model, but a "
+                "divided model drafts nothing; leave one of them out"
             )
         _at_least("threads", self.threads, 0)
         _at_least("tensor-parallel-size", self.tp, 1)

@@ -4,6 +4,7 @@ python -m tools.train_demo [stories] --documents N --threads N   the story model
 python -m tools.train_demo embed                                 the embedding model
 python -m tools.train_demo rerank                                the cross-encoder, which begins
                                                                  with the embedding model's weights
+python -m tools.train_demo draft                                 the story model's draft model
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ if __name__ == "__main__":
     run_chosen(
         {
             "stories": "tools.demo.train_stories",
+            "draft": "tools.demo.train_draft",
             "embed": "tools.demo.train_embed",
             "rerank": "tools.demo.train_rerank",
         }

@@ -64,6 +64,13 @@ def _kv_bytes(model: ModelConfig, config: EngineConfig) -> int | None:
     return config.kv_cache_memory or (DEMO_KV_BYTES if is_demo else None)
 
 
+def _draft_model(model: ModelConfig) -> str:
+    """Return the model that drafts for a text model; empty if none does. An encoder has none."""
+    if model.speculation != "model" or _known_capability(model) in ENCODERS:
+        return ""
+    return model.draft_model
+
+
 def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
     """Return one model's share of the configuration, as its runner needs it."""
     limit = config.memory_limit or default_limit()
@@ -85,6 +92,7 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
         max_image_pixels=config.max_image_pixels,
         tp=tp,
         speculation=model.speculation if tp == 1 else "off",
+        draft_model=_draft_model(model),
     )
 
 

@@ -138,11 +138,22 @@ class SequenceState:
         draft = forced
         if len(forced) < most:
             draft = [*forced, *self.look_up.draft(self.tokens, forced, most - len(forced))]
-        ends = self.stops.token_ids
-        self.draft = draft[: next((i for i, token in enumerate(draft) if token in ends), most)]
-        if self.matching is not None:
-            del self.draft[self.matching.num_allowed(self.draft) :]
+        self.draft = self._possible(draft)
         return len(self.draft)
+
+    def forced(self, most: int) -> list[int]:
+        """Return up to ``most`` tokens that the constraint forces, without one that would end the
+        sequence."""
+        return [] if self.matching is None else self._possible(self.matching.forced()[:most])
+
+    def _possible(self, draft: list[int]) -> list[int]:
+        """Return the draft up to a token that would end the sequence, or that the constraint
+        forbids."""
+        ends = self.stops.token_ids
+        draft = draft[: next((i for i, token in enumerate(draft) if token in ends), len(draft))]
+        if self.matching is not None:
+            del draft[self.matching.num_allowed(draft) :]
+        return draft
 
     @property
     def is_scoring(self) -> bool:

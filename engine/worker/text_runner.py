@@ -25,34 +25,22 @@ from engine.core.text.plan import DRAFTING_STEP_MAX, Logits, RowResult, StepResu
 from engine.errors import EngineBug, ShuttingDown
 from engine.gc_tuning import collect_after_close
 from engine.worker.adapters import LoadedAdapters, group_rows
+from engine.worker.draft_model import measure_draft, open_draft_model, with_drafts
 from engine.worker.failures import describe, is_out_of_memory, load_failures, step_failures
 from engine.worker.forward import packing
-from engine.worker.forward.attention import KEYWORD
-from engine.worker.forward.backends import objection_to_kernels, pick_backend, prepare
-from engine.worker.forward.kv_cache import KvCache, size_pool
 from engine.worker.forward.thread_state import thread_state
-from engine.worker.forward.transfer import send
-from engine.worker.interface import LoadProgress, ModelInfo
-from engine.worker.load.architectures import context_limit, context_note, layer_shapes
-from engine.worker.load.division import Division, pick_rank_device
-from engine.worker.load.generation_config import read_generation
-from engine.worker.load.loader import (
-    estimate_on,
-    load_model,
-    pick_dtype,
-    read_config,
-    weight_bytes,
-)
-from engine.worker.load.probe import probe
+from engine.worker.interface import ModelInfo
+from engine.worker.load.architectures import context_note
+from engine.worker.load.division import Division
+from engine.worker.load.loader import estimate_on
 from engine.worker.load.resolve import short_name
-from engine.worker.model_files import open_files
+from engine.worker.placed_model import compute, measure, place
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
 from engine.worker.sampling.logprobs import Wanted, score
 from engine.worker.sampling.sampler import sample
 from engine.worker.sequences import SequenceState, offer_of
 from engine.worker.step_batch import NO_SCORES, Batch, Choice, Drawn, ScoredRow, Scores, failure_of
-from engine.worker.text.tokenizer import load_tokenizer
-from engine.worker.warmup import warm_up, workspace_bytes
+from engine.worker.warmup import warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -61,10 +49,12 @@ if TYPE_CHECKING:
     from engine.core.common.types import SequenceId
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
     from engine.core.text.types import Constraint, TokenLogprob
+    from engine.worker.draft_model import DraftModel
     from engine.worker.forward.adapters import AdapterGroup, AdapterHost
     from engine.worker.forward.attention import AttentionBackend
+    from engine.worker.forward.kv_cache import KvCache
     from engine.worker.forward.packing import Ints
-    from engine.worker.interface import MemoryEstimate, RunnerSpec
+    from engine.worker.interface import LoadProgress, MemoryEstimate, RunnerSpec
     from engine.worker.load.loader import LoadedModel
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.masks import Mask
@@ -93,6 +83,7 @@ class TorchRunner:
         self._generator: torch.Generator | None = None
         self._grammars: ConstraintCompiler | None = None
         self._sequences: dict[SequenceId, SequenceState] = {}
+        self._drafter: DraftModel | None = None
 
     @property
     def tokenizer(self) -> HfTokenizer:
@@ -109,18 +100,11 @@ class TorchRunner:
             SpawnFailed: the model cannot be served, as far as these files show.
         """
         with _failures_of(self):
-            spec = self._spec
-            device = pick_rank_device(spec.device, self._division)
-            with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
-                architecture, config = read_config(files.source.directory)
-                self._division.divide(config, architecture)
-                limit = context_limit(config, spec.max_model_len)
-                with files.open_weights() as whole:
-                    checkpoint = self._division.part_of(whole, architecture, config)
-                    dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-                    num_bytes = weight_bytes(checkpoint, config, dtype, spec.quantization)
-            num_bytes += size_pool(spec, layer_shapes(config), dtype.itemsize, limit).num_bytes
-            return estimate_on(device, num_bytes + workspace_bytes(spec, config, dtype))
+            found = measure(self._spec, self._division)
+            num_bytes = found.num_bytes
+            if self._spec.draft_model:
+                num_bytes += measure_draft(self._spec, found.pool)
+            return estimate_on(found.device, num_bytes)
 
     def load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
         """Load the model, allocate the KV pool, choose the attention backend and warm up.
@@ -161,7 +145,7 @@ class TorchRunner:
         Idempotent."""
         self._model = self._cache = self._tokenizer = self._generator = self._backend = None
         self._sequences.clear()
-        self._host = None
+        self._host = self._drafter = None
         self.adapters.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -174,72 +158,33 @@ class TorchRunner:
 
     def _load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
         spec = self._spec
-        progress(LoadProgress("config"))
-        self._device = device = pick_rank_device(spec.device, self._division)
-        with open_files(spec.model, spec.revision, with_tokenizer=True) as files:
-            source = files.source
-            architecture, config = read_config(source.directory)
-            self._division.divide(config, architecture)
-            limit = context_limit(config, spec.max_model_len)
-            shapes = layer_shapes(config)
-            defaults, ends = read_generation(source, config)
-            with files.open_weights() as whole:
-                checkpoint = self._division.part_of(whole, architecture, config)
-                dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-                pool = size_pool(spec, shapes, dtype.itemsize, limit)
-                self._tokenizer = load_tokenizer(source.directory)
-                if (
-                    self._chosen is not None
-                    or objection_to_kernels(device, dtype, shapes)
-                    or self._division.objection_to_decoder(architecture)
-                ):
-                    _, config = read_config(source.directory, is_stock=True)
-                    self._division.divide(config, architecture)
-                model = load_model(
-                    checkpoint,
-                    architecture,
-                    config,
-                    dtype=dtype,
-                    device=device,
-                    progress=progress,
-                    quantization=spec.quantization,
-                )
-        progress(LoadProgress("warm-up"))
-        calls = probe(model, shapes)
-        self._cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
-        backend, reason = self._chosen, "it was chosen"
-        if backend is None:
-            backend, reason = pick_backend(device, dtype, shapes, calls)
-        execution = prepare(
-            model,
-            backend,
-            reason,
-            calls,
-            self._cache,
-            quantization=spec.quantization,
-            objection=self._division.objection_to_decoder(architecture),
-        )
+        placed = place(spec, self._division, progress, chosen=self._chosen)
+        self._device, self._cache, self._tokenizer = placed.device, placed.cache, placed.tokenizer
+        execution, pool, config = placed.execution, placed.pool, placed.config
         self._model = model = execution.model
         self._connect(model)
         self._backend = execution.backend
         self._host = execution.adapters
-        self.adapters.open(execution.adapters, dtype, device)
-        self._generator = torch.Generator(device).manual_seed(spec.seed)
-        self._grammars = ConstraintCompiler(self._tokenizer, int(config.vocab_size), ends)
+        self.adapters.open(execution.adapters, placed.dtype, placed.device)
+        self._generator = torch.Generator(placed.device).manual_seed(spec.seed)
+        self._grammars = ConstraintCompiler(placed.tokenizer, placed.vocab_size, placed.ends)
+        num_bytes = placed.num_bytes(spec)
+        if spec.draft_model:
+            self._drafter, of_drafts = open_draft_model(spec, placed, progress)
+            num_bytes += of_drafts
         warm_up(self._execute, pool)
-        workspace = workspace_bytes(spec, config, dtype, execution.activation_bytes(spec, pool))
         return ModelInfo(
-            architecture=architecture.name,
-            dtype=str(dtype).removeprefix("torch."),
-            device=str(device),
-            vocab_size=int(config.vocab_size),
+            architecture=placed.architecture.name,
+            dtype=str(placed.dtype).removeprefix("torch."),
+            device=str(placed.device),
+            vocab_size=placed.vocab_size,
             max_model_len=pool.max_model_len,
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
-            eos_token_ids=ends,
-            memory_bytes=model.num_bytes + pool.num_bytes + workspace,
-            defaults=defaults,
-            is_demo=source.is_demo,
+            eos_token_ids=placed.ends,
+            memory_bytes=num_bytes,
+            defaults=placed.defaults,
+            is_demo=placed.is_demo,
             threads=spec.threads,
             context_note=context_note(config, spec.max_model_len, pool.max_model_len),
             quantization=execution.model.quantization,
@@ -258,7 +203,8 @@ class TorchRunner:
         times = [perf_counter()]
         self._forget(plan.released)
         self._admit(plan.admitted)
-        batch = self._pack(plan.rows) if plan.rows else None
+        rows, draft_s = with_drafts(plan.rows, self._drafter, self._sequences)
+        batch = self._pack(rows) if rows else None
         times.append(perf_counter())
         logits = self._forward(batch) if batch else None
         if self._cache is not None:
@@ -266,17 +212,20 @@ class TorchRunner:
         for matching, mask in batch.masks if batch else ():  # a device still computes the forward
             matching.fill(mask)
         times.append(perf_counter())
-        drawn = self._choose(plan.rows, batch, logits) if batch and logits is not None else {}
+        drawn = self._choose(rows, batch, logits) if batch and logits is not None else {}
         scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
         times.append(perf_counter())
-        rows = self._finish(plan.rows, batch, drawn, scores) if batch else ()
+        results = self._finish(rows, batch, drawn, scores) if batch else ()
         times.append(perf_counter())
-        spent = [after - before for before, after in pairwise(times)]
-        return StepResult(plan.plan_id, rows, StepTimings(*spent))
+        prepare_s, *others = [after - before for before, after in pairwise(times)]
+        timings = StepTimings(prepare_s - draft_s, *others)
+        return StepResult(plan.plan_id, results, replace(timings, draft_s=draft_s))
 
     def _forget(self, released: Sequence[SequenceId]) -> None:
         for sequence in released:
             self._sequences.pop(sequence, None)
+        if self._drafter is not None:
+            self._drafter.release(released)
 
     def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
         for new in admitted:  # a sequence that comes again after a failed step starts anew
@@ -388,22 +337,18 @@ class TorchRunner:
         assert self._model is not None
         assert self._cache is not None
         assert self._backend is not None
-        ids, positions, keep = send(
-            (batch.input_ids, batch.rows.positions, batch.keep), self._device
+        forward = self._host.forward if batch.groups and self._host is not None else None
+        return compute(
+            self._model.module,
+            self._backend,
+            self._cache,
+            self._device,
+            batch.input_ids,
+            batch.rows,
+            batch.keep,
+            forward,
+            batch.groups,
         )
-        inputs = {
-            "input_ids": ids[None],
-            "position_ids": positions[None],
-            "use_cache": False,
-            "logits_to_keep": keep,
-            KEYWORD: self._backend.prepare(batch.rows, self._cache),
-        }
-        if batch.groups:
-            assert self._host is not None
-            output = self._host.forward(batch.groups, inputs)
-        else:
-            output = self._model.module(**inputs)
-        return output.logits[0].to(torch.float32)
 
     def _choose(
         self, rows: Sequence[Row], batch: Batch, logits: torch.Tensor
@@ -529,6 +474,7 @@ class TorchRunner:
     ) -> tuple[RowResult | RowFailure, ...]:
         """Apply the step to the sequences: block tables, children, tokens, text. Never raises."""
         results: list[RowResult | RowFailure] = []
+        drafter = self._drafter if self._drafter and self._drafter.is_working else None
         may_offer = len(rows) < DRAFTING_STEP_MAX  # with more, the next step drafts nothing
         for row, table in zip(rows, batch.tables, strict=True):
             state = self._sequences[row.sequence]
@@ -548,8 +494,13 @@ class TorchRunner:
             for sequence, one in [(row.sequence, state), *forks]:
                 scored = scores.tokens.get(sequence, ())
                 result = self._take(sequence, one, drawn[sequence], scored)
-                if may_offer and isinstance(result, RowResult) and result.finish is None:
-                    result = result._replace(offered=offer_of(one))
+                if isinstance(result, RowResult):
+                    if row.by_model:
+                        result = result._replace(drafted=row.drafts)
+                    if may_offer and result.finish is None:
+                        offered = offer_of(one)
+                        has_model = drafter is not None and one.look_up is not None
+                        result = result._replace(offered=offered, has_model=has_model)
                 results.append(result)
         return tuple(results)
 

@@ -28,6 +28,7 @@ MODEL_KEYS = {
     "quantization": TEXT,
     "tp": COUNT,
     "speculation": TEXT,
+    "draft_model": TEXT,
 }
 ADAPTER_KEYS = {"name": TEXT, "directory": TEXT}
 WORKER_KEYS = {"device": TEXT, "count": COUNT, "threads": COUNT, "runner": TEXT}

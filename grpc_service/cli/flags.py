@@ -212,9 +212,17 @@ FLAGS = (
         ModelConfig,
         "speculation",
         TEXT,
-        "how a text model's next tokens are guessed, so that one step can verify several: off, or "
-        "lookup (what followed the same tokens before, in prompt or answer). It changes no token, "
-        "and adapts to how often it is right",
+        "how a text model's next tokens are guessed, so that one step can verify several: off, "
+        "lookup (what followed the same tokens before, in prompt or answer) or model (also by the "
+        "--draft-model). It changes no token, and adapts to how often it is right",
+    ),
+    Flag(
+        "draft-model",
+        ModelConfig,
+        "draft_model",
+        TEXT,
+        "a small model of the same tokenizer, which guesses a text model's next tokens, too; it "
+        "implies --speculation model, and drafts nothing where that does not pay",
     ),
     Flag("device", ModelConfig, "device", TEXT, "auto, cpu, cuda or cuda:N"),
     Flag("lazy", ModelConfig, "lazy", SWITCH, "load a model when a request first asks for it"),

@@ -20,10 +20,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from engine.api.blocking import open_engine  # noqa: E402
-from engine.config import EngineConfig, ModelConfig  # noqa: E402
-from engine.core.common.events import Finished  # noqa: E402
 from engine.core.common.types import BlockId, PlanId, SequenceId  # noqa: E402
-from engine.core.text.drafts import StepCosts  # noqa: E402
+from engine.core.text.draft_lengths import StepCosts  # noqa: E402
 from engine.core.text.plan import (  # noqa: E402
     AdmittedSequence,
     BlockDelta,
@@ -32,20 +30,26 @@ from engine.core.text.plan import (  # noqa: E402
     StepPlan,
 )
 from engine.core.text.types import Constraint, Sampling, Stops, Tokens  # noqa: E402
-from engine.errors import InvalidRequest  # noqa: E402
 from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
 from engine.worker import sequences  # noqa: E402
 from engine.worker.drafting.look_up import LookUp  # noqa: E402
+from engine.worker.sampling.constraint_compiler import Matching  # noqa: E402
 from engine.worker.text_runner import NO_SCORES, TorchRunner  # noqa: E402
+from tests.support.draft_rows import (  # noqa: E402
+    PROMPT,
+    ROWS,
+    SAMPLING,
+    ask,
+    assert_alike,
+    config_of,
+    request_of,
+)
 from tests.support.model_zoo import Zoo, load_runner  # noqa: E402
 from tools.simulator.mutants import Mutant, planted  # noqa: E402
 
 pytestmark = pytest.mark.model
 
-TOLERANCE = 1e-4
-END = 0
 KNOWN: list[tuple[int, ...]] = []  # prompts with their right outputs
-PROMPT = tuple(random.Random(3).randrange(1, 512) for _ in range(21))
 
 
 class Replaying:
@@ -74,13 +78,6 @@ def zoo(tmp_path_factory):
     zoo.close()
 
 
-def config_of(directory, speculation, **fields):
-    """Return the config of an engine of one model in float32."""
-    model = ModelConfig(str(directory), dtype="float32", threads=1, speculation=speculation)
-    known = {"max_model_len": 128, "kv_cache_memory": 1 << 22, "check_level": 2}
-    return EngineConfig(models=(model,), **known | fields)
-
-
 @pytest.fixture(scope="module")
 def plain(zoo):
     """Yield an engine of the tiny model that drafts nothing."""
@@ -99,109 +96,14 @@ def drafting(zoo):
             yield engine
 
 
-def ask(engine, request):
-    """Return for each choice its tokens, text and end, and why the request failed if it did; each
-    choice's log-probabilities; and how many tokens were drafted and accepted."""
-    ids, texts, ends, scores, drafted = {}, Counter(), {}, {}, Counter()
-    for choice in range(request.n or 1):
-        ids[choice], texts[choice], scores[choice] = [], "", []
-    failure = ""
-    events = iter(engine.generate(request))
-    while True:
-        try:
-            event = next(events)
-        except StopIteration:
-            break
-        except InvalidRequest as error:  # the settings leave no token
-            failure = str(error)
-            break
-        if isinstance(event, Tokens):
-            ids[event.choice] += event.token_ids
-            texts[event.choice] += event.text
-            scores[event.choice] += event.logprobs
-            assert len(event.logprobs) in (0, len(event.token_ids))
-        elif isinstance(event, Finished):
-            ends[event.choice] = (event.reason, event.matched)
-            drafted["accepted"] += event.usage.accepted_tokens
-            drafted["drafted"] += event.usage.drafted_tokens
-    return (ids, texts, ends, failure), scores, drafted
-
-
 def compare(plain, drafting, request, *, acceptance=0.8):
     """Check that both engines answer alike, and return what was drafted."""
     wanted, scores, _ = ask(plain, request)
     KNOWN[:] = [(*request.token_ids, *ids) for ids in wanted[0].values()]
     Replaying.acceptance = acceptance
     got, got_scores, drafted = ask(drafting, request)
-    assert got[3] == wanted[3]
-    if not wanted[3]:
-        assert got == wanted
-    # Where one choice fails, the others end with it, and drafts may have brought them further.
-    for choice, ids in wanted[0].items():
-        both = min(len(ids), len(got[0][choice]))
-        assert got[0][choice][:both] == ids[:both]
-        for one, other in zip(scores[choice], got_scores[choice], strict=not wanted[3]):
-            assert one.token_id == other.token_id
-            assert one.logprob == pytest.approx(other.logprob, abs=TOLERANCE)
-            ranks = [a.token_id for a in one.alternatives]
-            assert ranks == [a.token_id for a in other.alternatives]
+    assert_alike(wanted, scores, got, got_scores)
     return drafted
-
-
-BYTES = tuple(range(257))
-SAMPLING = {
-    "temperature": [None, 0.0, 0.6, 1.6],
-    "top_k": [None, 9],
-    "top_p": [None, 0.75],
-    "min_p": [None, 0.08],
-    "typical_p": [None, 0.8],
-    "repetition_penalty": [None, 1.4, 0.8],
-    "presence_penalty": [None, 1.1, -0.5],
-    "frequency_penalty": [None, 0.6, -1.5],
-    "seed": [7, 2**64 - 1, 0],
-    "max_tokens": [40, 2, 17],
-    "min_tokens": [None, 0, 2],
-    "ignore_eos": [None, True],
-    "stop": [(), ("e",), ("zz", "a", " t"), ("aa", "bab", "qu")],
-    "stop_token_ids": [(), tuple(range(2, 80, 3))],
-    "include_stop": [None, True],
-    "logit_bias": [{}, {END: 4.0, 70: 3.5}],
-    "allowed_token_ids": [(), BYTES],
-    "banned_token_ids": [(), tuple(range(300, 420))],
-    "bad_words": [(), ("e", "the", "an")],
-}
-CONSTRAINTS = [
-    None,
-    Constraint("json_schema", '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}'),
-    Constraint("regex", "[a-z ]{4,60}"),
-    Constraint("lark", 'start: "<" /[a-e]+/ ">"'),
-    Constraint("choice", "boat\0bottle\0lamp"),
-]
-# Constraints need every byte.
-ROWS = st.fixed_dictionaries(
-    {name: st.sampled_from(values) for name, values in SAMPLING.items()}
-    | {
-        "constraint": st.sampled_from(CONSTRAINTS),
-        "n": st.sampled_from([None, 3]),
-        "logprobs": st.sampled_from([None, 0, 3]),
-        "prompt_logprobs": st.sampled_from([None, 2]),
-        "acceptance": st.sampled_from([0.0, 0.5, 0.9, 1.0]),
-    }
-)
-
-
-def request_of(row):
-    """Return the request of a row."""
-    sampling = {name: row[name] for name in SAMPLING}
-    if row["constraint"] is not None:  # the form needs its letters, and an answer
-        sampling |= {"banned_token_ids": (), "bad_words": ()}
-    return GenerateRequest(
-        token_ids=PROMPT,
-        sampling=SamplingParams(**sampling),
-        constraint=row["constraint"],
-        n=row["n"],
-        output={"logprobs": row["logprobs"], "prompt_logprobs": row["prompt_logprobs"]},
-    )
 
 
 def test_the_rows_have_every_sampling_parameter():
@@ -336,9 +238,8 @@ def logits_of(runner, tokens, counts, blocks):
     delta = BlockDelta(0, blocks)
     runner._forget([SequenceId(1)])
     runner._admit([new])
-    for first, count in [(0, start)] + [
-        (start + sum(counts[:i]), count) for i, count in enumerate(counts)
-    ]:
+    rows = [(start + sum(counts[:i]), count) for i, count in enumerate(counts)]
+    for first, count in [(0, start)] * bool(start) + rows:
         row = Row(SequenceId(1), first, count, delta, Logits.NONE)
         batch = runner._pack((row,))
         keep = np.arange(count, dtype=np.int64)
@@ -356,11 +257,12 @@ def logits_of(runner, tokens, counts, blocks):
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe"])
 def test_short_rows_have_the_bits_of_decodes(zoo, arch, dtype, quantization):
-    """For rows of 2 to 16 tokens, over contexts of one part and of two."""
+    """For rows of 2 to 16 tokens, over contexts of one part, of two and of none: a draft, a short
+    prompt, or the last chunk of any."""
     runner, info = load_runner(zoo.directory(arch), dtype=dtype, quantization=quantization)
     rng = random.Random(2)
     try:
-        for start in (7, 509 if info.max_model_len > 540 else 60):
+        for start in (0, 7, 509 if info.max_model_len > 540 else 60):
             tokens = [rng.randrange(1, 500) for _ in range(start + 24)]
             blocks = tuple(BlockId(i) for i in range(-(-len(tokens) // 16)))
             one = logits_of(runner, tokens, [1] * 24, blocks)
@@ -409,6 +311,52 @@ def test_the_memory_of_a_look_up_is_bounded():
         one.draft(tokens, [], 8)
     assert len(one._long) * one._long.itemsize <= 1 << 16
     assert len(one._short) == len(one._long)
+
+
+FORMS = {
+    '{"first name": "boat", "second name": "a lamp by the sea"}': (
+        '{"type": "object", "properties": {"first name": {"const": "boat"}, "second name": '
+        '{"const": "a lamp by the sea"}}, "required": ["first name", "second name"], '
+        '"additionalProperties": false}'
+    ),
+    '"the secret of the old man was a small secret"': (
+        '{"const": "the secret of the old man was a small secret"}'
+    ),
+}
+
+
+@pytest.mark.parametrize("answer", FORMS)
+def test_forced_tokens_are_those_that_the_tokenizer_writes(answer):
+    """At every place of the answer. So a model that writes as it was taught accepts them."""
+    runner, _ = load_runner("demo-stories")
+    try:
+        constraint = Constraint("json_schema", FORMS[answer])
+        runner.compile(constraint)
+        matching, count = runner._grammars.start(constraint), 0
+        tokens = list(runner.tokenizer.encode(answer, add_special_tokens=False))
+        for place, token in enumerate(tokens):
+            forced = matching.forced()
+            assert forced == tokens[place : place + len(forced)], place
+            count += len(forced) > 0
+            matching.push(token)
+        assert count > len(tokens) // 2
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("lie", [[5], [70, 71], list(range(60, 75))])
+def test_tokens_that_a_constraint_forces_wrongly_are_only_rejected(plain, zoo, monkeypatch, lie):
+    """What is said to be forced is verified as any draft is."""
+    constraint = Constraint("regex", "[a-z ]{20,40}")
+    request = GenerateRequest(
+        token_ids=PROMPT,
+        sampling=SamplingParams(seed=2, temperature=0.9, max_tokens=50),
+        constraint=constraint,
+    )
+    wanted = ask(plain, request)[0]
+    monkeypatch.setattr(Matching, "forced", lambda self: list(lie))
+    with open_engine(config_of(zoo.directory("llama"), "lookup")) as engine:
+        assert ask(engine, request)[0] == wanted
 
 
 def test_what_a_grammar_forces_is_drafted(zoo):

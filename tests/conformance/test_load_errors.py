@@ -12,7 +12,7 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker import text_runner as runner_module  # noqa: E402
+from engine.worker import placed_model as runner_module  # noqa: E402
 from engine.worker.interface import LoadProgress, RunnerSpec  # noqa: E402
 from engine.worker.load import checkpoint, resolve  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker import text_runner as runner_module  # noqa: E402
+from engine.worker import placed_model as runner_module  # noqa: E402
 from engine.worker.forward.attention import (  # noqa: E402
     HARMLESS,
     UnsupportedAttention,

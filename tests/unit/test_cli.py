@@ -54,6 +54,7 @@ OTHER = {
     "quantization": ("int8", '"int8"'),
     "tensor_parallel_size": ("2", "2"),
     "speculation": ("off", '"off"'),
+    "draft_model": ("demo-draft", '"demo-draft"'),
     "device": ("cpu", '"cpu"'),
     "max_model_len": ("512", "512"),
     "max_num_seqs": ("64", "64"),

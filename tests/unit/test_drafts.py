@@ -6,13 +6,27 @@ from dataclasses import replace
 
 import pytest
 
+from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import StepDone
 from engine.core.common.steps import FailureKind
 from engine.core.common.types import EndReason
-from engine.core.text.drafts import TRY_EVERY, Drafting, StepCosts
+from engine.core.text.draft_lengths import (
+    EARNED,
+    PLAIN_EVERY,
+    PLAIN_FIRST,
+    PURSE_STEPS,
+    TRY_EVERY,
+    TRY_EVERY_MAX,
+    Lengths,
+    Purse,
+    Share,
+    StepCosts,
+    Trials,
+)
 from engine.core.text.plan import DRAFTED_TOKENS_MAX, DRAFTING_STEP_MAX
 from engine.core.text.types import Sampling, Tokens
-from engine.errors import EngineBug
+from engine.errors import ConfigError, EngineBug
+from engine.worker.factory import runner_spec
 from engine.worker.fakes.text import FakeRunner, FakeScript, digest_after
 from tests.support.core_driver import Driver, expected_tokens, make_request
 from tools.simulator.drafters import drafter, right_draft
@@ -280,39 +294,83 @@ def test_explain_says_what_was_drafted_and_accepted():
 # ---- the length of a draft
 
 
-def fed(share, *, rounds=60):
-    """Return a `Drafting` after drafts whose tokens were all right (1) or all wrong (0)."""
-    one = Drafting()
+def fed(share, *, rounds=60, is_model=False):
+    """Return the `Lengths` after drafts whose tokens were all right (1) or all wrong (0)."""
+    one = Lengths(0.5, Trials(slows=True) if is_model else None)
     for _ in range(rounds):
-        one.note(4, 4 * share)
+        one.share.note(4, 4 * share)
     return one
+
+
+def length(one, most, costs, *beside):
+    """Return how many tokens are drafted, with those that are tried."""
+    best, _ = one.best(most, costs, *beside)
+    return best or int(one.trials.is_due())
+
+
+def test_the_share_is_the_mean_of_the_verified_tokens_and_of_what_was_expected():
+    """Which weighs two tokens, as long as there are few."""
+    one = Share(0.5)
+    one.note(1, 1)
+    assert one.value == pytest.approx((2 * 0.5 + 1) / 3)
+    one.note(1, 0)
+    assert one.value == pytest.approx((2 * 0.5 + 1) / 4)
+    one.note(5, 2)  # two right ones and a wrong one; nobody knows about the others
+    assert one.value == pytest.approx((2 * 0.5 + 3) / 7)
+
+
+def test_of_many_tokens_the_last_ones_count():
+    one = Share(0.5)
+    for _ in range(200):
+        one.note(1, 1)
+    one.note(1, 0)
+    assert one.value == pytest.approx(0.9, abs=1e-6)
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_one_token_alone_changes_no_length_much(right):
+    """A draft that fails or succeeds at its first token is no reason to stop or to draft most."""
+    one = Lengths()
+    before, _ = one.best(DRAFTED_TOKENS_MAX, StepCosts())
+    one.share.note(1, right)
+    after, _ = one.best(DRAFTED_TOKENS_MAX, StepCosts())
+    assert 1 <= after < DRAFTED_TOKENS_MAX
+    assert after >= before if right else after <= before
 
 
 def test_a_draft_is_as_long_as_its_tokens_are_right():
     costs = StepCosts()
-    assert fed(1).length(DRAFTED_TOKENS_MAX, costs) == DRAFTED_TOKENS_MAX
-    assert fed(0).length(DRAFTED_TOKENS_MAX, costs) == 0
-    one = Drafting()
+    assert length(fed(1), DRAFTED_TOKENS_MAX, costs) == DRAFTED_TOKENS_MAX
+    assert length(fed(0), DRAFTED_TOKENS_MAX, costs) == 0
+    one = Lengths()
     lengths = []
     for share in (0.1, 0.3, 0.5, 0.7, 0.9):
-        one.share = share
-        lengths.append(one.length(DRAFTED_TOKENS_MAX, costs))
+        one.share.value = share
+        lengths.append(length(one, DRAFTED_TOKENS_MAX, costs))
     assert lengths == sorted(lengths)
     assert lengths[0] >= 1
 
 
 def test_drafts_that_never_pay_are_tried_now_and_then():
     one = fed(0)
-    tried = [one.length(8, StepCosts()) for _ in range(10 * TRY_EVERY)]
+    tried = [length(one, 8, StepCosts()) for _ in range(10 * TRY_EVERY)]
     assert sum(tried) == 10
+
+
+def test_a_draft_model_that_does_not_pay_is_tried_ever_more_seldom():
+    one = fed(0, is_model=True)
+    tried = [i for i in range(8 * TRY_EVERY_MAX) if length(one, 8, StepCosts())]
+    waits = [after - before for before, after in zip([-1, *tried], tried, strict=False)]
+    assert waits[:5] == [TRY_EVERY << k for k in range(5)]
+    assert {*waits[5:]} == {TRY_EVERY_MAX}
 
 
 def test_a_text_that_begins_to_repeat_itself_is_drafted_again():
     one = fed(0)
     for _ in range(20 * TRY_EVERY):
-        if count := one.length(8, StepCosts()):
-            one.note(count, count)
-    assert one.length(8, StepCosts()) >= 7
+        if count := length(one, 8, StepCosts()):
+            one.share.note(count, count)
+    assert length(one, 8, StepCosts()) >= 7
 
 
 # ---- what drafts cost
@@ -328,10 +386,32 @@ def measured(ratio, *, num_drafts=1):
 
 
 def test_where_drafts_take_long_a_sequence_drafts_less():
-    one = Drafting()
-    one.share = 0.4
-    assert one.length(1, StepCosts()) == one.length(1, measured(1.3)) == 1
-    assert one.length(1, measured(1.5)) == 0
+    one = Lengths()
+    one.share.value = 0.4
+    assert length(one, 1, StepCosts()) == length(one, 1, measured(1.3)) == 1
+    assert length(one, 1, measured(1.5)) == 0
+
+
+def test_what_a_draft_model_takes_makes_its_drafts_shorter():
+    one = Lengths(0.8, Trials(slows=True))
+    costs, lengths = StepCosts(), []
+    for ratio in (0.05, 0.2, 0.4, 0.9):
+        costs.pass_ratio = ratio
+        lengths.append(one.best(DRAFTED_TOKENS_MAX, costs)[0])
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] >= 5
+    assert lengths[-1] == 0
+
+
+def test_what_a_draft_model_takes_is_measured_in_steps_without_drafts():
+    costs = StepCosts()
+    costs.note_passes(1, 4, 0.004)  # nobody knows yet how long a step takes
+    before = costs.pass_ratio
+    costs.note(1, 0, 0.01)
+    for _ in range(80):
+        costs.note_passes(1, 4, 0.004)
+    assert costs.pass_ratio == pytest.approx(0.1)
+    assert before == StepCosts().pass_ratio
 
 
 def test_a_single_slow_step_changes_the_costs_little():
@@ -352,10 +432,150 @@ def test_costs_are_kept_by_the_number_of_drafts_and_never_below_one():
 
 def test_sequences_that_do_not_draft_count_in_what_drafts_gain():
     """A step with a few tokens more is not worth it if most rows gain nothing."""
-    one = Drafting()
-    one.share = 0.6
-    assert one.length(1, measured(1.2)) == 1
-    assert one.length(1, measured(1.2), 0, 6) == 0
+    one = Lengths()
+    one.share.value = 0.6
+    assert length(one, 1, measured(1.2)) == 1
+    assert length(one, 1, measured(1.2), 0, 6) == 0
+
+
+def test_a_model_that_only_costs_may_cost_its_purse_and_a_hundredth():
+    """However often it could draft: 10,000 steps, each of which it would make twice as long."""
+    purse, lost = Purse(), 0.0
+    for _ in range(10_000):
+        if purse.is_open:
+            purse.note(0.0, 1.0)
+            lost += 1.0
+        else:
+            purse.note_other()
+    assert PURSE_STEPS < lost <= 1 + PURSE_STEPS + 10_000 * EARNED
+
+
+def test_a_model_that_pays_keeps_its_purse_open():
+    purse = Purse()
+    purse.note(0.0, PURSE_STEPS - 1)  # it reads a long prompt
+    for _ in range(100):
+        assert purse.is_open
+        purse.note(2.0, 1.5)
+    assert purse.left == PURSE_STEPS
+
+
+# ---- a draft model
+
+
+def with_model(draft, *, draft_s=0.0, **config):
+    """Return a driver whose worker has a draft model."""
+    script = FakeScript(draft_model=draft, draft_s=draft_s, sleep=lambda _: None)
+    return drafting(script=script, **config)
+
+
+def test_a_draft_model_saves_steps_and_changes_no_token():
+    driver = with_model(always_right)
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    assert finish(driver) < 20
+    usage = driver.finished["a", 0].usage
+    assert usage.drafted_tokens == usage.accepted_tokens >= 20
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_a_draft_model_may_draft_fewer_tokens_than_are_wanted(most):
+    """Only what was drafted counts, and blocks for the others are given back."""
+    driver = with_model(lambda *given: always_right(*given)[:most])
+    driver.submit(make_request("a", range(1, 6), max_tokens=100))
+    finish(driver)
+    usage = driver.finished["a", 0].usage
+    counts = driver.scheduler.statistics().drafts
+    assert usage.drafted_tokens == usage.accepted_tokens == counts.drafted
+    assert (usage.drafted_tokens > 0) == (most > 0)
+
+
+def test_more_drafts_than_were_planned_are_a_bug():
+    driver = with_model(always_right)
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    for _ in range(1 + PLAIN_FIRST):
+        driver.step()
+    plan = driver.begin_step()
+    assert plan.rows[0].by_model
+    result = driver.runner.execute(plan)
+    wrong = replace(result, rows=(result.rows[0]._replace(drafted=99),))
+    with pytest.raises(EngineBug) as caught:
+        driver.scheduler.apply(StepDone(wrong), driver.now)
+    assert "were planned" in caught.value.log_detail
+
+
+def test_a_row_takes_the_drafter_that_gains_more():
+    """Of a look-up that is always wrong and a model that is always right, and the other way."""
+    for by_model, script in (
+        (True, FakeScript(draft=drafter(0.0), draft_model=always_right)),
+        (False, FakeScript(draft=always_right, draft_model=drafter(0.0))),
+    ):
+        driver = drafting(script=script)
+        driver.submit(make_request("a", range(1, 6), max_tokens=100))
+        kinds = []
+        while (plan := driver.begin_step()) is not None:
+            kinds += [row.by_model for row in plan.rows if row.drafts]
+            driver.end_step()
+        driver.check_tokens()
+        assert kinds.count(by_model) > kinds.count(not by_model)
+
+
+def test_a_draft_model_that_does_not_pay_switches_itself_off_for_later_requests_too():
+    """Each of its tokens takes as long as a step, and half of them are wrong."""
+    driver = with_model(drafter(0.5), draft_s=1.0)
+    drafted = []
+    for index in range(20):
+        driver.submit(make_request(str(index), range(1, 6), max_tokens=60))
+        while (plan := driver.begin_step()) is not None:
+            model_s = max([row.drafts for row in plan.rows if row.by_model], default=0)
+            driver.now += 1.0 + model_s
+            driver.end_step()
+        drafted.append(driver.finished[str(index), 0].usage.drafted_tokens)
+    driver.check_tokens()
+    assert 0 < sum(drafted[-10:]) <= 10 * 60 * EARNED
+    assert sum(drafted) <= 3 + PURSE_STEPS + 20 * 60 * EARNED
+
+
+def test_a_draft_model_does_not_count_in_the_rates_of_steps():
+    """Otherwise the engine would take prompts for slow beside one."""
+    driver = with_model(always_right, draft_s=0.5)
+    driver.submit(make_request("a", range(1, 6), max_tokens=60))
+    while (plan := driver.begin_step()) is not None:
+        model_s = 0.5 * max([row.drafts for row in plan.rows if row.by_model], default=0)
+        driver.now += 1.0 + model_s
+        driver.end_step()
+    assert driver.scheduler._drafts.costs.ratio(1) <= StepCosts().ratio(1)
+    assert driver.scheduler._drafts.costs.pass_ratio > StepCosts().pass_ratio
+
+
+def test_a_draft_model_leaves_steps_to_measure_against():
+    """The first ones with so many rows, and one of many later ones."""
+    driver = with_model(always_right)
+    driver.submit(make_request("a", range(1, 6), max_tokens=60))
+    drafts = []
+    while (plan := driver.begin_step()) is not None:
+        drafts.append(plan.num_drafts)
+        driver.end_step()
+    assert drafts[1 : 1 + PLAIN_FIRST] == [0] * PLAIN_FIRST
+    assert drafts[1 + PLAIN_FIRST] > 0
+    costs = measured(1.1)
+    asked = [costs.is_known(1) for _ in range(10 * PLAIN_EVERY)]
+    assert asked.count(False) == 10
+    assert not costs.is_known(2)
+
+
+def test_a_full_step_uses_no_draft_model():
+    driver = with_model(always_right, num_blocks=200)
+    for index in range(DRAFTING_STEP_MAX):
+        driver.submit(make_request(str(index), [index + 1, 2], max_tokens=10))
+    finish(driver)
+    assert driver.scheduler.statistics().drafts.rows == 0
+
+
+@pytest.mark.parametrize("num_blocks", range(8, 25))
+def test_preempted_sequences_with_a_draft_model_keep_their_tokens(num_blocks):
+    driver = with_model(drafter(0.7), num_blocks=num_blocks, max_model_len=32)
+    for name in "abc":
+        driver.submit(make_request(name, [*range(1, 7), ord(name)], max_tokens=24))
+    finish(driver)
 
 
 def test_steps_with_drafts_do_not_count_as_the_pace_of_decodes():
@@ -367,3 +587,31 @@ def test_steps_with_drafts_do_not_count_as_the_pace_of_decodes():
         driver.end_step()
     assert driver.scheduler.statistics().drafts.rows > 0
     assert max(driver.scheduler._pace._decode_s) < 0.5
+
+
+# ---- the configuration
+
+
+def test_a_draft_model_implies_that_it_drafts_unless_drafts_are_off():
+    assert ModelConfig("m", draft_model="d").speculation == "model"
+    assert ModelConfig("m", draft_model="d", speculation="off").speculation == "off"
+    assert runner_spec(ModelConfig("m", draft_model="d"), EngineConfig()).draft_model == "d"
+    off = ModelConfig("m", draft_model="d", speculation="off")
+    assert runner_spec(off, EngineConfig()).draft_model == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"speculation": "model"}, "--speculation is 'model', but --draft-model is not given"),
+        (
+            {"draft_model": "d", "tp": 2},
+            "m has --tensor-parallel-size 2 and --draft-model, but a divided model drafts nothing; "
+            "leave one of them out",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_draft_model_is_refused(fields, said):
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig("m", **fields)
+    assert str(caught.value) == said

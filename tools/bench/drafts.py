@@ -6,7 +6,11 @@ a drawn acceptance; so the figures show the engine, and not the luck of a text. 
 the look-up itself drafts, over prompts that repeat themselves, answers in a JSON schema, and plain
 stories. Both engines give the same tokens, which is checked where a request runs alone.
 
-The last row compares unseeded answers with and without drafts by a chi-squared test over their
+The shipped draft model drafts for the story model, with all that it adapts to, and once without
+(`WITHOUT_ADAPTING`): these rows show its acceptance, and what it would cost if it did not switch
+itself off.
+
+Another row compares unseeded answers with and without drafts by a chi-squared test over their
 first tokens that may be drafted: the share of the statistic's critical value at one in a thousand.
 
 `BENCH_ONLY` is a regular expression that selects rows by name.
@@ -27,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from engine.api.blocking import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
+from engine.core.text.draft_lengths import Lengths, Purse, StepCosts
 from engine.core.text.types import Constraint, Tokens
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker import sequences
@@ -42,6 +47,7 @@ MEASURES = (
     "engine/core/text",
     "engine/worker/drafting",
     "engine/worker/sequences.py",
+    "engine/worker/draft_model.py",
     "engine/worker/text_runner.py",
     "engine/kernels",
 )
@@ -51,6 +57,8 @@ STEPS = 96  # tokens of each stream on q05
 ACCEPTANCES = (0.0, 0.5, 0.8, 1.0)
 BARS = {(1, 0.0): 0.97, (1, 0.8): 1.6, (32, 0.0): 0.98, (32, 0.8): 0.98}  # by batch and acceptance
 BAR_REPETITIVE, BAR_JSON, BAR_PLAIN = 1.3, 1.3, 0.97
+BAR_MODEL = 0.97
+WITHOUT_ADAPTING = 3  # tokens that the draft model drafts in each step then
 STORY_TOKENS = 200
 SAMPLES = 1200  # unseeded answers of each engine
 AT_ONCE = 4  # of them; few enough to be drafted
@@ -97,12 +105,14 @@ class Replaying:
 PROMPT_TOKENS = 128
 
 
-def ask(engine: Engine, requests: Sequence[GenerateRequest]) -> tuple[float, list[list[int]], int]:
+def ask(
+    engine: Engine, requests: Sequence[GenerateRequest]
+) -> tuple[float, list[list[int]], int, int]:
     """Let all requests run at once. Return their tokens per second, from the first delivery on,
-    their tokens, and how many of these were drafted."""
+    their tokens, how many of these were drafted, and how many tokens were drafted."""
     streams = [engine.generate(request) for request in requests]
     found: list[list[int]] = [[] for _ in streams]
-    begun, accepted = 0.0, 0
+    begun, accepted, drafted = 0.0, 0, 0
     for index, stream in enumerate(streams):
         for event in stream:
             if isinstance(event, Tokens):
@@ -110,13 +120,14 @@ def ask(engine: Engine, requests: Sequence[GenerateRequest]) -> tuple[float, lis
                 found[index] += event.token_ids
             elif isinstance(event, Finished):
                 accepted += event.usage.accepted_tokens
+                drafted += event.usage.drafted_tokens
     seconds = time.perf_counter() - begun
-    return (sum(map(len, found)) - len(found)) / seconds, found, accepted
+    return (sum(map(len, found)) - len(found)) / seconds, found, accepted, drafted
 
 
-def config_of(model: str, speculation: str, **fields: Any) -> EngineConfig:
+def config_of(model: str, speculation: str, draft_model: str = "", **fields: Any) -> EngineConfig:
     """Return the config of an engine with one model."""
-    one = ModelConfig(model, threads=THREADS, speculation=speculation)
+    one = ModelConfig(model, threads=THREADS, speculation=speculation, draft_model=draft_model)
     return EngineConfig(models=(one,), prefix_cache=False, check_level=0, **fields)
 
 
@@ -137,10 +148,12 @@ def compare(
 ) -> list[Row]:
     """Return the rows of tokens per second with drafts, and of their ratio to those without."""
     accepted: list[int] = []
+    drafted: list[int] = []
 
     def measure(engine: Engine) -> tuple[float, list[list[int]]]:
-        rate, found, count = ask(engine, requests)
-        accepted.append(count)
+        rate, found, *counts = ask(engine, requests)
+        accepted.append(counts[0])
+        drafted.append(counts[1])
         return rate, found
 
     off, on = repeat_in_turn([partial(measure, engine) for engine in engines])
@@ -150,7 +163,8 @@ def compare(
         raise SystemExit(f"{name}: the tokens with drafts differ")
     ratios = [mine[0] / theirs[0] for mine, theirs in zip(on, off, strict=True)]
     tokens = sum(map(len, on[-1][1]))
-    note = f"{accepted[-1] / tokens:.0%} of the tokens were drafted"
+    share = accepted[-1] / max(1, drafted[-1])
+    note = f"{accepted[-1] / tokens:.0%} of the tokens were drafted, {share:.0%} of drafts accepted"
     rates = [rate for rate, _ in on]
     return [
         row_of(f"{name}: with drafts", rates, "tokens/s", better="higher", note=note),
@@ -177,7 +191,7 @@ def replayed(wanted: re.Pattern[str]) -> Iterator[Row]:
         for (batch, acceptance), name in names.items():
             if not wanted.search(name):
                 continue
-            _, found, _ = ask(engines[0], requests[:batch])
+            _, found, _, _ = ask(engines[0], requests[:batch])
             Replaying.acceptance = acceptance
             Replaying.known = {
                 prompt: (*prompt, *tokens) for prompt, tokens in zip(prompts, found, strict=False)
@@ -212,6 +226,53 @@ def looked_up(wanted: re.Pattern[str]) -> Iterator[Row]:
             yield row_of(f"{name}: all", ratios, "×", bar=bar, better="higher")
 
 
+def by_model(wanted: re.Pattern[str]) -> Iterator[Row]:
+    """Yield the rows of the shipped draft model, one stream at a time and eight."""
+    drawn = {"temperature": 0.8, "seed": 5, "max_tokens": STORY_TOKENS, "ignore_eos": True}
+    greedy = drawn | {"temperature": 0.0}
+    alone = [[text] for text in PLAIN]
+    together = [[*PLAIN, *REPETITIVE, *JSON][:8]]
+    cases: list[tuple[str, Sequence[Sequence[str]], dict[str, Any], bool]] = [
+        ("draft model, plain stories", alone, drawn, True),
+        ("draft model, plain stories, greedily", alone, greedy, True),
+        ("draft model, B=8", together, drawn, True),
+        ("draft model, not adapting", alone, greedy, False),
+    ]
+    configs = [config_of("demo-stories", "off"), config_of("demo-stories", "model", "demo-draft")]
+    for name, groups, sampling, adapts in cases:
+        if not wanted.search(name):
+            continue
+        with ExitStack() as stack:
+            if not adapts:
+                stack.enter_context(always_drafting())
+            engines = [stack.enter_context(open_engine(config)) for config in configs]
+            ratios: list[float] = []
+            for index, texts in enumerate(groups):
+                requests = [
+                    GenerateRequest(text=text, sampling=SamplingParams(**sampling))
+                    for text in texts
+                ]
+                rows = compare(f"{name} {index + 1}", engines, requests, None)
+                yield from rows
+                ratios.append(rows[1].value or 0.0)
+            bar = BAR_MODEL if adapts else None
+            yield row_of(f"{name}: all", ratios, "×", bar=bar, better="higher")
+
+
+@contextmanager
+def always_drafting() -> Iterator[None]:
+    """Let a draft model draft in each step, whether it pays or not."""
+    kept = Lengths.best, StepCosts.is_known, Purse.note
+    count = WITHOUT_ADAPTING
+    Lengths.best = lambda self, most, *_: (min(most, count), 2.0 if self._is_model else 0.0)  # type: ignore[method-assign,assignment]
+    StepCosts.is_known = lambda *_: True  # type: ignore[method-assign,assignment]
+    Purse.note = lambda *_: None  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Lengths.best, StepCosts.is_known, Purse.note = kept  # type: ignore[method-assign]
+
+
 def distribution(wanted: re.Pattern[str]) -> Iterator[Row]:
     """Yield the row of the chi-squared test."""
     name = "unseeded: chi-squared against its critical value"
@@ -225,7 +286,7 @@ def distribution(wanted: re.Pattern[str]) -> Iterator[Row]:
         for engine in engines:
             found = Counter[tuple[int, ...]]()
             for _ in range(SAMPLES // AT_ONCE):
-                _, tokens, accepted = ask(engine, [request] * AT_ONCE)
+                _, tokens, accepted, _ = ask(engine, [request] * AT_ONCE)
                 found.update(tuple(one[1:4]) for one in tokens)
                 drafted += accepted
             counts.append(found)
@@ -248,4 +309,9 @@ def chi_squared(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) 
 def run() -> list[Row]:
     """Return the bench's rows."""
     wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
-    return [*looked_up(wanted), *distribution(wanted), *replayed(wanted)]
+    return [
+        *looked_up(wanted),
+        *by_model(wanted),
+        *distribution(wanted),
+        *replayed(wanted),
+    ]

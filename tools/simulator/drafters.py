@@ -44,3 +44,11 @@ def drafter_of_world(seed: int) -> Drafter | None:
     rng = random.Random(seed ^ 0xD4AF)
     acceptance = rng.choice((0.0, 0.5, 0.8, 0.95, 1.0))
     return drafter(acceptance, seed=seed) if rng.random() < 0.5 else None
+
+
+def model_of_world(seed: int) -> Drafter | None:
+    """Return the draft model of the simulator's world with this seed: none for two worlds of three,
+    and otherwise one as `drafter_of_world` draws, but apart from it."""
+    rng = random.Random(seed ^ 0x30DE1)
+    acceptance = rng.choice((0.0, 0.5, 0.8, 0.95, 1.0))
+    return drafter(acceptance, count=8, seed=~seed) if rng.random() < 1 / 3 else None

@@ -50,7 +50,7 @@ from grpc_service.services.call_writer import CallWriter
 from tools.simulator import adapters, pool_faults, resumption
 from tools.simulator.clients import BAD_FORM, FRAGILE, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
-from tools.simulator.drafters import drafter_of_world
+from tools.simulator.drafters import drafter_of_world, model_of_world
 from tools.simulator.encode_clients import EMBEDDER, RERANKER
 from tools.simulator.encode_oracle import MAX_INPUT_LEN
 from tools.simulator.oracle import echo_of, expected_output, is_end, prompt_of
@@ -187,6 +187,7 @@ class Simulation:
             adapters=adapters.scripted(),
             adapter_s=2 * world.step_s,
             draft=drafter_of_world(world.seed),
+            draft_model=model_of_world(world.seed),
         )
         if model.name in (EMBEDDER, RERANKER):
             embeds = EncoderKind.IMAGE_EMBEDDING if world.has_images else EncoderKind.EMBEDDING

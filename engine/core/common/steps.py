@@ -30,12 +30,14 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """The seconds that a step spent inside the worker, by part."""
+    """The seconds that a step spent inside the worker, by part. ``draft_s`` is what a draft model
+    took before the forward."""
 
     prepare_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
     text_s: float = 0.0
+    draft_s: float = 0.0
 
 
 class FailureKind(Enum):

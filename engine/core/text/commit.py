@@ -53,8 +53,9 @@ class Committer:
         for seq, row in zip(step.sequences, step.rows, strict=True):
             got = next(results)
             if got.__class__ is RowResult and seq.phase == "decode" and seq.state is is_running:
-                name, tokens, text, logprobs, prompt_logprobs, finish, _, _, offered = got
-                _, start, computed, _, _, _, _ = row
+                name, tokens, text, logprobs, prompt_logprobs, finish = got[:6]
+                offered, has_model = got[8:10]
+                _, start, computed, _, _, _, _, _ = row
                 if len(tokens) == computed == 1 and finish is None and name == seq.sequence_id:
                     end = start + 1
                     if end % size == 0:
@@ -62,8 +63,8 @@ class Committer:
                     seq.output += tokens
                     seq.num_pending -= 1
                     num_sampled += 1
-                    if offered:
-                        self._drafts.offer(seq, offered)
+                    if offered or has_model:
+                        self._drafts.offer(seq, offered, has_model=has_model)
                     seq.credit.reserved -= 1
                     event = (
                         seq.request_id,
@@ -129,11 +130,18 @@ class Committer:
         if not result.tokens:
             raise EngineBug(f"{seq} was to get a token and got none")
         drafts = 0 if row is None else row.drafts
+        if row is not None and row.by_model:
+            if result.drafted > drafts:
+                raise EngineBug(f"{seq} got {result.drafted} drafts, and {drafts} were planned")
+            drafts = result.drafted
         if len(result.tokens) > 1 + drafts:
             raise EngineBug(f"{seq} got {len(result.tokens)} tokens for {drafts} drafts")
-        self._take_tokens(seq, result, now, drafts)
+        by_model = row is not None and row.by_model
+        self._take_tokens(seq, result, now, drafts, by_model=by_model)
 
-    def _take_tokens(self, seq: Sequence, result: RowResult, now: float, drafts: int) -> None:
+    def _take_tokens(
+        self, seq: Sequence, result: RowResult, now: float, drafts: int, *, by_model: bool
+    ) -> None:
         if not seq.has_sampled:
             seq.enter("decode", now)
             if result.replayed:
@@ -141,8 +149,8 @@ class Committer:
         seq.output.extend(result.tokens)
         seq.num_tokens += len(result.tokens)
         self.completion_tokens += len(result.tokens)
-        if drafts:
-            self._take_drafts(seq, drafts, len(result.tokens) - 1)
+        if drafts or by_model:
+            self._take_drafts(seq, drafts, len(result.tokens) - 1, by_model=by_model)
         seq.credit.fill()
         self._events.append(
             Tokens(
@@ -157,10 +165,10 @@ class Committer:
         )
         if result.finish is not None:
             self._endings.end(seq, result.finish, now, matched=result.matched)
-        elif result.offered:
-            self._drafts.offer(seq, result.offered)
+        elif result.offered or result.has_model:
+            self._drafts.offer(seq, result.offered, has_model=result.has_model)
 
-    def _take_drafts(self, seq: Sequence, drafts: int, accepted: int) -> None:
+    def _take_drafts(self, seq: Sequence, drafts: int, accepted: int, *, by_model: bool) -> None:
         """Count the accepted drafts as computed, and give back the blocks that only the others
         needed. In the last block, the others' keys and values are overwritten by the sequence's
         next rows, which begin behind the accepted ones."""
@@ -168,4 +176,5 @@ class Committer:
         seq.num_computed = start + accepted
         self._ledger.publish_computed(seq, start, start + accepted)
         self._ledger.give_back_behind(seq)
-        self._drafts.note(seq, drafts, accepted)
+        if drafts:
+            self._drafts.note(seq, drafts, accepted, by_model=by_model)

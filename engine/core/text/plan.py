@@ -84,7 +84,8 @@ class Row(NamedTuple):
 
     The last ``drafts`` of the positions hold tokens that the worker offered with the sequence's
     last result (`RowResult.offered`). It samples behind each of them, too, and keeps what it
-    sampled up to the first token that differs from the draft.
+    sampled up to the first token that differs from the draft. ``by_model``: the draft model of the
+    worker drafts these tokens in this step; they may become fewer (`RowResult.drafted`).
     """
 
     sequence: SequenceId
@@ -94,6 +95,7 @@ class Row(NamedTuple):
     logits: Logits
     children: tuple[ChildFork, ...] = ()
     drafts: int = 0
+    by_model: bool = False
 
 
 _COUNT = itemgetter(Row._fields.index("count"))
@@ -173,7 +175,8 @@ class RowResult(NamedTuple):
     come all together, with the first token of choice 0. ``replayed`` is the text of a continued
     choice's earlier tokens, with its first new one. A continued choice that had ended already has a
     ``finish`` and no tokens, in its first row. ``offered`` drafted tokens may be verified in the
-    sequence's next row.
+    sequence's next row, or, if it ``has_model``, others that a draft model will draft there.
+    ``drafted`` is how many tokens of a row ``by_model`` were drafted and verified.
     """
 
     sequence: SequenceId
@@ -185,6 +188,8 @@ class RowResult(NamedTuple):
     matched: str | int | None = None
     replayed: str = ""
     offered: int = 0
+    has_model: bool = False
+    drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

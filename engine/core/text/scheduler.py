@@ -231,16 +231,19 @@ class Scheduler:
         step = self._take_step(result.plan_id)
         self._recovery.step_succeeded()
         self._committer.commit(step, result, now)
-        seconds = now - step.started_at
+        whole_s = now - step.started_at
+        draft_s = result.timings.draft_s
+        self._drafts.note_step(step, draft_s)
+        seconds = whole_s - draft_s  # what a draft model took is no part of a step's pace
+        num_tokens = step.plan.num_tokens - step.num_drafts  # a sum over the rows
+        has_prompts = num_tokens > len(step.rows)
+        if not has_prompts:
+            self._drafts.costs.note(num_tokens, step.num_drafts, seconds)
         if seconds > 0:
-            num_tokens = step.plan.num_tokens - step.num_drafts  # a sum over the rows
             self._best_rate.note(num_tokens, seconds)
-            self._recent_rate.note(num_tokens, seconds)
-            has_prompts = num_tokens > len(step.rows)
+            self._recent_rate.note(num_tokens, whole_s)
             if has_prompts or not step.num_drafts:  # decodes that verify drafts take longer
                 self._pace.note(*_prompts_and_decodes(step.plan, num_tokens), seconds)
-            if not has_prompts:
-                self._drafts.costs.note(num_tokens, step.num_drafts, seconds)
 
     def _step_failed(self, failure: StepFailure, now: float) -> None:
         step = self._take_step(failure.plan_id)

@@ -15,7 +15,7 @@ from engine.core.text.lifecycle import Event, State, advance
 
 if TYPE_CHECKING:
     from engine.core.common.credit import Credit
-    from engine.core.text.drafts import Drafting
+    from engine.core.text.draft_lengths import Drafting
     from engine.core.text.types import Request
 
 Rank = tuple[int, float, int]

@@ -169,7 +169,7 @@ class StepBuilder:
                         credit.cancel()
                         self._plan_running(seq)
                         continue
-                rows.append(make(Row, (seq.sequence_id, start, 1, delta, last, (), 0)))
+                rows.append(make(Row, (seq.sequence_id, start, 1, delta, last, (), 0, False)))
                 sequences.append(seq)
                 seq.num_computed = known
                 seq.num_tokens = known + 1

@@ -65,7 +65,7 @@ class FakeScript:
 
     Drafts: ``draft`` returns the tokens to offer behind a sequence's own, right or wrong; it is
     given these, and what else decides the right ones: the seed and the choice. By default none is
-    offered.
+    offered. ``draft_model`` does so in the step that verifies; its tokens cost ``draft_s`` each.
     """
 
     step_s: float = 0.0
@@ -85,6 +85,8 @@ class FakeScript:
     adapters: dict[str, str] = field(default_factory=dict)
     adapter_s: float = 0.0
     draft: Callable[[Sequence[int], int | None, int], Sequence[int]] | None = None
+    draft_model: Callable[[Sequence[int], int | None, int], Sequence[int]] | None = None
+    draft_s: float = 0.0
     words: Sequence[str] = ()
     chat_template: str = ""
     answer_opening: str = ""
@@ -239,15 +241,20 @@ class FakeRunner:
             fault = script.plan_fault(plan)
         if fault is not None:
             raise fault
-        for row in plan.rows:
+        rows = [self._drafted(row) for row in plan.rows]
+        draft_s = script.draft_s * max((row.drafts for row in rows if row.by_model), default=0)
+        if draft_s:
+            script.sleep(draft_s)
+        for row in rows:
             self._forward(row)
         for source, target in plan.copies:
             size = self._info.block_size
             self._kv[target * size : (target + 1) * size] = self._kv[
                 source * size : (source + 1) * size
             ]
-        results = [result for row in plan.rows for result in self._sample_row(row)]
-        return StepResult(plan.plan_id, tuple(results), StepTimings(forward_s=cost))
+        results = [result for row in rows for result in self._sample_row(row)]
+        timings = StepTimings(forward_s=cost, draft_s=draft_s)
+        return StepResult(plan.plan_id, tuple(results), timings)
 
     # ---- one row
 
@@ -261,6 +268,16 @@ class FakeRunner:
             if said.finish is not None:
                 seq.ended = said._replace(tokens=(), text="")
         return seq
+
+    def _drafted(self, row: Row) -> Row:
+        """Return the row with what the script's draft model drafts for it, if that is planned."""
+        if not row.by_model or self.script.draft_model is None:
+            return row
+        seq = self._sequences[row.sequence]
+        asked = seq.admitted.sampling
+        draft = self.script.draft_model(seq.tokens, asked.seed, asked.choice)
+        seq.draft = list(draft[: row.drafts])
+        return row._replace(count=1 + len(seq.draft), drafts=len(seq.draft))
 
     def _slot(self, seq: _FakeSequence, position: int) -> int:
         size = self._info.block_size
@@ -324,11 +341,11 @@ class FakeRunner:
         adapter = parent.admitted.adapter
         if adapter and adapter not in self.adapters.loaded:
             return [RowFailure(one, "adapter", "it was unloaded") for one in ids]
-        return [self._sample_row_of(self._sequences[i], row.drafts) for i in ids]
+        return [self._sample_row_of(self._sequences[i], row) for i in ids]
 
-    def _sample_row_of(self, seq: _FakeSequence, num_drafts: int) -> RowResult | RowFailure:
+    def _sample_row_of(self, seq: _FakeSequence, row: Row) -> RowResult | RowFailure:
         """Sample a token, and further ones while they are those of the draft."""
-        drafts, seq.draft = seq.draft[:num_drafts], []
+        drafts, seq.draft = seq.draft[: row.drafts], []
         result = self._sample(seq)
         for drafted in drafts:
             if isinstance(result, RowFailure) or result.finish is not None:
@@ -345,8 +362,11 @@ class FakeRunner:
                 finish=more.finish,
                 matched=more.matched,
             )
-        if isinstance(result, RowResult) and result.finish is None:
-            result = result._replace(offered=self._offer(seq))
+        if isinstance(result, RowResult):
+            result = result._replace(drafted=row.drafts if row.by_model else 0)
+            if result.finish is None:
+                has_model = self.script.draft_model is not None and seq.admitted.speculates
+                result = result._replace(offered=self._offer(seq), has_model=has_model)
         return result
 
     def _offer(self, seq: _FakeSequence) -> int:

@@ -25,7 +25,12 @@ from engine.worker.load.foreign import (
 from engine.worker.load.refusal import Refusal
 
 # Demo models, as package data under engine/demo/.
-DEMOS = {"demo-stories": "stories", "demo-embed": "embed", "demo-rerank": "rerank"}
+DEMOS = {
+    "demo-stories": "stories",
+    "demo-embed": "embed",
+    "demo-rerank": "rerank",
+    "demo-draft": "draft",  # drafts for the stories
+}
 DEMO_ROOT = Path(__file__).resolve().parents[2] / "demo"
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -1,0 +1,375 @@
+"""With a draft model, a model says what it says without one, token for token (D27).
+
+The model drafts for itself here, and a drawn share of its tokens is made wrong. So drafts are
+accepted, refused and cut at every place, and what its cache holds must be rolled back at each. The
+shipped draft model is tested with the story model at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections import Counter
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+
+from engine.api.blocking import open_engine  # noqa: E402
+from engine.config import EngineConfig, ModelConfig  # noqa: E402
+from engine.core.text.draft_lengths import Lengths, Purse, StepCosts  # noqa: E402
+from engine.core.text.types import Constraint, Tokens  # noqa: E402
+from engine.errors import SpawnFailed  # noqa: E402
+from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
+from engine.worker import draft_model, sequences  # noqa: E402
+from engine.worker.draft_model import DraftModel  # noqa: E402
+from engine.worker.drafting.draft_cache import Resident  # noqa: E402
+from engine.worker.factory import runner_of, runner_spec  # noqa: E402
+from tests.support.draft_rows import (  # noqa: E402
+    PROMPT,
+    ROWS,
+    ask,
+    assert_alike,
+    config_of,
+    request_of,
+)
+from tests.support.model_zoo import Zoo  # noqa: E402
+from tools.simulator.mutants import Mutant, planted  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+
+class Lying(DraftModel):
+    """A draft model each of whose tokens is right with the probability ``acceptance``."""
+
+    acceptance = 0.8
+    random = random.Random(1)
+
+    def _sample(self, ready, logits):
+        drawn = super()._sample(ready, logits)
+        return [self._lied(one, token) for one, token in zip(ready, drawn, strict=True)]
+
+    def _lied(self, one, token):
+        """Return the token, or another that the constraint allows."""
+        if token is None or self.random.random() < self.acceptance:
+            return token
+        lie, matching = 60 + token % 7, one.ahead.matching
+        return lie if matching is None or matching.allows(lie) else token
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_the_model():
+    """Nothing is looked up, and the draft model drafts four tokens wherever it can, however often
+    they are right and however long steps take on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequences.LookUp, "draft", lambda *_: [])
+        patch.setattr(Lengths, "best", lambda _, most, *costs: (min(most, 4), 2.0))
+        patch.setattr(StepCosts, "is_known", lambda *_: True)
+        patch.setattr(Purse, "note", lambda *_: None)
+        patch.setattr(draft_model, "DraftModel", Lying)
+        yield
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """Yield the tiny models."""
+    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
+    yield zoo
+    zoo.close()
+
+
+def with_model(zoo, **fields):
+    """Return the config of an engine whose model drafts for itself."""
+    directory = zoo.directory("llama")
+    return config_of(directory, "model", draft_model=directory, **fields)
+
+
+@pytest.fixture(scope="module")
+def plain(zoo):
+    """Yield an engine of the tiny model that drafts nothing."""
+    with open_engine(config_of(zoo.directory("llama"), "off")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def drafting(zoo):
+    """Yield an engine whose model drafts for itself."""
+    with open_engine(with_model(zoo)) as engine:
+        yield engine
+
+
+def compare(plain, drafting, request, *, acceptance=0.8):
+    """Check that both engines answer alike, and return what was drafted."""
+    wanted, scores, _ = ask(plain, request)
+    Lying.acceptance = acceptance
+    got, got_scores, drafted = ask(drafting, request)
+    assert_alike(wanted, scores, got, got_scores)
+    return drafted
+
+
+def greedy(**fields):
+    """Return a greedy request."""
+    sampling = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True, **fields}
+    return GenerateRequest(token_ids=PROMPT, sampling=SamplingParams(**sampling))
+
+
+ACCEPTED: Counter[str] = Counter()
+
+
+@settings(max_examples=40, deadline=None)
+@given(row=ROWS)
+def test_on_equals_off_for_every_parameter(plain, drafting, row):
+    ACCEPTED.update(compare(plain, drafting, request_of(row), acceptance=row["acceptance"]))
+
+
+def test_the_drawn_rows_were_drafted():
+    """Red if the draft model of the test above did nothing."""
+    assert ACCEPTED["accepted"] > 50
+    assert ACCEPTED["drafted"] > ACCEPTED["accepted"]
+
+
+@pytest.mark.full
+@settings(max_examples=600, deadline=None)
+@given(row=ROWS)
+def test_on_equals_off_for_many_rows(plain, drafting, row):
+    compare(plain, drafting, request_of(row), acceptance=row["acceptance"])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.1, "seed": 4}, {"n": 3, "seed": 9}])
+def test_a_model_that_drafts_for_itself_is_always_right(plain, drafting, sampling):
+    """By the same noise: red if the draft were greedy, or of another position or choice."""
+    sampling = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, **sampling}
+    n = sampling.pop("n", None)
+    if n:
+        sampling["temperature"] = 1.0
+    sampling |= {"frequency_penalty": 0.7, "repetition_penalty": 1.2, "top_p": 0.9}
+    request = GenerateRequest(token_ids=PROMPT, sampling=SamplingParams(**sampling), n=n)
+    drafted = compare(plain, drafting, request, acceptance=1.0)
+    assert drafted["accepted"] > 15
+    assert drafted["accepted"] >= 0.95 * drafted["drafted"]
+
+
+def test_a_constraint_bounds_what_is_drafted(plain, drafting):
+    constraint = Constraint("regex", "[a-z ]{30,60}")
+    request = GenerateRequest(
+        token_ids=PROMPT,
+        sampling=SamplingParams(temperature=0.9, seed=3, max_tokens=50),
+        constraint=constraint,
+    )
+    drafted = compare(plain, drafting, request, acceptance=1.0)
+    assert drafted["accepted"] >= 0.9 * drafted["drafted"] > 5
+
+
+def test_what_a_constraint_forces_needs_no_draft_model(zoo, plain):
+    """Forced tokens are the draft's first ones, and often all: then the model reads nothing."""
+    schema = (
+        '{"type": "object", "properties": {"first name": {"const": "boat and lamp"}}, '
+        '"required": ["first name"], "additionalProperties": false}'
+    )
+    request = GenerateRequest(
+        token_ids=PROMPT,
+        sampling=SamplingParams(temperature=0.0, max_tokens=60),
+        constraint=Constraint("json_schema", schema),
+    )
+    with open_engine(with_model(zoo)) as engine:
+        drafted = compare(plain, engine, request, acceptance=0.0)
+        assert drafted["accepted"] > 5
+        assert compare(plain, engine, greedy(), acceptance=1.0)["accepted"] > 10  # it still works
+
+
+def test_a_request_can_switch_the_draft_model_off(plain, drafting):
+    drafted = compare(plain, drafting, greedy(speculation=False), acceptance=1.0)
+    assert drafted["drafted"] == 0
+
+
+def batch():
+    """Return eight requests of different lengths, some of which begin alike."""
+    rng = random.Random(4)
+    return [
+        GenerateRequest(
+            token_ids=PROMPT[: 4 + index] + tuple(rng.randrange(1, 512) for _ in range(9)),
+            sampling=SamplingParams(seed=index, max_tokens=60, ignore_eos=True, temperature=0.9),
+        )
+        for index in range(8)
+    ]
+
+
+@pytest.mark.parametrize("runner", ["thread", "process"])
+def test_preempted_and_cached_sequences_keep_their_tokens(zoo, plain, runner):
+    """Eight requests in room for two: they are preempted again and again, between drafts."""
+    Lying.acceptance = 0.8
+    requests = batch()
+    wanted = [ask(plain, request)[0][0][0] for request in requests]
+    with open_engine(with_model(zoo, runner=runner, kv_cache_memory=300_000)) as engine:
+        for _ in range(2):  # the second time with cached prefixes
+            streams = [engine.generate(request) for request in requests]
+            events = [list(stream) for stream in streams]
+            found = [
+                [token for one in told if isinstance(one, Tokens) for token in one.token_ids]
+                for told in events
+            ]
+            assert found == wanted
+            accepted = sum(told[-1].usage.accepted_tokens for told in events)
+        totals = engine.statistics().totals
+    assert totals.preemptions > 0
+    assert totals.prefix_hits > 0
+    assert accepted > 0
+
+
+def acceptance_of(plain, drafting):
+    """Return the share of accepted tokens over requests whose drafts are mostly right."""
+    total = Counter()
+    Lying.random.seed(1)
+    for seed in range(8):
+        request = greedy(temperature=0.3, seed=seed, max_tokens=100)
+        total.update(compare(plain, drafting, request, acceptance=0.6))
+    assert total["drafted"] > 100
+    return total["accepted"] / total["drafted"]
+
+
+CACHE_FAULTS = (
+    Mutant(
+        "rejected drafts stay in the cache",
+        Resident,
+        "roll_back",
+        "del self.tokens[self.known :]",
+        "pass",
+    ),
+    Mutant(
+        "the draft is of another position's noise",
+        DraftModel,
+        "_take",
+        "one.ahead.push(token)",
+        "one.ahead.push(token) and not setattr(one.ahead, 'position', 0)",
+    ),
+    Mutant(
+        "a token is not read",
+        DraftModel,
+        "_take",
+        "one.unread = [token]",
+        "one.unread = [0]",
+    ),
+)
+
+
+@pytest.mark.parametrize("fault", CACHE_FAULTS, ids=lambda fault: fault.title)
+def test_a_fault_of_the_draft_model_costs_acceptance_and_no_token(plain, drafting, fault):
+    """`acceptance_of` checks the tokens with the fault, too."""
+    right = acceptance_of(plain, drafting)
+    with planted(fault):
+        wrong = acceptance_of(plain, drafting)
+    assert right > 0.25
+    assert wrong < 0.9 * right
+
+
+def test_a_draft_model_that_fails_drafts_nothing_and_fails_no_request(zoo, plain, caplog):
+    request = greedy()
+    wanted = ask(plain, request)[0]
+    with open_engine(with_model(zoo)) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lying, "_forward", None)
+        assert ask(engine, request)[0] == wanted
+        assert ask(engine, request)[2]["drafted"] == 0
+    assert "the draft model failed" in caplog.text
+
+
+def test_a_long_prompt_is_read_in_parts(zoo, plain, monkeypatch):
+    """And the step waits for no more than one of them."""
+    monkeypatch.setattr(draft_model, "READ_MAX", 8)
+    with open_engine(with_model(zoo)) as engine:
+        drafted = compare(plain, engine, greedy(), acceptance=1.0)
+    assert drafted["accepted"] > 10
+    assert drafted["accepted"] >= 0.9 * drafted["drafted"]
+
+
+# ---- memory and loading
+
+
+def spec_of(zoo, **fields):
+    """Return the spec of a runner whose model drafts for itself."""
+    config = with_model(zoo, **fields)
+    return runner_spec(config.models[0], config)
+
+
+def test_the_draft_model_counts_in_the_estimate_and_in_what_is_loaded(zoo):
+    spec = spec_of(zoo)
+    config = config_of(zoo.directory("llama"), "off")
+    plain_spec = runner_spec(config.models[0], config)
+    found = {}
+    for name, one in (("with", spec), ("without", plain_spec)):
+        runner = runner_of(one, None)
+        estimate = runner.estimate().num_bytes
+        info = runner.load(lambda _: None)
+        cache = 0
+        if name == "with":
+            pool = runner._drafter._placed.pool
+            weights = runner._drafter._placed.execution.model.num_bytes
+            cache = pool.num_bytes + weights
+            assert pool.num_blocks * pool.block_size >= info.max_model_len
+            assert pool.num_bytes <= max(
+                runner._cache.num_blocks * pool.bytes_per_block // draft_model.CACHE_PART,
+                -(-info.max_model_len // pool.block_size) * pool.bytes_per_block,
+            )
+        found[name] = (estimate, info.memory_bytes, cache)
+        runner.close()
+    assert found["with"][0] - found["without"][0] >= found["with"][2]
+    assert found["with"][1] - found["without"][1] >= found["with"][2]
+    assert found["with"][1] <= found["with"][0]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused_by_both_names(zoo, tmp_path):
+    other = shutil.copytree(zoo.directory("llama"), tmp_path / "other-words")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    added = tokenizer["added_tokens"]
+    added.append({**added[-1], "id": 511, "content": "<|another|>"})
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = config_of(zoo.directory("llama"), "model", draft_model=other)
+    runner = runner_of(runner_spec(config.models[0], config), None)
+    with pytest.raises(SpawnFailed) as caught:
+        runner.load(lambda _: None)
+    assert str(caught.value).removeprefix("Worker spawn failed: ") == (
+        "the draft model other-words has another vocabulary than llama; give a --draft-model of "
+        "the same tokenizer"
+    )
+
+
+def test_a_draft_model_that_cannot_be_served_is_named(zoo, tmp_path):
+    config = config_of(zoo.directory("llama"), "model", draft_model=tmp_path / "nothing")
+    runner = runner_of(runner_spec(config.models[0], config), None)
+    for attempt in (runner.estimate, lambda: runner.load(lambda _: None)):
+        with pytest.raises(SpawnFailed, match="the draft model nothing: "):
+            attempt()
+
+
+# ---- the shipped draft model
+
+
+def test_the_shipped_draft_model_is_right_mostly_and_changes_no_story():
+    """It is a quarter of the story model, and says the same of most tokens."""
+    requests = [
+        GenerateRequest(
+            text=text, sampling=SamplingParams(max_tokens=120, ignore_eos=True, **sampling)
+        )
+        for text in ("Lily had a secret.", "One day a dog found a bone in the park.")
+        for sampling in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 5})
+    ]
+    found = {}
+    for speculation, drafts in (("off", ""), ("model", "demo-draft")):
+        model = ModelConfig("demo-stories", threads=1, speculation=speculation, draft_model=drafts)
+        total = Counter()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            open_engine(EngineConfig(models=(model,), check_level=2)) as engine,
+        ):
+            patch.setattr(draft_model.DraftModel, "acceptance", 1.0)
+            answers = []
+            for request in requests:
+                answer, _, drafted = ask(engine, request)
+                answers.append(answer)
+                total.update(drafted)
+        found[speculation] = answers
+    assert found["off"] == found["model"]
+    assert total["drafted"] > 100
+    assert total["accepted"] > 0.6 * total["drafted"]

@@ -1,0 +1,133 @@
+"""Requests over the whole table of parameters, for comparing answers with and without drafts."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig, ModelConfig
+from engine.core.common.events import Finished
+from engine.core.text.types import Constraint, Tokens
+from engine.errors import InvalidRequest
+from engine.requests.text_values import GenerateRequest, SamplingParams
+
+TOLERANCE = 1e-4
+END = 0
+PROMPT = tuple(random.Random(3).randrange(1, 512) for _ in range(21))
+
+
+def config_of(directory, speculation, *, draft_model="", runner="thread", **fields):
+    """Return the config of an engine of one model in float32."""
+    model = ModelConfig(
+        str(directory),
+        dtype="float32",
+        threads=1,
+        speculation=speculation,
+        draft_model=draft_model,
+        runner=runner,
+    )
+    known = {"max_model_len": 128, "kv_cache_memory": 1 << 22, "check_level": 2}
+    return EngineConfig(models=(model,), **known | fields)
+
+
+def ask(engine, request):
+    """Return for each choice its tokens, text and end, and why the request failed if it did; each
+    choice's log-probabilities; and how many tokens were drafted and accepted."""
+    ids, texts, ends, scores, drafted = {}, Counter(), {}, {}, Counter()
+    for choice in range(request.n or 1):
+        ids[choice], texts[choice], scores[choice] = [], "", []
+    failure = ""
+    events = iter(engine.generate(request))
+    while True:
+        try:
+            event = next(events)
+        except StopIteration:
+            break
+        except InvalidRequest as error:  # the settings leave no token
+            failure = str(error)
+            break
+        if isinstance(event, Tokens):
+            ids[event.choice] += event.token_ids
+            texts[event.choice] += event.text
+            scores[event.choice] += event.logprobs
+            assert len(event.logprobs) in (0, len(event.token_ids))
+        elif isinstance(event, Finished):
+            ends[event.choice] = (event.reason, event.matched)
+            drafted["accepted"] += event.usage.accepted_tokens
+            drafted["drafted"] += event.usage.drafted_tokens
+    return (ids, texts, ends, failure), scores, drafted
+
+
+def assert_alike(wanted, scores, got, got_scores):
+    """Check that two results of `ask` are alike, the first one without drafts."""
+    assert got[3] == wanted[3]
+    if not wanted[3]:
+        assert got == wanted
+    # Where one choice fails, the others end with it, and drafts may have brought them further.
+    for choice, ids in wanted[0].items():
+        both = min(len(ids), len(got[0][choice]))
+        assert got[0][choice][:both] == ids[:both]
+        for one, other in zip(scores[choice], got_scores[choice], strict=not wanted[3]):
+            assert one.token_id == other.token_id
+            assert one.logprob == pytest.approx(other.logprob, abs=TOLERANCE)
+            ranks = [a.token_id for a in one.alternatives]
+            assert ranks == [a.token_id for a in other.alternatives]
+
+
+BYTES = tuple(range(257))
+SAMPLING = {
+    "temperature": [None, 0.0, 0.6, 1.6],
+    "top_k": [None, 9],
+    "top_p": [None, 0.75],
+    "min_p": [None, 0.08],
+    "typical_p": [None, 0.8],
+    "repetition_penalty": [None, 1.4, 0.8],
+    "presence_penalty": [None, 1.1, -0.5],
+    "frequency_penalty": [None, 0.6, -1.5],
+    "seed": [7, 2**64 - 1, 0],
+    "max_tokens": [40, 2, 17],
+    "min_tokens": [None, 0, 2],
+    "ignore_eos": [None, True],
+    "stop": [(), ("e",), ("zz", "a", " t"), ("aa", "bab", "qu")],
+    "stop_token_ids": [(), tuple(range(2, 80, 3))],
+    "include_stop": [None, True],
+    "logit_bias": [{}, {END: 4.0, 70: 3.5}],
+    "allowed_token_ids": [(), BYTES],
+    "banned_token_ids": [(), tuple(range(300, 420))],
+    "bad_words": [(), ("e", "the", "an")],
+}
+CONSTRAINTS = [
+    None,
+    Constraint("json_schema", '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}'),
+    Constraint("regex", "[a-z ]{4,60}"),
+    Constraint("lark", 'start: "<" /[a-e]+/ ">"'),
+    Constraint("choice", "boat\0bottle\0lamp"),
+]
+# Constraints need every byte.
+ROWS = st.fixed_dictionaries(
+    {name: st.sampled_from(values) for name, values in SAMPLING.items()}
+    | {
+        "constraint": st.sampled_from(CONSTRAINTS),
+        "n": st.sampled_from([None, 3]),
+        "logprobs": st.sampled_from([None, 0, 3]),
+        "prompt_logprobs": st.sampled_from([None, 2]),
+        "acceptance": st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    }
+)
+
+
+def request_of(row):
+    """Return the request of a row."""
+    sampling = {name: row[name] for name in SAMPLING}
+    if row["constraint"] is not None:  # the form needs its letters, and an answer
+        sampling |= {"banned_token_ids": (), "bad_words": ()}
+    return GenerateRequest(
+        token_ids=PROMPT,
+        sampling=SamplingParams(**sampling),
+        constraint=row["constraint"],
+        n=row["n"],
+        output={"logprobs": row["logprobs"], "prompt_logprobs": row["prompt_logprobs"]},
+    )
