@@ -207,7 +207,7 @@ def test_the_image_has_the_compiler_of_the_kernels_where_it_runs():
         name == "RUN" and "apt-get install" in rest and "${PACKAGES}" in rest
         for name, rest in last_stage
     )
-    assert '"g++"' in (ROOT / "engine/worker/forward/native.py").read_text()
+    assert '"g++"' in (ROOT / "engine/worker/forward/variants.py").read_text()
 
 
 def test_the_image_takes_torchs_build_as_an_argument():

@@ -222,8 +222,12 @@ def looked_up(wanted: re.Pattern[str]) -> Iterator[Row]:
             rows = list(chain(*[compare(f"{name} {index + 1}", engines, [one], None)
                                 for index, one in enumerate(requests)]))  # fmt: skip
             yield from rows
-            ratios = [row.value or 0.0 for row in rows[1::2]]
-            yield row_of(f"{name}: all", ratios, "×", bar=bar, better="higher")
+            yield of_all(name, [row.value or 0.0 for row in rows[1::2]], bar)
+
+
+def of_all(name: str, ratios: list[float], bar: float | None) -> Row:
+    """Return the row of all prompts of a kind, against without drafts."""
+    return row_of(f"{name}: all", ratios, "×", bar=bar, better="higher")
 
 
 def by_model(wanted: re.Pattern[str]) -> Iterator[Row]:
@@ -255,8 +259,7 @@ def by_model(wanted: re.Pattern[str]) -> Iterator[Row]:
                 rows = compare(f"{name} {index + 1}", engines, requests, None)
                 yield from rows
                 ratios.append(rows[1].value or 0.0)
-            bar = BAR_MODEL if adapts else None
-            yield row_of(f"{name}: all", ratios, "×", bar=bar, better="higher")
+            yield of_all(name, ratios, BAR_MODEL if adapts else None)
 
 
 @contextmanager
