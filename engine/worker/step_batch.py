@@ -70,6 +70,7 @@ class Batch:
     scored: tuple[ScoredRow, ...]
     masks: tuple[tuple[Matching, Mask], ...]  # each is filled before the choices are drawn
     groups: tuple[AdapterGroup, ...]  # the tokens that have adapters
+    images: object = None  # what the rows' images put into the forward, as the runner has it
 
 
 def failure_of(choice: Choice, logits: torch.Tensor, error: Exception) -> RowFailure:

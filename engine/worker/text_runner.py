@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -47,8 +47,8 @@ from engine.worker.load.probe import probe
 from engine.worker.load.resolve import short_name
 from engine.worker.model_files import open_files
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
-from engine.worker.sampling.logprobs import Wanted, score
 from engine.worker.sampling.sampler import sample
+from engine.worker.scoring import score_batch
 from engine.worker.sequences import SequenceState, offer_of
 from engine.worker.step_batch import NO_SCORES, Batch, Choice, Drawn, ScoredRow, Scores, failure_of
 from engine.worker.text.tokenizer import load_tokenizer
@@ -57,6 +57,7 @@ from engine.worker.warmup import warm_up, workspace_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from engine.core.common.types import SequenceId
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     from engine.worker.forward.attention import AttentionBackend
     from engine.worker.forward.packing import Ints
     from engine.worker.interface import MemoryEstimate, RunnerSpec
+    from engine.worker.load.architectures import Architecture
+    from engine.worker.load.checkpoint import Checkpoint
     from engine.worker.load.loader import LoadedModel
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.masks import Mask
@@ -112,11 +115,10 @@ class TorchRunner:
             spec = self._spec
             device = pick_rank_device(spec.device, self._division)
             with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
-                architecture, config = read_config(files.source.directory)
-                self._division.divide(config, architecture)
+                architecture, config = self._read_config(files.source.directory)
                 limit = context_limit(config, spec.max_model_len)
                 with files.open_weights() as whole:
-                    checkpoint = self._division.part_of(whole, architecture, config)
+                    checkpoint = self._own_part(whole, architecture, config)
                     dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
                     num_bytes = weight_bytes(checkpoint, config, dtype, spec.quantization)
             num_bytes += size_pool(spec, layer_shapes(config), dtype.itemsize, limit).num_bytes
@@ -178,13 +180,12 @@ class TorchRunner:
         self._device = device = pick_rank_device(spec.device, self._division)
         with open_files(spec.model, spec.revision, with_tokenizer=True) as files:
             source = files.source
-            architecture, config = read_config(source.directory)
-            self._division.divide(config, architecture)
+            architecture, config = self._read_config(source.directory)
             limit = context_limit(config, spec.max_model_len)
             shapes = layer_shapes(config)
             defaults, ends = read_generation(source, config)
             with files.open_weights() as whole:
-                checkpoint = self._division.part_of(whole, architecture, config)
+                checkpoint = self._own_part(whole, architecture, config)
                 dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
                 pool = size_pool(spec, shapes, dtype.itemsize, limit)
                 self._tokenizer = load_tokenizer(source.directory)
@@ -193,8 +194,7 @@ class TorchRunner:
                     or objection_to_kernels(device, dtype, shapes)
                     or self._division.objection_to_decoder(architecture)
                 ):
-                    _, config = read_config(source.directory, is_stock=True)
-                    self._division.divide(config, architecture)
+                    _, config = self._read_config(source.directory, is_stock=True)
                 model = load_model(
                     checkpoint,
                     architecture,
@@ -204,6 +204,7 @@ class TorchRunner:
                     progress=progress,
                     quantization=spec.quantization,
                 )
+        self._change(model)
         progress(LoadProgress("warm-up"))
         calls = probe(model, shapes)
         self._cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
@@ -220,10 +221,10 @@ class TorchRunner:
             objection=self._division.objection_to_decoder(architecture),
         )
         self._model = model = execution.model
-        self._connect(model)
         self._backend = execution.backend
         self._host = execution.adapters
         self.adapters.open(execution.adapters, dtype, device)
+        self._connect(model)
         self._generator = torch.Generator(device).manual_seed(spec.seed)
         self._grammars = ConstraintCompiler(self._tokenizer, int(config.vocab_size), ends)
         warm_up(self._execute, pool)
@@ -245,8 +246,35 @@ class TorchRunner:
             quantization=execution.model.quantization,
         )
 
+    # What other runners of text models do besides: those of a divided model's ranks, and of models
+    # that see (`engine.worker.rank_runners`, `engine.worker.vision.runner`).
+
+    def _read_config(self, directory: Path, *, is_stock: bool = False) -> tuple[Architecture, Any]:
+        """Return the architecture and the config of the part that this runner loads."""
+        architecture, config = read_config(directory, is_stock=is_stock)
+        self._division.divide(config, architecture)
+        return architecture, config
+
+    def _own_part(self, whole: Checkpoint, architecture: Architecture, config: Any) -> Checkpoint:
+        """Return the part of the checkpoint that this runner loads."""
+        return self._division.part_of(whole, architecture, config)
+
+    def _change(self, model: LoadedModel) -> None:
+        """Change the loaded stock model before it is prepared to run."""
+
     def _connect(self, model: LoadedModel) -> None:
-        """Do nothing: the ranks of a divided model connect here (`engine.worker.rank_runners`)."""
+        """Connect what the prepared model needs beside it, before its first step."""
+
+    def _images_of(self, rows: Sequence[Row]) -> object:
+        """Return what the images of rows, in the batch's order, put into a forward."""
+        return None
+
+    def _inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the tensors that the model's forward takes for a step."""
+        ids, positions, keep = send(
+            (batch.input_ids, batch.rows.positions, batch.keep), self._device
+        )
+        return {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": keep}
 
     def _thread_state(self) -> AbstractContextManager[None]:
         """Return a context that sets the calling thread's state (Rule 3)."""
@@ -346,6 +374,7 @@ class TorchRunner:
             tuple(scored),
             tuple(masks),
             groups,
+            self._images_of(rows),
         )
 
     def _state_of(self, row: Row) -> SequenceState:
@@ -357,18 +386,7 @@ class TorchRunner:
         state = self._sequences.get(row.sequence)
         if state is None:
             raise EngineBug(f"sequence {row.sequence} is planned and not admitted")
-        end = row.start + row.count - row.drafts
-        if end <= row.start or row.start < 0 or end > len(state.tokens):
-            raise EngineBug(
-                f"sequence {row.sequence} has {len(state.tokens)} tokens, and positions "
-                f"{row.start} … {end - 1} are planned"
-            )
-        if row.logits.samples and end != len(state.tokens):
-            raise EngineBug(f"sequence {row.sequence} is to be sampled before its last token")
-        if row.drafts > (len(state.draft) if row.logits is Logits.LAST else 0):
-            raise EngineBug(f"sequence {row.sequence} is to verify more drafts than it offered")
-        if row.logits is Logits.LAST and state.num_unscored:
-            raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
+        state.require_fit(row)
         return state
 
     def _table_after(self, row: Row, state: SequenceState) -> Ints:
@@ -388,14 +406,8 @@ class TorchRunner:
         assert self._model is not None
         assert self._cache is not None
         assert self._backend is not None
-        ids, positions, keep = send(
-            (batch.input_ids, batch.rows.positions, batch.keep), self._device
-        )
-        inputs = {
-            "input_ids": ids[None],
-            "position_ids": positions[None],
+        inputs = self._inputs(batch) | {
             "use_cache": False,
-            "logits_to_keep": keep,
             KEYWORD: self._backend.prepare(batch.rows, self._cache),
         }
         if batch.groups:
@@ -479,44 +491,7 @@ class TorchRunner:
         drawn: Mapping[SequenceId, Drawn],
     ) -> Scores:
         """Return the log-probabilities that the step's requests ask for. This changes no state."""
-        chosen = [
-            (choice.sequence, Wanted(choice.logits + place, token, choice.row.sampling.logprobs))
-            for choice in batch.choices
-            if choice.row.sampling.logprobs is not None
-            and not isinstance(tokens := drawn[choice.sequence], RowFailure)
-            for place, token in enumerate(tokens)
-        ]
-        if not chosen and not batch.scored:
-            return NO_SCORES
-        text_of = self.tokenizer.token_text
-        entries = score(logits, [wanted for _, wanted in chosen], text_of)
-        found: dict[SequenceId, tuple[TokenLogprob, ...]] = {}
-        for (sequence, _), entry in zip(chosen, entries, strict=True):
-            found[sequence] = (*found.get(sequence, ()), entry)
-        prompts = {
-            row.sequence: score(logits, self._unscored(row), text_of) for row in batch.scored
-        }
-        return Scores(found, prompts)
-
-    def _unscored(self, row: ScoredRow) -> list[Wanted]:
-        """Return the prompt tokens that this row scores and no earlier row has scored. A preempted
-        sequence computes positions again whose scores are known already.
-
-        Raises:
-            EngineBug: the row skips tokens that are not scored yet.
-        """
-        state = self._sequences[row.sequence]
-        alternatives = state.sampling.prompt_logprobs or 0
-        known = len(state.prompt_logprobs) + 1
-        if row.start + 1 > known:
-            raise EngineBug(
-                f"sequence {row.sequence} skipped the scores of its tokens from {known}"
-            )
-        end = min(row.start + row.count + 1, state.prompt_tokens)
-        return [
-            Wanted(row.logits + place - row.start - 1, state.tokens[place], alternatives)
-            for place in range(known, end)
-        ]
+        return score_batch(batch, logits, drawn, self._sequences, self.tokenizer.token_text)
 
     # --- what took effect -------------------------------------------------------------------
 
