@@ -27,7 +27,8 @@ class Chat:
 
     A message is a dict with role and content in transformers' (OpenAI's) form; an assistant's
     message may have tool_calls, and a tool's message has tool_call_id. A content may be a list of
-    parts: ``{"type": "text", "text": …}`` and ``{"type": "image", "image": bytes}``. ``tools`` have the same
+    parts: ``{"type": "text", "text": …}`` and ``{"type": "image", "image": bytes}``.
+    ``tools`` have the same
     form: ``{"type": "function", "function": {…}}``. ``tool_choice`` is auto, none, required (at
     least one call), or the name of the one function that must be called.
 

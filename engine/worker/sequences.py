@@ -189,6 +189,18 @@ class SequenceState:
         kept = self.blocks[: delta.keep]
         return np.concatenate((kept, np.array(delta.append, np.int64))) if delta.append else kept
 
+    def table_for(self, row: Row, block_size: int) -> Ints:
+        """Return the block table for a planned row.
+
+        Raises:
+            EngineBug: the table has too few blocks for the row's positions.
+        """
+        table = self.table_after(row.blocks)
+        end = row.start + row.count
+        if len(table) * block_size < end:
+            raise EngineBug(f"sequence {row.sequence} has {len(table)} blocks for {end} tokens")
+        return table
+
     def place(self, blocks: Ints) -> None:
         """Set the block table of a step that took effect."""
         self.blocks = blocks

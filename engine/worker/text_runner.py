@@ -47,10 +47,18 @@ from engine.worker.load.probe import probe
 from engine.worker.load.resolve import short_name
 from engine.worker.model_files import open_files
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
-from engine.worker.sampling.sampler import sample
 from engine.worker.scoring import score_batch
 from engine.worker.sequences import SequenceState, offer_of
-from engine.worker.step_batch import NO_SCORES, Batch, Choice, Drawn, ScoredRow, Scores, failure_of
+from engine.worker.step_batch import (
+    NO_SCORES,
+    Batch,
+    Choice,
+    Drawn,
+    ScoredRow,
+    Scores,
+    draw,
+    failure_of,
+)
 from engine.worker.text.tokenizer import load_tokenizer
 from engine.worker.warmup import warm_up, workspace_bytes
 
@@ -204,7 +212,6 @@ class TorchRunner:
                     progress=progress,
                     quantization=spec.quantization,
                 )
-        self._change(model)
         progress(LoadProgress("warm-up"))
         calls = probe(model, shapes)
         self._cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
@@ -259,9 +266,6 @@ class TorchRunner:
         """Return the part of the checkpoint that this runner loads."""
         return self._division.part_of(whole, architecture, config)
 
-    def _change(self, model: LoadedModel) -> None:
-        """Change the loaded stock model before it is prepared to run."""
-
     def _connect(self, model: LoadedModel) -> None:
         """Connect what the prepared model needs beside it, before its first step."""
 
@@ -284,7 +288,8 @@ class TorchRunner:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         times = [perf_counter()]
-        self._forget(plan.released)
+        for sequence in plan.released:
+            self._sequences.pop(sequence, None)
         self._admit(plan.admitted)
         batch = self._pack(plan.rows) if plan.rows else None
         times.append(perf_counter())
@@ -301,10 +306,6 @@ class TorchRunner:
         times.append(perf_counter())
         spent = [after - before for before, after in pairwise(times)]
         return StepResult(plan.plan_id, rows, StepTimings(*spent))
-
-    def _forget(self, released: Sequence[SequenceId]) -> None:
-        for sequence in released:
-            self._sequences.pop(sequence, None)
 
     def _admit(self, admitted: Sequence[AdmittedSequence]) -> None:
         for new in admitted:  # a sequence that comes again after a failed step starts anew
@@ -338,7 +339,7 @@ class TorchRunner:
             drafts = tuple(state.draft[: row.drafts])
             ids.extend(state.tokens[row.start : row.start + row.count - row.drafts])
             ids.extend(drafts)
-            tables.append(self._table_after(row, state))
+            tables.append(state.table_for(row, self._spec.block_size))
             is_decided = state.verdict is not None
             # The ranks of a divided model keep the same rows, and only the first knows verdicts.
             if row.logits is Logits.NONE or (is_decided and self._division.size == 1):
@@ -388,18 +389,6 @@ class TorchRunner:
             raise EngineBug(f"sequence {row.sequence} is planned and not admitted")
         state.require_fit(row)
         return state
-
-    def _table_after(self, row: Row, state: SequenceState) -> Ints:
-        """Return the row's block table for this step.
-
-        Raises:
-            EngineBug: the table has too few blocks for the row's positions.
-        """
-        table = state.table_after(row.blocks)
-        end = row.start + row.count
-        if len(table) * self._spec.block_size < end:
-            raise EngineBug(f"sequence {row.sequence} has {len(table)} blocks for {end} tokens")
-        return table
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Run the step's forward and return logits [num_kept, vocab] float32."""
@@ -459,11 +448,12 @@ class TorchRunner:
             mask = choice.row.mask
             if mask is not None and mask.trouble:
                 drawn[choice.sequence] = refusal(choice.sequence, mask, mask.trouble)
+        assert self._generator is not None
         left = [choice for choice in choices if choice.sequence not in drawn]
         if not left:
             return drawn
         try:
-            return drawn | self._draw(left, logits)
+            return drawn | draw(left, logits, self._generator)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -473,16 +463,6 @@ class TorchRunner:
         for choice in left:
             drawn.update(self._sample([choice], logits))
         return drawn
-
-    def _draw(
-        self, choices: Sequence[Choice], logits: torch.Tensor
-    ) -> dict[SequenceId, int | RowFailure]:
-        assert self._generator is not None
-        where = [choice.logits for choice in choices]
-        if where != list(range(len(logits))):
-            logits = logits[torch.tensor(where, device=logits.device)]
-        tokens = sample(logits, [choice.row for choice in choices], self._generator)
-        return {choice.sequence: token for choice, token in zip(choices, tokens, strict=True)}
 
     def _score(
         self,

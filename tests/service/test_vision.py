@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine import Chat, Engine, EngineConfig, GenerateRequest, ModelConfig  # noqa: E402
+from engine import Chat, EngineConfig, GenerateRequest, ModelConfig, open_engine  # noqa: E402
 from engine.errors import InvalidRequest  # noqa: E402
 from tests.support.vision import CHATS, FILES, load  # noqa: E402
 from tools.make_model import make as make_text  # noqa: E402
@@ -35,7 +35,7 @@ def text_model(tmp_path_factory):
 def engine_of(*models, **fields):
     """Return an engine with a small pool and a small step."""
     sizes = {"kv_cache_memory": 8 << 20, "max_num_batched_tokens": 64, "max_num_seqs": 8}
-    return Engine(EngineConfig(models=models, **sizes | fields))
+    return open_engine(EngineConfig(models=models, **sizes | fields))
 
 
 def model_of(seeing):
@@ -55,22 +55,11 @@ async def answer(engine, messages, **fields):
     return ids, event.usage
 
 
-def with_generation_prompt(seeing, turns):
-    """Return transformers' tokens for the same chat, whose answer the template opens."""
-    inputs = seeing.inputs(turns)
-    opened = seeing.runner.tokenizer.encode("assistant: ", add_special_tokens=False)
-    ids = torch.cat([inputs["input_ids"], torch.tensor([opened])], dim=1)
-    fields = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    made = seeing.stock.generate(
-        **inputs | fields, max_new_tokens=NUM_NEW, eos_token_id=-1, do_sample=False
-    )
-    return made[0, ids.shape[1] :].tolist(), ids.shape[1]
-
-
 async def test_answers_are_those_of_transformers_and_prefixes_are_shared(seeing):
     async with engine_of(model_of(seeing)) as engine:
         for name, turns in CHATS.items():
-            wanted, length = with_generation_prompt(seeing, turns)
+            wanted = seeing.expected(turns, NUM_NEW)
+            length = seeing.inputs(turns)["input_ids"].shape[1]
             first, usage = await answer(engine, seeing.parts(turns))
             again, cached = await answer(engine, seeing.parts(turns))
             assert first == again == wanted, name
@@ -107,15 +96,15 @@ async def test_images_go_to_the_first_model_that_sees_and_others_refuse_them(see
     async with engine_of(text_model, model_of(seeing)) as engine:
         messages = seeing.parts(CHATS["before"])
         ids, _ = await answer(engine, messages)
-        assert ids == with_generation_prompt(seeing, CHATS["before"])[0]
+        assert ids == seeing.expected(CHATS["before"], NUM_NEW)
         with pytest.raises(InvalidRequest, match="reads images"):
             await answer(engine, messages, model=text_model.name)
 
 
 async def test_a_file_that_is_no_image_is_refused_by_its_field(seeing):
     async with engine_of(model_of(seeing)) as engine:
-        messages = [{"role": "user", "content": [{"type": "text", "text": "a"},
-                                                 {"type": "image", "image": b"GIF89a"}]}]  # fmt: skip
+        parts = [{"type": "text", "text": "a"}, {"type": "image", "image": b"GIF89a"}]
+        messages = [{"role": "user", "content": parts}]
         with pytest.raises(InvalidRequest) as caught:
             await answer(engine, messages)
         [violation] = caught.value.violations

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from engine.config import EngineConfig, ModelConfig
-from engine.core.text.types import PromptImage
 from engine.images.sight import digest_of
 from engine.requests.chat_values import Chat
 from engine.requests.image_prompts import ReadImage, hide, place, show
@@ -20,6 +19,8 @@ from tools.make_vision import make
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from engine.core.text.types import PromptImage
 
 FILES = {
     "wide": picture(64, 48, seed=1),

@@ -60,14 +60,15 @@ def cut_chunk(
         before = max(0, image.start - start)
         own = image.end - max(image.start, start) if image.is_whole else 1
         cost = image.cost if begins or image.start >= start else 0
-        if before + own + charged + cost > room:
+        has_no_room = before + own + charged + cost > room
+        if has_no_room or (image.is_whole and end < image.end):
             if before or charged or not is_first:
                 return before, charged
-            cost = max(0, room - own)
+            cost = min(cost, max(0, room - own))
             if image.is_whole:
                 return own, cost
         charged += cost
         end = min(end, start + room - charged)
         if image.is_whole and end < image.end:
-            return before, charged
+            return before, charged - cost
     return end - start, charged

@@ -139,18 +139,16 @@ class StepBuilder:
         count, self._image_cost = min(remaining, self._chunk_room()), 0
         # At least one token, so that a prompt that is scored does not hold up another one.
         count = min(count, max(1, self._score_left)) if seq.is_scoring else count
-        return self._cut_at_images(seq, count) if seq.live.request.images else count
-
-    def _cut_at_images(self, seq: Sequence, count: int) -> int:
-        """Return how many of ``count`` tokens the step can take, whose images it encodes, too."""
-        count, self._image_cost = cut_chunk(
-            seq.live.request.images,
-            seq.num_computed,
-            count,
-            self._chunk_room(),
-            begins=seq.state is not State.RUNNING,
-            is_first=not self._has_chunk,
-        )
+        images = seq.live.request.images
+        if images:
+            count, self._image_cost = cut_chunk(
+                images,
+                seq.num_computed,
+                count,
+                self._chunk_room(),
+                begins=seq.state is not State.RUNNING,
+                is_first=not self._has_chunk,
+            )
         return count
 
     def _use_chunk(self, count: int) -> None:
