@@ -10,10 +10,10 @@ import torch
 from engine.core.common.steps import RowFailure
 from engine.worker.failures import describe
 from engine.worker.sampling.constraint_compiler import LEAVES_NOTHING, refusal
-from engine.worker.sampling.sampler import NothingToSample, sample
+from engine.worker.sampling.sampler import NothingToSample
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from engine.core.common.types import SequenceId
     from engine.core.text.types import TokenLogprob
@@ -74,9 +74,13 @@ class Batch:
 
 
 def draw(
-    choices: Sequence[Choice], logits: torch.Tensor, generator: torch.Generator
+    choices: Sequence[Choice],
+    logits: torch.Tensor,
+    generator: torch.Generator,
+    sample: Callable[..., Sequence[int | RowFailure]],
 ) -> dict[SequenceId, int | RowFailure]:
-    """Return a token for each choice, all drawn in one call. ``logits`` are [num_kept, vocab]."""
+    """Return a token for each choice, all drawn in one call of ``sample``. ``logits`` are
+    [num_kept, vocab]."""
     where = [choice.logits for choice in choices]
     if where != list(range(len(logits))):
         logits = logits[torch.tensor(where, device=logits.device)]

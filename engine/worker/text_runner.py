@@ -47,6 +47,7 @@ from engine.worker.load.probe import probe
 from engine.worker.load.resolve import short_name
 from engine.worker.model_files import open_files
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
+from engine.worker.sampling.sampler import sample
 from engine.worker.scoring import score_batch
 from engine.worker.sequences import SequenceState, offer_of
 from engine.worker.step_batch import (
@@ -453,7 +454,7 @@ class TorchRunner:
         if not left:
             return drawn
         try:
-            return drawn | draw(left, logits, self._generator)
+            return drawn | draw(left, logits, self._generator, sample)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
