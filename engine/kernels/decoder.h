@@ -56,6 +56,11 @@ struct Step {
     float *logits;  // [num_kept][vocab], or null: no logits are computed
     const Group *groups;  // the tokens that have adapters
     int64_t num_groups, shrunk_width;
+    // The tokens of images, whose residuals begin with these rows instead of embeddings; further
+    // rows are added behind each of the first layers. image_rows: [1 + num_deep][count][hidden].
+    const int64_t *image_tokens;
+    const float *image_rows;
+    int64_t num_image_tokens, num_deep;
 };
 
 // Counts a step's decodes and takes the memory of their plan.
@@ -195,6 +200,20 @@ static void embed(const Model &model, const Step &step, float *residual) {
         const T *from = (const T *)model.table.weight + id / PANEL * PANEL * depth;
         for (long d = 0; d < model.hidden; d++)
             to[d] = to_float(from[panel_index<T>(d, id % PANEL)]) * model.embedding_scale;
+    }
+}
+
+// Sets the residuals of images' tokens, or adds the rows that come ``behind`` a layer, from 1 on.
+static inline void take_images(const Model &model, const Step &step, long behind,
+                               float *residual) {
+    const long count = step.num_image_tokens;
+    if (!count || behind > step.num_deep) return;
+    const float *rows = step.image_rows + behind * count * model.hidden;
+#pragma omp for
+    for (long i = 0; i < count; i++) {
+        float *to = residual + step.image_tokens[i] * model.hidden;
+        const float *from = rows + i * model.hidden;
+        for (long d = 0; d < model.hidden; d++) to[d] = behind ? to[d] + from[d] : from[d];
     }
 }
 
@@ -482,8 +501,11 @@ static int run_step(const Model &model, const Step &step, Arena &arena) {
         scratch.rounded = has.rounded;
         Gathered<T> &gathered = has.gathered[omp_get_thread_num()];
         embed<T>(model, step, has.residual);
-        for (long i = 0; i < model.num_layers; i++)
+        take_images(model, step, 0, has.residual);
+        for (long i = 0; i < model.num_layers; i++) {
             run_layer(model, i, step, has, scratch, gathered);
+            take_images(model, step, i + 1, has.residual);
+        }
         run_head(model, step, has, scratch);
     }
     return has_failed ? 2 : 0;

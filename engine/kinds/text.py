@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class TextKind:
     """Implements `ReplicaKind` and `RequestKind` for generating text."""
 
-    capabilities = (Capability.TEXT_TO_TEXT,)
+    capabilities = (Capability.TEXT_TO_TEXT, Capability.VISION)
     request_types = (GenerateRequest,)
     default_threads = 0
     token_event = Tokens
@@ -59,11 +59,11 @@ class TextKind:
 
     def capability_for(self, request: GenerateRequest) -> Capability:
         """Return the capability that a model needs for a request."""
-        return Capability.TEXT_TO_TEXT
+        return Capability.VISION if request.has_images else Capability.TEXT_TO_TEXT
 
     def image_bytes(self, request: GenerateRequest) -> int:
-        """Return 0: no request has images yet."""
-        return 0
+        """Return the bytes of a request's image files."""
+        return request.image_bytes
 
     def make_stream(
         self, request: GenerateRequest, options: StreamOptions[StreamEvent]

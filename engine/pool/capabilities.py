@@ -39,7 +39,7 @@ TRAITS = {
     Capability.TEXT_EMBEDDING: _sentence_transformers("makes embeddings"),
     Capability.RERANK: _sentence_transformers("reranks"),
     Capability.IMAGE_EMBEDDING: _sentence_transformers("embeds images", Capability.TEXT_EMBEDDING),
-    Capability.VISION: ModelTraits("reads images", has_kv_cache=True),
+    Capability.VISION: ModelTraits("reads images", (Capability.TEXT_TO_TEXT,), has_kv_cache=True),
     Capability.TEXT_TO_IMAGE: ModelTraits("makes images"),
 }
 

@@ -26,7 +26,9 @@ class Chat:
     """A conversation for the model's own chat template.
 
     A message is a dict with role and content in transformers' (OpenAI's) form; an assistant's
-    message may have tool_calls, and a tool's message has tool_call_id. ``tools`` have the same
+    message may have tool_calls, and a tool's message has tool_call_id. A content may be a list of
+    parts: ``{"type": "text", "text": …}`` and ``{"type": "image", "image": bytes}``.
+    ``tools`` have the same
     form: ``{"type": "function", "function": {…}}``. ``tool_choice`` is auto, none, required (at
     least one call), or the name of the one function that must be called.
 
@@ -68,6 +70,26 @@ class Chat:
         return content if isinstance(content, str) else ""
 
     @property
+    def images(self) -> Iterator[tuple[str, bytes]]:
+        """The images of its messages, each with its proto path."""
+        for index, message in enumerate(self.messages):
+            for number, part in enumerate(_parts_of(message)):
+                if isinstance(part.get("image"), bytes):
+                    yield f"chat.messages[{index}].parts[{number}].image", part["image"]
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory its messages take."""
+        total = 0
+        for message in self.messages:
+            parts = _parts_of(message)
+            if parts:
+                message = {**message, "content": [part.get("text") for part in parts]}
+                total += sum([len(part.get("image") or b"") for part in parts])
+            total += len(str(message))
+        return total
+
+    @property
     def must_call(self) -> bool:
         """Whether the answer must be a call."""
         return self.tool_choice not in ("auto", "none")
@@ -80,6 +102,12 @@ class Chat:
             path = f"chat.messages[{index}]"
             if not message.get("role"):
                 yield FieldViolation(f"{path}.role", "is empty")
+            for number, part in enumerate(_parts_of(message)):
+                if str(part.get("type", "")).startswith("image") and not isinstance(
+                    part.get("image"), bytes
+                ):
+                    what = "needs the bytes of an image file as image; no URL is opened"
+                    yield FieldViolation(f"{path}.parts[{number}]", what)
             for number, call in enumerate(message.get("tool_calls") or ()):
                 function, call_path = function_of(call), f"{path}.tool_calls[{number}]"
                 if not function.get("name"):
@@ -108,6 +136,14 @@ class Chat:
         if self.must_call:
             what = f"cannot be {self.tool_choice!r} beside {path}"
             yield FieldViolation("chat.tool_choice", what)
+
+
+def _parts_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the parts of a message's content; none of a message whose content is one text."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return []
+    return [part if isinstance(part, Mapping) else {} for part in content]
 
 
 def function_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from engine.core.text.types import Request
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.requests.answer_format import PLAIN, AnswerFormat, detect_format
 from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
+from engine.requests.prompt_images import Seeing, SeeingPrompt
 from engine.requests.resolve_text import resolve_sampling, resolve_stops
 from engine.requests.text_values import MAX_PROMPT_LOGPROBS
 from engine.requests.tokenizing import check_ids
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from engine.core.text.types import Constraint, Sampling, Stops
     from engine.replica.compiled_constraints import CompiledConstraints
     from engine.replica.replica import Replica
+    from engine.requests.chat_values import Chat
     from engine.requests.tasks import RequestTasks
     from engine.requests.text_stream import TextStream
     from engine.requests.text_values import GenerateRequest, PromptOptions, SamplingParams
@@ -48,10 +50,11 @@ class TextPreparer:
     def __init__(self, tokenizing: Tokenizing, tasks: RequestTasks) -> None:
         self._tokenizing = tokenizing
         self._tasks = tasks
+        self._seeing = Seeing(tokenizing)
 
     async def prepare(self, stream: TextStream, replica: TextReplica, held: ExitStack) -> Request:
-        """Return the core's request: prompt tokenised and cut, sampling and stops resolved. Nothing
-        is entered in ``held``.
+        """Return the core's request: prompt tokenised and cut, images decoded and placed, sampling
+        and stops resolved. ``held`` gets the memory of the images.
 
         Raises:
             InvalidRequest: A field is wrong for this model.
@@ -61,7 +64,7 @@ class TextPreparer:
             dropped.
         """
         asked, info = stream.request, replica.info
-        ids, form = await self._prompt_ids(stream, replica)
+        (ids, images), form = await self._prompt_ids(stream, replica, held)
         constraint = asked.constraint or _tool_constraint(asked, form, replica)
         prompt = _truncate(asked.prompt, ids)
         self._check_prompt(asked, prompt, info)
@@ -99,6 +102,7 @@ class TextPreparer:
             outputs=outputs,
             adapter=stream.adapter,
             speculates=asked.sampling.speculation is not False,
+            images=images,
         )
 
     def holding(
@@ -110,21 +114,22 @@ class TextPreparer:
         return replica.tools.constraints.held(request.constraint, self._tasks)
 
     async def _prompt_ids(
-        self, stream: TextStream, replica: TextReplica
-    ) -> tuple[tuple[int, ...], AnswerFormat]:
-        """Return the prompt before it is cut, and the format of the answer."""
+        self, stream: TextStream, replica: TextReplica, held: ExitStack
+    ) -> tuple[SeeingPrompt, AnswerFormat]:
+        """Return the prompt before it is cut, with its images, and the format of the answer."""
         asked = stream.request
         add_special = asked.prompt.add_special_tokens
         if asked.token_ids is not None:
-            return asked.token_ids, PLAIN
+            return SeeingPrompt(asked.token_ids), PLAIN
         if asked.chat is None:
             text, adds = asked.text or "", add_special is not False
-            return await self._tokenizing.tokenize(replica, text, add_special_tokens=adds), PLAIN
-        chat = asked.chat
+            ids = await self._tokenizing.tokenize(replica, text, add_special_tokens=adds)
+            return SeeingPrompt(ids), PLAIN
+        chat = await self._seeing.read(stream, replica, asked.chat, held)
         if chat.truncates:
-            stream.dropped = await self._messages_to_drop(replica, asked)
+            stream.dropped = await self._messages_to_drop(replica, asked, chat)
             chat = replace(chat, messages=without_messages(chat.messages, stream.dropped))
-        text = await self._tokenizing.render_chat(replica, chat)
+        text, prompt = await self._seeing.prompt_of(replica, chat, bool(add_special))
         has_tools = bool(chat.offered_tools)
         form = detect_format(
             replica.tokenizer.chat_template(has_tools=has_tools),
@@ -133,23 +138,22 @@ class TextPreparer:
             prompt=text.removesuffix(chat.answer_begun.lstrip()),
             constraint=None if asked.constraint is None else asked.constraint.source,
         )
-        return await self._tokenizing.chat_ids(replica, text, bool(add_special)), form
+        return prompt, form
 
     async def _messages_to_drop(
-        self, replica: TextReplica, asked: GenerateRequest
+        self, replica: TextReplica, asked: GenerateRequest, chat: Chat
     ) -> tuple[int, ...]:
         """Return the indices of the messages to leave out so that the chat fits the context."""
-        chat, info = asked.chat, replica.info
-        assert chat is not None
+        info = replica.info
         most = asked.sampling.max_tokens or info.defaults.max_tokens
         counts = choose_dropped(chat.messages, *truncation_limits(info.max_model_len, most))
         messages = next(counts)
         adds = bool(asked.prompt.add_special_tokens)
         while True:
-            text = await self._tokenizing.render_chat(replica, replace(chat, messages=messages))
-            ids = await self._tokenizing.chat_ids(replica, text, adds)
+            shorter = replace(chat, messages=messages)
+            _, prompt = await self._seeing.prompt_of(replica, shorter, adds)
             try:
-                messages = counts.send(len(ids))
+                messages = counts.send(len(prompt.ids))
             except StopIteration as done:
                 dropped: tuple[int, ...] = done.value
                 return dropped

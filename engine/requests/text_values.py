@@ -246,8 +246,18 @@ class GenerateRequest:
     def num_bytes(self) -> int:
         """About how much memory the input takes."""
         if self.chat is not None:
-            return sum([len(str(message)) for message in self.chat.messages])
+            return self.chat.num_bytes
         return len(self.text or "") + TOKEN_ID_BYTES * len(self.token_ids or ())
+
+    @property
+    def has_images(self) -> bool:
+        """Whether its chat has images."""
+        return self.chat is not None and next(self.chat.images, None) is not None
+
+    @property
+    def image_bytes(self) -> int:
+        """The bytes of its images' files."""
+        return 0 if self.chat is None else sum([len(data) for _, data in self.chat.images])
 
     def validate(self) -> None:
         """Check every range that needs no model.
@@ -261,6 +271,8 @@ class GenerateRequest:
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""
+        if self.has_images and self.prompt.truncate_to is not None:
+            yield FieldViolation("prompt.truncate_to", "cannot be set beside images")
         given = [x for x in (self.text, self.token_ids, self.chat) if x is not None]
         if len(given) != 1:
             yield FieldViolation("input", "set exactly one of text, token_ids and chat")

@@ -23,10 +23,13 @@ from engine.worker.load.resolve import (
     resolve_local,
     weight_files,
 )
+from engine.worker.load.vision_architectures import find_vision, has_vision
 from engine.worker.pinned_runner import PinnedEncodeRunner, PinnedTextRunner
 from engine.worker.process.runner import ProcessRunner
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.config import EngineConfig, ModelConfig
     from engine.worker.interface import EncodeRunner, TextRunner
 
@@ -129,7 +132,7 @@ def pinned_runner_of(
     kind = look_at_files(spec, kind)
     if kind in ENCODERS:
         return PinnedEncodeRunner(_encode_runner(spec, kind), name)
-    return PinnedTextRunner(_text_runner(spec), name)
+    return PinnedTextRunner(_text_runner(spec, kind), name)
 
 
 def runner_of(spec: RunnerSpec, kind: Capability | None) -> TextRunner | EncodeRunner:
@@ -142,7 +145,7 @@ def runner_of(spec: RunnerSpec, kind: Capability | None) -> TextRunner | EncodeR
     if spec.tp > 1 and kind in ENCODERS:
         what = f"{kind.value} models are not divided; leave tensor_parallel_size out"
         raise SpawnFailed(what)
-    return _encode_runner(spec, kind) if kind in ENCODERS else _text_runner(spec)
+    return _encode_runner(spec, kind) if kind in ENCODERS else _text_runner(spec, kind)
 
 
 def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
@@ -156,7 +159,7 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
     try:
         source = resolve(spec.model, spec.revision)
         if source.gguf is not None:
-            if kind in ENCODERS:
+            if kind is not None and kind is not Capability.TEXT_TO_TEXT:
                 raise Refusal("a GGUF file is served as a text model only")
             return Capability.TEXT_TO_TEXT
         directory = source.directory
@@ -167,14 +170,35 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
 
             check(directory, kind)
         else:
-            architectures.find(read_json(directory, "config.json"))
-            weight_files(directory)
+            kind = _look_at_text_model(spec, directory, kind)
     except Refusal as refusal:
         raise refusal.spawn_failed() from refusal
     return kind
 
 
-def _text_runner(spec: RunnerSpec) -> TextRunner:
+def _look_at_text_model(spec: RunnerSpec, directory: Path, kind: Capability) -> Capability:
+    """Refuse a model that generates text and is not served, or whose files show that it cannot do
+    what it is said to. Return its capability: one that sees is not served as a text model only."""
+    config = read_json(directory, "config.json")
+    sees = has_vision(config)
+    if kind is Capability.VISION and not sees:
+        raise Refusal("it is said to have the capability vision, and its config.json has no vision "
+                      "part beside a text model")  # fmt: skip
+    if sees and spec.tp > 1:
+        raise Refusal("a model that reads images is not divided; leave tensor_parallel_size out")
+    if sees:
+        find_vision(config)
+    else:
+        architectures.find(config)
+    weight_files(directory)
+    return Capability.VISION if sees else kind
+
+
+def _text_runner(spec: RunnerSpec, kind: Capability) -> TextRunner:
+    if kind is Capability.VISION:
+        from engine.worker.vision.runner import VisionRunner
+
+        return VisionRunner(spec)
     if spec.tp > 1:
         from engine.worker.rank_runners import rank_runner
 

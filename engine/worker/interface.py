@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from engine.core.text.types import Constraint
     from engine.images.fit import ImageFit
+    from engine.images.sight import Sight
 
 
 # ---- what a runner is made from, and what it reports while it loads
@@ -276,6 +277,10 @@ class Tokenizer(Protocol):
         """Return the source of the template that `render_chat` uses; empty if there is none."""
         ...
 
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """Return the ids that a special token's text has as plain text."""
+        ...
+
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the ids of those texts that are special tokens."""
         ...
@@ -324,11 +329,12 @@ class ModelInfo:
     context_note: str = ""  # why max_model_len is less than the model's own length
     quantization: str = ""  # the form of the linear layers' weights; "": that of the dtype
     tp: int = 1  # processes that the model is divided among
+    images: Sight | None = None  # how it reads images; None: it reads none
 
     @property
     def capability(self) -> Capability:
         """What the model can do."""
-        return Capability.TEXT_TO_TEXT
+        return Capability.TEXT_TO_TEXT if self.images is None else Capability.VISION
 
     @property
     def full_sequences(self) -> int:

@@ -19,7 +19,7 @@ from engine.worker.interface import LoadProgress
 from engine.worker.load.architectures import context_limit, layer_shapes
 from engine.worker.load.division import pick_rank_device
 from engine.worker.load.generation_config import read_generation
-from engine.worker.load.loader import load_model, pick_dtype, read_config, weight_bytes
+from engine.worker.load.loader import load_model, pick_dtype, weight_bytes
 from engine.worker.load.probe import probe
 from engine.worker.model_files import open_files
 from engine.worker.text.tokenizer import load_tokenizer
@@ -88,8 +88,7 @@ def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) ->
     """
     device = pick_rank_device(spec.device, division)
     with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
-        architecture, config = read_config(files.source.directory)
-        division.divide(config, architecture)
+        architecture, config = division.read_config(files.source.directory)
         limit = context_limit(config, spec.max_model_len)
         with files.open_weights() as whole:
             checkpoint = division.part_of(whole, architecture, config)
@@ -118,8 +117,7 @@ def place(
     device = pick_rank_device(spec.device, division)
     with open_files(spec.model, spec.revision, with_tokenizer=True) as files:
         source = files.source
-        architecture, config = read_config(source.directory)
-        division.divide(config, architecture)
+        architecture, config = division.read_config(source.directory)
         limit = context_limit(config, spec.max_model_len)
         shapes = layer_shapes(config)
         defaults, ends = read_generation(source, config)
@@ -133,8 +131,7 @@ def place(
                 or objection_to_kernels(device, dtype, shapes)
                 or division.objection_to_decoder(architecture)
             ):
-                _, config = read_config(source.directory, is_stock=True)
-                division.divide(config, architecture)
+                _, config = division.read_config(source.directory, is_stock=True)
             model = load_model(
                 checkpoint,
                 architecture,
@@ -198,10 +195,11 @@ def compute(
     keep: Ints,
     forward: Callable[[Sequence[AdapterGroup], dict[str, Any]], Any] | None = None,
     groups: Sequence[AdapterGroup] = (),
+    change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> torch.Tensor:
     """Run a forward over ``input_ids`` [num_tokens] of ``rows``, and return the logits of the
     tokens ``keep`` [num_kept], as [num_kept, vocab] float32. ``forward`` computes ``groups`` with
-    adapters."""
+    adapters. ``change`` returns the module's inputs from those of a text."""
     ids, positions, kept = send((input_ids, rows.positions, keep), device)
     inputs = {
         "input_ids": ids[None],
@@ -210,6 +208,8 @@ def compute(
         "logits_to_keep": kept,
         KEYWORD: backend.prepare(rows, cache),
     }
+    if change is not None:
+        inputs = change(inputs)
     output = module(**inputs) if forward is None else forward(groups, inputs)
     logits: torch.Tensor = output.logits[0].to(torch.float32)
     return logits

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.core.common.steps import RowFailure
-from engine.core.text.plan import DRAFTED_TOKENS_MAX, RowResult
+from engine.core.text.plan import DRAFTED_TOKENS_MAX, Logits, RowResult
 from engine.core.text.types import TokenLogprob
 from engine.errors import EngineBug, FieldViolation
 from engine.worker.drafting.look_up import LookUp
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork
-    from engine.core.text.types import Sampling, Stops
+    from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork, Row
+    from engine.core.text.types import PromptImage, Sampling, Stops
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.edits import Edits
     from engine.worker.text.detokenizer import TextStep
@@ -61,6 +61,7 @@ class SequenceState:
     look_up: LookUp | None = None  # None: no tokens are drafted
     draft: list[int] = field(default_factory=list)  # may follow ``tokens``
     adapter: str = ""  # the digest of the adapter that computes it; "": the base model alone
+    images: tuple[PromptImage, ...] = ()  # of the prompt
 
     @classmethod
     def admit(
@@ -73,6 +74,7 @@ class SequenceState:
         state = cls(tokens, size, new.sampling, new.stops, None, NO_BLOCKS, edits, matching)
         state.look_up = LookUp() if drafts and new.speculates else None
         state.adapter = new.adapter
+        state.images = new.images
         return state
 
     def replay(self, new: AdmittedSequence, tokenizer: HfTokenizer) -> None:
@@ -101,6 +103,25 @@ class SequenceState:
                 end = RowResult(new.sequence, finish=step.finish, matched=step.matched)
         self.replayed = "".join(texts)
         return end
+
+    def require_fit(self, row: Row) -> None:
+        """Check that a planned row fits the sequence.
+
+        Raises:
+            EngineBug: the row does not fit.
+        """
+        end = row.start + row.count - row.drafts
+        if end <= row.start or row.start < 0 or end > len(self.tokens):
+            raise EngineBug(
+                f"sequence {row.sequence} has {len(self.tokens)} tokens, and positions "
+                f"{row.start} … {end - 1} are planned"
+            )
+        if row.logits.samples and end != len(self.tokens):
+            raise EngineBug(f"sequence {row.sequence} is to be sampled before its last token")
+        if row.drafts > (len(self.draft) if row.logits is Logits.LAST else 0):
+            raise EngineBug(f"sequence {row.sequence} is to verify more drafts than it offered")
+        if row.logits is Logits.LAST and self.num_unscored:
+            raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
 
     def take_replayed(self) -> str:
         """Return the text of the tokens that were replayed, and drop it here."""
@@ -179,6 +200,18 @@ class SequenceState:
         kept = self.blocks[: delta.keep]
         return np.concatenate((kept, np.array(delta.append, np.int64))) if delta.append else kept
 
+    def table_for(self, row: Row, block_size: int) -> Ints:
+        """Return the block table for a planned row.
+
+        Raises:
+            EngineBug: the table has too few blocks for the row's positions.
+        """
+        table = self.table_after(row.blocks)
+        end = row.start + row.count
+        if len(table) * block_size < end:
+            raise EngineBug(f"sequence {row.sequence} has {len(table)} blocks for {end} tokens")
+        return table
+
     def place(self, blocks: Ints) -> None:
         """Set the block table of a step that took effect."""
         self.blocks = blocks
@@ -221,6 +254,7 @@ class SequenceState:
             edits=None if self.edits is None else self.edits.fork(),
             matching=None if self.matching is None else self.matching.fork(),
             adapter=self.adapter,
+            images=self.images,
             look_up=None if self.look_up is None else LookUp(),
         )
 

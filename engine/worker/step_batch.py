@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine.core.common.steps import RowFailure
 from engine.worker.failures import describe
 from engine.worker.sampling.constraint_compiler import LEAVES_NOTHING, refusal
 from engine.worker.sampling.sampler import NothingToSample
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
+    from collections.abc import Callable, Mapping, Sequence
 
     from engine.core.common.types import SequenceId
     from engine.core.text.types import TokenLogprob
@@ -70,6 +70,22 @@ class Batch:
     scored: tuple[ScoredRow, ...]
     masks: tuple[tuple[Matching, Mask], ...]  # each is filled before the choices are drawn
     groups: tuple[AdapterGroup, ...]  # the tokens that have adapters
+    images: object = None  # what the rows' images put into the forward, as the runner has it
+
+
+def draw(
+    choices: Sequence[Choice],
+    logits: torch.Tensor,
+    generator: torch.Generator,
+    sample: Callable[..., Sequence[int | RowFailure]],
+) -> dict[SequenceId, int | RowFailure]:
+    """Return a token for each choice, all drawn in one call of ``sample``. ``logits`` are
+    [num_kept, vocab]."""
+    where = [choice.logits for choice in choices]
+    if where != list(range(len(logits))):
+        logits = logits[torch.tensor(where, device=logits.device)]
+    tokens = sample(logits, [choice.row for choice in choices], generator)
+    return {choice.sequence: token for choice, token in zip(choices, tokens, strict=True)}
 
 
 def failure_of(choice: Choice, logits: torch.Tensor, error: Exception) -> RowFailure:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,10 +36,19 @@ from engine.worker.load.loader import estimate_on
 from engine.worker.load.resolve import short_name
 from engine.worker.placed_model import compute, measure, place
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal
-from engine.worker.sampling.logprobs import Wanted, score
 from engine.worker.sampling.sampler import sample
+from engine.worker.scoring import score_batch
 from engine.worker.sequences import SequenceState, offer_of
-from engine.worker.step_batch import NO_SCORES, Batch, Choice, Drawn, ScoredRow, Scores, failure_of
+from engine.worker.step_batch import (
+    NO_SCORES,
+    Batch,
+    Choice,
+    Drawn,
+    ScoredRow,
+    Scores,
+    draw,
+    failure_of,
+)
 from engine.worker.warmup import warm_up
 
 if TYPE_CHECKING:
@@ -162,10 +171,10 @@ class TorchRunner:
         self._device, self._cache, self._tokenizer = placed.device, placed.cache, placed.tokenizer
         execution, pool, config = placed.execution, placed.pool, placed.config
         self._model = model = execution.model
-        self._connect(model)
         self._backend = execution.backend
         self._host = execution.adapters
         self.adapters.open(execution.adapters, placed.dtype, placed.device)
+        self._connect(model)
         self._generator = torch.Generator(placed.device).manual_seed(spec.seed)
         self._grammars = ConstraintCompiler(placed.tokenizer, placed.vocab_size, placed.ends)
         num_bytes = placed.num_bytes(spec)
@@ -190,8 +199,19 @@ class TorchRunner:
             quantization=execution.model.quantization,
         )
 
+    # What other runners of text models do besides: those of a divided model's ranks, and of models
+    # that see (`engine.worker.rank_runners`, `engine.worker.vision.runner`).
+
     def _connect(self, model: LoadedModel) -> None:
-        """Do nothing: the ranks of a divided model connect here (`engine.worker.rank_runners`)."""
+        """Connect what the prepared model needs beside it, before its first step."""
+
+    def _images_of(self, rows: Sequence[Row]) -> object:
+        """Return what the images of rows, in the batch's order, put into a forward."""
+        return None
+
+    def _with_images(self, batch: Batch) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        """Return a function that puts the batch's images into a forward's inputs; None without."""
+        return None
 
     def _thread_state(self) -> AbstractContextManager[None]:
         """Return a context that sets the calling thread's state (Rule 3)."""
@@ -259,7 +279,7 @@ class TorchRunner:
             drafts = tuple(state.draft[: row.drafts])
             ids.extend(state.tokens[row.start : row.start + row.count - row.drafts])
             ids.extend(drafts)
-            tables.append(self._table_after(row, state))
+            tables.append(state.table_for(row, self._spec.block_size))
             is_decided = state.verdict is not None
             # The ranks of a divided model keep the same rows, and only the first knows verdicts.
             if row.logits is Logits.NONE or (is_decided and self._division.size == 1):
@@ -295,6 +315,7 @@ class TorchRunner:
             tuple(scored),
             tuple(masks),
             groups,
+            self._images_of(rows),
         )
 
     def _state_of(self, row: Row) -> SequenceState:
@@ -306,38 +327,14 @@ class TorchRunner:
         state = self._sequences.get(row.sequence)
         if state is None:
             raise EngineBug(f"sequence {row.sequence} is planned and not admitted")
-        end = row.start + row.count - row.drafts
-        if end <= row.start or row.start < 0 or end > len(state.tokens):
-            raise EngineBug(
-                f"sequence {row.sequence} has {len(state.tokens)} tokens, and positions "
-                f"{row.start} … {end - 1} are planned"
-            )
-        if row.logits.samples and end != len(state.tokens):
-            raise EngineBug(f"sequence {row.sequence} is to be sampled before its last token")
-        if row.drafts > (len(state.draft) if row.logits is Logits.LAST else 0):
-            raise EngineBug(f"sequence {row.sequence} is to verify more drafts than it offered")
-        if row.logits is Logits.LAST and state.num_unscored:
-            raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
+        state.require_fit(row)
         return state
-
-    def _table_after(self, row: Row, state: SequenceState) -> Ints:
-        """Return the row's block table for this step.
-
-        Raises:
-            EngineBug: the table has too few blocks for the row's positions.
-        """
-        table = state.table_after(row.blocks)
-        end = row.start + row.count
-        if len(table) * self._spec.block_size < end:
-            raise EngineBug(f"sequence {row.sequence} has {len(table)} blocks for {end} tokens")
-        return table
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Run the step's forward and return logits [num_kept, vocab] float32."""
         assert self._model is not None
         assert self._cache is not None
         assert self._backend is not None
-        forward = self._host.forward if batch.groups and self._host is not None else None
         return compute(
             self._model.module,
             self._backend,
@@ -346,8 +343,9 @@ class TorchRunner:
             batch.input_ids,
             batch.rows,
             batch.keep,
-            forward,
+            self._host.forward if batch.groups and self._host is not None else None,
             batch.groups,
+            self._with_images(batch),
         )
 
     def _choose(
@@ -392,11 +390,12 @@ class TorchRunner:
             mask = choice.row.mask
             if mask is not None and mask.trouble:
                 drawn[choice.sequence] = refusal(choice.sequence, mask, mask.trouble)
+        assert self._generator is not None
         left = [choice for choice in choices if choice.sequence not in drawn]
         if not left:
             return drawn
         try:
-            return drawn | self._draw(left, logits)
+            return drawn | draw(left, logits, self._generator, sample)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -407,16 +406,6 @@ class TorchRunner:
             drawn.update(self._sample([choice], logits))
         return drawn
 
-    def _draw(
-        self, choices: Sequence[Choice], logits: torch.Tensor
-    ) -> dict[SequenceId, int | RowFailure]:
-        assert self._generator is not None
-        where = [choice.logits for choice in choices]
-        if where != list(range(len(logits))):
-            logits = logits[torch.tensor(where, device=logits.device)]
-        tokens = sample(logits, [choice.row for choice in choices], self._generator)
-        return {choice.sequence: token for choice, token in zip(choices, tokens, strict=True)}
-
     def _score(
         self,
         batch: Batch,
@@ -424,44 +413,7 @@ class TorchRunner:
         drawn: Mapping[SequenceId, Drawn],
     ) -> Scores:
         """Return the log-probabilities that the step's requests ask for. This changes no state."""
-        chosen = [
-            (choice.sequence, Wanted(choice.logits + place, token, choice.row.sampling.logprobs))
-            for choice in batch.choices
-            if choice.row.sampling.logprobs is not None
-            and not isinstance(tokens := drawn[choice.sequence], RowFailure)
-            for place, token in enumerate(tokens)
-        ]
-        if not chosen and not batch.scored:
-            return NO_SCORES
-        text_of = self.tokenizer.token_text
-        entries = score(logits, [wanted for _, wanted in chosen], text_of)
-        found: dict[SequenceId, tuple[TokenLogprob, ...]] = {}
-        for (sequence, _), entry in zip(chosen, entries, strict=True):
-            found[sequence] = (*found.get(sequence, ()), entry)
-        prompts = {
-            row.sequence: score(logits, self._unscored(row), text_of) for row in batch.scored
-        }
-        return Scores(found, prompts)
-
-    def _unscored(self, row: ScoredRow) -> list[Wanted]:
-        """Return the prompt tokens that this row scores and no earlier row has scored. A preempted
-        sequence computes positions again whose scores are known already.
-
-        Raises:
-            EngineBug: the row skips tokens that are not scored yet.
-        """
-        state = self._sequences[row.sequence]
-        alternatives = state.sampling.prompt_logprobs or 0
-        known = len(state.prompt_logprobs) + 1
-        if row.start + 1 > known:
-            raise EngineBug(
-                f"sequence {row.sequence} skipped the scores of its tokens from {known}"
-            )
-        end = min(row.start + row.count + 1, state.prompt_tokens)
-        return [
-            Wanted(row.logits + place - row.start - 1, state.tokens[place], alternatives)
-            for place in range(known, end)
-        ]
+        return score_batch(batch, logits, drawn, self._sequences, self.tokenizer.token_text)
 
     # --- what took effect -------------------------------------------------------------------
 

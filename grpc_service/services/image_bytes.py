@@ -21,18 +21,42 @@ if TYPE_CHECKING:
 FIELDS_MAX = 2 * MAX_INPUTS  # of a message; those beyond it count as no images
 VARINT_BYTES_MAX = 10
 LENGTH_DELIMITED = 2  # protobuf's wire type
-INPUTS = inference_pb2.EmbedRequest.DESCRIPTOR.fields_by_name["inputs"].number
-IMAGE = inference_pb2.EmbedInput.DESCRIPTOR.fields_by_name["image"].number
+FIXED_BYTES = {1: 8, 5: 4}  # and those of a fixed size
+# The fields that lead to an image, from the request on: a message for each, and the bytes.
+EMBED = tuple(
+    descriptor.fields_by_name[name].number
+    for descriptor, name in (
+        (inference_pb2.EmbedRequest.DESCRIPTOR, "inputs"),
+        (inference_pb2.EmbedInput.DESCRIPTOR, "image"),
+    )
+)
+GENERATE = tuple(
+    descriptor.fields_by_name[name].number
+    for descriptor, name in (
+        (inference_pb2.GenerateRequest.DESCRIPTOR, "chat"),
+        (inference_pb2.Chat.DESCRIPTOR, "messages"),
+        (inference_pb2.Message.DESCRIPTOR, "parts"),
+        (inference_pb2.MessagePart.DESCRIPTOR, "image"),
+    )
+)
 
 
 def judge_embed(max_bytes: int) -> Callable[[bytes], None]:
     """Return a function that checks the bytes of an EmbedRequest: without its images it may have
     ``max_bytes``. The function raises MessageTooLarge."""
+    return _judge(max_bytes, EMBED)
 
+
+def judge_generate(max_bytes: int) -> Callable[[bytes], None]:
+    """Return such a function for a GenerateRequest."""
+    return _judge(max_bytes, GENERATE)
+
+
+def _judge(max_bytes: int, path: tuple[int, ...]) -> Callable[[bytes], None]:
     def judge(data: bytes) -> None:
         if len(data) <= max_bytes:
             return
-        size = len(data) - image_bytes_of(data)
+        size = len(data) - image_bytes_of(data, path)
         if size > max_bytes:
             raise MessageTooLarge(
                 f"the request has {size} bytes beside its images, of at most {max_bytes}"
@@ -41,30 +65,50 @@ def judge_embed(max_bytes: int) -> Callable[[bytes], None]:
     return judge
 
 
-def image_bytes_of(data: bytes) -> int:
-    """Return how many bytes of an EmbedRequest are images. Bytes that are no message have none from
-    the place on where that shows."""
-    total = at = 0
-    try:
-        for _ in range(FIELDS_MAX):
-            if at >= len(data):
-                break
-            tag, at = _varint(data, at)
-            length, start = _varint(data, at)
-            if tag & 7 != LENGTH_DELIMITED:
-                if tag & 7:  # of 4 or 8 bytes: an EmbedRequest has no such field
-                    break
-                at = start
-                continue
-            at = start + length
-            if tag >> 3 == INPUTS and at <= len(data):
+def image_bytes_of(data: bytes, path: tuple[int, ...] = EMBED) -> int:
+    """Return how many bytes of a request are images, which the fields of ``path`` lead to. Bytes
+    that are no message have none from the place on where that shows. An image counts only if its
+    message has no other field."""
+    return _Count(data).inside(path, 0, len(data))
+
+
+class _Count:
+    """Counts the bytes of images. ``_left`` is how many fields it may still look at."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._left = FIELDS_MAX
+
+    def inside(self, path: tuple[int, ...], at: int, end: int) -> int:
+        """Return the bytes of images in the message from ``at`` to ``end``."""
+        total, data = 0, self._data
+        try:
+            while at < end and self._left > 0:
+                self._left -= 1
+                tag, at = _varint(data, at)
+                kind = tag & 7
+                if kind in FIXED_BYTES:
+                    at += FIXED_BYTES[kind]
+                    continue
+                length, start = _varint(data, at)
+                if kind != LENGTH_DELIMITED:
+                    if kind:  # a group: no request has one
+                        break
+                    at = start
+                    continue
+                at = start + length
+                if tag >> 3 != path[0] or at > end:
+                    continue
+                if len(path) > 2:
+                    total += self.inside(path[1:], start, at)
+                    continue
                 inner, begin = _varint(data, start)
                 size, begin = _varint(data, begin)
-                if inner == IMAGE << 3 | LENGTH_DELIMITED and begin + size == at:
+                if inner == path[1] << 3 | LENGTH_DELIMITED and begin + size == at:
                     total += size
-    except (IndexError, ValueError):
-        pass
-    return total
+        except (IndexError, ValueError):
+            pass
+        return total
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

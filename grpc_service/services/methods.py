@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
 from grpc_service.rpc.methods import methods_of
 from grpc_service.services.control import Control
-from grpc_service.services.image_bytes import judge_embed
+from grpc_service.services.image_bytes import judge_embed, judge_generate
 from grpc_service.services.inference import Inference
 from grpc_service.services.models import Models
 
@@ -21,15 +21,20 @@ INFERENCE: ServiceDescriptor = inference_pb2.DESCRIPTOR.services_by_name["Infere
 MODELS: ServiceDescriptor = models_pb2.DESCRIPTOR.services_by_name["Models"]
 CONTROL: ServiceDescriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
 SERVICE_NAMES = (INFERENCE.full_name, MODELS.full_name, CONTROL.full_name)
-TAKING_IMAGES = (f"{INFERENCE.full_name}/Embed",)  # the methods whose requests may have images
+# The methods whose requests may have images.
+TAKING_IMAGES = (f"{INFERENCE.full_name}/Embed", f"{INFERENCE.full_name}/Generate")
 
 
 def methods(backend: Backend, max_message_bytes: int, *, adapter_root: str = "") -> list[Method]:
     """Return every method of triolet.v1. `grpc_service.access.interceptor` decides who may call
     which. ``max_message_bytes`` is how much a request may have beside its images. Adapters are
     loaded from below ``adapter_root``; "": from nowhere."""
+    judges = {
+        "Embed": judge_embed(max_message_bytes),
+        "Generate": judge_generate(max_message_bytes),
+    }
     return [
-        *methods_of(INFERENCE, Inference(backend), {"Embed": judge_embed(max_message_bytes)}),
+        *methods_of(INFERENCE, Inference(backend), judges),
         *methods_of(MODELS, Models(backend, adapter_root)),
         *methods_of(CONTROL, Control(backend)),
     ]

@@ -97,6 +97,11 @@ def _plain(value: Any) -> Any:
 def _decode_chat(message: inference_pb2.Chat) -> Chat:
     _check_count("chat.messages", len(message.messages), MESSAGES_MAX)
     _check_count("chat.tools", len(message.tools), MESSAGES_MAX)
+    num_parts = sum([len(turn.parts) for turn in message.messages])
+    _check_count("chat.messages.parts", num_parts, MESSAGES_MAX)
+    found = list(_part_violations(message)) if num_parts else []
+    if found:
+        raise InvalidRequest(found)
     num_calls = sum([len(turn.tool_calls) for turn in message.messages])
     _check_count("chat.messages.tool_calls", num_calls, MESSAGES_MAX)
     return Chat(
@@ -145,10 +150,34 @@ def _decode_continuation(message: common_pb2.Continuation) -> Continuation:
     )
 
 
+def _content_of(message: inference_pb2.Message) -> str | list[dict[str, Any]]:
+    """Return the content of a message that has parts: one text if none of them is an image."""
+    if not any(part.HasField("image") for part in message.parts):
+        return "".join([part.text for part in message.parts])
+    return [
+        {"type": "image", "image": part.image}
+        if part.HasField("image")
+        else {"type": "text", "text": part.text}
+        for part in message.parts
+    ]
+
+
+def _part_violations(message: inference_pb2.Chat) -> Iterator[FieldViolation]:
+    """Yield the fields that are broken in messages with parts."""
+    for index, turn in enumerate(message.messages):
+        path = f"chat.messages[{index}]"
+        if turn.parts and turn.content:
+            yield FieldViolation(f"{path}.content", "cannot be set beside parts")
+        for number, part in enumerate(turn.parts):
+            if part.WhichOneof("part") is None:
+                yield FieldViolation(f"{path}.parts[{number}]", "set exactly one of text and image")
+
+
 def _decode_message(message: inference_pb2.Message) -> dict[str, Any]:
     """Return a turn in the form that chat templates expect: that of transformers, which is OpenAI's
     except that a call's arguments are an object and not text."""
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = _content_of(message) if message.parts else message.content
+    turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
         turn["tool_calls"] = [
             {

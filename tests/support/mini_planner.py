@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.core.text.plan import StepResult
-    from engine.core.text.types import TokenLogprob
+    from engine.core.text.types import PromptImage, TokenLogprob
     from engine.worker.interface import ModelInfo, TextRunner
 
 GREEDY = Sampling(temperature=0.0)
@@ -82,6 +82,7 @@ class MiniPlanner:
         sampling: Sampling = GREEDY,
         stops: Stops | None = None,
         choices: int = 1,
+        images: Sequence[PromptImage] = (),
     ) -> Planned:
         """Add a sequence, which is admitted with the first step that has a row of it."""
         one = self._planned(tuple(prompt), num_new, sampling)
@@ -89,7 +90,9 @@ class MiniPlanner:
         # The limit is one more than was asked for, so that the text side never ends the sequence
         # first.
         stops = stops or Stops(max_tokens=num_new + 1)
-        self._admitted.append(AdmittedSequence(one.id, one.prompt, sampling, stops))
+        self._admitted.append(
+            AdmittedSequence(one.id, one.prompt, sampling, stops, images=tuple(images))
+        )
         return one
 
     def _planned(self, prompt: tuple[int, ...], num_new: int, sampling: Sampling) -> Planned:

@@ -32,6 +32,7 @@ def example(field):
         inner = NEEDED.get(field.name, {})
         return [inner] if field.is_repeated else inner
     zero = "" if field.cpp_type == FieldDescriptor.CPPTYPE_STRING else 0
+    zero = b"" if field.type == FieldDescriptor.TYPE_BYTES else zero
     if field.is_repeated:
         return [zero]
     is_switch = field.cpp_type == FieldDescriptor.CPPTYPE_BOOL
@@ -62,6 +63,7 @@ def test_no_set_field_is_ignored(path):
     """
     nothing = {"sampling", "prompt", "output", "chat", "chat.add_generation_prompt"}
     nothing |= {"chat.template_args", "chat.messages", "chat.messages.content"}
+    nothing |= {"chat.messages.parts.text"}  # an empty text, as an empty content
     nothing |= {"chat.tools.parameters"}  # an empty object means unset
     base = {"text": "a"}
     fields = EVERY_FIELD[path]

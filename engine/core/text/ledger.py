@@ -179,7 +179,7 @@ class Ledger:
         keys, observer = self.keys.extend(seq, end), self.cache.observer
         for index in range(first, last):
             is_new = self.cache.publish(keys[index], seq.blocks[index])
-            if is_new and observer is not None and self.keys.is_plain(seq.live.root):
+            if is_new and observer is not None and self.keys.is_plain(seq):
                 parent = keys[index - 1] if index else None
                 observer.stored(keys[index], parent, seq.tokens(index * size, (index + 1) * size))
 

@@ -23,7 +23,7 @@ from engine.core.common.steps import RowFailure, StepTimings
 
 if TYPE_CHECKING:
     from engine.core.common.types import BlockId, EndReason, PlanId, SequenceId
-    from engine.core.text.types import Constraint, Sampling, Stops, TokenLogprob
+    from engine.core.text.types import Constraint, PromptImage, Sampling, Stops, TokenLogprob
 
 
 # How many prompt positions one step scores for their log-probabilities, all rows together, but at
@@ -117,7 +117,8 @@ class AdmittedSequence:
     sampler, detokeniser, constraint) until the id comes in ``released``. ``output`` are the tokens
     that a continued choice has already: the worker takes them as if it had sampled them.
     ``adapter`` is the digest of the loaded adapter that the sequence is computed with; "": the base
-    model alone. ``speculates``: its next tokens may be drafted."""
+    model alone. ``speculates``: its next tokens may be drafted. ``images`` are those of the
+    prompt."""
 
     sequence: SequenceId
     prompt: tuple[int, ...]
@@ -127,6 +128,7 @@ class AdmittedSequence:
     output: tuple[int, ...] = ()
     adapter: str = ""
     speculates: bool = True
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,4 +173,5 @@ def _admission(seq: Sequence) -> AdmittedSequence:
         tuple(seq.output),
         request.adapter,
         request.speculates,
+        request.images,
     )

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.core.common.events import PrefixObserver
     from engine.core.common.types import BlockId
@@ -34,14 +34,23 @@ def root_key(namespace: str, salt: str, adapter: str = "") -> bytes:
     return blake2b(text, digest_size=KEY_BYTES).digest()
 
 
-def extend_keys(keys: list[bytes], root: bytes, tokens: Sequence[int], block_size: int) -> None:
+def extend_keys(
+    keys: list[bytes],
+    root: bytes,
+    tokens: Sequence[int],
+    block_size: int,
+    content_of: Callable[[int], bytes] | None = None,
+) -> None:
     """Append the keys of the full blocks of ``tokens``, which begin at the sequence's token number
-    ``len(keys) * block_size``."""
+    ``len(keys) * block_size``. ``content_of`` returns what else is in the key of the block that
+    begins at a position of the sequence: its tokens do not say which image they stand for."""
     key, ids = keys[-1] if keys else root, array("I", tokens)
     for start in range(0, len(ids) - block_size + 1, block_size):
         hasher = FRESH.copy()  # takes half the time of making a new one
         hasher.update(key)
         hasher.update(ids[start : start + block_size])
+        if content_of is not None:
+            hasher.update(content_of(len(keys) * block_size))
         key = hasher.digest()
         keys.append(key)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.core.text.prefix import extend_keys, root_key
+from engine.core.text.prompt_images import contents_of_blocks
 
 if TYPE_CHECKING:
     from engine.config import SchedulerConfig
@@ -33,10 +34,10 @@ class SequenceKeys:
         """Return the parent key of the request's first block."""
         return root_key(self._namespace, request.cache_salt, request.adapter)
 
-    def is_plain(self, root: bytes) -> bool:
-        """Return whether ``root`` is the parent key of prompts with no more than their tokens in
-        their keys, such as a salt or an adapter."""
-        return root == self._plain_root
+    def is_plain(self, seq: Sequence) -> bool:
+        """Return whether the sequence's keys hold no more than its tokens: no salt, no adapter and
+        no image."""
+        return seq.live.root == self._plain_root and not seq.live.request.images
 
     def extend(self, seq: Sequence, num_tokens: int) -> list[bytes]:
         """Return the sequence's keys, with at least those of the full blocks within its first
@@ -45,7 +46,13 @@ class SequenceKeys:
         if len(keys) < num_tokens // size:
             assert num_tokens <= seq.num_known, f"{seq}: a block's key needs all of its tokens"
             # Tokens that have a key are not read again, so a block costs the same at any length.
-            extend_keys(keys, seq.live.root, seq.tokens(len(keys) * size, num_tokens), size)
+            extend_keys(
+                keys,
+                seq.live.root,
+                seq.tokens(len(keys) * size, num_tokens),
+                size,
+                contents_of_blocks(seq.live.request.images, size),
+            )
         return keys
 
     def of_prompt(self, request: Request) -> list[bytes]:
@@ -53,5 +60,7 @@ class SequenceKeys:
         not use the cache. Hashes the whole prompt."""
         keys: list[bytes] = []
         if self.uses_cache(request) and request.sampling.prompt_logprobs is None:
-            extend_keys(keys, self.root_of(request), request.prompt[:-1], self._block_size)
+            contents = contents_of_blocks(request.images, self._block_size)
+            root = self.root_of(request)
+            extend_keys(keys, root, request.prompt[:-1], self._block_size, contents)
         return keys

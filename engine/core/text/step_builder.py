@@ -19,6 +19,7 @@ from engine.core.text.blocks import blocks_for
 from engine.core.text.lifecycle import State
 from engine.core.text.plan import SCORED_TOKENS_MAX, BlockDelta, ChildFork, Logits, Row
 from engine.core.text.planned_step import PlannedStep
+from engine.core.text.prompt_images import cut_chunk
 from engine.errors import EngineBug
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class StepBuilder:
     __slots__ = (
         "_chunk_left",
         "_executing_keys",
+        "_has_chunk",
+        "_image_cost",
         "_lacked_blocks",
         "_ledger",
         "_may_preempt",
@@ -73,6 +76,8 @@ class StepBuilder:
         self._step = PlannedStep(ledger)
         self._chunk_left: int | None = None  # computed when the first prompt needs it
         self._score_left = SCORED_TOKENS_MAX
+        self._has_chunk = False  # the step computes a part of a prompt
+        self._image_cost = 0  # of the chunk that `_chunk_of` returned last
         self._executing_keys: Set[bytes] = frozenset()  # of blocks that the executing step computes
 
     # ---- building: one call of one of these
@@ -131,12 +136,24 @@ class StepBuilder:
 
     def _chunk_of(self, seq: Sequence, remaining: int) -> int:
         """Return how many of a prompt's ``remaining`` tokens this step can take."""
-        count = min(remaining, self._chunk_room())
+        count, self._image_cost = min(remaining, self._chunk_room()), 0
         # At least one token, so that a prompt that is scored does not hold up another one.
-        return min(count, max(1, self._score_left)) if seq.is_scoring else count
+        count = min(count, max(1, self._score_left)) if seq.is_scoring else count
+        images = seq.live.request.images
+        if images:
+            count, self._image_cost = cut_chunk(
+                images,
+                seq.num_computed,
+                count,
+                self._chunk_room(),
+                begins=seq.state is not State.RUNNING,
+                is_first=not self._has_chunk,
+            )
+        return count
 
     def _use_chunk(self, count: int) -> None:
-        self._chunk_left = self._chunk_room() - count
+        self._chunk_left = max(0, self._chunk_room() - count - self._image_cost)
+        self._has_chunk = True
 
     # ---- running sequences
 
@@ -352,6 +369,8 @@ class StepBuilder:
             if admission.shortfall(ledger, seq, matched) > 0:
                 return
             self._start(seq, matched)
+            if seq.state is State.WAITING:
+                return  # its next image is for another step
 
     def _is_next_block_pending(self, seq: Sequence, matched: tuple[BlockId, ...]) -> bool:
         """Return whether a row of this plan, or of the executing one, computes the first block that
@@ -365,11 +384,14 @@ class StepBuilder:
     def _start(self, seq: Sequence, matched: tuple[BlockId, ...]) -> None:
         """Start a waiting sequence: share its cached prefix and plan its first chunk. The caller
         has checked that there are enough blocks (`admission.shortfall`). A sequence whose stream
-        has no slot is parked instead."""
+        has no slot is parked instead, and one whose next image the step has no room for waits."""
         ledger, step = self._ledger, self._step
         start = len(matched) * self._size
         seq.num_computed = start
         count = self._chunk_of(seq, seq.num_tokens - start)
+        if count == 0:
+            seq.num_computed = 0
+            return
         slots = self._slots_for(seq, count)
         if slots and not self._reserve_slots(seq, slots):
             seq.num_computed = 0

@@ -87,6 +87,29 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt: it takes the ``count`` tokens from position ``start`` on.
+
+    Encoding it costs a step as much as ``cost`` tokens. ``digest`` is that of its content: images
+    of one digest have the same encoding. ``is_whole``: one step computes all of its tokens, which
+    attend to each other. ``content`` is what the worker encodes, a
+    `engine.images.sight.SeenImage`; nothing here looks into it.
+    """
+
+    start: int
+    count: int
+    cost: int
+    digest: bytes
+    is_whole: bool = False
+    content: object = None
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What the core schedules: one prompt, and ``n`` choices.
 
@@ -99,7 +122,7 @@ class Request:
     ``outputs`` is empty unless the request continues another one: then it has, for each choice, the
     tokens that this choice has already, or None if it has ended. A choice that has not ended goes
     on behind its tokens, as after a preemption. ``speculates``: its tokens may be drafted, which
-    changes none of them.
+    changes none of them. ``images`` are those of the prompt, in the order of their positions.
     """
 
     request_id: RequestId
@@ -116,6 +139,7 @@ class Request:
     outputs: tuple[tuple[int, ...] | None, ...] = ()
     adapter: str = ""
     speculates: bool = True
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def choices(self) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class ImageReader:
             self.fit = self._fit_patches(processor, int(resample), max_pixels)
         else:
             self.fit = self._fit_square(processor, int(resample), max_pixels, config.vision_config)
-        self._table = _table_of(processor)
+        self._table = table_of(processor)
 
     def _fit_patches(self, processor: Any, resample: int, max_pixels: int) -> ImageFit:
         if processor.patch_size != self._patch_size:
@@ -134,7 +134,7 @@ def text_width(config: Any) -> int:
     )
 
 
-def _table_of(processor: Any) -> Floats:
+def table_of(processor: Any) -> Floats:
     """Return the model's number for each byte of each channel, [3, 256] float32: rescaled in
     float64 and normalised in float32, as transformers does."""
     numbers = np.arange(256)

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from engine.worker.forward import native
 from engine.worker.forward.attention import KEYWORD
+from engine.worker.forward.image_rows import IMAGES
 from engine.worker.forward.native_attention import NativeStep, native_call
 from engine.worker.forward.packing import SHORT_MAX
 from engine.worker.forward.rewrites import ExpertParts, MlpParts
@@ -321,7 +322,7 @@ class NativeDecoder(torch.nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,  # [1, num_tokens] int64
-        position_ids: torch.Tensor,  # [1, num_tokens] int64
+        position_ids: torch.Tensor,  # [1, num_tokens] int64; three of them for some rotaries
         logits_to_keep: torch.Tensor,  # [num_kept] int64, strictly ascending
         **keywords: Any,
     ) -> Output:
@@ -351,6 +352,11 @@ class NativeDecoder(torch.nn.Module):
             torch.get_num_threads(),
             logits.data_ptr() if self._has_logits else None,
         )
+        images = keywords.get(IMAGES)
+        if images is not None:
+            step.image_tokens = images.tokens.data_ptr()
+            step.image_rows = images.rows.data_ptr()
+            step.num_image_tokens, step.num_deep = len(images.tokens), len(images.rows) - 1
         groups = keywords.get(GROUPS, ())
         if groups:
             own = _groups_of(groups)

@@ -154,6 +154,9 @@ class Step(Structure):
         ("logits", c_void_p),
         ("groups", c_void_p),
         *((name, c_int64) for name in ("num_groups", "shrunk_width")),
+        ("image_tokens", c_void_p),
+        ("image_rows", c_void_p),
+        *((name, c_int64) for name in ("num_image_tokens", "num_deep")),
     )
 
 

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.worker.load.checkpoint import Checkpoint
-from engine.worker.load.loader import pick_device
+from engine.worker.load.loader import pick_device, read_config
 from engine.worker.load.refusal import Refusal
 from engine.worker.outline.division_plans import PLANS, Style, is_one_expert, style_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.worker.load.architectures import Architecture
     from engine.worker.load.checkpoint import StoredTensor
 
@@ -41,6 +43,16 @@ class Division:
 
     rank: int = 0
     size: int = 1
+
+    def read_config(self, directory: Path, *, is_stock: bool = False) -> tuple[Architecture, Any]:
+        """Return a model's architecture, and the config of this rank's part of it.
+
+        Raises:
+            Refusal: as `engine.worker.load.loader.read_config` and `divide`.
+        """
+        architecture, config = read_config(directory, is_stock=is_stock)
+        self.divide(config, architecture)
+        return architecture, config
 
     def divide(self, config: Any, architecture: Architecture) -> None:
         """Change a model's config to that of a rank's model.

@@ -143,6 +143,15 @@ class HfTokenizer:
         self._known.add(token_id)
         return True
 
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """Return the ids that a special token's text has as plain text."""
+        ids = self.encode(text[:1], add_special_tokens=False)
+        return ids + self.encode(text[1:], add_special_tokens=False)
+
+    def token_of(self, token_id: int) -> str:
+        """Return a token as the vocabulary has it; empty for an id that it lacks."""
+        return str(self.backend.id_to_token(token_id) or "")
+
     def token_text(self, token_id: int) -> str:
         """Return the text that one token has inside a text. Part of a character becomes U+FFFD."""
         text = self._texts.get(token_id)
@@ -187,7 +196,7 @@ class HfTokenizer:
         mark = ""
         if continue_final_message:
             mark = f"<{uuid4().hex}>"  # in no message, so that its place can be found
-            turns[-1]["content"] = f"{turns[-1].get('content', '')}{mark}"
+            turns[-1]["content"] = _with_end(turns[-1].get("content", ""), mark)
         text = render(
             template,
             turns,
@@ -250,6 +259,13 @@ class HfTokenizer:
         if not template:
             raise InvalidRequest.of("chat", "this model has no default chat template")
         return template
+
+
+def _with_end(content: object, end: str) -> object:
+    """Return a message's content, one text or parts, with ``end`` behind its last text."""
+    if not isinstance(content, list):
+        return f"{content}{end}"
+    return [*content[:-1], {**content[-1], "text": f"{content[-1].get('text', '')}{end}"}]
 
 
 def load_tokenizer(path: str | Path) -> HfTokenizer:

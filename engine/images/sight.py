@@ -1,0 +1,257 @@
+"""Fits images to what models that see read, and says which text stands for them in a prompt.
+
+Rule 1: the pixels are those of transformers' image processors before these scale them to floats, to
+the last bit, as in `engine.images.fit`. Rule 2: the text is the one that transformers' processors
+put in the place of the template's own marker.
+
+Each class here is for one family of models. All have the same attributes and methods (`Sight`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from engine.images.decode import decode
+from engine.images.errors import BadImage
+from engine.images.fit import FittedImage, ImageFit
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+DIGEST_BYTES = 32
+SIDE_MAX = 4096  # of transformers' Idefics 3: the most pixels of a resized image's side
+
+
+class SeenImage(NamedTuple):
+    """An image as a model reads it: some tiles, the text that stands for it in the prompt, how many
+    of that text's tokens are those of the image, and what encoding it costs, in tokens. ``grid`` is
+    how many rows and columns of tokens it has, (0, 0) where positions do not depend on that."""
+
+    tiles: tuple[FittedImage, ...]
+    text: str
+    num_tokens: int
+    cost: int
+    grid: tuple[int, int] = (0, 0)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its pixels."""
+        return sum([len(tile.pixels) for tile in self.tiles])
+
+
+class Sight(Protocol):
+    """How one model reads images."""
+
+    @property
+    def token(self) -> str:
+        """The special token that the image's tokens are, as text."""
+        ...
+
+    @property
+    def marker(self) -> str:
+        """What the chat template writes for an image."""
+        ...
+
+    @property
+    def token_id(self) -> int:
+        """The id of ``token``."""
+        ...
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one image."""
+        ...
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes of one image's pixels, as they are kept."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one step must compute all tokens of an image."""
+        ...
+
+    def read(self, data: bytes) -> SeenImage:
+        """Decode an image file and fit it. Meant for threads.
+
+        Raises:
+            BadImage: as `decode`, or the model cannot read an image of such a form.
+        """
+        ...
+
+    def blank(self) -> SeenImage:
+        """Return a black image, to warm up with."""
+        ...
+
+
+def digest_of(data: bytes) -> bytes:
+    """Return the digest of an image file."""
+    return blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class SquareSight:
+    """Each image is one tile of one size, with as many tokens: LLaVA 1.5, Gemma 3. ``before`` and
+    ``after`` surround the image's tokens; ``cost`` counts its patches."""
+
+    fit: ImageFit
+    token: str
+    marker: str
+    token_id: int
+    num_tokens: int
+    cost: int
+    before: str = ""
+    after: str = ""
+    is_whole: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one image."""
+        return self.num_tokens
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes of one image's pixels, as they are kept."""
+        return self.fit.max_bytes
+
+    def read(self, data: bytes) -> SeenImage:
+        """Decode an image file and fit it, as `Sight.read`."""
+        return self._seen(self.fit.read(data))
+
+    def blank(self) -> SeenImage:
+        """Return a black image, to warm up with."""
+        height, width = self.fit.crop or self.fit.size or (0, 0)
+        return self._seen(FittedImage(height, width, bytes(3 * height * width)))
+
+    def _seen(self, tile: FittedImage) -> SeenImage:
+        text = f"{self.before}{self.token * self.num_tokens}{self.after}"
+        return SeenImage((tile,), text, self.num_tokens, self.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class TiledSight:
+    """An image is cut into square tiles, beside a small copy of the whole: Idefics 3 and SmolVLM.
+    ``longest_edge`` is what its longer side is resized to first. Without ``splits`` it is one
+    tile."""
+
+    max_pixels: int
+    longest_edge: int
+    side: int  # of a tile, in pixels
+    tile_tokens: int
+    tile_cost: int
+    splits: bool
+    resample: int
+    token: str
+    token_id: int
+    fence: str = "<fake_token_around_image>"
+    whole_tag: str = "<global-img>"
+    is_whole: bool = False
+
+    @property
+    def marker(self) -> str:
+        """What the chat template writes for an image."""
+        return self.token
+
+    @property
+    def max_tiles(self) -> int:
+        """The most tiles of one image, with the copy of the whole."""
+        return ceil(min(self.longest_edge, SIDE_MAX) / self.side) ** 2 + 1 if self.splits else 1
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one image, with those between its tiles."""
+        return self.max_tiles * (self.tile_tokens + 3)
+
+    @property
+    def max_bytes(self) -> int:
+        """The most bytes of one image's pixels, as they are kept."""
+        return 3 * self.side**2 * self.max_tiles
+
+    def read(self, data: bytes) -> SeenImage:
+        """Decode an image file and fit it, as `Sight.read`."""
+        image = decode(data, self.max_pixels)
+        image = self._resize(image, *self._first_size(image.height, image.width))
+        if not self.splits:
+            return self._seen([self._resize(image, self.side, self.side)], 0, 0)
+        height, width = self._whole_tiles(image.height, image.width)
+        image = self._resize(image, height, width)
+        rows, columns = height // self.side, width // self.side
+        if rows * columns == 1:
+            return self._seen([image], 0, 0)
+        tiles = [
+            image.crop(
+                (
+                    column * self.side,
+                    row * self.side,
+                    (column + 1) * self.side,
+                    (row + 1) * self.side,
+                )
+            )
+            for row in range(rows)
+            for column in range(columns)
+        ]
+        return self._seen([*tiles, self._resize(image, self.side, self.side)], rows, columns)
+
+    def blank(self) -> SeenImage:
+        """Return a black image, to warm up with."""
+        tile = FittedImage(self.side, self.side, bytes(3 * self.side**2))
+        return SeenImage((tile,), self._text(0, 0), self.tile_tokens, self.tile_cost)
+
+    def _first_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size whose longer side is `longest_edge`, and at most `SIDE_MAX`."""
+        ratio = width / height
+        if width >= height:
+            width = self.longest_edge
+            height = int(width / ratio)
+            height += height % 2
+        else:
+            height = self.longest_edge
+            width = int(height * ratio)
+            width += width % 2
+        height, width = max(height, 1), max(width, 1)
+        ratio = width / height
+        if width >= height and width > SIDE_MAX:
+            height, width = int(SIDE_MAX / ratio), SIDE_MAX
+        elif height > width and height > SIDE_MAX:
+            height, width = SIDE_MAX, int(SIDE_MAX * ratio)
+        return max(height, 1), max(width, 1)
+
+    def _whole_tiles(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size in whole tiles, rounded up: first the longer side, and the shorter one as
+        the ratio asks for then."""
+        side, ratio = self.side, width / height
+        if width >= height:
+            width = ceil(width / side) * side
+            height = ceil(int(width / ratio) / side) * side
+        else:
+            height = ceil(height / side) * side
+            width = ceil(int(height * ratio) / side) * side
+        if not height or not width:
+            raise BadImage("is too long and narrow for the model; send a part of it")
+        return height, width
+
+    def _resize(self, image: Image.Image, height: int, width: int) -> Image.Image:
+        return image.resize((width, height), resample=self.resample)
+
+    def _seen(self, tiles: list[Image.Image], rows: int, columns: int) -> SeenImage:
+        fitted = tuple(FittedImage(one.height, one.width, one.tobytes()) for one in tiles)
+        count = len(fitted)
+        text = self._text(rows, columns)
+        return SeenImage(fitted, text, count * self.tile_tokens, count * self.tile_cost)
+
+    def _text(self, rows: int, columns: int) -> str:
+        tokens = self.token * self.tile_tokens
+        whole = f"{self.fence}{self.whole_tag}{tokens}{self.fence}"
+        if not rows:
+            return whole
+        lines = (
+            "".join(
+                f"{self.fence}<row_{row + 1}_col_{column + 1}>{tokens}" for column in range(columns)
+            )
+            for row in range(rows)
+        )
+        return "\n".join(lines) + f"\n\n{whole}"

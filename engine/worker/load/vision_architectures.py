@@ -1,0 +1,80 @@
+"""Decides from a config alone whether a model that sees is served, and how its classes are called.
+
+Rule 1: an architecture is in `VISION` only if `tests/conformance/test_vision.py` compares it with
+transformers. Rule 2: other models with a vision part are refused by name. This file imports neither
+torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class VisionArchitecture:
+    """A served class of transformers whose models read images: its name, its module, a name for
+    people, its config class, the class of the model without its head, and the module of
+    `engine.worker.vision` that knows it."""
+
+    name: str
+    module: str
+    label: str
+    config: str
+    base: str
+    family: str
+
+
+VISION: dict[str, VisionArchitecture] = {
+    entry.name: entry
+    for entry in (
+        VisionArchitecture(
+            "LlavaForConditionalGeneration", "llava", "LLaVA", "LlavaConfig", "LlavaModel", "llava"
+        ),
+        VisionArchitecture(
+            "Idefics3ForConditionalGeneration",
+            "idefics3",
+            "Idefics 3",
+            "Idefics3Config",
+            "Idefics3Model",
+            "idefics",
+        ),
+        VisionArchitecture(
+            "SmolVLMForConditionalGeneration",
+            "smolvlm",
+            "SmolVLM",
+            "SmolVLMConfig",
+            "SmolVLMModel",
+            "idefics",
+        ),
+    )
+}
+
+
+def has_vision(config: Mapping[str, Any]) -> bool:
+    """Return whether a parsed config.json describes a model that generates text and has a vision
+    part, served or not."""
+    return isinstance(config.get("vision_config"), dict) and "text_config" in config
+
+
+def find_vision(config: Mapping[str, Any]) -> VisionArchitecture:
+    """Return the architecture of the parsed config.json of a model that sees.
+
+    Raises:
+        Refusal: The architecture is not served, or its weights are quantised.
+    """
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else str(config.get("model_type"))
+    if name not in VISION:
+        labels = ", ".join(one.label for one in VISION.values())
+        raise Refusal(f"{name} reads images, and of such models {labels} are served")
+    if config.get("quantization_config") is not None:
+        raise Refusal(f"the weights of this {name} are quantised; it needs plain float weights")
+    if config.get("audio_config") is not None:
+        raise Refusal(f"this {name} reads sounds, too, which is not served")
+    return VISION[name]

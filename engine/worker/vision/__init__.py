@@ -1,0 +1,1 @@
+"""Models that read images: transformers' vision towers beside our own decoder."""

@@ -1,0 +1,65 @@
+"""Reads the settings of a model's image processor, by transformers' own class for it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# The image processors whose settings are followed, by their names without "Fast" or "Pil", and the
+# module of transformers of each.
+MODULES = {
+    "CLIPImageProcessor": "clip",
+    "SiglipImageProcessor": "siglip",
+    "Idefics3ImageProcessor": "idefics3",
+    "SmolVLMImageProcessor": "smolvlm",
+}
+
+
+def read_processor(directory: Path, default: str) -> Any:
+    """Return the image processor of a model's directory, computed with Pillow. ``default`` is the
+    module of the one that a model has whose files name none.
+
+    Raises:
+        Refusal: There is none, or it is not followed here.
+    """
+    settings = _settings(directory)
+    named = str(settings.get("image_processor_type") or settings.get("feature_extractor_type", ""))
+    name = (
+        named.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    )
+    if not name:
+        name = next(one for one, module in MODULES.items() if module == default)
+    if name not in MODULES:
+        raise Refusal(
+            f"its image processor is {name[:200]!r}, which is not one of {', '.join(MODULES)}"
+        )
+    module = MODULES[name]
+    package = f"transformers.models.{module}.image_processing_pil_{module}"
+    for own in ("auto_map", "processor_class", "image_processor_type", "feature_extractor_type"):
+        settings.pop(own, None)
+    return getattr(importlib.import_module(package), f"{name}Pil")(**settings)
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """Return the settings of the image processor, which stand in one of two files."""
+    for name, key in (
+        ("processor_config.json", "image_processor"),
+        ("preprocessor_config.json", ""),
+    ):
+        try:
+            read = json.loads((directory / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise Refusal(f"its {name} is not JSON") from error
+        found = read.get(key) if key and isinstance(read, dict) else read
+        if isinstance(found, dict):
+            return dict(found)
+    raise Refusal("it has neither preprocessor_config.json nor an image processor in "
+                  "processor_config.json")  # fmt: skip

@@ -1,0 +1,184 @@
+"""The runner of models that read images: a text model's runner with a tower beside it (D26).
+
+The text model is loaded and run as any other. Where a row has tokens of an image, the image's
+embeddings go into the forward in the place of the token's. They are computed in the step that needs
+them first, and kept by the image's digest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.images.decode import BYTES_PER_PIXEL
+from engine.worker.failures import load_failures
+from engine.worker.forward.decoder import NativeDecoder
+from engine.worker.forward.image_rows import IMAGES, ImageRows, embed_with
+from engine.worker.load.loader import pick_device, pick_dtype
+from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import resolve, short_name
+from engine.worker.model_files import open_files
+from engine.worker.text_runner import TorchRunner
+from engine.worker.vision.parts import (
+    PartOfCheckpoint,
+    TextPart,
+    read_parts,
+    tower_name,
+)
+from engine.worker.vision.tower import (
+    Tower,
+    activation_bytes,
+    build_base,
+    cache_bytes,
+    fill,
+    joined,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from engine.core.text.plan import Row
+    from engine.core.text.types import PromptImage
+    from engine.images.sight import Sight
+    from engine.worker.forward.attention import AttentionBackend
+    from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, RunnerSpec
+    from engine.worker.step_batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class RowImage:
+    """The part of an image that a row computes: ``places`` among the step's tokens, and the indices
+    of their ``embeddings`` among the image's. Both are [count] int64."""
+
+    image: PromptImage
+    places: np.ndarray[Any, np.dtype[np.int64]]
+    embeddings: np.ndarray[Any, np.dtype[np.int64]]
+
+
+class VisionRunner(TorchRunner):
+    """A `engine.worker.interface.TextRunner` whose prompts may have images. ``tower`` is None until
+    it is loaded."""
+
+    tower: Tower | None = None
+
+    def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
+        super().__init__(spec, backend)
+        self._division = TextPart()
+
+    def estimate(self) -> MemoryEstimate:
+        """Return what `load` will need, with the tower and its cache.
+
+        Raises:
+            SpawnFailed: as `TorchRunner.estimate`.
+        """
+        text = super().estimate()
+        with load_failures(short_name(self._spec.model), self.close, needs="weights"):
+            spec = self._spec
+            with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
+                _, config = read_parts(files.source.directory)
+                with files.open_weights() as whole:
+                    own = PartOfCheckpoint(whole, tower_name)
+                    dtype = pick_dtype(spec.dtype, whole.main_dtype, pick_device(spec.device))
+                    weights = own.num_values * dtype.itemsize
+            kept = cache_bytes(0, int(config.get_text_config().hidden_size), dtype)
+            decoding = BYTES_PER_PIXEL * spec.max_image_pixels if text.device == "cpu" else 0
+            return replace(text, num_bytes=text.num_bytes + weights + kept + decoding)
+
+    def close(self) -> None:
+        """Free everything, as `TorchRunner.close`, and the tower."""
+        self.tower = None
+        super().close()
+
+    def _load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
+        info = super()._load(progress)
+        spec = self._spec
+        source = resolve(spec.model, spec.revision)
+        vision, config = read_parts(source.directory)
+        family = importlib.import_module(f"engine.worker.vision.{vision.family}")
+        token = self.tokenizer.token_of(int(config.image_token_id))
+        reader = family.Reader(source.directory, config, token, spec.max_image_pixels)
+        sight: Sight = reader.sight
+        _require_budget(sight, spec.max_num_batched_tokens, spec.max_num_seqs)
+        base = build_base(vision, config, family.TEXT_MODULE)
+        dtype = getattr(torch, info.dtype)
+        with (
+            open_files(spec.model, spec.revision, with_tokenizer=False) as files,
+            files.open_weights() as whole,
+        ):
+            fill(base, PartOfCheckpoint(whole, tower_name), dtype, self._device)
+        hidden = int(config.get_text_config().hidden_size)
+        self.tower = Tower(base, reader, hidden)
+        blank = sight.blank()
+        found = self.tower.encode(blank)
+        if found.shape[2] != hidden or not bool(found.isfinite().all()):
+            raise Refusal("its tower makes no finite embeddings of the text model's width")
+        own = self.tower.num_bytes + self.tower.max_bytes
+        own += activation_bytes(config, blank.cost, dtype)
+        return replace(
+            info,
+            architecture=vision.name,
+            memory_bytes=info.memory_bytes + own,
+            images=sight,
+        )
+
+    def _images_of(self, rows: Sequence[Row]) -> tuple[RowImage, ...]:
+        """Return the parts of images that rows compute."""
+        if self.tower is None:
+            return ()  # the first steps of a load
+        token_id, first, found = self.tower.reader.sight.token_id, 0, []
+        for row in rows:
+            state = self._sequences[row.sequence]
+            for image in state.images:
+                start, end = max(image.start, row.start), min(image.end, row.start + row.count)
+                if start >= end:
+                    continue
+                is_own = np.array(state.tokens[image.start : image.end]) == token_id
+                places = np.flatnonzero(is_own)
+                own = slice(*np.searchsorted(places, (start - image.start, end - image.start)))
+                found.append(
+                    RowImage(
+                        image,
+                        places[own] + image.start - row.start + first,
+                        np.arange(len(places), dtype=np.int64)[own],
+                    )
+                )
+            first += row.count
+        return tuple(found)
+
+    def _with_images(self, batch: Batch) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+        """Return a function that puts images' embeddings into a forward's inputs."""
+        images: Any = batch.images
+        if not images or self.tower is None or self._model is None:
+            return None
+        module, embeddings = self._model.module, self.tower.embeddings(one.image for one in images)
+        rows = ImageRows(
+            torch.from_numpy(np.concatenate([one.places for one in images])).to(self._device),
+            joined(
+                [
+                    whole[:, torch.from_numpy(one.embeddings).to(whole.device)]
+                    for one, whole in zip(images, embeddings, strict=True)
+                ]
+            ),
+        )
+
+        def change(inputs: dict[str, Any]) -> dict[str, Any]:
+            if isinstance(module, NativeDecoder):
+                return inputs | {IMAGES: rows}
+            ids = inputs.pop("input_ids")
+            return inputs | {"inputs_embeds": embed_with(module, ids, rows)}
+
+        return change
+
+
+def _require_budget(sight: Sight, budget: int, max_num_seqs: int) -> None:
+    """Refuse a step budget in which an image that must not be cut has no room beside decodes."""
+    if sight.is_whole and budget < sight.max_tokens + max_num_seqs:
+        raise Refusal(
+            f"its images have {sight.max_tokens} tokens that one step must compute, beside a token "
+            f"of each of {max_num_seqs} sequences, and a step has {budget}; raise "
+            "--max-num-batched-tokens"
+        )

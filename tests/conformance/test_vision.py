@@ -1,0 +1,126 @@
+"""Models that read images against transformers' own `generate(pixel_values=…)`, in float32.
+
+Prompts have images before, between and after text. Sequences run alone, cut into chunks at and
+inside images, and in batches with texts; some lose their blocks on the way. With a planted fault,
+the comparison fails.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
+from engine.worker.load.vision_architectures import VISION  # noqa: E402
+from engine.worker.vision import runner as runner_module  # noqa: E402
+from tests.support.mini_planner import MiniPlanner  # noqa: E402
+from tests.support.vision import CHATS, load  # noqa: E402
+from tools.make_vision import RECIPES  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+NUM_NEW = 24
+
+
+@pytest.fixture(scope="module", params=sorted(RECIPES))
+def seeing(request, tmp_path_factory):
+    """Yield each model."""
+    found = load(tmp_path_factory.mktemp("vision"), request.param)
+    yield found
+    found.runner.close()
+
+
+@pytest.fixture(scope="module")
+def expected(seeing):
+    """Return transformers' tokens of each chat."""
+    return {name: seeing.expected(turns, NUM_NEW) for name, turns in CHATS.items()}
+
+
+def run(seeing, names, *, seed=0, chunks=64, preempts=0.0):
+    """Run chats together, and return the output of each."""
+    planner = MiniPlanner(seeing.runner, seeing.info, seed=seed, chunks=chunks)
+    rng = random.Random(seed)
+    done = {}
+    for name in names:
+        prompt, images = seeing.prompt(CHATS[name])
+        done[name] = planner.add(prompt, NUM_NEW, images=images)
+    while live := [one for one in planner.sequences.values() if not one.is_done]:
+        planner.step(live)
+        if rng.random() < preempts:
+            planner.preempt(rng.choice(live))
+    planner.run()
+    failures = [one.failure for one in done.values() if one.failure]
+    assert not failures, failures
+    return {name: one.output for name, one in done.items()}
+
+
+def test_every_architecture_is_made_here(seeing):
+    assert seeing.info.architecture in VISION
+    assert len(RECIPES) == len(VISION)
+    assert isinstance(seeing.runner._model.module, NativeDecoder)
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_the_prompt_is_the_one_of_transformers_own_processor(seeing, name):
+    prompt, images = seeing.prompt(CHATS[name])
+    assert list(prompt) == seeing.inputs(CHATS[name])["input_ids"][0].tolist()
+    count = sum(one.content.num_tokens for one in images)
+    assert prompt.count(seeing.info.images.token_id) == count
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_greedy_tokens_are_those_of_transformers(seeing, expected, name):
+    assert run(seeing, [name], chunks=1000)[name] == expected[name]
+
+
+@pytest.mark.parametrize("chunks", [1, 5, 16])
+def test_chunks_that_end_anywhere_change_nothing(seeing, expected, chunks):
+    if seeing.info.images.is_whole:
+        chunks = 1000
+    for name in CHATS:
+        assert run(seeing, [name], seed=chunks, chunks=chunks)[name] == expected[name]
+
+
+def test_batches_with_texts_and_preemptions_change_nothing(seeing, expected):
+    chunks = 1000 if seeing.info.images.is_whole else 20
+    for seed in range(3):
+        found = run(seeing, list(CHATS), seed=seed, chunks=chunks, preempts=0.2)
+        assert found == expected
+
+
+def test_an_image_is_encoded_once_for_all_its_prompts(seeing):
+    tower = seeing.runner.tower
+    run(seeing, list(CHATS))
+    count = tower.num_encoded
+    run(seeing, list(CHATS), preempts=0.3)
+    assert tower.num_encoded == count
+
+
+def test_a_small_cache_encodes_again_and_changes_nothing(seeing, expected, monkeypatch):
+    tower = seeing.runner.tower
+    count = tower.num_encoded
+    monkeypatch.setattr(tower, "max_bytes", 1)
+    for name in ("turns", "before", "after"):
+        assert run(seeing, [name], chunks=1000)[name] == expected[name]
+    assert tower.num_encoded > count
+
+
+def shifted(one):
+    """Return a part of an image whose embeddings are off by one."""
+    return runner_module.RowImage(one.image, one.places, np.roll(one.embeddings, 1))
+
+
+def test_a_planted_fault_is_seen(seeing, expected, monkeypatch):
+    stock = runner_module.VisionRunner._images_of
+    faults = {
+        "embeddings off by one": lambda self, rows: tuple(map(shifted, stock(self, rows))),
+        "images left out": lambda self, rows: (),
+    }
+    for fault in faults.values():
+        with monkeypatch.context() as planted:
+            planted.setattr(runner_module.VisionRunner, "_images_of", fault)
+            assert run(seeing, list(CHATS), chunks=1000) != expected

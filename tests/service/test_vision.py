@@ -1,0 +1,111 @@
+"""Chats with images in a Python program, with a tiny model of random weights: the whole way from
+the bytes of files to tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from engine import Chat, EngineConfig, GenerateRequest, ModelConfig, open_engine  # noqa: E402
+from engine.errors import InvalidRequest  # noqa: E402
+from tests.support.vision import CHATS, FILES, load  # noqa: E402
+from tools.make_model import make as make_text  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+NUM_NEW = 16
+GREEDY = {"temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """Yield a SmolVLM of random weights."""
+    found = load(tmp_path_factory.mktemp("vision"), "smolvlm")
+    yield found
+    found.runner.close()
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory):
+    """Return a text model."""
+    return ModelConfig(str(make_text(tmp_path_factory.mktemp("text"))), dtype="float32")
+
+
+def engine_of(*models, **fields):
+    """Return an engine with a small pool and a small step."""
+    sizes = {"kv_cache_memory": 8 << 20, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    return open_engine(EngineConfig(models=models, **sizes | fields))
+
+
+def model_of(seeing):
+    """Return the configuration of the model that sees."""
+    return ModelConfig(str(seeing.directory), dtype="float32")
+
+
+async def answer(engine, messages, **fields):
+    """Return the tokens of an answer, and its usage."""
+    ids = []
+    request = GenerateRequest(
+        chat=Chat(messages), sampling=GREEDY, output={"token_ids": True}, **fields
+    )
+    async with engine.generate(request) as stream:
+        async for event in stream:
+            ids += getattr(event, "token_ids", ())
+    return ids, event.usage
+
+
+async def test_answers_are_those_of_transformers_and_prefixes_are_shared(seeing):
+    async with engine_of(model_of(seeing)) as engine:
+        for name, turns in CHATS.items():
+            wanted = seeing.expected(turns, NUM_NEW)
+            length = seeing.inputs(turns)["input_ids"].shape[1]
+            first, usage = await answer(engine, seeing.parts(turns))
+            again, cached = await answer(engine, seeing.parts(turns))
+            assert first == again == wanted, name
+            assert usage.prompt_tokens == length
+            assert cached.cached_tokens >= length - 1 - 16, name
+
+
+async def test_another_image_never_hits_the_same_text(seeing):
+    async with engine_of(model_of(seeing)) as engine:
+        for name in ("square", "square2"):
+            data = FILES["square"] if name == "square" else FILES["small"]
+            messages = [
+                {"role": "user", "content": [{"type": "image", "image": data},
+                                             {"type": "text", "text": "What is this? " * 8}]}
+            ]  # fmt: skip
+            _, usage = await answer(engine, messages)
+            assert usage.cached_tokens < 16
+
+
+async def test_a_literal_image_token_is_text(seeing):
+    async with engine_of(model_of(seeing)) as engine:
+        said = [{"role": "user", "content": "What does <image> mean?"}]
+        _, usage = await answer(engine, said)
+        both = [
+            {"role": "user", "content": [{"type": "text", "text": "Is <image> this:"},
+                                         {"type": "image", "image": FILES["small"]}]}
+        ]  # fmt: skip
+        first, _ = await answer(engine, both)
+        assert usage.prompt_tokens > 10
+        assert len(first) == NUM_NEW
+
+
+async def test_images_go_to_the_first_model_that_sees_and_others_refuse_them(seeing, text_model):
+    async with engine_of(text_model, model_of(seeing)) as engine:
+        messages = seeing.parts(CHATS["before"])
+        ids, _ = await answer(engine, messages)
+        assert ids == seeing.expected(CHATS["before"], NUM_NEW)
+        with pytest.raises(InvalidRequest, match="reads images"):
+            await answer(engine, messages, model=text_model.name)
+
+
+async def test_a_file_that_is_no_image_is_refused_by_its_field(seeing):
+    async with engine_of(model_of(seeing)) as engine:
+        parts = [{"type": "text", "text": "a"}, {"type": "image", "image": b"GIF89a"}]
+        messages = [{"role": "user", "content": parts}]
+        with pytest.raises(InvalidRequest) as caught:
+            await answer(engine, messages)
+        [violation] = caught.value.violations
+        assert violation.field == "chat.messages[0].parts[1].image"

@@ -1,0 +1,88 @@
+"""What a prompt's images change for the core: the keys of its blocks, and where it is cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.text.prefix import extend_keys
+from engine.core.text.prompt_images import contents_of_blocks, cut_chunk
+from engine.core.text.types import PromptImage
+
+SIZE = 4
+TOKENS = [7] * 20
+
+
+def image(start=6, count=5, digest=b"a", cost=10, *, is_whole=False):
+    """Return an image's span."""
+    return PromptImage(start, count, cost, digest, is_whole)
+
+
+def keys_of(*images, tokens=TOKENS):
+    """Return the keys of a prompt's blocks, computed in two parts."""
+    keys = []
+    contents = contents_of_blocks(images, SIZE)
+    extend_keys(keys, b"root", tokens[:8], SIZE, contents)
+    extend_keys(keys, b"root", tokens[8:], SIZE, contents)
+    return keys
+
+
+def same(first, second):
+    """Return how many keys two prompts share."""
+    return sum(a == b for a, b in zip(first, second, strict=True))
+
+
+def test_prompts_share_the_blocks_before_an_image_and_all_with_the_same_one():
+    assert keys_of(image()) == keys_of(image())
+    assert same(keys_of(image()), keys_of(image(digest=b"b"))) == 1
+    assert same(keys_of(image()), keys_of()) == 1
+    assert same(keys_of(image()), keys_of(image(start=7))) == 1
+    assert keys_of() == keys_of()
+
+
+def test_two_images_in_one_block_are_told_apart_by_their_order():
+    one = image(0, 2, b"a"), image(2, 2, b"b")
+    other = image(0, 2, b"b"), image(2, 2, b"a")
+    assert same(keys_of(*one), keys_of(*other)) == 0
+
+
+def cut(*images, start=0, count=20, room=100, begins=True, is_first=True):
+    """Return a chunk and its cost."""
+    return cut_chunk(images, start, count, room, begins=begins, is_first=is_first)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fields"),
+    [
+        ((20, 10), {}),  # all of it
+        ((20, 0), {"start": 11}),  # behind the image
+        ((8, 10), {"start": 8, "count": 8}),  # begins inside, as behind a cached prefix
+        ((8, 0), {"start": 8, "count": 8, "begins": False}),  # charged by the chunk before
+        ((6, 0), {"room": 16}),  # no room for the image behind what is before it
+        ((7, 10), {"room": 17}),  # room for its cost and its first token
+        ((0, 0), {"start": 6, "room": 8, "is_first": False}),  # left to the next step
+        ((1, 7), {"start": 6, "room": 8}),  # the first of a step, however large
+    ],
+)
+def test_a_chunk_is_charged_for_an_image_where_it_first_meets_it(wanted, fields):
+    assert cut(image(), **{"count": 20} | fields) == wanted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fields"),
+    [
+        ((20, 10), {}),
+        ((6, 0), {"count": 8}),  # cut before, never inside
+        ((6, 0), {"room": 20}),
+        ((11, 10), {"room": 21}),
+        ((0, 0), {"start": 6, "room": 8, "is_first": False}),
+        ((5, 0), {"start": 6, "room": 3}),  # the first of a step is computed whole
+    ],
+)
+def test_a_whole_image_is_never_cut(wanted, fields):
+    assert cut(image(is_whole=True), **{"count": 20} | fields) == wanted
+
+
+def test_a_step_takes_two_images_only_with_room_for_both():
+    two = image(2, 3, b"a"), image(8, 3, b"b")
+    assert cut(*two, room=50) == (20, 20)
+    assert cut(*two, room=22) == (8, 10)

@@ -1,0 +1,176 @@
+"""Writes a random-weight checkpoint of a model that reads images, with its processor.
+
+    python -m tools.make_vision --arch smolvlm --out DIR
+
+Rule 1: the same arguments write the same weights. Rule 2: the libraries themselves write the files,
+so that they are like those of real models. The weights are as those of `tools.make_model`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.make_model import EOS, fill, write_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+VOCAB = 512
+WORDS = 400  # ids of the tokenizer's own; special tokens follow
+TEXT = {
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+SIDE, PATCH = 32, 8
+EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
+TEMPLATE = (
+    "{%% for m in messages %%}{{ m['role'] }}: {%% for part in m['content'] %%}"
+    "{%% if part['type'] == 'image' %%}%s{%% else %%}{{ part['text'] }}{%% endif %%}{%% endfor %%}"
+    "\n{%% endfor %%}{%% if add_generation_prompt %%}assistant: {%% endif %%}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one architecture's checkpoint is made: its special tokens, its chat template's marker of
+    an image, and functions that make the model and the processor."""
+
+    tokens: tuple[str, ...]
+    marker: str
+    model: Callable[[Any, dict[str, int]], Any]
+    processor: Callable[[Any, Any], Any]
+
+
+def _llava(transformers: Any, ids: dict[str, int]) -> Any:
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            vision_config={"model_type": "clip_vision_model", **EYES},
+            text_config={"model_type": "llama", "tie_word_embeddings": False, **TEXT},
+            image_token_id=ids["<image>"],
+            image_seq_length=(SIDE // PATCH) ** 2,
+            vision_feature_layer=-2,
+            vision_feature_select_strategy="default",
+        )
+    )
+
+
+def _llava_processor(transformers: Any, tokenizer: Any) -> Any:
+    square = {"height": SIDE, "width": SIDE}
+    return transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=square),
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def _idefics(name: str) -> Callable[[Any, dict[str, int]], Any]:
+    def make(transformers: Any, ids: dict[str, int]) -> Any:
+        kind = {"Idefics3": "idefics3_vision", "SmolVLM": "smolvlm_vision"}[name]
+        config = getattr(transformers, f"{name}Config")(
+            vision_config={"model_type": kind, **EYES},
+            text_config={"model_type": "llama", "tie_word_embeddings": False, **TEXT},
+            image_token_id=ids["<image>"],
+            scale_factor=2,
+            tie_word_embeddings=False,
+        )
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+    return make
+
+
+def _idefics_processor(name: str) -> Callable[[Any, Any], Any]:
+    def make(transformers: Any, tokenizer: Any) -> Any:
+        images = getattr(transformers, f"{name}ImageProcessorPil")(
+            size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE}
+        )
+        # SmolVLM's own processor has a video processor, too, which needs more packages.
+        return transformers.Idefics3Processor(
+            images, tokenizer, image_seq_len=(SIDE // PATCH // 2) ** 2
+        )
+
+    return make
+
+
+_TILES = (
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
+)
+RECIPES = {
+    "llava": Recipe(("<image>",), "<image>", _llava, _llava_processor),
+    "idefics3": Recipe(_TILES, "<image>", _idefics("Idefics3"), _idefics_processor("Idefics3")),
+    "smolvlm": Recipe(_TILES, "<image>", _idefics("SmolVLM"), _idefics_processor("SmolVLM")),
+}
+
+
+def make(out: Path | str, arch: str = "smolvlm", *, seed: int = 0) -> Path:
+    """Write a checkpoint with its tokenizer and processor into ``out``, and return the path."""
+    import torch
+    import transformers
+    from tokenizers import AddedToken, Tokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    directory, recipe = Path(out), RECIPES[arch]
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(directory, WORDS)
+    backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.add_special_tokens(
+        [AddedToken(one, normalized=False, special=True) for one in recipe.tokens]
+    )
+    ids = {one: int(backend.token_to_id(one)) for one in recipe.tokens}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=EOS,
+        extra_special_tokens={"image_token": recipe.tokens[0]},
+    )
+    processor = recipe.processor(transformers, tokenizer)
+    processor.chat_template = TEMPLATE % recipe.marker
+    processor.save_pretrained(directory)
+    model = recipe.model(transformers, ids)
+    fields = {"vocab_size": VOCAB, "hidden_size": TEXT["hidden_size"]}
+    for name, value in fields.items():
+        setattr(model.config, name, value)  # which filling reads
+    fill(model, torch.Generator().manual_seed(seed))
+    for name in fields:
+        delattr(model.config, name)
+    model.save_pretrained(directory)
+    return directory
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="make_vision", description="Write a random model.")
+    parser.add_argument("--arch", default="smolvlm", choices=sorted(RECIPES))
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    make(given.out, given.arch, seed=given.seed)
+    print(f"wrote {given.arch} to {given.out}")
+
+
+if __name__ == "__main__":
+    main()
