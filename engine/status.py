@@ -19,6 +19,11 @@ class Capability(Enum):
     VISION = "vision"
     TEXT_TO_IMAGE = "text-to-image"
 
+    @property
+    def generates_text(self) -> bool:
+        """Whether a model with it serves Generate."""
+        return self in (Capability.TEXT_TO_TEXT, Capability.VISION)
+
 
 class ModelState(Enum):
     """Where a model or one of its replicas stands (D16)."""

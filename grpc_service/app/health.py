@@ -14,7 +14,7 @@ import trio
 from grpc_health.v1 import health_pb2
 
 from engine.errors import Overloaded
-from engine.status import Capability, ModelState
+from engine.status import ModelState
 from grpc_service.rpc.errors import RpcError
 from grpc_service.rpc.methods import methods_of
 from grpc_service.rpc.status import StatusCode
@@ -119,7 +119,7 @@ def model_states(models: Sequence[ModelStatus], *, draining: bool) -> dict[str, 
     The server as a whole is SERVING when its preloaded text models are. A text model that FAILED
     affects only its own name, unless all text models have failed; an adapter never affects more.
     """
-    text = [one for one in models if one.capability is Capability.TEXT_TO_TEXT and not one.base]
+    text = [one for one in models if one.capability.generates_text and not one.base]
     alive = [model for model in text if model.state is not ModelState.FAILED]
     is_up = all(_is_serving(model) for model in alive) and (bool(alive) or not text)
     states = {

@@ -152,7 +152,8 @@ def _first_requests(engine: Engine, where: str, config: ServerConfig) -> Iterato
     server = "" if where == f"{DEFAULT_HOST}:{DEFAULT_PORT}" else f" --server {where}"
     models = engine.list_models()
     kinds = {model.capability for model in models if model.state is not ModelState.FAILED}
-    if Capability.TEXT_TO_TEXT in kinds:
+    generates = any(kind.generates_text for kind in kinds)
+    if generates:
         yield f'  triolet generate "Once upon a time"{server}{needs}'
     if Capability.TEXT_EMBEDDING in kinds:
         yield f'  triolet embed "The dog sleeps." "A hound naps." "The ship left."{server}{needs}'
@@ -161,7 +162,7 @@ def _first_requests(engine: Engine, where: str, config: ServerConfig) -> Iterato
     if Capability.RERANK in kinds:
         texts = '"Where is the dog?" "The dog sleeps." "The ship left."'
         yield f"  triolet rerank {texts}{server}{needs}"
-    if Capability.TEXT_TO_TEXT in kinds and not needs:
+    if generates and not needs:
         yield (
             f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '
             "triolet.v1.Inference/Generate"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 from engine.errors import Unsupported
-from engine.status import Capability
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +31,7 @@ TOKENIZER_FILES = (
 
 def encode_info(name: str, info: WorkerInfo, directory: Path | None) -> Any:
     """Return the description of a loaded model; ``directory`` has its files, if it has any."""
-    is_text = info.capability is Capability.TEXT_TO_TEXT
+    is_text = info.capability.generates_text
     path = "" if directory is None else str(directory.absolute())
     return vllm_engine_pb2.GetModelInfoResponse(
         served_model_name=name,

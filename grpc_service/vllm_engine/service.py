@@ -17,7 +17,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 from engine.api.engine import files_of
 from engine.errors import NotAllowed, NoWorkers, Unsupported
 from engine.requests.quota import Origin
-from engine.status import Capability, ModelState
+from engine.status import ModelState
 from grpc_service.access.policy import is_local
 from grpc_service.rpc.methods import methods_of
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
@@ -76,7 +76,7 @@ class VllmEngine:
 
     @property
     def _has_prefixes(self) -> bool:
-        is_text = self._entry.likely_capability is Capability.TEXT_TO_TEXT
+        is_text = self._entry.likely_capability.generates_text
         return is_text and self._engine.config.prefix_cache
 
     # ---- requests

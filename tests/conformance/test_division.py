@@ -37,7 +37,7 @@ from tools.make_model import Shape, make  # noqa: E402
 pytestmark = pytest.mark.model
 
 NO_PLAN = ("gpt2", "gpt2, layer-scaled", "opt", "opt, projected", "gpt_neox",
-           "gpt_neox, in sequence", "hunyuan", "hunyuan, alpha")  # fmt: skip
+           "gpt_neox, in sequence", "hunyuan", "hunyuan, alpha", "phi, normed heads")  # fmt: skip
 DIVIDED = [name for name in ZOO if name not in NO_PLAN]
 SHARE_MOST = 0.52  # of what a whole model has in its layers and in its KV pool
 ESTIMATE_OFF_MOST = 0.05
@@ -334,6 +334,7 @@ def held_bytes(runner):
         ),
         ("gpt2", Shape(), {}, 2, "GPT2LMHeadModel has no plan for tensor parallelism"),
         ("opt", Shape(), {}, 2, "OPTForCausalLM has no plan for tensor parallelism"),
+        ("phi", Shape(), {"qk_layernorm": True}, 2, r"the normed heads \(qk_layernorm\) of Phi"),
     ],
 )
 def test_what_does_not_divide_is_refused_by_name(tmp_path, arch, shape, extra, size, text):

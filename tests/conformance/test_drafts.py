@@ -31,7 +31,7 @@ from engine.core.text.plan import (  # noqa: E402
 )
 from engine.core.text.types import Constraint, Sampling, Stops, Tokens  # noqa: E402
 from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
-from engine.worker import sequences  # noqa: E402
+from engine.worker import sequences, text_runner  # noqa: E402
 from engine.worker.drafting.look_up import LookUp  # noqa: E402
 from engine.worker.sampling.constraint_compiler import Matching  # noqa: E402
 from engine.worker.text_runner import NO_SCORES, TorchRunner  # noqa: E402
@@ -197,8 +197,8 @@ MUTANTS = (
     ),
     Mutant(
         "all log-probabilities are of the first position",
-        TorchRunner,
-        "_score",
+        text_runner,
+        "score_batch",
         "choice.logits + place",
         "choice.logits",
     ),

@@ -73,7 +73,9 @@ MESSAGES = {
     ),
     "Message": """
         role:string content:string tool_calls:ToolCall* tool_call_id:string name:string
+        parts:MessagePart*
     """,
+    "MessagePart": "part/text:string part/image:bytes",
     "Tool": "name:string description:string parameters:Struct",
     "ToolCall": "id:string name:string arguments_json:string",
     "SamplingParams": """

@@ -68,6 +68,13 @@ class Division:
                 f"{name} has no plan for tensor parallelism, so it cannot be divided among "
                 f"{self.size} processes; leave tensor_parallel_size out"
             )
+        # Phi's module computes the width of its normed heads from the number of heads, of which a
+        # rank has a part.
+        if getattr(config, "qk_layernorm", False):
+            raise Refusal(
+                f"the normed heads (qk_layernorm) of {name} cannot be divided among {self.size} "
+                "processes; leave tensor_parallel_size out"
+            )
         heads = int(config.num_attention_heads)
         config.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
         if getattr(config, "num_key_value_heads", None) is None:
