@@ -75,6 +75,15 @@ def gguf(name: str, kind: str = "") -> Path | None:
     return file
 
 
+def story_gguf() -> Path | None:
+    """Return the shipped story model as a GGUF file, or None if llama.cpp is not installed."""
+    if not PEERS["llama.cpp"].is_installed:
+        return None
+    file = cache_folder("triolet-bench") / "demo-stories.gguf"
+    _written(file, ["tools.bench.peers.gguf_file", str(ROOT / "engine" / "demo" / "stories")])
+    return file
+
+
 def _written(file: Path, command: list[str]) -> None:
     """Have a module of llama.cpp's environment write a file, if it is missing."""
     if file.exists():

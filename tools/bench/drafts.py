@@ -10,6 +10,8 @@ The shipped draft model drafts for the story model, with all that it adapts to, 
 (`WITHOUT_ADAPTING`): these rows show its acceptance, and what it would cost if it did not switch
 itself off.
 
+llama.cpp's own look-up drafts for the same story model and prompts, against llama.cpp without.
+
 Another row compares unseeded answers with and without drafts by a chi-squared test over their
 first tokens that may be drafted: the share of the statistic's critical value at one in a thousand.
 
@@ -18,9 +20,11 @@ first tokens that may be drafted: the share of the statistic's critical value at
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
+import subprocess
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -35,8 +39,10 @@ from engine.core.text.draft_lengths import Lengths, Purse, StepCosts
 from engine.core.text.types import Constraint, Tokens
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker import sequences
-from tools.bench.checkpoints import checkpoint
-from tools.bench.frame import Row, repeat_in_turn, row_of
+from engine.worker.text.tokenizer import load_tokenizer
+from tools.bench.checkpoints import checkpoint, story_gguf
+from tools.bench.frame import ROOT, Row, repeat_in_turn, row_of
+from tools.bench.peers.environments import PEERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -230,6 +236,37 @@ def of_all(name: str, ratios: list[float], bar: float | None) -> Row:
     return row_of(f"{name}: all", ratios, "×", bar=bar, better="higher")
 
 
+def of_llama_cpp(wanted: re.Pattern[str]) -> Iterator[Row]:
+    """Yield the rows of llama.cpp's own look-up, with the story model in float32."""
+    prompts = {
+        f"llama.cpp, {kind} {index + 1}": text
+        for kind, texts in (("repetitive prompts", REPETITIVE), ("plain stories", PLAIN))
+        for index, text in enumerate(texts)
+    }
+    prompts = {name: text for name, text in prompts.items() if wanted.search(name)}
+    file = story_gguf() if prompts else None
+    if file is None:
+        return
+    tokenizer = load_tokenizer(ROOT / "engine" / "demo" / "stories")
+    ids = [tokenizer.encode(text) for text in prompts.values()]
+    command = [str(PEERS["llama.cpp"].python), "-m", "tools.bench.peers.llama_cpp_drafts"]
+    answer = subprocess.run(
+        [*command, str(file), str(THREADS), str(STORY_TOKENS)],
+        cwd=ROOT,
+        input=json.dumps(ids),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    for name, one in zip(prompts, json.loads(answer.stdout), strict=True):
+        ratios = [
+            drafting / plain for drafting, plain in zip(one["with"], one["without"], strict=True)
+        ]
+        note = "" if one["tokens"] else "the tokens with drafts differ"
+        yield row_of(f"{name}: its look-up", one["with"], "tokens/s", better="higher", note=note)
+        yield row_of(f"{name}: its look-up against none", ratios, "×", better="higher")
+
+
 def by_model(wanted: re.Pattern[str]) -> Iterator[Row]:
     """Yield the rows of the shipped draft model, one stream at a time and eight."""
     drawn = {"temperature": 0.8, "seed": 5, "max_tokens": STORY_TOKENS, "ignore_eos": True}
@@ -314,6 +351,7 @@ def run() -> list[Row]:
     wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
     return [
         *looked_up(wanted),
+        *of_llama_cpp(wanted),
         *by_model(wanted),
         *distribution(wanted),
         *replayed(wanted),

@@ -1,4 +1,5 @@
-"""Converts a checkpoint to a GGUF file for llama.cpp, with the same bfloat16 weights bit for bit.
+"""Converts a checkpoint in bfloat16 or float32 to a GGUF file for llama.cpp, with the same weights
+bit for bit.
 
     PYTHON -m tools.bench.peers.gguf_file CHECKPOINT FILE     (in llama.cpp's environment)
 
@@ -36,6 +37,7 @@ OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
 }
+STORED = {"BF16": np.uint16, "F32": np.float32}
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -92,18 +94,19 @@ def _add_vocabulary(writer: Any, checkpoint: Path) -> None:
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:
-    """Return the bits of every tensor as a mapped array of uint16. Source: the safetensors
-    format."""
+    """Return every tensor as a mapped array: the bits of bfloat16 as uint16, or float32. Source:
+    the safetensors format."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
     header.pop("__metadata__", None)
     tensors = {}
     for name, what in header.items():
-        if what["dtype"] != "BF16":
-            raise SystemExit(f"{name} is stored as {what['dtype']}; bfloat16 is needed")
+        if what["dtype"] not in STORED:
+            raise SystemExit(f"{name} is stored as {what['dtype']}; use {' or '.join(STORED)}")
         start = 8 + size + what["data_offsets"][0]
-        tensors[name] = np.memmap(file, np.uint16, "r", start, tuple(what["shape"]))
+        kind = STORED[what["dtype"]]
+        tensors[name] = np.memmap(file, kind, "r", start, tuple(what["shape"]))
     return tensors
 
 
@@ -125,6 +128,9 @@ def _named(name: str) -> str:
 
 
 def _add(writer: Any, name: str, bits: np.ndarray) -> None:
+    if bits.dtype == np.float32:
+        writer.add_tensor(name, np.ascontiguousarray(bits))
+        return
     if bits.ndim == 1:
         writer.add_tensor(name, (bits.astype(np.uint32) << 16).view(np.float32))
         return
