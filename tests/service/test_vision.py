@@ -109,3 +109,20 @@ async def test_a_file_that_is_no_image_is_refused_by_its_field(seeing):
             await answer(engine, messages)
         [violation] = caught.value.violations
         assert violation.field == "chat.messages[0].parts[1].image"
+
+
+async def test_tokenize_refuses_images(seeing):
+    """Red if it counts an image's marker alone, as it once did."""
+    async with engine_of(model_of(seeing)) as engine:
+        with pytest.raises(InvalidRequest) as caught:
+            await engine.tokenize(model_of(seeing).name, chat=Chat(seeing.parts(CHATS["before"])))
+        [violation] = caught.value.violations
+        assert violation.field == "chat.messages[0].parts[0].image"
+
+
+async def test_a_worker_in_a_process_sees_the_same(seeing):
+    model = ModelConfig(str(seeing.directory), dtype="float32", runner="process")
+    async with engine_of(model) as engine:
+        for name, turns in CHATS.items():
+            ids, _ = await answer(engine, seeing.parts(turns))
+            assert ids == seeing.expected(turns, NUM_NEW), name
