@@ -335,7 +335,7 @@ def validate_tokenize(text: str | None, chat: Chat | None) -> None:
     if (text is None) == (chat is None):
         found.append(FieldViolation("input", "set exactly one of text and chat"))
     for path, _ in chat.images if chat is not None else ():
-        found.append(FieldViolation(path, "only Generate counts the tokens of images, in its usage"))
+        found.append(FieldViolation(path, "only Generate counts images' tokens, in its usage"))
     if found:
         raise InvalidRequest(found)
 
