@@ -41,7 +41,8 @@ def calls(monkeypatch):
     """Return the threads of each model's calls, by method; fakes compute in place of torch."""
     found = {"stories": defaultdict(list), "embed": defaultdict(list)}
 
-    def text(spec):
+    def text(spec, kind):
+        assert kind is Capability.TEXT_TO_TEXT
         return traced(FakeRunner(), found["stories"])
 
     def encode(spec, kind):
