@@ -51,6 +51,7 @@ BESIDE = {  # a function, or any function of a file
     "engine/core/text/best_rate.py": "note how fast the step was",
     "engine/core/text/decode_pace.py": "note how fast the step was",
     "StepCosts.note": "note how fast the step was",
+    "Drafts.note_step": "note how fast the step was",
     "engine/core/text/blocks.py": "account for the step's blocks",
     "engine/core/text/plan.py": "account for the step's blocks",
     "engine/core/common/rate.py": "measure the step's rate",
