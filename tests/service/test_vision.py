@@ -7,7 +7,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine import Chat, EngineConfig, GenerateRequest, ModelConfig, open_engine  # noqa: E402
+from engine import (  # noqa: E402
+    Chat,
+    Continuation,
+    ContinuedChoice,
+    EngineConfig,
+    GenerateRequest,
+    ModelConfig,
+    open_engine,
+)
 from engine.errors import InvalidRequest  # noqa: E402
 from tests.support.vision import CHATS, FILES, load  # noqa: E402
 from tools.make_model import make as make_text  # noqa: E402
@@ -126,3 +134,41 @@ async def test_a_worker_in_a_process_sees_the_same(seeing):
         for name, turns in CHATS.items():
             ids, _ = await answer(engine, seeing.parts(turns))
             assert ids == seeing.expected(turns, NUM_NEW), name
+
+
+async def test_an_answer_behind_images_goes_on_after_a_cut(seeing):
+    async with engine_of(model_of(seeing)) as engine:
+        for name, turns in CHATS.items():
+            wanted = seeing.expected(turns, NUM_NEW)
+            for cut in (1, NUM_NEW - 1):
+                received = Continuation((ContinuedChoice(tuple(wanted[:cut])),))
+                rest, usage = await answer(engine, seeing.parts(turns), continuation=received)
+                assert rest == wanted[cut:], name
+                assert usage.resumed_tokens == cut
+
+
+async def test_drafts_behind_images_change_no_token(seeing):
+    """An answer that repeats itself, so that its tokens are looked up."""
+    long = 48
+    same = {"temperature": 0, "max_tokens": long, "ignore_eos": True}
+    sampling = same | {"allowed_token_ids": (5, 6)}
+    counts = []
+    async with engine_of(model_of(seeing)) as engine:
+        for turns in CHATS.values():
+            found = []
+            for speculation in (True, False):
+                request = GenerateRequest(
+                    chat=Chat(seeing.parts(turns)),
+                    sampling=sampling | {"speculation": speculation},
+                    output={"token_ids": True},
+                )
+                ids = []
+                async with engine.generate(request) as stream:
+                    async for event in stream:
+                        ids += getattr(event, "token_ids", ())
+                found.append(ids)
+                counts.append(event.usage.accepted_tokens)
+            assert found[0] == found[1]
+            assert len(found[0]) == long
+    assert any(counts[::2])
+    assert not any(counts[1::2])
