@@ -14,7 +14,7 @@ from engine.core.text.types import Request
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.requests.answer_format import PLAIN, AnswerFormat, detect_format
 from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
-from engine.requests.prompt_images import Seeing, SeeingPrompt
+from engine.requests.prepare_chat import Seeing, SeeingPrompt
 from engine.requests.resolve_text import resolve_sampling, resolve_stops
 from engine.requests.text_values import MAX_PROMPT_LOGPROBS
 from engine.requests.tokenizing import check_ids

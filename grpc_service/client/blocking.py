@@ -19,7 +19,7 @@ from grpc_service.client import messages
 from grpc_service.client.channel import key_metadata, open_channel
 from grpc_service.client.errors import CallError, Cancelled, call_error
 from grpc_service.client.requests import chat_request
-from grpc_service.client.resumption import RESUME_S, Resumption
+from grpc_service.client.resumption import RESUME_S, Resumption, method_of
 from grpc_service.client.stubs import ControlStub, InferenceStub, ModelsStub
 
 if TYPE_CHECKING:
@@ -181,9 +181,7 @@ class Client:
         )
 
         def start(asked: Message, left: float | None) -> Any:
-            is_attaching = isinstance(asked, messages.AttachRequest)
-            method = self._stub.Attach if is_attaching else self._stub.Generate
-            return self._calls.start(method, asked, left)
+            return self._calls.start(method_of(self._stub, asked), asked, left)
 
         return TextStream(start, resumption, timeout)
 

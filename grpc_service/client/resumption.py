@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 
@@ -41,6 +41,11 @@ class NextCall(NamedTuple):
     request: messages.GenerateRequest | messages.AttachRequest
     delay_s: float
     timeout: float | None
+
+
+def method_of(stub: Any, request: Any) -> Any:
+    """Return the stub's method that a stream's first request, or one that goes on, is sent to."""
+    return stub.Attach if isinstance(request, messages.AttachRequest) else stub.Generate
 
 
 class Resumption:

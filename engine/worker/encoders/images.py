@@ -108,9 +108,7 @@ class ImageReader:
         return features | {"modality": "image"}
 
     def _scaled(self, image: FittedImage) -> Floats:
-        """Return an image as the model's numbers, [3, height, width] float32."""
-        pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
-        return np.stack([self._table[channel][pixels[..., channel]] for channel in range(3)])
+        return scaled(image, self._table)
 
     def _patches(self, images: Sequence[FittedImage]) -> dict[str, np.ndarray[Any, Any]]:
         """Return images cut into patches, padded to the most that an image may have."""
@@ -125,6 +123,12 @@ class ImageReader:
             )
             mask[place, : rows * columns] = 1
         return {"pixel_values": values, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def scaled(image: FittedImage, table: Floats) -> Floats:
+    """Return an image as a model's numbers, [3, height, width] float32, by `table_of`."""
+    pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.height, image.width, 3)
+    return np.stack([table[channel][pixels[..., channel]] for channel in range(3)])
 
 
 def text_width(config: Any) -> int:

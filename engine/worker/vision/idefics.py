@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from engine.images.sight import TiledSight
-from engine.worker.encoders.images import FILTERS, table_of
+from engine.worker.encoders.images import FILTERS, scaled, table_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.vision.processors import read_processor
 
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
     from engine.images.sight import SeenImage
 
 TEXT_MODULE = "text_model"
-
-
-def text_config(config: Any) -> Any:
-    """Return the config of the text model, which is one of transformers' text models."""
-    return config.text_config
 
 
 class Reader:
@@ -69,8 +63,7 @@ class Reader:
         return torch.cat([self._tile(base, tile) for tile in image.tiles])[None]
 
     def _tile(self, base: Any, tile: FittedImage) -> torch.Tensor:
-        pixels = np.frombuffer(tile.pixels, np.uint8).reshape(tile.height, tile.width, 3)
-        values = np.stack([self._table[channel][pixels[..., channel]] for channel in range(3)])
+        values = scaled(tile, self._table)
         sent = torch.from_numpy(values).to(base.device, base.dtype)[None, None]
         if not bool(sent.count_nonzero()):  # the model takes such a tile for padding
             sent[..., 0, 0] = torch.finfo(base.dtype).tiny

@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 TEXT_MODULE = "language_model"
 
 
-def text_config(config: Any) -> Any:
-    """Return the config of the text model, which is one of transformers' text models."""
-    return config.text_config
-
-
 class Reader:
     """Makes the tower's input of images. ``sight`` says how files become images.
 

@@ -68,8 +68,7 @@ def text_part(vision: VisionArchitecture, config: Any) -> tuple[Architecture, An
     Raises:
         Refusal: The text model is not served.
     """
-    family = importlib.import_module(f"engine.worker.vision.{vision.family}")
-    text = family.text_config(config)
+    text = config.get_text_config()
     name = next((one.name for one in SERVED.values() if one.config == type(text).__name__), "")
     kind = str(getattr(text, "model_type", "unnamed"))
     if not name:

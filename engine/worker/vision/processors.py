@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import json
 from typing import TYPE_CHECKING, Any
 
 from engine.worker.load.refusal import Refusal
+from engine.worker.load.resolve import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,13 +52,10 @@ def _settings(directory: Path) -> dict[str, Any]:
         ("processor_config.json", "image_processor"),
         ("preprocessor_config.json", ""),
     ):
-        try:
-            read = json.loads((directory / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not (directory / name).exists():
             continue
-        except ValueError as error:
-            raise Refusal(f"its {name} is not JSON") from error
-        found = read.get(key) if key and isinstance(read, dict) else read
+        read = read_json(directory, name)
+        found = read.get(key) if key else read
         if isinstance(found, dict):
             return dict(found)
     raise Refusal("it has neither preprocessor_config.json nor an image processor in "
