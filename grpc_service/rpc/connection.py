@@ -249,6 +249,10 @@ class Connection:
     async def _receive(self) -> bytes:
         """Wait for bytes; what is incomplete has no more than its time for that. The time in which
         the server does not read does not count."""
+        if self._frame_left_s == math.inf:
+            data = await self._transport.receive()
+            self._heard_at = trio.current_time()
+            return data
         began_at = trio.current_time()
         self._scope.deadline = began_at + self._frame_left_s
         data = await self._transport.receive()

@@ -53,6 +53,11 @@ class RequestBody:
         """Whether the request is malformed, or too large."""
         return self.reader.error is not None and not self._is_closed
 
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message waits to be taken."""
+        return bool(self.reader.messages)
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
         if self._is_closed:
@@ -95,6 +100,8 @@ class RequestBody:
     def close(self) -> None:
         """Drop what has come and what will come, as the call has ended or takes no more messages.
         Now: the objects refer to each other, and Python looks for such garbage seldom."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self.reader.fail(TooManyHeld("the call takes no more messages"))
         self._held.set_bytes(self._holding, 0)
@@ -108,7 +115,7 @@ class RequestBody:
             self.note_request()
         self._count()
         if reader.is_amid_message:
-            self._held.ask_to_grow(self._holding)
+            self._held.ask_to_grow(self._holding, reader.num_missing)
         else:
             self._stream.release()
         if reader.messages or reader.error is not None:
