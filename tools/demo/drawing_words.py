@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tools.demo.drawings import COLOURS, KINDS, Scene, draw_thing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from random import Random
 
     from tools.demo.drawings import Thing
@@ -200,9 +200,9 @@ ASKING: dict[str, Callable[[Random, Scene], Question | None]] = {
 }
 
 
-def questions(rng: Random, scene: Scene) -> list[Question]:
-    """Return one question of each kind that the scene allows, in a random order."""
-    asked = [ask(rng, scene) for ask in ASKING.values()]
+def questions(rng: Random, scene: Scene, kinds: Iterable[str] = tuple(ASKING)) -> list[Question]:
+    """Return one question of each of the kinds that the scene allows, in a random order."""
+    asked = [ASKING[kind](rng, scene) for kind in kinds]
     found = [question for question in asked if question is not None]
     rng.shuffle(found)
     return found

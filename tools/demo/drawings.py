@@ -10,6 +10,7 @@ name, and is in no training drawing.
 from __future__ import annotations
 
 import argparse
+import io
 import random
 from dataclasses import dataclass, replace
 from functools import cache
@@ -196,6 +197,13 @@ def paint(drawing: Drawing) -> Image.Image:
     return large.reduce(SHARPNESS)
 
 
+def png_of(drawing: Drawing) -> bytes:
+    """Return a drawing as a PNG file."""
+    file = io.BytesIO()
+    paint(drawing).save(file, "PNG")
+    return file.getvalue()
+
+
 def which_thing(drawing: Drawing) -> Pixels:
     """Return for each pixel the number of the thing that covers it, from 1, or 0: [SIDE, SIDE]
     uint8."""
@@ -242,7 +250,7 @@ def main() -> None:
     for index in range(given.count):
         drawing = held_out_drawing(given.seed, index)
         file = given.out / f"{drawing.scene.arrangement.replace(' ', '-')}.png"
-        paint(drawing).save(file)
+        file.write_bytes(png_of(drawing))
         print(file)
 
 

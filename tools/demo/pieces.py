@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from tools.demo.encoder_parts import Schedule
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch.nn import Module
 
@@ -36,19 +37,21 @@ class Pieces:
         self._kept = kept
         self._ends = time.monotonic() + 60 * minutes
         self._losses: deque[float] = deque(maxlen=100)
-        self._step = 0
+        self._step, self._share = 0, 0.0
         self._cpu_before = 0.0
         if kept and kept.exists():
             self._go_on(torch.load(kept, weights_only=True))
 
-    def steps(self, total: int) -> Iterator[int]:
-        """Yield the numbers of the steps that are left.
+    def steps(self, *rounds: int) -> Iterator[int]:
+        """Yield the numbers of the steps that are left of one or more rounds. The learning rate
+        falls to zero in each.
 
         Raises:
             Unfinished: The time is over.
         """
-        self._total = total
+        total = sum(rounds)
         while self._step < total:
+            self._begin_step(rounds)
             yield self._step
             self._step += 1
             if self._step % 50 == 0:
@@ -60,7 +63,15 @@ class Pieces:
     def learn(self, loss: torch.Tensor) -> None:
         """Update the weights once."""
         self._losses.append(float(loss.item()))
-        self._schedule.take_step(loss, self._step / self._total)
+        self._schedule.take_step(loss, self._share)
+
+    def _begin_step(self, rounds: Sequence[int]) -> None:
+        first = max(start for start in accumulate(rounds, initial=0) if start <= self._step)
+        if self._step == first > 0:
+            self._schedule = Schedule(*self._modules)
+        self._share = (self._step - first) / rounds[
+            list(accumulate(rounds, initial=0)).index(first)
+        ]
 
     def facts(self) -> dict[str, float]:
         """Return the number of steps, the mean loss of the last ones, and the time they took."""

@@ -31,7 +31,6 @@ DEMOS = {
     "demo-rerank": "rerank",
     "demo-draft": "draft",  # drafts for the stories
     "demo-clip": "clip",
-    "demo-see": "see",
 }
 DEMO_ROOT = Path(__file__).resolve().parents[2] / "demo"
 
