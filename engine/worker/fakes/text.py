@@ -5,7 +5,8 @@ Rule 1: this file imports no torch. Rule 2: a token depends on its sequence's ow
 choice alone, *as read back from the fake KV pool*. So a wrong block table, or a block that is
 shared too early or freed too soon, gives other tokens or raises `KvMismatch`.
 
-Each slot of the fake KV pool holds a digest of all tokens up to its position.
+Each slot of the fake KV pool holds a digest of all tokens up to its position, and of the images
+that these are tokens of.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from engine.core.encode.types import EncodePlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
-    from engine.core.text.types import Constraint
+    from engine.core.text.types import Constraint, PromptImage
 
 VOCAB_SIZE = 1000
 
@@ -106,6 +107,10 @@ class _FakeSequence:
     replayed: str = ""  # the text of a continued choice's earlier tokens, until it was returned
     ended: RowResult | None = None  # the end of a continued choice that had ended already
     draft: list[int] = field(default_factory=list)  # offered with the last result
+    contents: dict[int, bytes] = field(init=False)  # by position, of the prompt's images
+
+    def __post_init__(self) -> None:
+        self.contents = contents_of(self.admitted.images)
 
     @property
     def num_output(self) -> int:
@@ -130,9 +135,14 @@ def fake_logprob(token_id: int, alternatives: int) -> TokenLogprob:
     return TokenLogprob(token_id, f"<{token_id}>", -(1 + token_id % 8) / 4, tuple(likely))
 
 
-def digest_after(digest: int, token_id: int) -> int:
-    """Return the digest of a prefix extended by one token."""
-    return crc32(token_id.to_bytes(4, "little"), digest)
+def digest_after(digest: int, token_id: int, content: bytes = b"") -> int:
+    """Return the digest of a prefix extended by one token, which may be one of an image."""
+    return crc32(token_id.to_bytes(4, "little") + content, digest)
+
+
+def contents_of(images: Sequence[PromptImage]) -> dict[int, bytes]:
+    """Return the digest of its image for each position that has one."""
+    return {at: image.digest for image in images for at in range(image.start, image.end)}
 
 
 class FakeRunner:
@@ -287,7 +297,8 @@ class FakeRunner:
         """Read the digest before the row's positions and write those of the positions.
 
         Raises:
-            KvMismatch: the row reads another prefix, or has more tokens than its sequence.
+            KvMismatch: the row reads another prefix, has more tokens than its sequence, or cuts an
+                image that is whole.
         """
         seq = self._sequences[row.sequence]
         if row.blocks is not None:
@@ -301,11 +312,16 @@ class FakeRunner:
             raise KvMismatch(f"{row} has drafts that do not follow its {len(seq.tokens)} tokens")
         tokens = [*seq.tokens, *seq.draft] if row.drafts else seq.tokens
         self._verify_prefix(seq, row.start)
+        end = row.start + row.count
+        for image in seq.admitted.images:
+            if image.is_whole and (image.is_inside(row.start) or image.is_inside(end)):
+                raise KvMismatch(f"{row} cuts an image that is whole, {image}")
         digest = first_digest(seq.admitted.adapter)
         if row.start:
             digest = self._kv[self._slot(seq, row.start - 1)]
-        for position in range(row.start, row.start + row.count):
-            digest = digest_after(digest, tokens[position])
+        content_at = seq.contents.get
+        for position in range(row.start, end):
+            digest = digest_after(digest, tokens[position], content_at(position, b""))
             self._kv[self._slot(seq, position)] = digest
         if row.logits.scores and row.start < seq.scored:
             seq.scored = max(seq.scored, row.start + row.count + 1)
@@ -317,8 +333,9 @@ class FakeRunner:
             KvMismatch: a block holds something else.
         """
         digest, size = first_digest(seq.admitted.adapter), self._info.block_size
+        content_at = seq.contents.get
         for position in range(start):
-            digest = digest_after(digest, seq.tokens[position])
+            digest = digest_after(digest, seq.tokens[position], content_at(position, b""))
             is_boundary = position % size == size - 1 or position == start - 1
             if is_boundary and self._kv[self._slot(seq, position)] != digest:
                 raise KvMismatch(
