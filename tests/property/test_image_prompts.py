@@ -1,8 +1,8 @@
 """Prompts with images, on drawn layouts, budgets and pools.
 
-One that is whole is never cut, by a chunk or by a cached prefix; a step computes no more than its
-budget; and blocks are shared with the same image at the same place alone. The fake runner checks
-what each row reads, and that no row cuts an image that is whole.
+One that is whole is never cut; a step computes no more than its budget; and blocks are shared with
+the same image at the same place alone. The fake runner checks what each row reads, and that no row
+ends inside an image that is whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from engine.core.text.prompt_images import cut_chunk
 from engine.core.text.types import PromptImage
 from tests.support.core_driver import Driver, make_request
 
-WORDS = tuple(range(1, 60))
+WORDS = tuple(range(1, 90))
+IMAGE = 99
 # Of each image: the tokens before it, its span, its cost, its digest.
 LAYOUTS = st.lists(
     st.tuples(
@@ -29,32 +30,43 @@ LAYOUTS = st.lists(
 
 
 def images_of(layout, *, is_whole, most=9):
-    """Return images one after another. ``most`` bounds the tokens of each."""
+    """Return images one after another. ``most`` bounds the tokens of each. Those of one digest have
+    as many tokens."""
     found, start = [], 0
-    for before, count, cost, digest in layout:
-        start += before
-        found.append(PromptImage(start, min(count, most), cost, digest, is_whole))
+    for before, count, cost, name in layout:
+        start, count = start + before, min(count, most)
+        digest = name + bytes([count])
+        found.append(PromptImage(start, count, cost, digest, is_whole))
         start = found[-1].end
     return tuple(found)
+
+
+def prompt_of(images, behind):
+    """Return a prompt with the images' tokens in their places and words around them."""
+    prompt = list(WORDS[: images[-1].end + behind])
+    for image in images:
+        prompt[image.start : image.end] = [IMAGE] * image.count
+    return prompt
 
 
 @given(
     layout=LAYOUTS,
     is_whole=st.booleans(),
+    cached=st.sampled_from([0, 0, 1, 4, 10]),
     rooms=st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1),
 )
-def test_chunks_take_every_image_once_and_cut_none_that_is_whole(layout, is_whole, rooms):
-    images, start, charged = images_of(layout, is_whole=is_whole), 0, 0
+def test_chunks_take_every_image_once_and_cut_none_that_is_whole(layout, is_whole, cached, rooms):
+    images, start, charged = images_of(layout, is_whole=is_whole), cached, 0
     end, steps = images[-1].end + 5, iter(rooms)
     while start < end:
         room, is_first = next(steps, (9, True))
         count, cost = cut_chunk(
-            images, start, end - start, room, begins=not start, is_first=is_first
+            images, start, end - start, room, begins=start == cached, is_first=is_first
         )
         assert count > 0 or not is_first
         if count + cost > room:  # an image by itself, which would wait for ever
             assert is_first
-            assert (start, start + count) in [(one.start, one.end) for one in images]
+            assert (start, start + count) in [(max(one.start, cached), one.end) for one in images]
             assert cost == 0
         start, charged = start + count, charged + cost
         assert not is_whole or not any(one.is_inside(start) for one in images)
@@ -87,9 +99,9 @@ def test_requests_share_the_blocks_of_the_same_images_and_no_others(
         images = images_of(
             data.draw(st.sampled_from(layouts)), is_whole=is_whole, most=budget if is_whole else 9
         )
-        end = images[-1].end + data.draw(st.integers(1, 9))
+        prompt = prompt_of(images, data.draw(st.integers(1, 9)))
         request = make_request(
-            f"r{number}", WORDS[:end], arrival=driver.now, images=images,
+            f"r{number}", prompt, arrival=driver.now, images=images,
             n=data.draw(st.integers(1, 3)), max_tokens=data.draw(st.integers(1, 20)),
         )  # fmt: skip
         driver.submit(request)

@@ -143,6 +143,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count += 1
         prompt, most = prefix + tuple(own), min(max_tokens, 96 - len(prefix) - len(own))
         images = self.images_of(prompt, drawn)
+        shown = {at for image in images for at in range(image.start, image.end)}
+        prompt = tuple([99 if at in shown else token for at, token in enumerate(prompt)])
         if any(image.is_whole for image in images):
             scored = None  # refused before
         outputs = self.outputs_of(prompt, most, seed, heard[:n], images)
@@ -173,6 +175,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             end = start + (min(count, self.budget) if is_whole else count)
             if end > len(prompt):
                 break
+            digest += bytes([end - start])  # images of one digest have as many tokens
             found.append(PromptImage(start, end - start, cost, digest, is_whole))
             start = end
         return tuple(found)

@@ -26,10 +26,10 @@ NUM_NEW = 16
 GREEDY = {"temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory):
-    """Yield a SmolVLM of random weights."""
-    found = load(tmp_path_factory.mktemp("vision"), "smolvlm")
+@pytest.fixture(scope="module", params=["smolvlm", "gemma3"])
+def seeing(request, tmp_path_factory):
+    """Yield a SmolVLM of random weights, and a Gemma 3, whose images are computed as a whole."""
+    found = load(tmp_path_factory.mktemp("vision"), request.param)
     yield found
     found.runner.close()
 
@@ -88,11 +88,13 @@ async def test_another_image_never_hits_the_same_text(seeing):
 
 
 async def test_a_literal_image_token_is_text(seeing):
+    sight = seeing.info.images
+    words = f"{sight.token}{sight.marker}"
     async with engine_of(model_of(seeing)) as engine:
-        said = [{"role": "user", "content": "What does <image> mean?"}]
+        said = [{"role": "user", "content": f"What does {words} mean?"}]
         _, usage = await answer(engine, said)
         both = [
-            {"role": "user", "content": [{"type": "text", "text": "Is <image> this:"},
+            {"role": "user", "content": [{"type": "text", "text": f"Is {words} this:"},
                                          {"type": "image", "image": FILES["small"]}]}
         ]  # fmt: skip
         first, _ = await answer(engine, both)
