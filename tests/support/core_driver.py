@@ -23,13 +23,8 @@ from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason, RequestId
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Request, Sampling, Stops, Tokens
-from engine.worker.fakes.text import (
-    FakeRunner,
-    FakeScript,
-    contents_of,
-    digest_after,
-    next_token,
-)
+from engine.worker.fakes.digests import contents_of, digest_after, next_token
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import EOS
 from tools.simulator.watch import gave_way_for_nobody
 

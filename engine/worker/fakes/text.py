@@ -14,13 +14,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.common.types import BlockId, EndReason, SequenceId
 from engine.core.text.plan import RowResult, StepResult
 from engine.core.text.types import Alternative, TokenLogprob
 from engine.worker.fakes.adapters import FakeAdapters
+from engine.worker.fakes.digests import (
+    VOCAB_SIZE,
+    contents_of,
+    digest_after,
+    first_digest,
+    next_token,
+)
 from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
 from engine.worker.interface import (
     LoadProgress,
@@ -34,9 +40,7 @@ if TYPE_CHECKING:
 
     from engine.core.encode.types import EncodePlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
-    from engine.core.text.types import Constraint, PromptImage
-
-VOCAB_SIZE = 1000
+    from engine.core.text.types import Constraint
 
 
 class KvMismatch(AssertionError):
@@ -117,32 +121,11 @@ class _FakeSequence:
         return len(self.tokens) - len(self.admitted.prompt)
 
 
-def first_digest(adapter: str) -> int:
-    """Return the digest of no tokens at all, computed with an adapter of this digest."""
-    return crc32(adapter.encode())
-
-
-def next_token(digest: int, seed: int | None, choice: int) -> int:
-    """Return the token after a prefix of this digest: any id of the vocabulary but `EOS`."""
-    mixed = crc32(f"{digest}/{seed}/{choice}".encode())
-    return 1 + mixed % (VOCAB_SIZE - 1)
-
-
 def fake_logprob(token_id: int, alternatives: int) -> TokenLogprob:
     """Return a token's log-probability, which depends on its id alone. The likeliest tokens are
     always the ids 1, 2, …"""
     likely = [Alternative(i + 1, f"<{i + 1}>", -(i + 1) / 8, i) for i in range(alternatives)]
     return TokenLogprob(token_id, f"<{token_id}>", -(1 + token_id % 8) / 4, tuple(likely))
-
-
-def digest_after(digest: int, token_id: int, content: bytes = b"") -> int:
-    """Return the digest of a prefix extended by one token, which may be one of an image."""
-    return crc32(token_id.to_bytes(4, "little") + content, digest)
-
-
-def contents_of(images: Sequence[PromptImage]) -> dict[int, bytes]:
-    """Return the digest of its image for each position that has one."""
-    return {at: image.digest for image in images for at in range(image.start, image.end)}
 
 
 class FakeRunner:
