@@ -114,7 +114,7 @@ class ImageWatch:
             begun = [live for live in able if live.sequence is not None]
             if begun:
                 return f"{begun[0].request.request_id} could go on, and nobody does"
-            if able and len(self._active()) < self.scheduler.config.max_drawings:
+            if able and len(self._active(now)) < self.scheduler.config.max_drawings:
                 return self._judge_idle_seat(able[0])
             return ""
         if reason := self._judge_told(plan) or self._begin(plan, now):
@@ -128,13 +128,18 @@ class ImageWatch:
             return ""
         return f"{live.request.request_id} could start, and nobody does"
 
-    def _active(self) -> list[_Live]:
-        begun = [live for live in self.live.values() if live.sequence is not None]
-        return [live for live in begun if not self._is_parked(live)]
+    def _active(self, now: float) -> list[_Live]:
+        """Return the drawings with seats that are neither parked nor late."""
+        return [
+            live
+            for live in self.live.values()
+            if self._phase(live) not in ("queued", "parked")
+            and (live.request.deadline is None or live.request.deadline > now)
+        ]
 
-    def _is_parked(self, live: _Live) -> bool:
+    def _phase(self, live: _Live) -> str:
         phase = self.scheduler.phase_of(live.request.request_id)
-        return phase is not None and phase.name == "parked"
+        return "" if phase is None else phase.name
 
     def _judge_told(self, plan: ImagePlan) -> str:
         """Check that the plan tells the worker of every drawing that has ended, and of no other."""
@@ -211,8 +216,7 @@ class ImageWatch:
         return ""
 
     def _is_waiting(self, name: str) -> bool:
-        phase = self.scheduler.phase_of(self.live[name].request.request_id)
-        return phase is not None and phase.name == "queued"
+        return self._phase(self.live[name]) == "queued"
 
     def _key(self, name: str, now: float) -> tuple[float, float]:
         request = self.live[name].request

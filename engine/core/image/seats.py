@@ -3,8 +3,9 @@
 Rule 1: drawings take turns in the order of their ranks (priority, arrival), one step each. One that
 cannot go on is passed over. So between two steps of a drawing that could go on all the time, no
 other drawing gets two. Rule 2: a drawing keeps its seat until its end, because the worker keeps its
-state. A parked one does not count against ``max_drawings``, so that clients which do not read hold
-up nobody, until `HELD_SHARE` times as many drawings have seats.
+state. One that is parked, or late and about to be cancelled, does not count against
+``max_drawings``, so that clients which do not read hold up nobody, until `HELD_SHARE` times as many
+drawings have seats.
 """
 
 from __future__ import annotations
@@ -46,17 +47,18 @@ class Seats:
     def fill(self, queue: WaitingQueue, now: float) -> bool:
         """Give free seats to the first in the queue. Return whether anyone got one."""
         num_before = len(self._seated)
-        while self._has_room and (live := queue.first(now)) is not None:
+        while self._has_room(now) and (live := queue.first(now)) is not None:
             queue.remove(live)
             live.sequence, live.started_at = SequenceId(next(self._sequence_ids)), now
             self._seated.append(live)
             self._seated.sort(key=lambda one: one.rank)
         return len(self._seated) > num_before
 
-    @property
-    def _has_room(self) -> bool:
-        is_held = len(self._seated) >= HELD_SHARE * self._max_drawings
-        return not is_held and len(self._seated) - len(self.parked) < self._max_drawings
+    def _has_room(self, now: float) -> bool:
+        if len(self._seated) >= HELD_SHARE * self._max_drawings:
+            return False
+        going_on = [x for x in self._seated if x.parked_since is None and not x.is_late(now)]
+        return len(going_on) < self._max_drawings
 
     def next_in_turn(self, now: float, *, only_begun: bool = False) -> LiveDrawing | None:
         """Return the drawing whose turn it is, with the slot of its step's message reserved. Park
