@@ -149,18 +149,19 @@ async def test_tokenize_gives_the_tokens_of_images_and_where_they_stand(seeing, 
 
 
 async def test_tokenize_gives_a_literal_image_token_as_plain_text(seeing):
-    parts = [{"type": "text", "text": "Is <image> this:"},
+    word = seeing.info.images.token
+    parts = [{"type": "text", "text": f"Is {word} this:"},
              {"type": "image", "image": FILES["small"]}]  # fmt: skip
     messages = [{"role": "user", "content": parts}]
     async with engine_of(model_of(seeing)) as engine:
         spans = await tokenized(engine, messages)
         _, usage = await answer(engine, messages)
         assert usage.prompt_tokens == len(spans)
-        literal = [one for one in spans if one.end - one.start == len("<image>")]
-        image = [one for one in literal if one.text == "<image>"]
+        literal = [one for one in spans if one.end - one.start == len(word)]
+        image = [one for one in literal if one.text == word]
         rest = [one for one in literal if one not in image]
         assert image
-        assert "".join(one.text for one in rest) == "<image>"
+        assert "".join(one.text for one in rest) == word
 
 
 async def test_tokenize_refuses_images_that_it_cannot_count(seeing, text_model):
