@@ -56,6 +56,11 @@ class StepCosts:
         """Return how long a step takes with so many drafts, compared with none."""
         return self._ratios[min(num_drafts.bit_length(), len(self._ratios)) - 1]
 
+    def without(self, num_rows: int, num_drafts: int, seconds: float) -> float:
+        """Return what a step of ``num_rows`` decodes, which took ``seconds`` with its drafts, would
+        have taken without them."""
+        return self._plain(num_rows) or seconds / self.ratio(num_drafts)
+
     def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Count a step of ``num_rows`` decodes and no prompt, and what it took without a draft
         model; a time of 0 or less says nothing."""
@@ -87,8 +92,11 @@ class StepCosts:
 
     def in_steps(self, num_rows: int, seconds: float) -> float:
         """Return a time in steps of ``num_rows`` decodes without drafts; 0 if none was seen."""
-        plain_s = self._plain_s[num_rows] if num_rows < DRAFTING_STEP_MAX else 0.0
+        plain_s = self._plain(num_rows)
         return seconds / plain_s if plain_s else 0.0
+
+    def _plain(self, num_rows: int) -> float:
+        return self._plain_s[num_rows] if num_rows < DRAFTING_STEP_MAX else 0.0
 
 
 def _nearer(estimate: float, value: float) -> float:

@@ -3,8 +3,8 @@
 The worker offers drafts with a sequence's result. The rows of the next step, planned as if there
 were none, are then widened: a row of one position becomes one of ``1 + drafts``, if that is likely
 to pay. Rule 1: drafts take only what is left over: blocks that are free, tokens of the step's
-budget, and positions of a step with few rows. No sequence is preempted for them, and none waits.
-Rule 2: an offer is for the next plan alone. Rule 3: drafts change no token. The rest of the
+budget, and positions of a step with few rows and no prompt, whose time is the prompt's. No sequence
+is preempted for them, and none waits. Rule 2: an offer is for the next plan alone. Rule 3: drafts change no token. The rest of the
 core reads only how many a step has: to count its work, to plan nothing behind it, and to run it
 again without them.
 
@@ -111,10 +111,10 @@ class Drafts:
         offers, self._offers = self._offers, {}
         if step is None or not is_allowed:
             return
-        rows, config = step.rows, self._ledger.config
-        room = DRAFTING_STEP_MAX - len(rows)
-        if room > 0:
-            room = min(room, config.max_num_batched_tokens - sum([row.count for row in rows]))
+        rows = step.rows
+        room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - len(rows)
+        if room <= 0 or any(row.count > 1 for row in rows):
+            return
         left = num_offers = len(offers)
         has_model = any(offer.has_model for offer in offers.values())
         may_model = has_model and self.purse.is_open and self.costs.is_known(len(rows))
@@ -144,7 +144,7 @@ class Drafts:
     ) -> Draft:
         """Return what a row should draft: nothing if it is no decode, and never so many tokens that
         the sequence could become longer than it may."""
-        if row.count > 1 or row.children or row.logits is not Logits.LAST:
+        if row.children or row.logits is not Logits.LAST:
             return Draft(0)
         # The planned token is counted as known, so this is how many may still follow it.
         most = min(most, seq.max_tokens - (seq.num_tokens - seq.num_prompt), DRAFTED_TOKENS_MAX)
