@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import StepDone
 from engine.core.common.steps import FailureKind
 from engine.core.common.types import EndReason
+from engine.core.text.draft_counts import DRAFTERS, DraftCounter
 from engine.core.text.draft_lengths import (
     EARNED,
     PLAIN_EVERY,
@@ -48,6 +52,12 @@ def drafting(draft=always_right, *, script=None, **config):
     return Driver(runner=runner, **config)
 
 
+def totals_of(driver):
+    """Return how many drafts were verified, with how many tokens, and how many were right."""
+    counts = driver.scheduler.statistics().drafts
+    return tuple(sum(each) for each in zip(*[one[1:4] for one in counts], strict=True))
+
+
 def finish(driver):
     """Run to the end, and check tokens and blocks."""
     steps = driver.run()
@@ -73,8 +83,7 @@ def test_wrong_drafts_change_no_token_and_are_given_up():
     usage = driver.finished["a", 0].usage
     assert usage.accepted_tokens == 0
     assert usage.drafted_tokens < 40
-    counts = driver.scheduler.statistics().drafts
-    assert (counts.drafted, counts.accepted) == (usage.drafted_tokens, 0)
+    assert totals_of(driver)[1:] == (usage.drafted_tokens, 0)
 
 
 def test_each_row_is_one_message_whatever_it_accepts():
@@ -84,7 +93,7 @@ def test_each_row_is_one_message_whatever_it_accepts():
     sizes = [len(event.token_ids) for event in driver.log if isinstance(event, Tokens)]
     assert sum(sizes) == 40
     assert max(sizes) > 5
-    by_position = driver.scheduler.statistics().drafts.by_position
+    by_position = driver.scheduler.statistics().drafts[DRAFTERS.index("lookup")].by_position
     assert sum(by_position) == sum(size - 1 for size in sizes)
     assert list(by_position) == sorted(by_position, reverse=True)
 
@@ -120,7 +129,7 @@ def test_a_full_step_drafts_nothing():
     for index in range(DRAFTING_STEP_MAX):
         driver.submit(make_request(str(index), [index + 1, 2], max_tokens=10))
     finish(driver)
-    assert driver.scheduler.statistics().drafts.rows == 0
+    assert totals_of(driver)[0] == 0
 
 
 def test_a_step_samples_no_more_positions_than_it_may():
@@ -144,7 +153,7 @@ def test_drafts_stay_inside_the_steps_budget():
         assert plan.num_tokens <= 6
         driver.end_step()
     driver.check_tokens()
-    assert driver.scheduler.statistics().drafts.rows > 0
+    assert totals_of(driver)[0] > 0
 
 
 def test_drafts_take_only_blocks_that_are_free():
@@ -154,7 +163,7 @@ def test_drafts_take_only_blocks_that_are_free():
         driver.submit(make_request(name, range(1, 9), max_tokens=24))
     finish(driver)
     assert driver.scheduler.statistics().preemptions == 0
-    assert driver.scheduler.statistics().drafts.rows > 0
+    assert totals_of(driver)[0] > 0
 
 
 def run_in_small_pool(draft, *, block_size, num_blocks, prompt, max_tokens):
@@ -289,6 +298,57 @@ def test_explain_says_what_was_drafted_and_accepted():
         driver.step()
     explained = driver.scheduler.explain("a", driver.now)
     assert explained.drafted_tokens == explained.accepted_tokens > 0
+
+
+# ---- what is counted
+
+
+COUNT = st.integers(0, DRAFTED_TOKENS_MAX)
+
+
+@given(st.lists(st.tuples(st.integers(1, DRAFTED_TOKENS_MAX), COUNT, COUNT, st.booleans())))
+def test_the_sums_over_the_drafters_are_those_of_all_drafts(drawn):
+    """And each drafter has exactly its own tokens."""
+    counter, wanted = DraftCounter(), Counter()
+    for drafted, accepted, forced, by_model in drawn:
+        accepted, forced = min(accepted, drafted), min(forced, drafted)
+        counter.note(drafted, accepted, forced=forced, by_model=by_model)
+        drafter = "model" if by_model else "lookup"
+        wanted[drafter if drafted > forced else "constraint", "drafts"] += 1
+        for place in range(drafted):
+            who = "constraint" if place < forced else drafter
+            wanted[who, "drafted"] += 1
+            wanted[who, place] += place < accepted
+    assert sum(one.drafts for one in counter.counts) == len(drawn)
+    assert sum(one.drafted for one in counter.counts) == sum(one[0] for one in drawn)
+    for one in counter.counts:
+        assert (one.drafts, one.drafted) == (
+            wanted[one.drafter, "drafts"],
+            wanted[one.drafter, "drafted"],
+        )
+        assert list(one.by_position) == [wanted[one.drafter, k] for k in range(DRAFTED_TOKENS_MAX)]
+        assert one.accepted == sum(one.by_position)
+
+
+def test_what_each_drafter_has_drafted_is_told_apart():
+    """By the statistics, and by Explain for a request."""
+    script = FakeScript(draft=always_right, draft_model=drafter(0.9, count=4))
+    driver = drafting(script=script)
+    driver.scheduler._drafts.costs.pass_ratio = 0.01
+    for name in "abc":
+        driver.submit(make_request(name, [*range(1, 6), ord(name)], max_tokens=40))
+    explained = Counter()
+    while driver.step():
+        if live := driver.scheduler.explain("a", driver.now):
+            explained = {one.drafter: one.drafted for one in live.drafts}
+            assert sum(explained.values()) == live.drafted_tokens
+    counts = {one.drafter: one for one in driver.scheduler.statistics().drafts}
+    usages = [finished.usage for finished in driver.finished.values()]
+    assert sum(one.drafted for one in counts.values()) == sum(u.drafted_tokens for u in usages)
+    assert sum(one.accepted for one in counts.values()) == sum(u.accepted_tokens for u in usages)
+    assert counts["lookup"].accepted == counts["lookup"].drafted > 0
+    assert explained["lookup"] > 0
+    assert counts["constraint"].drafted == 0
 
 
 # ---- the length of a draft
@@ -483,8 +543,8 @@ def test_a_draft_model_may_draft_fewer_tokens_than_are_wanted(most):
     driver.submit(make_request("a", range(1, 6), max_tokens=100))
     finish(driver)
     usage = driver.finished["a", 0].usage
-    counts = driver.scheduler.statistics().drafts
-    assert usage.drafted_tokens == usage.accepted_tokens == counts.drafted
+    assert (usage.drafted_tokens, usage.accepted_tokens) == totals_of(driver)[1:]
+    assert usage.drafted_tokens == usage.accepted_tokens
     assert (usage.drafted_tokens > 0) == (most > 0)
 
 
@@ -567,7 +627,7 @@ def test_a_full_step_uses_no_draft_model():
     for index in range(DRAFTING_STEP_MAX):
         driver.submit(make_request(str(index), [index + 1, 2], max_tokens=10))
     finish(driver)
-    assert driver.scheduler.statistics().drafts.rows == 0
+    assert totals_of(driver)[0] == 0
 
 
 @pytest.mark.parametrize("num_blocks", range(8, 25))
@@ -586,7 +646,7 @@ def test_the_pace_of_decodes_is_that_without_drafts():
     while (plan := driver.begin_step()) is not None:
         driver.now += 0.016 if plan.num_drafts else 0.01
         driver.end_step()
-    assert driver.scheduler.statistics().drafts.rows > 0
+    assert totals_of(driver)[0] > 0
     assert 0.008 < max(driver.scheduler._pace._decode_s) < 0.012
     costs = measured(1.6, num_drafts=4)
     assert costs.without(1, 4, 0.02) == pytest.approx(0.01)
@@ -637,7 +697,7 @@ def test_a_step_with_a_prompt_drafts_nothing():
         driver.end_step()
     assert len(beside) > 6
     assert not any(beside)
-    assert driver.scheduler.statistics().drafts.rows > 0
+    assert totals_of(driver)[0] > 0
 
 
 # ---- the configuration
