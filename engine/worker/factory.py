@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from engine.errors import SpawnFailed
 from engine.memory_limit import default_limit
 from engine.status import Capability
-from engine.worker.interface import RunnerSpec
 from engine.worker.diffusion import pipelines
+from engine.worker.interface import RunnerSpec
 from engine.worker.load import architectures, capability
 from engine.worker.load.foreign import refuse_pointers
 from engine.worker.load.refusal import Refusal

@@ -21,10 +21,10 @@ class ImageModelInfo:
     """Describes an image model once it is loaded.
 
     Widths and heights are pixels and multiples of ``multiple_of``; the images of a drawing have
-    together at most ``max_pixels``. ``schedulers`` are the names that a drawing may choose from, and
-    ``default_scheduler`` is the checkpoint's own. ``extra_steps`` are the schedulers that take more
-    steps than were asked for, if those are more than one, each with how many; ``steps_max`` is how
-    many each scheduler takes. An image that is wider or higher than
+    together at most ``max_pixels``. ``schedulers`` are the names that a drawing may choose from,
+    and ``default_scheduler`` is the checkpoint's own. ``extra_steps`` are the schedulers that take
+    more steps than were asked for, if those are more than one, each with how many; ``steps_max`` is
+    how many each scheduler takes. An image that is wider or higher than
     ``tile_size`` pixels is decoded in tiles of that size, which begin ``tile_stride`` pixels apart;
     a ``tile_size`` of 0 decodes each image at once.
     """

@@ -1,4 +1,4 @@
-"""Image models against diffusers: the same seed gives the same pixels, whatever the noise scheduler,
+"""Image models against diffusers: the same seed gives the same pixels, by every noise scheduler,
 also while other drawings are under way (issue 28).
 
 Each fault of `FAULTS` is planted once, and must show.
@@ -341,7 +341,6 @@ def test_a_state_has_nothing_that_another_drawing_has(runners):
     shared = [
         name
         for name in drawing_state.DrawingState.__slots__
-        if getattr(first, name) is getattr(second, name)
-        and name not in ("is_guided",)
+        if getattr(first, name) is getattr(second, name) and name not in ("is_guided",)
     ]
     assert shared == []

@@ -63,7 +63,7 @@ def workspace_bytes(pipeline: Pipeline, dtype: torch.dtype) -> int:
     """Return an estimate of what the largest step takes beside the weights, in bytes."""
     unet, vae = (pipeline.components[name].config for name in ("unet", "vae"))
     latents = max_pixels(pipeline) // pipeline.latent_scale**2
-    channels = list(unet.get("block_out_channels") or [320])[0]
+    channels = next(iter(unet.get("block_out_channels") or [320]))
     in_unet = UNET_ACTIVATIONS * latents * channels * dtype.itemsize
     widest = list(vae.get("block_out_channels") or [128])[:2][-1]
     tile = min(TILE_PIXELS, max(pipeline.default_size)) ** 2

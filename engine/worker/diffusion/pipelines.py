@@ -179,7 +179,9 @@ def _check(pipeline: Pipeline) -> None:
     wanted = "text_time" if pipeline.is_xl else None
     if unet.get("addition_embed_type") != wanted:
         found = unet.get("addition_embed_type")
-        raise Refusal(f"its unet's addition_embed_type is {found}, of which only {wanted} is served")
+        raise Refusal(
+            f"its unet's addition_embed_type is {found}, of which only {wanted} is served"
+        )
     if pipeline.index.get("requires_aesthetics_score"):
         raise Refusal("it is a refiner, which only reworks another model's images")
     scheduler = pipeline.scheduler.get("_class_name")

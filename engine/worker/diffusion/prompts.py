@@ -1,6 +1,6 @@
 """Turns prompts into the embeddings that a denoising step reads.
 
-Source: issue 28; diffusers 0.42, `encode_prompt` of both pipelines, without clip_skip.
+Source: issue 28; how both pipelines of diffusers 0.42 encode prompts, without their clip_skip.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Prompts:
         if not guided:
             return wanted
         if not drawing.negative_prompt and self.zeros_for_none:
-            unwanted = Embeddings(*(None if one is None else one * 0 for one in wanted))
+            unwanted = _zeros_like(wanted)
         else:
             unwanted = _repeated(self._of_text(drawing.negative_prompt), drawing.num_images)
         return _joined(unwanted, wanted)
@@ -80,6 +80,11 @@ def _run(tokenizer: Any, encoder: Any, text: str, **options: Any) -> Any:
 def _repeated(one: Embeddings, count: int) -> Embeddings:
     pooled = None if one.pooled is None else one.pooled.repeat(count, 1)
     return Embeddings(one.tokens.repeat(count, 1, 1), pooled)
+
+
+def _zeros_like(one: Embeddings) -> Embeddings:
+    pooled = None if one.pooled is None else torch.zeros_like(one.pooled)
+    return Embeddings(torch.zeros_like(one.tokens), pooled)
 
 
 def _joined(first: Embeddings, second: Embeddings) -> Embeddings:
