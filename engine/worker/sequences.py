@@ -60,6 +60,7 @@ class SequenceState:
     verdict: RowResult | RowFailure | None = None  # of a sequence that cannot go on
     look_up: LookUp | None = None  # None: no tokens are drafted
     draft: list[int] = field(default_factory=list)  # may follow ``tokens``
+    num_forced: int = 0  # of the draft; the constraint leaves nothing else
     adapter: str = ""  # the digest of the adapter that computes it; "": the base model alone
     images: tuple[PromptImage, ...] = ()  # of the prompt
 
@@ -122,6 +123,19 @@ class SequenceState:
             raise EngineBug(f"sequence {row.sequence} is to verify more drafts than it offered")
         if row.logits is Logits.LAST and self.num_unscored:
             raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
+        for image in self.images:
+            if image.is_whole and image.is_inside(end):
+                raise EngineBug(f"a row of sequence {row.sequence} cuts an image that is whole")
+
+    def wholes(self, row: Row, first: int) -> list[tuple[int, int]]:
+        """Return the spans of the row's tokens that see each other, those of images that are whole:
+        the first token of each and the one behind its last. ``first`` is the row's first token."""
+        shift, end = first - row.start, row.start + row.count
+        return [
+            (max(image.start, row.start) + shift, image.end + shift)
+            for image in self.images
+            if image.is_whole and row.start < image.end <= end
+        ]
 
     def take_replayed(self) -> str:
         """Return the text of the tokens that were replayed, and drop it here."""
@@ -160,6 +174,7 @@ class SequenceState:
         if len(forced) < most:
             draft = [*forced, *self.look_up.draft(self.tokens, forced, most - len(forced))]
         self.draft = self._possible(draft)
+        self.num_forced = min(len(forced), len(self.draft))
         return len(self.draft)
 
     def forced(self, most: int) -> list[int]:

@@ -271,12 +271,15 @@ class TorchRunner:
         choices: list[Choice] = []
         scored: list[ScoredRow] = []
         masks: list[tuple[Matching, Mask]] = []
+        wholes: list[tuple[int, int]] = []
         planned, adapters = rows, self.adapters.of_rows(rows, self._sequences)
         if adapters:
             rows = sorted(rows, key=lambda row: self._state_of(row).adapter)
         for row in rows:
             state = self._state_of(row)
             drafts = tuple(state.draft[: row.drafts])
+            if state.images:
+                wholes += state.wholes(row, len(ids))
             ids.extend(state.tokens[row.start : row.start + row.count - row.drafts])
             ids.extend(drafts)
             tables.append(state.table_for(row, self._spec.block_size))
@@ -299,7 +302,7 @@ class TorchRunner:
                 choices.append(Choice(child.sequence, own, len(keep) - 1))
         starts = [row.start for row in rows]
         counts = [row.count for row in rows]
-        packed = packing.pack(starts, counts, tables, self._spec.block_size)
+        packed = packing.pack(starts, counts, tables, self._spec.block_size, wholes)
         kept_tokens = np.array(keep, np.int64)
         groups: tuple[AdapterGroup, ...] = ()
         if adapters:
@@ -447,8 +450,9 @@ class TorchRunner:
                 scored = scores.tokens.get(sequence, ())
                 result = self._take(sequence, one, drawn[sequence], scored)
                 if isinstance(result, RowResult):
-                    if row.by_model:
-                        result = result._replace(drafted=row.drafts)
+                    if row.drafts:
+                        forced = min(one.num_forced, row.drafts)
+                        result = result._replace(drafted=row.drafts, forced=forced)
                     if may_offer and result.finish is None:
                         offered = offer_of(one)
                         has_model = drafter is not None and one.look_up is not None

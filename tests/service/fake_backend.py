@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import grpc
 import trio
 
-from engine.core.common.types import Explanation
+from engine.core.common.types import DraftCounts, Explanation
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, ModelNotFound, RequestNotFound
 from engine.requests.text_values import validate_tokenize
@@ -151,7 +151,7 @@ class FakeEngine:
     async def tokenize(self, model, *, text, chat, add_special_tokens):
         validate_tokenize(text, chat)
         self.asked.append((model, text, chat, add_special_tokens))
-        text = text if chat is None else chat.messages[0]["content"]
+        text = text if chat is None else str(chat.messages[0]["content"])
         return tuple(TokenSpan(ord(c), c, i, i + 1) for i, c in enumerate(text)), 2048
 
     async def detokenize(self, model, ids, *, skip_special_tokens):
@@ -186,7 +186,9 @@ class FakeEngine:
     def explain(self, request_id):
         if request_id != "r1":
             raise RequestNotFound(f"no live request has the id {request_id!r}")
-        return Explanation("WAITING", "seats: 1 of 1 sequences run", 2, 1.25, 0, 0, 0.5)
+        drafts = (DraftCounts("constraint"), DraftCounts("lookup", 3, 9, 7))
+        waits = "seats: 1 of 1 sequences run"
+        return Explanation("WAITING", waits, 2, 1.25, 0, 0, 0.5, 9, 7, drafts)
 
     async def drain_in_background(self, timeout_s=None):
         self.asked.append(("drain", timeout_s))

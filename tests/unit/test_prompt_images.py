@@ -76,6 +76,8 @@ def test_a_chunk_is_charged_for_an_image_where_it_first_meets_it(wanted, fields)
         ((11, 10), {"room": 21}),
         ((0, 0), {"start": 6, "room": 8, "is_first": False}),
         ((5, 0), {"start": 6, "room": 3}),  # the first of a step is computed whole
+        ((3, 0), {"start": 8, "room": 2}),  # the rest of one behind a cached prefix
+        ((12, 10), {"start": 8, "count": 12}),
     ],
 )
 def test_a_whole_image_is_never_cut(wanted, fields):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.attention import AttentionBackend
     from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, RunnerSpec
     from engine.worker.step_batch import Batch
+    from engine.worker.text.tokenizer import HfTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,8 @@ class VisionRunner(TorchRunner):
         source = resolve(spec.model, spec.revision)
         vision, config = read_parts(source.directory)
         family = importlib.import_module(f"engine.worker.vision.{vision.family}")
-        token = self.tokenizer.token_of(int(config.image_token_id))
-        reader = family.Reader(source.directory, config, token, spec.max_image_pixels)
+        token_of = partial(_token_of, self.tokenizer, info.vocab_size)
+        reader = family.Reader(source.directory, config, token_of, spec.max_image_pixels)
         sight: Sight = reader.sight
         _require_budget(sight, spec.max_num_batched_tokens, spec.max_num_seqs)
         base = build_base(vision, config, family.TEXT_MODULE)
@@ -172,6 +174,13 @@ class VisionRunner(TorchRunner):
             return inputs | {"inputs_embeds": embed_with(module, ids, rows)}
 
         return change
+
+
+def _token_of(tokenizer: HfTokenizer, vocab_size: int, token_id: int) -> str:
+    token = tokenizer.token_of(token_id)
+    if not token or token_id >= vocab_size:
+        raise Refusal(f"its vocabulary lacks the token {token_id}, which its config names")
+    return token
 
 
 def _require_budget(sight: Sight, budget: int, max_num_seqs: int) -> None:
