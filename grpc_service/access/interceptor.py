@@ -24,8 +24,6 @@ from grpc_service.rpc.status import StatusCode
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
-    from google.protobuf.message import Message
-
     from engine.requests.quota import Quota
     from grpc_service.access.keys import KeyRing
     from grpc_service.rpc.call import Call
@@ -122,7 +120,7 @@ class Interceptor:
             if quota is not None:
                 quota.leave()
 
-    async def _answer(self, handling: Awaitable[Message | None], rpc: Rpc) -> None:
+    async def _answer(self, handling: Awaitable[Any], rpc: Rpc) -> None:
         """Run the handler, and end the call with its answer or with its error's status."""
         call = rpc.call
         try:
