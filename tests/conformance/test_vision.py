@@ -7,13 +7,17 @@ the comparison fails.
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from engine.errors import EngineBug, SpawnFailed  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
@@ -156,6 +160,43 @@ def test_the_stock_module_gives_the_same_tokens(whole):
         found = run(stock, list(CHATS), chunks=chunks, preempts=0.1)
         assert found == {name: whole.expected(turns, NUM_NEW) for name, turns in CHATS.items()}
     runner.close()
+
+
+def test_a_checkpoint_with_the_names_of_its_time_gives_the_same_tokens(whole, tmp_path):
+    """As Gemma 3's published files are: the tower's names have another part, and the image
+    processor's settings stand in a file of their own, with nulls."""
+    shutil.copytree(whole.directory, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    old = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+           for name, tensor in load_file(path).items()}  # fmt: skip
+    save_file(old, path, {"format": "pt"})
+    processor = tmp_path / "processor_config.json"
+    settings = json.loads(processor.read_text())["image_processor"]
+    nulls = dict.fromkeys(("do_convert_rgb", "do_pan_and_scan", "pan_and_scan_max_num_crops"))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | nulls))
+    processor.unlink()
+    runner, info = runner_of(tmp_path, kv_cache_memory=8 << 20)
+    published = replace(whole, runner=runner, info=info)
+    for name in ("turns", "no image"):
+        assert run(published, [name])[name] == whole.expected(CHATS[name], NUM_NEW)
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"image_token_index": 512}, "its vocabulary lacks the token 512, which its config names"),
+        ({"boi_token_index": 511}, "its vocabulary lacks the token 511"),
+        ({"mm_tokens_per_image": 25}, "its config makes 25 tokens of the 144 patches of an image"),
+        ({"mm_tokens_per_image": 0}, "its config makes 0 tokens"),
+    ],
+)
+def test_a_config_that_does_not_fit_its_images_is_refused(whole, tmp_path, fields, sentence):
+    shutil.copytree(whole.directory, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(SpawnFailed, match=sentence):
+        runner_of(tmp_path)
 
 
 def test_a_step_smaller_than_one_image_is_refused_at_load(whole):
