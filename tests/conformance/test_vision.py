@@ -8,6 +8,7 @@ the comparison fails.
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from dataclasses import replace
@@ -19,6 +20,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from engine.core.text.types import Sampling  # noqa: E402
 from engine.errors import EngineBug, SpawnFailed  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
@@ -150,6 +152,43 @@ def test_an_image_whose_tokens_do_not_see_each_other_is_seen(whole, monkeypatch)
             (begin, end - 1) for begin, end in stock(self, row, first)])  # fmt: skip
         assert run(whole, list(CHATS), chunks=1000) != wanted
     assert run(whole, list(CHATS), chunks=1000) == wanted
+
+
+def cached_differences(seeing):
+    """Return how far the first token's log-probability is from that of a prompt that is computed at
+    once, where it is computed behind each cached prefix that ends inside an image."""
+    found, size = [], seeing.info.block_size
+    for turns in CHATS.values():
+        prompt, images = seeing.prompt(turns)
+        for cached in range(size, len(prompt), size):
+            if not any(image.is_inside(cached) for image in images):
+                continue
+            planner = MiniPlanner(seeing.runner, seeing.info, chunks=1000)
+            asked = Sampling(temperature=0.0, logprobs=0)
+            once = planner.add(prompt, 1, sampling=asked, images=images)
+            planner.chunks = len(prompt)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(planner.random, "randint", lambda low, high: high)
+                planner.step([once])
+                again = planner.add(prompt, 1, sampling=asked, images=images)
+                again.blocks, again.computed = once.blocks[: cached // size], cached
+                planner.step([again])
+            difference = abs(again.logprobs[0].logprob - once.logprobs[0].logprob)
+            found.append(difference if again.output == once.output else math.inf)
+            planner.run()
+    return found
+
+
+def test_a_cached_prefix_may_end_inside_an_image(whole, monkeypatch):
+    """Its keys and values were computed with the whole image in view. With a planted fault, the
+    tokens behind it do not see each other."""
+    found = cached_differences(whole)
+    assert len(found) > 5
+    assert max(found) < 1e-5
+    monkeypatch.setattr(SequenceState, "wholes", lambda self, row, first: [
+        (image.start + first - row.start, image.end + first - row.start)
+        for image in self.images if row.start <= image.start < row.start + row.count])  # fmt: skip
+    assert max(cached_differences(whole)) > 1e-3
 
 
 def test_the_stock_module_gives_the_same_tokens(whole):
