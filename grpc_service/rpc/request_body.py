@@ -41,7 +41,7 @@ class RequestBody:
         self._holding = Holding(connection.holder, self._evict, self._grow)
         self.num_received = 0  # bytes
         self.has_request = False  # a message has come, or the body's end
-        self._is_waiting = False  # the call's task waits for that
+        self._is_waiting = False  # the call's task waits for a message
         self._is_closed = False
         self._account.owe(accounts.WAITING_CALL)
         limits = connection.limits
@@ -80,13 +80,13 @@ class RequestBody:
 
     def take(self) -> tuple[bytes, bool]:
         """Remove and return the first message, and whether it came compressed."""
-        taken = self.reader.take()
+        taken, self._is_waiting = self.reader.take(), False
         self._count()
         return taken
 
     def note_waiting(self) -> None:
-        """Count the call itself, beside its bytes, while it waits for its first message."""
-        if not (self.has_request or self._is_waiting):
+        """Count the call itself, beside its bytes, while it waits for its next message."""
+        if not self._is_waiting:
             self._is_waiting = True
             self._count()
 

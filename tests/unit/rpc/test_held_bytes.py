@@ -388,6 +388,29 @@ async def test_calls_that_wait_for_their_requests_are_bounded(autojump_clock):
         assert running.server._shared.held.num_bytes == 0
 
 
+async def test_calls_that_wait_for_another_message_are_bounded(autojump_clock):
+    limits = Limits(held_bytes=100 * CALL_BYTES, budget=math.inf, overhead_burst_s=math.inf)
+    async with serving(answering(echo), limits) as running:
+        bad, good = await running.connect(), await running.connect()
+        talk = good.call(b"a", is_last=False)
+        calls = [bad.call(b"a", is_last=False) for _ in range(300)]
+        await bad.settle()
+        await good.settle()
+        await trio.sleep(3 * limits.held_stall_s)
+        await bad.settle()
+        assert len(bad.ends) >= 200
+        assert set(bad.ends.values()) == {str(int(StatusCode.RESOURCE_EXHAUSTED))}
+        good.send(talk, framed(b"b"), is_last=True)
+        await good.settle()
+        assert good.messages[talk] == [b"a", b"b"]
+        assert good.ends == {talk: "0"}
+        for call in calls:
+            if call not in bad.ends:
+                bad.send(call, b"", is_last=True)
+        await bad.settle()
+        assert running.server._shared.held.num_bytes == 0
+
+
 async def test_a_call_whose_request_is_not_complete_counts_itself_and_its_bytes(autojump_clock):
     """1,500 calls with some bytes each took 65 MB, when the larger of the two was counted, and 40
     since (`python -m tools.bench abuse`, half messages)."""
