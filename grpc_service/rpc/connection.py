@@ -140,6 +140,7 @@ class Connection:
         finally:
             self.http2.cut()
             self.held.set_bytes(self._output, 0)
+            self.account.owe(self._transport.opening_s / accounts.POINT_S)
             shared.addresses.add_debt_s(self.address, self.account.take_debt_s())
             with trio.CancelScope(shield=True):
                 await self._transport.close()
