@@ -18,6 +18,7 @@ import trio
 
 from engine.api.asked import (
     completion_request,
+    draw_request,
     embed_request,
     generate_request,
     rerank_request,
@@ -29,6 +30,7 @@ from engine.core.common.events import Pause, PauseMode, ResetPrefixCache, Resume
 from engine.core.text.types import Tokens
 from engine.errors import ShuttingDown
 from engine.kinds.encode import EncodeKind
+from engine.kinds.image import ImageKind
 from engine.kinds.text import TextKind
 from engine.pool.pool import Pool
 from engine.replica.loop import Unbatched
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from engine.replica.replica import AnyRunner
     from engine.replica.telemetry import EngineTelemetry
     from engine.requests.chat_values import Chat
+    from engine.requests.draw_values import DrawEvent, DrawRequest
     from engine.requests.encode_values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
     from engine.requests.text_values import GenerateRequest, StreamEvent
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
@@ -63,7 +66,7 @@ class Kind(ReplicaKind, RequestKind, Protocol):
     """A kind of work (`engine.kinds`)."""
 
 
-KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind())
+KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind(), ImageKind())
 
 
 class Engine:
@@ -119,6 +122,15 @@ class Engine:
         """Return a stream of one score per document; as `embed`. With ``top_n`` the scores come
         sorted, at the end."""
         return Stream(self, rerank_request(request))
+
+    def draw(self, request: DrawRequest | str) -> Stream[DrawEvent]:
+        """Return the stream of a drawing, or of one of a prompt: Started, the progress, and each
+        image as it is ready; a refusal is raised at the first event.
+
+        Cancellation, or leaving the block early: the request ends, and the model is done with it
+        after at most one denoising step.
+        """
+        return Stream(self, draw_request(request))
 
     # ---- text and tokens
 

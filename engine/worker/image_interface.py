@@ -25,7 +25,8 @@ class ImageModelInfo:
     ``default_scheduler`` is the checkpoint's own. ``extra_steps`` are the schedulers that take more
     steps than were asked for, each with how many. An image that is wider or higher than
     ``tile_size`` pixels is decoded in tiles of that size, which begin ``tile_stride`` pixels apart;
-    a ``tile_size`` of 0 decodes each image at once.
+    a ``tile_size`` of 0 decodes each image at once. ``max_image_pixels`` is how many pixels the
+    file of a source may have.
     """
 
     architecture: str
@@ -46,6 +47,7 @@ class ImageModelInfo:
     extra_steps: tuple[tuple[str, int], ...] = ()
     tile_size: int = 0
     tile_stride: int = 0
+    max_image_pixels: int = 2**25
     is_demo: bool = False
     threads: int = 0  # CPU threads that a step uses
 

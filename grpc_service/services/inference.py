@@ -16,7 +16,7 @@ from grpc_service.services import encode_codec, text_codec, text_encoder
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
 if TYPE_CHECKING:
-    from engine.requests.encode_values import AnyRequest
+    from engine.requests.kind import ClientRequest
     from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
     from grpc_service.access.rpc_record import Rpc
     from grpc_service.services.backend import Backend
@@ -105,7 +105,7 @@ class Inference:
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.encode_scores)
         await self._serve(asked, rpc, writer)
 
-    async def _serve(self, request: AnyRequest, rpc: Rpc, writer: CallWriter) -> None:
+    async def _serve(self, request: ClientRequest, rpc: Rpc, writer: CallWriter) -> None:
         """Submit a request and write its events until the call ends.
 
         Raises:
