@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from engine.requests.draw_values import DrawEvent, DrawRequest
     from engine.requests.encode_values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
     from engine.requests.text_values import GenerateRequest, StreamEvent
-    from engine.status import AbortOutcome, EngineStatistics, ModelStatus
+    from engine.status import EngineStatistics, ModelStatus
     from engine.worker.interface import TokenSpan
 
 
@@ -73,7 +73,8 @@ KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind(), ImageKind())
 class Engine:
     """A running engine; made by `open_engine`. All methods belong to its Trio thread.
 
-    ``submit`` is `Supervisor.submit`, for callers that hand over a reader of their own.
+    ``submit`` is `Supervisor.submit`, for callers that hand over a reader of their own. ``abort``
+    is `Supervisor.abort`, which ends a request for the operator.
     ``registry`` has the configured models, to be looked at only. ``detached`` has the streams that
     clients may attach to, and those that wait for them. ``adapters`` loads and unloads adapters
     (LoRA) while their bases serve.
@@ -83,6 +84,7 @@ class Engine:
         self.config = config
         self.registry = pool.registry
         self.submit = supervisor.submit
+        self.abort = supervisor.abort
         self.detached = supervisor.detached
         self.adapters = pool.adapters
         self._pool = pool
@@ -276,10 +278,6 @@ class Engine:
     def reset_prefix_cache(self, model: str = "") -> None:
         """Forget every cached prefix of a model or, without a name, of all. Raises as `pause`."""
         self._pool.post(ResetPrefixCache(), model)
-
-    def abort(self, request_id: str) -> AbortOutcome:
-        """End a request for the operator (`Supervisor.abort`)."""
-        return self._supervisor.abort(request_id)
 
     def explain(self, request_id: str) -> Explanation:
         """Return what a live request does and waits for (`Supervisor.explain`).

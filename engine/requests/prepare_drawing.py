@@ -1,9 +1,8 @@
 """Makes the core's request from a GenerateImage request: its size and steps, its source decoded.
 
 Rule 1: everything that can be wrong in a request is found here, before its first step, and every
-violation names its proto path. Rule 2: sources are decoded with a limiter of their own, and the
-memory of the decoded ones is bounded (`engine.requests.image_memory`). Images become files with
-another limiter.
+violation names its proto path. Rule 2: one source is decoded at a time, and the memory of the decoded
+ones is bounded (`engine.requests.image_memory`). One image becomes a file at a time, too.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class DrawPreparer:
 
     def __init__(self, tokenizing: Tokenizing, draw_seed: Callable[[], int] = draw_seed) -> None:
         self._tokenizing = tokenizing.with_own_limiter()
-        self._decoding = tokenizing.with_own_limiter()
         self._encoding = tokenizing.with_own_limiter()
         self._draw_seed = draw_seed
         self.image_memory = ImageMemory()
@@ -128,7 +126,7 @@ class DrawPreparer:
         await self.image_memory.take(3 * width * height, held)
         job = partial(read_as, data, (width, height), info.max_image_pixels)
         try:
-            return await self._decoding.run_in_thread(job)
+            return await self._tokenizing.decode_image(job)
         except BadImage as error:
             raise InvalidRequest.of("source.image", str(error)) from None
 
