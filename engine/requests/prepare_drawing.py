@@ -1,8 +1,8 @@
 """Makes the core's request from a GenerateImage request: its size and steps, its source decoded.
 
 Rule 1: everything that can be wrong in a request is found here, before its first step, and every
-violation names its proto path. Rule 2: one source is decoded at a time, and the memory of the decoded
-ones is bounded (`engine.requests.image_memory`). One image becomes a file at a time, too.
+violation names its proto path. Rule 2: one source is decoded at a time, and the memory of the
+decoded ones is bounded (`engine.requests.image_memory`). One image becomes a file at a time, too.
 """
 
 from __future__ import annotations
