@@ -147,11 +147,14 @@ class DrawRequest:
             yield FieldViolation("scheduler", what)
 
 
-def pixel_violations(count: int, width: int, height: int) -> Iterator[FieldViolation]:
-    """Yield a violation if the images of a request have too many pixels together."""
-    pixels = count * width * height
-    if pixels > MAX_PIXELS:
-        what = f"of {width} × {height} are {pixels} pixels, of at most {MAX_PIXELS}"
+def pixel_violations(
+    count: int, width: int, height: int, most: int = MAX_PIXELS
+) -> Iterator[FieldViolation]:
+    """Yield a violation if the images of a request have too many pixels together: more than
+    ``most``, a model's own limit, or `MAX_PIXELS`."""
+    pixels, most = count * width * height, min(most, MAX_PIXELS)
+    if pixels > most:
+        what = f"of {width} × {height} have {pixels} pixels, of at most {most}"
         yield FieldViolation("n", f"is {count}, and so many images {what}")
 
 

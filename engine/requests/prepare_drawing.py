@@ -166,9 +166,13 @@ def _violations(
         if side % info.multiple_of:
             what = f"is {side}, which is no multiple of {info.multiple_of}, the model's"
             yield FieldViolation(name, what)
+    name = asked.scheduler or info.default_scheduler
+    steps, most = asked.steps or info.default_steps, dict(info.steps_max).get(name)
     if asked.scheduler and asked.scheduler not in info.schedulers:
         what = f"is not one of the model's: {', '.join(info.schedulers)}"
         yield FieldViolation("scheduler", what)
+    elif most is not None and steps > most:
+        yield FieldViolation("steps", f"is {steps}, and the scheduler {name} takes at most {most}")
     elif not info.num_steps(_drawing_of(asked, info, 0, (width, height), asked.source)):
         yield FieldViolation("strength", "leaves no denoising step; ask for more steps")
 
@@ -176,11 +180,8 @@ def _violations(
 def _too_large(
     asked: DrawRequest, info: ImageModelInfo, width: int, height: int
 ) -> Iterator[FieldViolation]:
-    """Yield a violation if an image, or all images together, have too many pixels."""
-    if width * height > info.max_pixels:
-        what = f"is {height}, and {width} × {height} are more than the model's {info.max_pixels}"
-        yield FieldViolation("height", f"{what} pixels")
-    yield from pixel_violations(asked.num_images, width, height)
+    """Yield a violation if the images together have too many pixels."""
+    yield from pixel_violations(asked.num_images, width, height, info.max_pixels)
 
 
 def _drawing_of(

@@ -60,6 +60,7 @@ class SequenceState:
     verdict: RowResult | RowFailure | None = None  # of a sequence that cannot go on
     look_up: LookUp | None = None  # None: no tokens are drafted
     draft: list[int] = field(default_factory=list)  # may follow ``tokens``
+    num_forced: int = 0  # of the draft; the constraint leaves nothing else
     adapter: str = ""  # the digest of the adapter that computes it; "": the base model alone
     images: tuple[PromptImage, ...] = ()  # of the prompt
 
@@ -123,7 +124,7 @@ class SequenceState:
         if row.logits is Logits.LAST and self.num_unscored:
             raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
         for image in self.images:
-            if image.is_whole and (image.is_inside(row.start) or image.is_inside(end)):
+            if image.is_whole and image.is_inside(end):
                 raise EngineBug(f"a row of sequence {row.sequence} cuts an image that is whole")
 
     def wholes(self, row: Row, first: int) -> list[tuple[int, int]]:
@@ -131,9 +132,9 @@ class SequenceState:
         the first token of each and the one behind its last. ``first`` is the row's first token."""
         shift, end = first - row.start, row.start + row.count
         return [
-            (image.start + shift, image.end + shift)
+            (max(image.start, row.start) + shift, image.end + shift)
             for image in self.images
-            if image.is_whole and row.start <= image.start and image.end <= end
+            if image.is_whole and row.start < image.end <= end
         ]
 
     def take_replayed(self) -> str:
@@ -173,6 +174,7 @@ class SequenceState:
         if len(forced) < most:
             draft = [*forced, *self.look_up.draft(self.tokens, forced, most - len(forced))]
         self.draft = self._possible(draft)
+        self.num_forced = min(len(forced), len(self.draft))
         return len(self.draft)
 
     def forced(self, most: int) -> list[int]:

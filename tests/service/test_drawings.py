@@ -167,7 +167,7 @@ BROKEN = [
     ({"width": 0}, "width"),
     ({"width": 12}, "width"),
     ({"height": 4104}, "height"),
-    ({"width": 512, "height": 512}, "height"),  # more than the fake's pixels
+    ({"width": 1024, "height": 1024}, "n"),  # more than the fake's pixels
     ({"width": 2048, "height": 2048, "n": 8}, "n"),
     ({"steps": 0}, "steps"),
     ({"steps": 151}, "steps"),

@@ -16,7 +16,8 @@ from zlib import crc32
 
 from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.image.types import ImageResult, ImageRowResult, ImageVerb, RawImage
-from engine.worker.fakes.text import VOCAB_SIZE, FakeScript, digest_after
+from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
+from engine.worker.fakes.text import FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.image_interface import ImageModelInfo
 from engine.worker.interface import LoadProgress, MemoryEstimate
@@ -39,7 +40,7 @@ FAKE_INFO = ImageModelInfo(
     memory_bytes=VOCAB_SIZE,
     default_width=32,
     default_height=24,
-    max_pixels=256 * 256,
+    max_pixels=2**19,
     schedulers=("ddim", "euler", SLOW_SCHEDULER),
     default_scheduler="ddim",
     default_steps=4,
