@@ -498,7 +498,7 @@ def test_a_pause_that_aborts(place):
 def unmeasured(place):
     """Yield the phase with a server on which no step was measured: otherwise the deadline would be
     refused, because steps are known to take longer."""
-    name, phase, server = place
+    name, phase, _ = place
     if name not in ("encode", "denoise", "decode"):
         yield place
         return
