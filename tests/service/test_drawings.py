@@ -21,9 +21,8 @@ import grpc
 import pytest
 from PIL import Image
 
-from grpc_service.client import AsyncClient, Client
+from grpc_service.client import AsyncClient, Client, stubs
 from grpc_service.client import messages as pb
-from grpc_service.client import stubs
 from tests.support.draw_wire import ARTIST, Draw, draw, draw_request, pixels_of
 from tests.support.encode_wire import wait_all_idle
 from tests.support.proxy import proxy
