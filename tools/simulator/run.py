@@ -37,7 +37,7 @@ from engine.errors import (
 from engine.replica.replica import ProcessWorker
 from engine.requests.chat_values import Chat
 from engine.requests.draw_values import DrawRequest
-from engine.requests.encode_values import EmbedRequest
+from engine.requests.prepare_drawing import DrawPreparer
 from engine.requests.prepare_inputs import InputPreparer
 from engine.requests.quota import Origin, Quota
 from engine.requests.supervisor import ABORT_MEMORY_S
@@ -808,10 +808,10 @@ class Simulation:
         for generation in self._generations:  # a stream that left in a lost step keeps slots
             if generation.credit.reserved and not has_lost_steps:
                 raise Violation(f"{generation} has slots promised to no step")
-        preparer = engine._supervisor._preparers[EmbedRequest]
-        assert isinstance(preparer, InputPreparer)
-        if held := preparer.image_memory.num_bytes:
-            raise Violation(f"{held} bytes of images are held at rest")
+        for preparer in engine._supervisor._preparers.values():
+            has_images = isinstance(preparer, InputPreparer | DrawPreparer)
+            if has_images and (held := preparer.image_memory.num_bytes):
+                raise Violation(f"{held} bytes of images are held at rest")
         for quota in (self._quota, self._holder):
             if quota.queued_tokens or quota.num_requests:
                 held = f"{quota.num_requests} requests and {quota.queued_tokens} tokens"
