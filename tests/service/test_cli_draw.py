@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+from io import BytesIO
 
 import pytest
 from PIL import Image
@@ -38,12 +39,17 @@ def draw(server, capsys):
     return run
 
 
+def opened(path):
+    """Return the image in a file."""
+    return Image.open(BytesIO(path.read_bytes()))
+
+
 def test_an_image_is_written_to_its_file(draw, tmp_path):
     path = tmp_path / "cat.png"
     code, out, err = draw("a cat", "-o", path, "--size", "40x24", "--seed", 3, "--steps", 2)
     assert (code, err) == (0, "")
     assert out == f"{path}: 40 × 24, 3 KiB, seed 3\n"
-    assert Image.open(path).size == (40, 24)
+    assert opened(path).size == (40, 24)
 
 
 def test_several_images_are_numbered(draw, tmp_path):
@@ -52,14 +58,14 @@ def test_several_images_are_numbered(draw, tmp_path):
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["cat-1.webp", "cat-2.webp", "cat-3.webp"]
     assert len(out.splitlines()) == 3
-    assert Image.open(tmp_path / "cat-2.webp").format == "WEBP"
+    assert opened(tmp_path / "cat-2.webp").format == "WEBP"
 
 
 def test_the_format_follows_the_name_or_the_flag(draw, tmp_path):
     draw("a cat", "-o", tmp_path / "a.jpg", "--steps", 1, "--quality", 30)
     draw("a cat", "-o", tmp_path / "b.data", "--steps", 1, "--format", "jpeg")
     draw("a cat", "-o", tmp_path / "c", "--steps", 1)
-    formats = [Image.open(tmp_path / name).format for name in ("a.jpg", "b.data", "c")]
+    formats = [opened(tmp_path / name).format for name in ("a.jpg", "b.data", "c")]
     assert formats == ["JPEG", "JPEG", "PNG"]
 
 
