@@ -112,6 +112,45 @@ def _idefics_processor(name: str) -> Callable[[Any, Any], Any]:
     return make
 
 
+GRID = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+GRID_MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
+# The processors' least and most pixels of an image: 4 to 36 tokens.
+GRID_SIZE = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 36 * (2 * PATCH) ** 2}
+GRID_EYES = {"depth": 3, "num_heads": 2, "patch_size": PATCH}
+
+
+def _grid_fields(ids: dict[str, int]) -> dict[str, Any]:
+    names = ("image_token", "vision_start_token", "vision_end_token", "video_token")
+    return {f"{name}_id": ids[token] for name, token in zip(names, GRID, strict=True)}
+
+
+def _qwen2_vl(transformers: Any, ids: dict[str, int]) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    eyes = {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": TEXT["hidden_size"]}
+    text = {key: value for key, value in TEXT.items() if key != "head_dim"}
+    return transformers.Qwen2VLForConditionalGeneration(
+        transformers.Qwen2VLConfig(
+            vision_config=GRID_EYES | eyes,
+            text_config={"rope_parameters": rope, **text},
+            **_grid_fields(ids),
+        )
+    )
+
+
+def _grid_processor(patch: int = PATCH) -> Callable[[Any, Any], Any]:
+    def make(transformers: Any, tokenizer: Any) -> Any:
+        class Qwen2VLProcessor(transformers.Qwen2VLProcessor):  # type: ignore[misc]
+            """Without a video processor, which needs more packages."""
+
+            def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+                super().__init__(image_processor, tokenizer)
+
+        images = transformers.Qwen2VLImageProcessorPil(size=GRID_SIZE, patch_size=patch)
+        return Qwen2VLProcessor(images, tokenizer)
+
+    return make
+
+
 _TILES = (
     "<image>",
     "<fake_token_around_image>",
@@ -122,6 +161,7 @@ _TILES = (
 RECIPES = {
     "llava": Recipe(("<image>",), "<image>", _llava, _llava_processor),
     "idefics3": Recipe(_TILES, "<image>", _idefics("Idefics3"), _idefics_processor("Idefics3")),
+    "qwen2_vl": Recipe(GRID, GRID_MARKER, _qwen2_vl, _grid_processor()),
     "smolvlm": Recipe(_TILES, "<image>", _idefics("SmolVLM"), _idefics_processor("SmolVLM")),
 }
 

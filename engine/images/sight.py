@@ -70,6 +70,11 @@ class Sight(Protocol):
         """The most bytes of one image's pixels, as they are kept."""
         ...
 
+    def encoding_cost(self, max_tokens: int) -> int:
+        """Return the most patches that are encoded at once, of images with at most that many
+        tokens."""
+        ...
+
     @property
     def is_whole(self) -> bool:
         """Whether one step must compute all tokens of an image."""
@@ -117,6 +122,10 @@ class SquareSight:
     def max_bytes(self) -> int:
         """The most bytes of one image's pixels, as they are kept."""
         return self.fit.max_bytes
+
+    def encoding_cost(self, max_tokens: int) -> int:
+        """Return the most patches that are encoded at once: those of the whole image."""
+        return self.cost
 
     def read(self, data: bytes) -> SeenImage:
         """Decode an image file and fit it, as `Sight.read`."""
@@ -170,6 +179,10 @@ class TiledSight:
     def max_bytes(self) -> int:
         """The most bytes of one image's pixels, as they are kept."""
         return 3 * self.side**2 * self.max_tiles
+
+    def encoding_cost(self, max_tokens: int) -> int:
+        """Return the most patches that are encoded at once: those of one tile."""
+        return self.tile_cost
 
     def read(self, data: bytes) -> SeenImage:
         """Decode an image file and fit it, as `Sight.read`."""

@@ -7,23 +7,31 @@ the comparison fails.
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from engine.config import EngineConfig, ModelConfig  # noqa: E402
+from engine.worker.factory import runner_spec  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
+from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
 from engine.worker.load.vision_architectures import VISION  # noqa: E402
 from engine.worker.vision import runner as runner_module  # noqa: E402
+from engine.worker.vision.positions import positions_of  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.vision import CHATS, load  # noqa: E402
+from tests.support.vision import CHATS, load, runner_of  # noqa: E402
 from tools.make_vision import RECIPES  # noqa: E402
 
 pytestmark = pytest.mark.model
 
 NUM_NEW = 24
+ESTIMATE_OFF_MOST = 0.02
 
 
 @pytest.fixture(scope="module", params=sorted(RECIPES))
@@ -114,13 +122,88 @@ def shifted(one):
     return runner_module.RowImage(one.image, one.places, np.roll(one.embeddings, 1))
 
 
-def test_a_planted_fault_is_seen(seeing, expected, monkeypatch):
-    stock = runner_module.VisionRunner._images_of
-    faults = {
-        "embeddings off by one": lambda self, rows: tuple(map(shifted, stock(self, rows))),
-        "images left out": lambda self, rows: (),
-    }
-    for fault in faults.values():
-        with monkeypatch.context() as planted:
-            planted.setattr(runner_module.VisionRunner, "_images_of", fault)
-            assert run(seeing, list(CHATS), chunks=1000) != expected
+def late(images, start, count):
+    """Return positions of which those of images are one too high."""
+    found = positions_of(images, start, count)
+    for image in images:
+        found[1:, max(0, image.start - start) : max(0, image.end - start)] += 1
+    return found
+
+
+def undiminished(images, start, count):
+    """Return positions of which those behind images count the images' tokens."""
+    found = positions_of(images, start, count)
+    tokens = np.arange(start, start + count)
+    behind = tokens >= images[-1].end if images else tokens < 0
+    found[:, behind] = tokens[behind]
+    return found
+
+
+FAULTS = {
+    "embeddings off by one": ("_parts", lambda self, rows: tuple(map(shifted, PARTS(self, rows)))),
+    "images left out": ("_images_of", lambda self, rows: None),
+}
+GRID_FAULTS = {
+    "positions off by one": late,
+    "text behind images not moved": undiminished,
+    "positions of a text": lambda images, start, count: positions_of((), start, count),
+}
+PARTS = runner_module.VisionRunner._parts
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(seeing, expected, monkeypatch, fault):
+    name, planted = FAULTS[fault]
+    monkeypatch.setattr(runner_module.VisionRunner, name, planted)
+    assert run(seeing, list(CHATS), chunks=1000) != expected
+
+
+@pytest.mark.parametrize("fault", GRID_FAULTS)
+def test_a_planted_fault_of_positions_is_seen(seeing, expected, monkeypatch, fault):
+    monkeypatch.setattr(runner_module, "positions_of", GRID_FAULTS[fault])
+    found = run(seeing, list(CHATS), chunks=1000)
+    assert (found != expected) == seeing.runner.has_grids
+
+
+@pytest.mark.parametrize("chunks", [7, 1000])
+def test_modules_of_transformers_compute_the_same(seeing, expected, chunks):
+    """Where there are no compiled kernels, the text model is transformers' own."""
+    model = ModelConfig(str(seeing.directory), dtype="float32")
+    spec = runner_spec(model, EngineConfig(models=(model,), kv_cache_memory=8 << 20))
+    stock = runner_module.VisionRunner(spec, ReferenceBackend())
+    try:
+        other = replace(seeing, runner=stock, info=stock.load(lambda progress: None))
+        assert not isinstance(stock._model.module, NativeDecoder)
+        assert run(other, list(CHATS), chunks=chunks, preempts=0.1) == expected
+    finally:
+        stock.close()
+
+
+def test_what_is_loaded_takes_what_was_estimated(seeing):
+    model = ModelConfig(str(seeing.directory), dtype="float32")
+    spec = runner_spec(model, EngineConfig(models=(model,), kv_cache_memory=8 << 20))
+    estimate = runner_module.VisionRunner(spec).estimate().num_bytes
+    assert abs(seeing.info.memory_bytes / estimate - 1) <= ESTIMATE_OFF_MOST
+
+
+def test_a_config_of_the_first_kind_is_read_the_same(seeing, expected, tmp_path):
+    """Qwen2-VL's own config.json has the text model's fields beside the others, and names its
+    rotary embedding's type after its positions."""
+    if not seeing.info.architecture.startswith("Qwen2"):
+        assert seeing.info.architecture in VISION
+        return
+    directory = shutil.copytree(seeing.directory, tmp_path / "flat")
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    for name in ("model_type", "layer_types"):
+        del text[name]
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = text | config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    (directory / "config.json").write_text(json.dumps(flat))
+    runner, info = runner_of(directory, kv_cache_memory=8 << 20)
+    try:
+        other = replace(seeing, directory=directory, runner=runner, info=info)
+        assert run(other, ["turns"]) == {"turns": expected["turns"]}
+    finally:
+        runner.close()

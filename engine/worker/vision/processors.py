@@ -18,6 +18,7 @@ MODULES = {
     "SiglipImageProcessor": "siglip",
     "Idefics3ImageProcessor": "idefics3",
     "SmolVLMImageProcessor": "smolvlm",
+    "Qwen2VLImageProcessor": "qwen2_vl",
 }
 
 
