@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from engine.worker.load.architectures import SERVED, UNPAGED_TYPES
-from engine.worker.outline.division_plans import PLANS
 from engine.worker.load.vision_architectures import VISION
+from engine.worker.outline.division_plans import PLANS
 from engine.worker.outline.families import LISTED
 from tools.shown import Shown
 

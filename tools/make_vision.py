@@ -52,12 +52,14 @@ TEMPLATE = (
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How one architecture's checkpoint is made: its special tokens, its chat template's marker of
-    an image, and functions that make the model and the processor."""
+    an image, and functions that make the model and the processor. ``names`` are those that the
+    processor has for the first tokens."""
 
     tokens: tuple[str, ...]
     marker: str
     model: Callable[[Any, dict[str, int]], Any]
     processor: Callable[[Any, Any], Any]
+    names: tuple[str, ...] = ("image_token",)
 
 
 def _llava(transformers: Any, ids: dict[str, int]) -> Any:
@@ -151,6 +153,33 @@ def _grid_processor(patch: int = PATCH) -> Callable[[Any, Any], Any]:
     return make
 
 
+# Of an image's tokens, most are behind the window.
+GEMMA_TEXT = TEXT | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                     "sliding_window": 8, "query_pre_attn_scalar": 16}  # fmt: skip
+GEMMA_EYES = EYES | {"image_size": 96, "vision_use_head": False}
+GEMMA_TOKENS = 36
+GEMMA = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+
+
+def _gemma3(transformers: Any, ids: dict[str, int]) -> Any:
+    return transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            vision_config={"model_type": "siglip_vision_model", **GEMMA_EYES},
+            text_config={"model_type": "gemma3_text", **GEMMA_TEXT},
+            mm_tokens_per_image=GEMMA_TOKENS,
+            image_token_index=ids[GEMMA[0]],
+            boi_token_index=ids[GEMMA[1]],
+            eoi_token_index=ids[GEMMA[2]],
+        )
+    )
+
+
+def _gemma3_processor(transformers: Any, tokenizer: Any) -> Any:
+    side = GEMMA_EYES["image_size"]
+    images = transformers.Gemma3ImageProcessorPil(size={"height": side, "width": side})
+    return transformers.Gemma3Processor(images, tokenizer, image_seq_length=GEMMA_TOKENS)
+
+
 _TILES = (
     "<image>",
     "<fake_token_around_image>",
@@ -159,6 +188,13 @@ _TILES = (
     *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
 )
 RECIPES = {
+    "gemma3": Recipe(
+        GEMMA,
+        GEMMA[1],
+        _gemma3,
+        _gemma3_processor,
+        ("image_token", "boi_token", "eoi_token"),
+    ),
     "llava": Recipe(("<image>",), "<image>", _llava, _llava_processor),
     "idefics3": Recipe(_TILES, "<image>", _idefics("Idefics3"), _idefics_processor("Idefics3")),
     "qwen2_vl": Recipe(GRID, GRID_MARKER, _qwen2_vl, _grid_processor()),
@@ -185,7 +221,7 @@ def make(out: Path | str, arch: str = "smolvlm", *, seed: int = 0) -> Path:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=EOS,
-        extra_special_tokens={"image_token": recipe.tokens[0]},
+        extra_special_tokens=dict(zip(recipe.names, recipe.tokens, strict=False)),
     )
     processor = recipe.processor(transformers, tokenizer)
     processor.chat_template = TEMPLATE % recipe.marker

@@ -77,7 +77,7 @@ class Sight(Protocol):
 
     @property
     def is_whole(self) -> bool:
-        """Whether one step must compute all tokens of an image."""
+        """Whether one step must compute all tokens of an image, which see each other."""
         ...
 
     def read(self, data: bytes) -> SeenImage:

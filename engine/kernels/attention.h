@@ -69,7 +69,7 @@ struct Seen {
     long begin, end;
 
     Seen(const Attention &call, const Rows &rows, const DecodeTask &task)
-        : begin(larger(task.part * PART, first_visible(rows.ends[task.row] - 1, call.window))),
+        : begin(larger(task.part * PART, first_visible(rows.starts[task.row], call.window))),
           end(smaller(rows.ends[task.row], (task.part + 1) * PART)) {}
 };
 
@@ -173,7 +173,8 @@ static void attend_chunk(const Attention &call, const Rows &rows, const Attentio
             const long begin = block * QUERIES, at = (token + begin) * ldq;
             const long column = (low * group + head) * width;
             attend_queries<T>(call, packed(head / group), rows.starts[row] + begin,
-                              smaller(QUERIES, count - begin), queries + at + column, ldq,
+                              rows.untils + token + begin, smaller(QUERIES, count - begin),
+                              queries + at + column, ldq,
                               out + (token + begin) * ldo + column, ldo, has);
         }
     }

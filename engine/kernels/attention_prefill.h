@@ -89,13 +89,14 @@ static v16 shape_and_mask(const Attention &call, float *scores, long columns, lo
     return best;
 }
 
-// Turns one query's scores of a part into weights, and rescales the query's sums so far.
+// Turns one query's scores of a part into weights, and rescales the query's sums so far. The query
+// sees positions before ``until``.
 template <class T>
 static void weigh_query(const Attention &call, Gathered<T> &has, long query, long position,
-                        long part, long columns) {
+                        long until, long part, long columns) {
     float *scores = has.scores + query * PART;
     const long low = larger(first_visible(position, call.window) - part, 0);
-    const long high = smaller(position - part + 1, columns);
+    const long high = smaller(until - part, columns);
     v16 best = shape_and_mask(call, scores, columns, smaller(low, columns), high);
     const float top = fmaxf(has.best[query], highest(best));
     const float base = top == -INFINITY ? 0.0f : top;
@@ -114,11 +115,13 @@ static void weigh_query(const Attention &call, Gathered<T> &has, long query, lon
         for (long d = 0; d < width; d += LANES) store(out + d, load(out + d) * keep);
 }
 
-// Computes ``count`` queries of one head, from position ``first`` on. They are float32 and ``ldq``
-// numbers apart in ``query``; their results are ``ldo`` numbers apart in ``out``.
+// Computes ``count`` queries of one head, from position ``first`` on, which see positions before
+// their ``untils``. They are float32 and ``ldq`` numbers apart in ``query``; their results are
+// ``ldo`` numbers apart in ``out``.
 template <class T>
-static void attend_queries(const Attention &call, const Packed<T> &packed, long first, long count,
-                           const float *query, long ldq, T *out, long ldo, Gathered<T> &has) {
+static void attend_queries(const Attention &call, const Packed<T> &packed, long first,
+                           const int64_t *untils, long count, const float *query, long ldq, T *out,
+                           long ldo, Gathered<T> &has) {
     const long width = call.width, depth = Packed<T>::depth(width);
     const long vectors = (width + LANES - 1) / LANES;
     memset(has.query, 0, QUERIES * depth * sizeof(T));
@@ -129,7 +132,8 @@ static void attend_queries(const Attention &call, const Packed<T> &packed, long 
         has.best[i] = -INFINITY;
         has.total[i] = 0.0f;
     }
-    const long last = first + count - 1;
+    long last = first;
+    for (long i = 0; i < count; i++) last = larger(last, untils[i] - 1);
     long part = packed.origin + (first_visible(first, call.window) - packed.origin) / PART * PART;
     for (; part <= last; part += PART) {
         const long seen = smaller(PART, last - part + 1);
@@ -138,7 +142,7 @@ static void attend_queries(const Attention &call, const Packed<T> &packed, long 
         multiply(has.query, depth, count, packed.keys + at * depth, PANEL * depth,
                  columns / PANEL, 0, depth, has.scores, PART, false);
         for (long i = 0; i < count; i++)
-            weigh_query<T>(call, has, i, first + i, part, columns);
+            weigh_query<T>(call, has, i, first + i, untils[i], part, columns);
         multiply(has.weights, PART, count, packed.values + at * PANEL, packed.length * PANEL,
                  vectors, 0, columns, has.out, vectors * LANES, true);
     }

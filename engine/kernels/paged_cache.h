@@ -10,9 +10,10 @@ constexpr long PART = 512;        // positions of a part
 constexpr long QUERIES = 32;      // queries of a block: of one head of a chunk, or a decode's heads
 constexpr long WIDTH_MOST = 256;  // numbers of a head
 
-// Mirrored by `engine.worker.forward.native.Rows`.
+// Mirrored by `engine.worker.forward.native.Rows`. A token sees positions before its own of
+// ``untils``; a row of one token sees those before the row's end, which is the same.
 struct Rows {
-    const int64_t *starts, *ends, *offsets, *tables, *slots;
+    const int64_t *starts, *ends, *offsets, *tables, *slots, *untils;
     int64_t num_rows, table_width, block_size, num_tokens;
 };
 

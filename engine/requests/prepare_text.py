@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractAsyncContextManager, ExitStack
 
-    from engine.core.text.types import Constraint, Sampling, Stops
+    from engine.core.text.types import Constraint, PromptImage, Sampling, Stops
     from engine.replica.compiled_constraints import CompiledConstraints
     from engine.replica.replica import Replica
     from engine.requests.chat_values import Chat
@@ -67,7 +67,7 @@ class TextPreparer:
         (ids, images), form = await self._prompt_ids(stream, replica, held)
         constraint = asked.constraint or _tool_constraint(asked, form, replica)
         prompt = _truncate(asked.prompt, ids)
-        self._check_prompt(asked, prompt, info)
+        self._check_prompt(asked, prompt, images, info)
         bad_words = await self._check_sampling(asked.sampling, replica)
         stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
         stops = replace(stops, shown=replica.tokenizer.special_ids_of(form.markers))
@@ -159,7 +159,11 @@ class TextPreparer:
                 return dropped
 
     def _check_prompt(
-        self, asked: GenerateRequest, prompt: tuple[int, ...], info: ModelInfo
+        self,
+        asked: GenerateRequest,
+        prompt: tuple[int, ...],
+        images: tuple[PromptImage, ...],
+        info: ModelInfo,
     ) -> None:
         """Check the cut prompt against the model's limits."""
         if not prompt:
@@ -170,6 +174,11 @@ class TextPreparer:
                 "input", f"has {len(prompt)} tokens, but at most {most} leave room for an answer"
             )
         if asked.output.prompt_logprobs is not None:
+            if any(image.is_whole for image in images):
+                raise InvalidRequest.of(
+                    "output.prompt_logprobs",
+                    "cannot be set beside images of this model, whose tokens see each other",
+                )
             numbers = len(prompt) * (1 + asked.output.prompt_logprobs)
             if numbers > MAX_PROMPT_LOGPROBS:
                 raise RequestTooLarge.of(

@@ -122,6 +122,19 @@ class SequenceState:
             raise EngineBug(f"sequence {row.sequence} is to verify more drafts than it offered")
         if row.logits is Logits.LAST and self.num_unscored:
             raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
+        for image in self.images:
+            if image.is_whole and (image.is_inside(row.start) or image.is_inside(end)):
+                raise EngineBug(f"a row of sequence {row.sequence} cuts an image that is whole")
+
+    def wholes(self, row: Row, first: int) -> list[tuple[int, int]]:
+        """Return the spans of the row's tokens that see each other, those of images that are whole:
+        the first token of each and the one behind its last. ``first`` is the row's first token."""
+        shift, end = first - row.start, row.start + row.count
+        return [
+            (image.start + shift, image.end + shift)
+            for image in self.images
+            if image.is_whole and row.start <= image.start and image.end <= end
+        ]
 
     def take_replayed(self) -> str:
         """Return the text of the tokens that were replayed, and drop it here."""

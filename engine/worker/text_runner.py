@@ -271,12 +271,15 @@ class TorchRunner:
         choices: list[Choice] = []
         scored: list[ScoredRow] = []
         masks: list[tuple[Matching, Mask]] = []
+        wholes: list[tuple[int, int]] = []
         planned, adapters = rows, self.adapters.of_rows(rows, self._sequences)
         if adapters:
             rows = sorted(rows, key=lambda row: self._state_of(row).adapter)
         for row in rows:
             state = self._state_of(row)
             drafts = tuple(state.draft[: row.drafts])
+            if state.images:
+                wholes += state.wholes(row, len(ids))
             ids.extend(state.tokens[row.start : row.start + row.count - row.drafts])
             ids.extend(drafts)
             tables.append(state.table_for(row, self._spec.block_size))
@@ -299,7 +302,7 @@ class TorchRunner:
                 choices.append(Choice(child.sequence, own, len(keep) - 1))
         starts = [row.start for row in rows]
         counts = [row.count for row in rows]
-        packed = packing.pack(starts, counts, tables, self._spec.block_size)
+        packed = packing.pack(starts, counts, tables, self._spec.block_size, wholes)
         kept_tokens = np.array(keep, np.int64)
         groups: tuple[AdapterGroup, ...] = ()
         if adapters:

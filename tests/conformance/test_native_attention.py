@@ -5,7 +5,7 @@ beside decodes, in float32 and bfloat16.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -44,8 +44,9 @@ class Case:
     value: torch.Tensor
 
 
-def make_case(seed, shape, dtype, lengths, block_size=16):
-    """Return a case. ``lengths`` has (start, count) of each row. Unwritten slots hold NaN."""
+def make_case(seed, shape, dtype, lengths, block_size=16, wholes=()):
+    """Return a case. ``lengths`` has (start, count) of each row, ``wholes`` the spans of tokens
+    that see each other. Unwritten slots hold NaN."""
     heads, kv_heads, width = shape
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -62,7 +63,7 @@ def make_case(seed, shape, dtype, lengths, block_size=16):
                  for p in range(start)]  # fmt: skip
         for tensor in (*cache.keys, *cache.values):
             tensor.flatten(0, 1)[slots] = torch.randn(start, kv_heads, width).to(dtype)
-    rows = pack(starts, counts, tables, block_size)
+    rows = pack(starts, counts, tables, block_size, wholes)
     numbers = [
         torch.randn(rows.num_tokens, n, width).to(dtype) for n in (heads, kv_heads, kv_heads)
     ]
@@ -127,6 +128,56 @@ def test_random_rows_and_blocks(backend, seed, dtype):
     call = AttentionCall(0, shape[2] ** -0.5, rng.choice([None, 5, 100]), None)
     out, wanted = attend(backend, case, call).double(), in_float64(case, call)
     torch.testing.assert_close(out, wanted, rtol=0, atol=5 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("seed", range(10))
+def test_tokens_of_an_image_see_each_other(backend, seed, dtype):
+    """Images in long and short rows, one of which goes over the border of a part, as transformers
+    masks them; a window bounds only what comes before a token."""
+    rng = random.Random(seed)
+    lengths = [(rng.randint(400, 500), rng.choice([9, 40, 250])) for _ in range(3)] + [(70, 1)]
+    wholes, first = [], 0
+    for _, count in lengths[:3]:
+        begin = first + rng.randint(0, count // 2)
+        wholes.append((begin, rng.randint(begin + 1, first + count)))
+        first += count
+    shape, window = rng.choice(SHAPES), rng.choice([None, 7, 100])
+    case = make_case(seed, shape, dtype, lengths, wholes=wholes)
+    call = AttentionCall(0, shape[2] ** -0.5, window, None)
+    wanted = in_float64(case, call)
+    out = attend(backend, case, call)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=5 * TOLERANCE[dtype])
+    torch.testing.assert_close(wanted, masked(case, call, wholes), rtol=0, atol=1e-9)
+    causal = Case(case.cache, replace(case.rows, untils=case.rows.positions + 1),
+                  case.query, case.key, case.value)  # fmt: skip
+    if any(end - begin > 1 for begin, end in wholes):
+        assert not torch.allclose(attend(backend, causal, call), out, atol=5 * TOLERANCE[dtype])
+
+
+def masked(case, call, wholes):
+    """Return a case's attention by the masks of transformers, in float64."""
+    rows, groups = case.rows, case.query.shape[1] // case.key.shape[1]
+    image = np.full(rows.num_tokens, -1)
+    for name, (begin, end) in enumerate(wholes):
+        image[begin:end] = name
+    out = []
+    for row, end in enumerate(rows.ends.tolist()):
+        low, high = int(rows.offsets[row]), int(rows.offsets[row + 1])
+        slots = torch.from_numpy(rows.slots_at(np.array([row]), np.arange(end)[None]))
+        keys, values = (one[0].double() for one in case.cache.read(0, slots))
+        images = np.concatenate((np.full(end - (high - low), -1), image[low:high]))
+        q, k = np.arange(end - (high - low), end)[:, None], np.arange(end)[None]
+        both = (images[k] == images[q]) & (images[q] >= 0)
+        seen = (k <= q) | both
+        if call.sliding_window is not None:
+            seen &= k > q - call.sliding_window
+        query = case.query[low:high].double()
+        keys, values = (one.repeat_interleave(groups, 1) for one in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * call.scaling
+        scores = scores.masked_fill(~torch.from_numpy(seen), -torch.inf)
+        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+    return torch.cat(out)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -8,7 +8,9 @@ kernel.
 
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -19,7 +21,7 @@ from hypothesis import strategies as st  # noqa: E402
 from engine.worker.forward import varlen_attention  # noqa: E402
 from engine.worker.forward.attention import AttentionCall  # noqa: E402
 from engine.worker.forward.backends import pick_backend, prepare  # noqa: E402
-from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
+from engine.worker.forward.reference_attention import ReferenceBackend, ReferenceStep  # noqa: E402
 from engine.worker.forward.varlen_attention import VarlenBackend, VarlenStep, varlen_attn  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load.architectures import LayerShape  # noqa: E402
@@ -72,6 +74,14 @@ def check_arguments(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, keyword
         assert (int(offsets[0]), int(offsets[-1])) == (0, len(tokens))
         assert int(offsets.diff().max()) == most
         assert int(offsets.diff().min()) > 0
+
+
+def test_a_step_with_images_that_see_both_ways_is_the_references():
+    rows, num_blocks = lay_out((16, [], [(None, 3, 20), (None, 40, 1)]), random.Random(0))
+    [cache] = caches(rows, num_blocks, (4, 2, 16), (torch.float32, CPU))
+    assert isinstance(VarlenBackend().prepare(rows, cache), VarlenStep)
+    both_ways = replace(rows, untils=np.maximum(rows.untils, 9))
+    assert isinstance(VarlenBackend().prepare(both_ways, cache), ReferenceStep)
 
 
 @pytest.fixture

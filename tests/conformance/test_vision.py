@@ -18,10 +18,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
+from engine.errors import EngineBug, SpawnFailed  # noqa: E402
 from engine.worker.factory import runner_spec  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
 from engine.worker.load.vision_architectures import VISION  # noqa: E402
+from engine.worker.sequences import SequenceState  # noqa: E402
 from engine.worker.vision import runner as runner_module  # noqa: E402
 from engine.worker.vision.positions import positions_of  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
@@ -38,6 +40,14 @@ ESTIMATE_OFF_MOST = 0.02
 def seeing(request, tmp_path_factory):
     """Yield each model."""
     found = load(tmp_path_factory.mktemp("vision"), request.param)
+    yield found
+    found.runner.close()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Yield a Gemma 3, whose images are computed as a whole."""
+    found = load(tmp_path_factory.mktemp("whole"), "gemma3")
     yield found
     found.runner.close()
 
@@ -87,16 +97,13 @@ def test_greedy_tokens_are_those_of_transformers(seeing, expected, name):
 
 @pytest.mark.parametrize("chunks", [1, 5, 16])
 def test_chunks_that_end_anywhere_change_nothing(seeing, expected, chunks):
-    if seeing.info.images.is_whole:
-        chunks = 1000
     for name in CHATS:
         assert run(seeing, [name], seed=chunks, chunks=chunks)[name] == expected[name]
 
 
 def test_batches_with_texts_and_preemptions_change_nothing(seeing, expected):
-    chunks = 1000 if seeing.info.images.is_whole else 20
     for seed in range(3):
-        found = run(seeing, list(CHATS), seed=seed, chunks=chunks, preempts=0.2)
+        found = run(seeing, list(CHATS), seed=seed, chunks=20, preempts=0.2)
         assert found == expected
 
 
@@ -161,12 +168,12 @@ def test_a_planted_fault_is_seen(seeing, expected, monkeypatch, fault):
 @pytest.mark.parametrize("fault", GRID_FAULTS)
 def test_a_planted_fault_of_positions_is_seen(seeing, expected, monkeypatch, fault):
     monkeypatch.setattr(runner_module, "positions_of", GRID_FAULTS[fault])
-    found = run(seeing, list(CHATS), chunks=1000)
-    assert (found != expected) == seeing.runner.has_grids
+    names = ["before", "turns"] if seeing.runner.has_grids else ["alone"]
+    found = run(seeing, names, chunks=1000)
+    assert (found != {name: expected[name] for name in names}) == seeing.runner.has_grids
 
 
-@pytest.mark.parametrize("chunks", [7, 1000])
-def test_modules_of_transformers_compute_the_same(seeing, expected, chunks):
+def test_modules_of_transformers_compute_the_same(seeing, expected):
     """Where there are no compiled kernels, the text model is transformers' own."""
     model = ModelConfig(str(seeing.directory), dtype="float32")
     spec = runner_spec(model, EngineConfig(models=(model,), kv_cache_memory=8 << 20))
@@ -174,7 +181,9 @@ def test_modules_of_transformers_compute_the_same(seeing, expected, chunks):
     try:
         other = replace(seeing, runner=stock, info=stock.load(lambda progress: None))
         assert not isinstance(stock._model.module, NativeDecoder)
-        assert run(other, list(CHATS), chunks=chunks, preempts=0.1) == expected
+        names = ["between", "turns", "no image"]
+        found = run(other, names, chunks=40, preempts=0.1)
+        assert found == {name: expected[name] for name in names}
     finally:
         stock.close()
 
@@ -207,3 +216,35 @@ def test_a_config_of_the_first_kind_is_read_the_same(seeing, expected, tmp_path)
         assert run(other, ["turns"]) == {"turns": expected["turns"]}
     finally:
         runner.close()
+
+
+def test_a_plan_that_cuts_an_image_is_not_computed(whole):
+    prompt, images = whole.prompt(CHATS["before"])
+    planner = MiniPlanner(whole.runner, whole.info, chunks=1)
+    one = planner.add(prompt, NUM_NEW, images=images)
+    one.images = ()  # the planner does not know of the image
+    with pytest.raises(EngineBug) as caught:
+        planner.run()
+    assert "cuts an image that is whole" in caught.value.log_detail
+    planner.release(one)
+    planner.run()
+
+
+def test_an_image_whose_tokens_do_not_see_each_other_is_seen(whole, monkeypatch):
+    wanted = {name: whole.expected(turns, NUM_NEW) for name, turns in CHATS.items()}
+    with monkeypatch.context() as planted:
+        planted.setattr(SequenceState, "wholes", lambda self, row, first: [])
+        assert run(whole, list(CHATS), chunks=1000) != wanted
+    with monkeypatch.context() as planted:
+        stock = SequenceState.wholes
+        planted.setattr(SequenceState, "wholes", lambda self, row, first: [
+            (begin, end - 1) for begin, end in stock(self, row, first)])  # fmt: skip
+        assert run(whole, list(CHATS), chunks=1000) != wanted
+    assert run(whole, list(CHATS), chunks=1000) == wanted
+
+
+def test_a_step_smaller_than_one_image_is_refused_at_load(whole):
+    most = whole.info.images.max_tokens
+    runner_of(whole.directory, max_num_batched_tokens=most + 4, max_num_seqs=4)[0].close()
+    with pytest.raises(SpawnFailed, match="its images have 36 tokens that one step must compute"):
+        runner_of(whole.directory, max_num_batched_tokens=most + 3, max_num_seqs=4)

@@ -174,9 +174,9 @@ static std::string replay_attention(Reader &from, void *arena) {
     call.softcap = (float)from.number();
     auto starts = from.array<int64_t>(), ends = from.array<int64_t>();
     auto offsets = from.array<int64_t>(), tables = from.array<int64_t>();
-    auto slots = from.array<int64_t>();
+    auto slots = from.array<int64_t>(), untils = from.array<int64_t>();
     Rows rows{starts.data(), ends.data(), offsets.data(), tables.data(), slots.data(),
-              (int64_t)starts.size(), (int64_t)(tables.size() / starts.size()), from.whole(),
+              untils.data(), (int64_t)starts.size(), (int64_t)(tables.size() / starts.size()), from.whole(),
               (int64_t)slots.size()};
     auto keys = from.array<uint8_t>(), values = from.array<uint8_t>();
     auto query = from.array<uint8_t>(), key = from.array<uint8_t>(), value = from.array<uint8_t>();

@@ -40,6 +40,7 @@ class Planned:
     keep: int = 0  # how many of these the worker keeps with the next delta
     computed: int = 0
     choices: int = 1
+    images: tuple[PromptImage, ...] = ()
     text: str = ""
     failure: RowFailure | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -86,12 +87,12 @@ class MiniPlanner:
     ) -> Planned:
         """Add a sequence, which is admitted with the first step that has a row of it."""
         one = self._planned(tuple(prompt), num_new, sampling)
-        one.choices = choices
+        one.choices, one.images = choices, tuple(images)
         # The limit is one more than was asked for, so that the text side never ends the sequence
         # first.
         stops = stops or Stops(max_tokens=num_new + 1)
         self._admitted.append(
-            AdmittedSequence(one.id, one.prompt, sampling, stops, images=tuple(images))
+            AdmittedSequence(one.id, one.prompt, sampling, stops, images=one.images)
         )
         return one
 
@@ -155,6 +156,17 @@ class MiniPlanner:
         self.plans.append(plan)
         return plan
 
+    def _count(self, one: Planned, left: int) -> int:
+        """Draw how many tokens the next row computes. An image that is whole is never cut."""
+        if left == 1:
+            return 1
+        end = one.computed + min(left, self.random.randint(1, self.chunks))
+        for image in one.images:
+            if image.is_whole and image.is_inside(end):
+                borders = [image.start, image.end] if image.start > one.computed else [image.end]
+                end = self.random.choice(borders)
+        return end - one.computed
+
     def _row(
         self,
         one: Planned,
@@ -162,7 +174,7 @@ class MiniPlanner:
         forks: dict[SequenceId, list[Planned]],
     ) -> Row:
         left = len(one.tokens) - one.computed
-        count = min(left, self.random.randint(1, self.chunks)) if left > 1 else left
+        count = self._count(one, left)
         end = one.computed + count
         self._grow(one, end)
         is_last = end == len(one.tokens)

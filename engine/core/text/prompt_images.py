@@ -34,6 +34,15 @@ def contents_of_blocks(
     return content_of
 
 
+def keep_whole(images: Sequence[PromptImage], num_blocks: int, block_size: int) -> int:
+    """Return how many of a cached prefix's ``num_blocks`` blocks to take, so that it does not end
+    inside an image that is whole."""
+    for image in reversed(images):
+        if image.is_whole and image.is_inside(num_blocks * block_size):
+            num_blocks = image.start // block_size
+    return num_blocks
+
+
 def cut_chunk(
     images: Sequence[PromptImage],
     start: int,

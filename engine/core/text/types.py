@@ -108,6 +108,10 @@ class PromptImage:
         """The position behind its last token."""
         return self.start + self.count
 
+    def is_inside(self, position: int) -> bool:
+        """Return whether a border before this position is between two of its tokens."""
+        return self.start < position < self.end
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "Siglip2ImageProcessor")
+PROCESSORS = (
+    *("CLIPImageProcessor", "SiglipImageProcessor", "Siglip2ImageProcessor"),
+    "Gemma3ImageProcessor",
+)
 # Model types that take a text's vector from the last position, padding included.
 PADDED_TEXTS = ("siglip", "siglip2")
 # torchvision's names of filters, as numbers of Pillow's ``Image.Resampling``.

@@ -385,6 +385,7 @@ class NativeDecoder(torch.nn.Module):
             offsets.ctypes.data,
             None,
             None,
+            None,
             1,
             0,
             pool.block_size,

@@ -61,7 +61,7 @@ class Rows(Structure):
     """`engine.worker.forward.packing.PackedRows` with contiguous int64 arrays."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("starts", "ends", "offsets", "tables", "slots")),
+        *((name, c_void_p) for name in ("starts", "ends", "offsets", "tables", "slots", "untils")),
         *((name, c_int64) for name in ("num_rows", "table_width", "block_size", "num_tokens")),
     )
 

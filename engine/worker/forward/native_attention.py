@@ -40,7 +40,7 @@ class NativeStep:
         self.backend = backend
         self.cache = cache
         rows = rows.short_apart()
-        arrays = (rows.starts, rows.ends, rows.offsets, rows.tables, rows.slots)
+        arrays = (rows.starts, rows.ends, rows.offsets, rows.tables, rows.slots, rows.untils)
         self._arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
         self.rows = native.Rows(
             *(array.ctypes.data for array in self._arrays),

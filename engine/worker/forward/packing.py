@@ -36,12 +36,18 @@ class PackedRows:
     tables: Ints  # [num_rows, max_blocks] block ids, 0 beyond a row's own
     positions: Ints  # [num_tokens]
     slots: Ints  # [num_tokens] where each token's key and value are written
+    untils: Ints  # [num_tokens] a token sees the positions before this one
     block_size: int
 
     @property
     def num_tokens(self) -> int:
         """The tokens of all rows together."""
         return int(self.offsets[-1])
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return bool((self.untils == self.positions + 1).all())
 
     def slots_at(self, rows: Ints, positions: Ints) -> Ints:
         """Return the slots of ``positions`` [len(rows), length] of ``rows``."""
@@ -58,26 +64,35 @@ class PackedRows:
         starts: list[int] = []
         ends: list[int] = []
         owners: list[int] = []
+        offsets: list[int] = []
+        tokens = self.offsets.tolist()
         for row, (start, end) in enumerate(rows):  # numpy takes longer for the few rows of a step
             if end - start <= SHORT_MAX:
                 starts += range(start, end)
-                ends += range(start + 1, end + 1)
+                ends += self.untils[tokens[row] : tokens[row + 1]].tolist()
+                offsets += range(tokens[row], tokens[row + 1])
                 owners += [row] * (end - start)
             else:
                 starts.append(start)
                 ends.append(end)
+                offsets.append(tokens[row])
                 owners.append(row)
         first, behind = np.array(starts, np.int64), np.array(ends, np.int64)
-        offsets = np.zeros(len(first) + 1, np.int64)
-        np.cumsum(behind - first, out=offsets[1:])
+        own = np.array([*offsets, tokens[-1]], np.int64)
         tables = self.tables[owners]
-        return replace(self, starts=first, ends=behind, offsets=offsets, tables=tables)
+        return replace(self, starts=first, ends=behind, offsets=own, tables=tables)
 
 
 def pack(
-    starts: Sequence[int], counts: Sequence[int], tables: Sequence[Ints], block_size: int
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tables: Sequence[Ints],
+    block_size: int,
+    wholes: Sequence[tuple[int, int]] = (),
 ) -> PackedRows:
-    """Pack the rows one after another. Each table must reach the row's last block."""
+    """Pack the rows one after another. Each table must reach the row's last block. ``wholes`` are
+    the first token and the one behind the last of spans whose tokens see each other, each within
+    one row."""
     first = np.asarray(starts, np.int64)
     count = np.asarray(counts, np.int64)
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(count)))
@@ -87,4 +102,7 @@ def pack(
     owner = np.repeat(np.arange(len(tables)), count)
     positions = np.arange(offsets[-1]) + (first - offsets[:-1])[owner]
     slots = padded[owner, positions // block_size] * block_size + positions % block_size
-    return PackedRows(first, first + count, offsets, padded, positions, slots, block_size)
+    untils = positions + 1
+    for begin, end in wholes:
+        untils[begin:end] = untils[end - 1]
+    return PackedRows(first, first + count, offsets, padded, positions, slots, untils, block_size)

@@ -83,10 +83,13 @@ class _Group:
     contexts: dict[int | None, Context] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.tokens = torch.from_numpy(self._tokens()).to(self.device)
+
+    def _tokens(self) -> Ints:
         offsets = self.rows.offsets
         queries = offsets[self.members[0] + 1] - offsets[self.members[0]]
-        tokens = offsets[self.members][:, None] + np.arange(queries)
-        self.tokens = torch.from_numpy(tokens).to(self.device)
+        tokens: Ints = offsets[self.members][:, None] + np.arange(queries)
+        return tokens
 
     def context(self, window: int | None) -> Context:
         """Return the group's context for a window, which is computed once per step."""
@@ -98,8 +101,9 @@ class _Group:
         starts, ends = self.rows.starts[self.members], self.rows.ends[self.members]
         first = first_visible(starts, window)  # [num_rows]
         places = first[:, None] + np.arange(int((ends - first).max()))  # [num_rows, length]
-        queries = starts[:, None] + np.arange(self.tokens.shape[1])  # [num_rows, num_queries]
-        seen = places[:, None, :] <= queries[:, :, None]
+        tokens = self._tokens()  # [num_rows, num_queries]
+        queries, untils = self.rows.positions[tokens], self.rows.untils[tokens]
+        seen = places[:, None, :] < untils[:, :, None]
         seen &= places[:, None, :] >= first_visible(queries, window)[:, :, None]
         own = np.where(places < ends[:, None], places, first[:, None])
         slots = torch.from_numpy(self.rows.slots_at(self.members, own)).to(self.device)

@@ -10,7 +10,9 @@ error (torch's pull request 175924), and FlashAttention's own check requires blo
 256 tokens, where ours hold 16 by default. FlashAttention 3, which takes one, is a separate package.
 
 Causality is aligned to the lower right: the last query of a row is at its last key. A window
-(left, right) counts the keys beside the query's own, so a window of w tokens is (w - 1, 0).
+(left, right) counts the keys beside the query's own, so a window of w tokens is (w - 1, 0). A step
+in which tokens see later ones, those of their image, is the reference's: one call has one window
+for all its tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.forward.transfer import send
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.attention import AttentionCall
     from engine.worker.forward.kv_cache import KvCache
     from engine.worker.forward.packing import Ints, PackedRows
+    from engine.worker.forward.reference_attention import ReferenceStep
     from engine.worker.load.architectures import LayerShape
 
 # The limits of FlashAttention 2. Source: torch's flash_attn/flash_api.cpp, `mha_varlen_fwd`.
@@ -67,8 +71,10 @@ class VarlenBackend:
 
     label = "CUDA's variable-length"
 
-    def prepare(self, rows: PackedRows, cache: KvCache) -> VarlenStep:
+    def prepare(self, rows: PackedRows, cache: KvCache) -> VarlenStep | ReferenceStep:
         """Compute the step's indices and send them to the device."""
+        if not rows.is_causal:
+            return ReferenceBackend().prepare(rows, cache)
         context, key_offsets = _contexts(rows)
         slots, context_slots, queries, keys = send(
             (rows.slots, context, rows.offsets, key_offsets), cache.keys[0].device

@@ -43,6 +43,14 @@ VISION: dict[str, VisionArchitecture] = {
             "LlavaForConditionalGeneration", "llava", "LLaVA", "LlavaConfig", "LlavaModel", "llava"
         ),
         VisionArchitecture(
+            "Gemma3ForConditionalGeneration",
+            "gemma3",
+            "Gemma 3",
+            "Gemma3Config",
+            "Gemma3Model",
+            "gemma",
+        ),
+        VisionArchitecture(
             "Idefics3ForConditionalGeneration",
             "idefics3",
             "Idefics 3",

@@ -16,6 +16,7 @@ from engine.worker.load.refusal import Refusal
 from engine.worker.vision.processors import read_processor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from engine.images.fit import FittedImage
@@ -31,7 +32,9 @@ class Reader:
 
     TEXT_MODULE = "text_model"
 
-    def __init__(self, directory: Path, config: Any, token: str, max_pixels: int) -> None:
+    def __init__(
+        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
+    ) -> None:
         processor = read_processor(directory, config.model_type)
         if not (processor.do_resize and processor.do_convert_rgb is not False):
             raise Refusal("its image processor does not resize, or does not convert to RGB")
@@ -53,7 +56,7 @@ class Reader:
             tile_cost=patches,
             splits=bool(processor.do_image_splitting),
             resample=int(resample),
-            token=token,
+            token=token_of(int(config.image_token_id)),
             token_id=int(config.image_token_id),
         )
         self._table = table_of(processor)

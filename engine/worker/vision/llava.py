@@ -12,6 +12,7 @@ from engine.worker.encoders.images import ImageReader
 from engine.worker.vision.processors import read_processor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from engine.images.sight import SeenImage
@@ -26,8 +27,11 @@ class Reader:
 
     TEXT_MODULE = "language_model"
 
-    def __init__(self, directory: Path, config: Any, token: str, max_pixels: int) -> None:
+    def __init__(
+        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
+    ) -> None:
         self._config = config
+        token = token_of(int(config.image_token_id))
         self._reader = ImageReader(read_processor(directory, "clip"), config, max_pixels)
         patches = self._reader.fit.num_tokens
         is_default = config.vision_feature_select_strategy == "default"

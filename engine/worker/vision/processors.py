@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MODULES = {
     "CLIPImageProcessor": "clip",
     "SiglipImageProcessor": "siglip",
+    "Gemma3ImageProcessor": "gemma3",
     "Idefics3ImageProcessor": "idefics3",
     "SmolVLMImageProcessor": "smolvlm",
     "Qwen2VLImageProcessor": "qwen2_vl",

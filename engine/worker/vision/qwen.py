@@ -18,6 +18,7 @@ from engine.worker.load.refusal import Refusal
 from engine.worker.vision.processors import read_processor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from engine.images.fit import FittedImage
@@ -33,7 +34,9 @@ class Reader:
 
     TEXT_MODULE = "language_model"
 
-    def __init__(self, directory: Path, config: Any, token: str, max_pixels: int) -> None:
+    def __init__(
+        self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
+    ) -> None:
         processor, vision = read_processor(directory, "qwen2_vl"), config.vision_config
         if not (processor.do_resize and processor.do_convert_rgb is not False):
             raise Refusal("its image processor does not resize, or does not convert to RGB")
@@ -58,7 +61,7 @@ class Reader:
             least=int(least),
             most=int(most),
             resample=int(resample),
-            token=token,
+            token=token_of(int(config.image_token_id)),
             token_id=int(config.image_token_id),
         )
         self._table = table_of(processor)

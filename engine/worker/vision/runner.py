@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, RunnerSpec
     from engine.worker.load.vision_architectures import VisionArchitecture
     from engine.worker.step_batch import Batch
+    from engine.worker.text.tokenizer import HfTokenizer
 
 
 # Keeps stock modules from making masks, which they could not do of three positions. Our attention
@@ -99,7 +101,7 @@ class VisionRunner(TorchRunner):
             spec = self._spec
             with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
                 vision, config = read_parts(files.source.directory)
-                sight = self._reader(files.source.directory, vision, config, "").sight
+                sight = self._reader(files.source.directory, vision, config, str).sight
                 with files.open_weights() as whole:
                     tower = PartOfCheckpoint(whole, tower_name)
                     dtype = pick_dtype(spec.dtype, whole.main_dtype, pick_device(spec.device))
@@ -118,8 +120,8 @@ class VisionRunner(TorchRunner):
         spec = self._spec
         source = resolve(spec.model, spec.revision)
         vision, config = read_parts(source.directory)
-        token = self.tokenizer.token_of(int(config.image_token_id))
-        reader = self._reader(source.directory, vision, config, token)
+        token_of = partial(_token_of, self.tokenizer, info.vocab_size)
+        reader = self._reader(source.directory, vision, config, token_of)
         sight: Sight = reader.sight
         _require_budget(sight, spec.max_num_batched_tokens, spec.max_num_seqs)
         base = build_base(vision, config, reader.TEXT_MODULE)
@@ -144,10 +146,16 @@ class VisionRunner(TorchRunner):
             images=sight,
         )
 
-    def _reader(self, directory: Path, vision: VisionArchitecture, config: Any, token: str) -> Any:
-        """Return what reads the model's images. ``token`` is its image token."""
+    def _reader(
+        self,
+        directory: Path,
+        vision: VisionArchitecture,
+        config: Any,
+        token_of: Callable[[int], str],
+    ) -> Any:
+        """Return what reads the model's images. ``token_of`` returns the token of an id."""
         family = importlib.import_module(f"engine.worker.vision.{vision.family}")
-        return family.Reader(directory, config, token, self._spec.max_image_pixels)
+        return family.Reader(directory, config, token_of, self._spec.max_image_pixels)
 
     def _working_bytes(
         self, config: Any, sight: Sight, limit: int, dtype: torch.dtype, device: str
@@ -231,6 +239,13 @@ class VisionRunner(TorchRunner):
                 ]
             ),
         )
+
+
+def _token_of(tokenizer: HfTokenizer, vocab_size: int, token_id: int) -> str:
+    token = tokenizer.token_of(token_id)
+    if not token or token_id >= vocab_size:
+        raise Refusal(f"its vocabulary lacks the token {token_id}, which its config names")
+    return token
 
 
 def _require_budget(sight: Sight, budget: int, max_num_seqs: int) -> None:

@@ -1,0 +1,81 @@
+"""What the engine asks of a worker that draws images, beside `engine.worker.interface`.
+
+Rule 1: every value here pickles without torch. Rule 2: this file imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from engine.core.image.types import ImagePlan, ImageResult
+from engine.status import Capability
+from engine.worker.interface import Runner
+
+if TYPE_CHECKING:
+    from engine.core.image.types import Drawing
+
+
+@dataclass(frozen=True, slots=True)
+class ImageModelInfo:
+    """Describes an image model once it is loaded.
+
+    Widths and heights are pixels and multiples of ``multiple_of``; an image has at most
+    ``max_pixels``. ``schedulers`` are the names that a drawing may choose from, and
+    ``default_scheduler`` is the checkpoint's own. ``extra_steps`` are the schedulers that take more
+    steps than were asked for, each with how many. An image that is wider or higher than
+    ``tile_size`` pixels is decoded in tiles of that size, which begin ``tile_stride`` pixels apart;
+    a ``tile_size`` of 0 decodes each image at once.
+    """
+
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int  # tokens of the prompt, with the first and the last one
+    memory_bytes: int
+    default_width: int
+    default_height: int
+    max_pixels: int
+    schedulers: tuple[str, ...]
+    default_scheduler: str
+    default_steps: int = 50
+    default_guidance: float = 7.5
+    multiple_of: int = 8
+    prediction_type: str = "epsilon"
+    extra_steps: tuple[tuple[str, int], ...] = ()
+    tile_size: int = 0
+    tile_stride: int = 0
+    is_demo: bool = False
+    threads: int = 0  # CPU threads that a step uses
+
+    context_note = ""
+    quantization = ""
+    full_sequences = 0
+    tp = 1
+
+    @property
+    def capability(self) -> Capability:
+        """Text to image."""
+        return Capability.TEXT_TO_IMAGE
+
+    def num_steps(self, drawing: Drawing) -> int:
+        """Return how many denoising steps the worker takes for a drawing; 0 if its ``strength`` is
+        too small for one."""
+        extra = dict(self.extra_steps).get(drawing.scheduler or self.default_scheduler, 0)
+        if drawing.source is None:
+            return drawing.steps + extra
+        kept = min(int(drawing.steps * drawing.strength), drawing.steps)
+        return kept + extra if kept else 0
+
+    def num_tiles(self, drawing: Drawing) -> int:
+        """Return how many tiles each image of a drawing is decoded in."""
+        if not self.tile_size or max(drawing.width, drawing.height) <= self.tile_size:
+            return 1
+        across = -(-drawing.width // self.tile_stride)
+        return across * -(-drawing.height // self.tile_stride)
+
+
+class ImageRunner(Runner[ImagePlan, ImageResult, ImageModelInfo], Protocol):
+    """A runner of a model that draws images. It keeps the state of the drawings that were encoded
+    and have not ended. What a drawing becomes does not depend on the others."""
