@@ -23,6 +23,8 @@ from tests.support.images import picture
 
 # Least and most pixels: the defaults of Qwen2-VL, small ones, equal ones, and less than a square.
 LIMITS = ((3136, 1_003_520), (1024, 9216), (4096, 4096), (1, 100))
+pytestmark = pytest.mark.model
+
 SIDES = st.integers(1, 5000)
 
 
