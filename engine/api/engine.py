@@ -36,6 +36,7 @@ from engine.replica.replica import ReplicaKind
 from engine.replica.threads import Threads, WorkerThreads
 from engine.replica.watchdog import Watchdog
 from engine.requests.kind import RequestKind
+from engine.requests.prepare_chat import Seeing
 from engine.requests.supervisor import Supervisor
 from engine.requests.text_values import validate_tokenize
 from engine.status import Capability, ModelState
@@ -83,6 +84,7 @@ class Engine:
         self.adapters = pool.adapters
         self._pool = pool
         self._supervisor = supervisor
+        self._seeing = Seeing(supervisor.tokenizing)
         self._snapshots = Snapshots(pool, supervisor)
 
     # ---- generating and encoding
@@ -130,20 +132,32 @@ class Engine:
         chat: Chat | None = None,
         add_special_tokens: bool | None = None,
     ) -> tuple[tuple[TokenSpan, ...], int]:
-        """Return the tokens of a text, or of a chat as the model's template renders it, each with
-        the characters that it came from; and the model's max_model_len.
+        """Return the tokens of a text, or of a chat as the model's template renders it and as the
+        model gets it, those of images among them, each with the characters that it came from; and
+        the model's max_model_len.
 
         ``add_special_tokens`` None stands for True with a text, and for False with a chat.
 
         Raises:
-            InvalidRequest: not exactly one input is given, or the chat is invalid.
-            RequestTooLarge: there are more tokens than an answer holds. Others as `Leases.acquire`.
+            InvalidRequest: not exactly one input is given, the chat is invalid, or an image cannot
+                be read.
+            RequestTooLarge: there are more tokens than an answer holds. Overloaded: the images of
+                all requests have too many bytes. Others as `Leases.acquire`.
         Cancellation: at once.
         """
         validate_tokenize(text, chat)
-        async with self._pool.leases.acquire(model, _text_if_unnamed(model)) as replica:
-            spans = await self._supervisor.tokenizing.spans(replica, text, chat, add_special_tokens)
-            return spans, replica.info.max_model_len
+        images = [] if chat is None else [data for _, data in chat.images]
+        needed = _text_if_unnamed(model, Capability.VISION if images else Capability.TEXT_TO_TEXT)
+        with self._supervisor.image_files.held(sum(map(len, images))):
+            async with self._pool.leases.acquire(model, needed) as replica:
+                if chat is None:
+                    adds = add_special_tokens is not False
+                    spans = await self._supervisor.tokenizing.spans(
+                        replica, text or "", add_special_tokens=adds
+                    )
+                else:
+                    spans = await self._seeing.spans(replica, chat, bool(add_special_tokens))
+                return spans, replica.info.max_model_len
 
     async def detokenize(
         self, model: str, ids: Sequence[int], *, skip_special_tokens: bool = True
@@ -154,7 +168,8 @@ class Engine:
             InvalidRequest: an id is outside the vocabulary. Others as `Leases.acquire`.
         Cancellation: at once.
         """
-        async with self._pool.leases.acquire(model, _text_if_unnamed(model)) as replica:
+        needed = _text_if_unnamed(model, Capability.TEXT_TO_TEXT)
+        async with self._pool.leases.acquire(model, needed) as replica:
             return await self._supervisor.tokenizing.decode(
                 replica, ids, skip_special_tokens=skip_special_tokens
             )
@@ -306,9 +321,9 @@ def _drain_limit(config: EngineConfig, timeout_s: float | None) -> float:
     return config.drain_timeout_s if timeout_s is None else timeout_s
 
 
-def _text_if_unnamed(model: str) -> Capability | None:
-    """Return the capability to look for: without a name, the first model that generates text."""
-    return None if model else Capability.TEXT_TO_TEXT
+def _text_if_unnamed(model: str, capability: Capability) -> Capability | None:
+    """Return the capability to look for: without a name, the first model that has this one."""
+    return None if model else capability
 
 
 def make_torch_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:

@@ -1,24 +1,72 @@
-"""Bounds the memory of images that are ready and not computed yet, over all requests.
+"""Bounds the memory of images over all requests: that of their files, and that of those which are
+ready and not computed yet.
 
 A file of 100 bytes may become an image of 150 KB, so that neither the size of messages nor the
-queue's tokens bound this memory. Rule: requests get memory in the order in which they ask, and one
-that waits for it can leave at once.
+queue's tokens bound the latter. Rule: requests get that memory in the order in which they ask, and
+one that waits for it can leave at once; a file without room is refused.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import trio
 
+from engine.errors import Overloaded
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import ExitStack
 
 # Bytes of all requests' images. A guess: 1,700 images of 224 × 224 pixels, some tens of steps.
 IMAGE_BYTES_MAX = 256 * 2**20
 # The share of one request, so that a client that does not read leaves room for others. A guess.
 REQUEST_SHARE = 1 / 4
+# Bytes of the image files of all live requests: a photograph takes a second to decode, and arrives
+# in less. A guess: sixty photographs of a phone.
+FILE_BYTES_MAX = 256 * 2**20
+
+
+class ImageFiles:
+    """Counts the bytes of the image files of all live requests. Belongs to the Trio thread."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    def refusal(self, num_bytes: int) -> Overloaded | None:
+        """Return why a request with so many bytes is refused now; None if there is room."""
+        held = self._num_bytes
+        if not held or not num_bytes or held + num_bytes <= FILE_BYTES_MAX:
+            return None
+        return Overloaded(
+            f"the images of all requests would exceed {FILE_BYTES_MAX >> 20} MiB; try again later",
+            retry_after_s=1.0,
+        )
+
+    def add(self, num_bytes: int) -> None:
+        """Count a request's files from now on."""
+        self._num_bytes += num_bytes
+
+    def remove(self, num_bytes: int) -> None:
+        """Count them no longer."""
+        self._num_bytes -= num_bytes
+
+    @contextmanager
+    def held(self, num_bytes: int) -> Iterator[None]:
+        """Count files during a block.
+
+        Raises:
+            Overloaded: there is no room for them.
+        """
+        if (error := self.refusal(num_bytes)) is not None:
+            raise error
+        self.add(num_bytes)
+        try:
+            yield
+        finally:
+            self.remove(num_bytes)
 
 
 class ImageMemory:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from engine.images.sight import SeenImage, Sight
     from engine.requests.chat_values import Chat
+    from engine.worker.interface import Tokenizer, TokenSpan
 
 
 class ReadImage(NamedTuple):
@@ -130,8 +131,7 @@ def place(
     Raises:
         InvalidRequest: the text has other image tokens than it should.
     """
-    if sum(1 for one in ids if one == sight.token_id) != len(shown.owners):
-        raise InvalidRequest.of("chat", "has image tokens that the model's tokenizer does not find")
+    _check_found(ids, shown, sight)
     prompt: list[int] = []
     places: list[list[int]] = [[] for _ in images]
     owners = iter(shown.owners)
@@ -157,3 +157,32 @@ def place(
         for own, image in zip(places, images, strict=True)
     ]
     return tuple(prompt), tuple(found)
+
+
+def place_spans(
+    spans: Sequence[TokenSpan], shown: ImageText, sight: Sight, tokenizer: Tokenizer
+) -> tuple[TokenSpan, ...]:
+    """Return the same prompt as `place`, as tokens with the characters of the shown text that they
+    came from. ``spans`` are the tokens of that text.
+
+    Raises:
+        InvalidRequest: as `place`.
+    """
+    _check_found([one.token_id for one in spans], shown, sight)
+    plain = [
+        (id_, tokenizer.decode((id_,), skip_special_tokens=False))
+        for id_ in tokenizer.plain_ids(sight.token)
+    ]
+    owners = iter(shown.owners)
+    found: list[TokenSpan] = []
+    for one in spans:
+        if one.token_id != sight.token_id or next(owners) is not None:
+            found.append(one)
+        else:
+            found += [replace(one, token_id=id_, text=text) for id_, text in plain]
+    return tuple(found)
+
+
+def _check_found(ids: Sequence[int], shown: ImageText, sight: Sight) -> None:
+    if sum(1 for one in ids if one == sight.token_id) != len(shown.owners):
+        raise InvalidRequest.of("chat", "has image tokens that the model's tokenizer does not find")

@@ -18,9 +18,11 @@ from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
 from engine.images.errors import BadImage
 from engine.images.sight import digest_of
 from engine.requests.image_memory import ImageMemory
-from engine.requests.image_prompts import ReadImage, hide, place, show
+from engine.requests.image_prompts import ImageText, ReadImage, hide, place, place_spans, show
+from engine.requests.tokenizing import of_chat
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from contextlib import ExitStack
 
     from engine.core.text.types import PromptImage
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from engine.requests.chat_values import Chat
     from engine.requests.text_stream import TextStream
     from engine.requests.tokenizing import AnyReplica, Tokenizing
+    from engine.worker.interface import TokenSpan
 
 # Bytes of the images of all requests that are prepared or live. A guess: 38 images of SmolVLM at
 # its largest, of which one request may have nine.
@@ -52,7 +55,6 @@ class Seeing:
 
     def __init__(self, tokenizing: Tokenizing) -> None:
         self._tokenizing = tokenizing
-        self._decoding = tokenizing.with_own_limiter()
         self.memory = ImageMemory(IMAGE_BYTES_MAX)
 
     async def read(
@@ -65,32 +67,15 @@ class Seeing:
             InvalidRequest: images cannot be read, or the model reads none; it lists every one.
             RequestTooLarge: there are too many images for one request.
         """
-        files = list(chat.images)
-        if not files:
+        sight, count = _sight_for(replica, chat), sum(1 for _ in chat.images)
+        if sight is None or not count:
             return chat
-        sight = _sight_of(replica)
-        if sight is None:
-            raise InvalidRequest([FieldViolation(path, "is for a model that reads images, which "
-                                                 f"{replica.model} does not")
-                                  for path, _ in files])  # fmt: skip
-        most = max(1, self.memory.request_bytes_max // sight.max_bytes)
-        if len(files) > most:
-            raise RequestTooLarge.of(
-                "chat.messages", f"has {len(files)} images, of at most {most} in one request"
-            )
+        self._check_count(sight, count)
         phase, stream.phase = stream.phase, "decode image"
-        await self.memory.take(len(files) * sight.max_bytes, held)
-        read, found = [], []
-        for path, data in files:
-            try:
-                read.append(await self._decoding.run_in_thread(partial(_read, sight, data)))
-            except BadImage as error:
-                found.append(FieldViolation(path, f"the image {error}"))
-        if found:
-            raise InvalidRequest(found)
+        await self.memory.take(count * sight.max_bytes, held)
+        chat = await self._read_each(chat, partial(_read, sight))
         stream.phase = phase
-        images = iter(read)
-        return replace(chat, messages=tuple(_with_images(one, images) for one in chat.messages))
+        return chat
 
     async def prompt_of(
         self, replica: AnyReplica, chat: Chat, add_special_tokens: bool
@@ -101,30 +86,105 @@ class Seeing:
             InvalidRequest: the template refuses the chat, or does not write each image once; or the
                 text cannot be tokenised.
         """
-        sight, tokenizer = _sight_of(replica), replica.tokenizer
-        if sight is None:
-            text = await self._tokenizing.render_chat(replica, chat)
-            return text, SeeingPrompt(
-                await self._tokenizing.chat_ids(replica, text, add_special_tokens)
+        shown, images = await self._shown(replica, chat)
+        with of_chat():
+            ids = await self._tokenizing.tokenize(
+                replica, shown.text, add_special_tokens=add_special_tokens
             )
+        sight = _sight_of(replica)
+        if sight is None:
+            return shown.text, SeeingPrompt(ids)
+        placed = place(ids, shown, images, sight, replica.tokenizer.plain_ids)
+        return shown.text, SeeingPrompt(*placed)
+
+    async def spans(
+        self, replica: AnyReplica, chat: Chat, add_special_tokens: bool
+    ) -> tuple[TokenSpan, ...]:
+        """Return the tokens of a chat's prompt, those of its images among them, each with the
+        characters of the text that it came from. Each image is dropped once its tokens are
+        counted. Cancellation: as the class.
+
+        Raises:
+            InvalidRequest: as `read` and `prompt_of`.
+            RequestTooLarge: there are too many images for one request, or more tokens than one
+                answer holds.
+        """
+        sight, count = _sight_for(replica, chat), sum(1 for _ in chat.images)
+        if sight is not None and count:
+            self._check_count(sight, count)
+            chat = await self._read_each(chat, partial(_measure, sight))
+        shown, _ = await self._shown(replica, chat)
+        with of_chat():
+            spans = await self._tokenizing.spans(
+                replica, shown.text, add_special_tokens=add_special_tokens
+            )
+        return spans if sight is None else place_spans(spans, shown, sight, replica.tokenizer)
+
+    def _check_count(self, sight: Sight, count: int) -> None:
+        most = max(1, self.memory.request_bytes_max // sight.max_bytes)
+        if count > most:
+            raise RequestTooLarge.of(
+                "chat.messages", f"has {count} images, of at most {most} in one request"
+            )
+
+    async def _read_each(self, chat: Chat, read: Callable[[bytes], ReadImage]) -> Chat:
+        """Return a chat with what ``read`` makes of each file in a thread."""
+        made, found = [], []
+        for path, data in chat.images:
+            try:
+                made.append(await self._tokenizing.decode_image(partial(read, data)))
+            except BadImage as error:
+                found.append(FieldViolation(path, str(error)))
+        if found:
+            raise InvalidRequest(found)
+        images = iter(made)
+        return replace(chat, messages=tuple(_with_images(one, images) for one in chat.messages))
+
+    async def _shown(
+        self, replica: AnyReplica, chat: Chat
+    ) -> tuple[ImageText, Sequence[ReadImage]]:
+        """Return the text of a chat whose images are read, and the images."""
+        sight = _sight_of(replica)
+        if sight is None:
+            return ImageText(await self._tokenizing.render_chat(replica, chat), ()), ()
         hidden = hide(chat, sight)
-        template = tokenizer.chat_template(has_tools=bool(chat.offered_tools))
+        template = replica.tokenizer.chat_template(has_tools=bool(chat.offered_tools))
         own = hidden.chat
         if PARTS_READ.search(template):
             own = replace(own, messages=tuple(map(_in_parts, own.messages)))
-        shown = show(await self._tokenizing.render_chat(replica, own), hidden, sight)
-        ids = await self._tokenizing.chat_ids(replica, shown.text, add_special_tokens)
-        placed = place(ids, shown, hidden.images, sight, tokenizer.plain_ids)
-        return shown.text, SeeingPrompt(*placed)
+        text = await self._tokenizing.render_chat(replica, own)
+        return show(text, hidden, sight), hidden.images
 
 
 def _sight_of(replica: AnyReplica) -> Sight | None:
+    """Return how the model reads images in chats, None for one that does not."""
+    if not replica.info.capability.generates_text:
+        return None  # an encoder's images are not read in chats
     sight: Sight | None = replica.info.images
+    return sight
+
+
+def _sight_for(replica: AnyReplica, chat: Chat) -> Sight | None:
+    """Return how the model reads images, None for a model that reads none.
+
+    Raises:
+        InvalidRequest: it reads none, and the chat has some.
+    """
+    sight = _sight_of(replica)
+    if sight is None:
+        what = f"is for a model that reads images, which {replica.model} does not"
+        if found := [FieldViolation(path, what) for path, _ in chat.images]:
+            raise InvalidRequest(found)
     return sight
 
 
 def _read(sight: Sight, data: bytes) -> ReadImage:
     return ReadImage(sight.read(data), digest_of(data))
+
+
+def _measure(sight: Sight, data: bytes) -> ReadImage:
+    """Return an image without its pixels."""
+    return ReadImage(sight.read(data)._replace(tiles=()), b"")
 
 
 def _with_images(message: Mapping[str, Any], images: Any) -> Mapping[str, Any]:

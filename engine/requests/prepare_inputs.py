@@ -55,7 +55,6 @@ class InputPreparer:
 
     def __init__(self, tokenizing: Tokenizing) -> None:
         self._tokenizing = tokenizing
-        self._decoding = tokenizing.with_own_limiter()
         self.image_memory = ImageMemory()
 
     def holding(self, request: EncodeRequest, replica: EncodeReplica) -> None:
@@ -150,7 +149,7 @@ class InputPreparer:
         made, found = [], []
         for index, one in data.items():
             try:
-                image = await self._decoding.run_in_thread(partial(fit.read, one))
+                image = await self._tokenizing.decode_image(partial(fit.read, one))
             except BadImage as error:
                 found.append(FieldViolation(f"inputs[{index}].image", str(error)))
             else:

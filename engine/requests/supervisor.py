@@ -38,6 +38,7 @@ from engine.errors import (
 )
 from engine.requests.detached import DetachedStreams
 from engine.requests.end_counts import EndCounts
+from engine.requests.image_memory import ImageFiles
 from engine.requests.quota import NOWHERE, Origin
 from engine.requests.stream import StreamOptions, server_deadline
 from engine.requests.tasks import RequestTasks
@@ -61,9 +62,6 @@ log = logging.getLogger(__name__)
 # remembered. Both are guesses; control.proto states them at Abort.
 ABORT_MEMORY_S = 60.0
 ABORT_MEMORY_MAX = 10_000
-# Bytes of the image files of all live requests: a photograph takes a second to decode, and arrives
-# in less. A guess: sixty photographs of a phone.
-IMAGE_FILE_BYTES_MAX = 256 * 2**20
 
 WAITING_FOR = {  # what a request waits for, by its phase, before the core knows of it
     "load": "model load",
@@ -76,7 +74,8 @@ WAITING_FOR = {  # what a request waits for, by its phase, before the core knows
 class Supervisor:
     """Starts and supervises the requests over one pool. Belongs to the Trio thread.
 
-    ``tokenizing`` runs tokenizers, for requests and for calls of Tokenize and Detokenize.
+    ``tokenizing`` runs tokenizers, for requests and for calls of Tokenize and Detokenize, and
+    ``image_files`` counts the bytes of both's images.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Supervisor:
         # parked; so all live requests have a bound of their own.
         each = config.max_queued_requests + config.max_num_seqs
         self._max_live = each * sum(model.num_replicas for model in config.models)
-        self._image_bytes = 0  # of the files of all live requests
+        self.image_files = ImageFiles()
         self._recently_ended = _RecentIds()
         self._aborts_to_come = _RecentIds()
         self._idle = trio.Event()
@@ -175,7 +174,7 @@ class Supervisor:
         if request.timeout_s is not None:
             stream.client_deadline = start + request.timeout_s
         self._live[request_id] = stream
-        self._image_bytes += kind.image_bytes(request)
+        self.image_files.add(kind.image_bytes(request))
         self.detached.register(stream)
         log.debug("registered", extra={"request_id": logs.printable(request_id)})
         self._tasks.start(self._supervise, request, stream, name=f"request {request_id}")
@@ -191,17 +190,12 @@ class Supervisor:
             return DuplicateRequest(f"request_id {request_id!r} is in use")
         if len(self._live) >= self._max_live:
             return Overloaded(f"the server holds its {self._max_live} requests", retry_after_s=1.0)
-        held, more = self._image_bytes, self._kinds[type(request)].image_bytes(request)
-        if held and more and held + more > IMAGE_FILE_BYTES_MAX:
-            most = IMAGE_FILE_BYTES_MAX >> 20
-            return Overloaded(
-                f"the images of all requests would exceed {most} MiB; try again later",
-                retry_after_s=1.0,
-            )
+        if error := self.image_files.refusal(self._kinds[type(request)].image_bytes(request)):
+            return error
         try:
             request.validate()
-        except InvalidRequest as error:
-            return error
+        except InvalidRequest as invalid:
+            return invalid
         return None if self._tasks.is_open else ShuttingDown("the engine is closed")
 
     def _core_id(self, request: ClientRequest, request_id: str) -> RequestId:
@@ -264,7 +258,7 @@ class Supervisor:
             if not stream.is_closed:  # the whole engine is being cancelled
                 stream.reason = EndReason.SHUTDOWN
                 stream.close(stream.early_end())
-            self._image_bytes -= self._kinds[type(request)].image_bytes(request)
+            self.image_files.remove(self._kinds[type(request)].image_bytes(request))
             self._end(stream)
 
     async def _serve(self, request: ClientRequest, stream: RequestStream[Any]) -> None:

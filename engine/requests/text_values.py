@@ -323,8 +323,7 @@ def validate_tokenize(text: str | None, chat: Chat | None) -> None:
     """Check the input of one Tokenize call.
 
     Raises:
-        InvalidRequest: Not exactly one of ``text`` and ``chat`` is given, or the chat is broken or
-            has images.
+        InvalidRequest: Not exactly one of ``text`` and ``chat`` is given, or the chat is broken.
         TypeError: One of them is neither a text nor a chat.
     """
     if not isinstance(text, str | None):
@@ -334,8 +333,6 @@ def validate_tokenize(text: str | None, chat: Chat | None) -> None:
     found = [] if chat is None else list(chat.violations())
     if (text is None) == (chat is None):
         found.append(FieldViolation("input", "set exactly one of text and chat"))
-    for path, _ in chat.images if chat is not None else ():
-        found.append(FieldViolation(path, "only Generate counts images' tokens, in its usage"))
     if found:
         raise InvalidRequest(found)
 

@@ -8,6 +8,7 @@ it is joined, and a task that waits for it can leave at once.
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
@@ -15,7 +16,7 @@ import trio
 from engine.errors import EngineBug, InvalidRequest, RequestTooLarge, ShuttingDown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from engine.replica.replica import Replica
     from engine.replica.threads import Threads
@@ -42,29 +43,22 @@ class Tokenizing:
     to its end, and its result is dropped.
     """
 
-    def __init__(self, threads: Threads, tasks: RequestTasks) -> None:
+    def __init__(
+        self,
+        threads: Threads,
+        tasks: RequestTasks,
+        image_limiter: trio.CapacityLimiter | None = None,
+    ) -> None:
         self._threads = threads
         self._tasks = tasks
         self._limiter = trio.CapacityLimiter(1)
+        self._image_limiter = image_limiter or trio.CapacityLimiter(1)
         self._template_limiters: dict[str, trio.CapacityLimiter] = {}  # one for each model
 
     def with_own_limiter(self) -> Tokenizing:
-        """Return another instance, whose jobs do not wait for this one's."""
-        return Tokenizing(self._threads, self._tasks)
-
-    async def chat_ids(
-        self, replica: AnyReplica, text: str, add_special_tokens: bool
-    ) -> tuple[int, ...]:
-        """Return the ids of the text that a template made of a chat. Cancellation: as the class.
-
-        Raises:
-            InvalidRequest: the text cannot be tokenised.
-        """
-        try:
-            return await self.tokenize(replica, text, add_special_tokens=add_special_tokens)
-        except InvalidRequest as error:  # the violation names ``text``, which a chat does not have
-            [violation] = error.violations
-            raise InvalidRequest.of("chat", violation.description) from error
+        """Return another instance, whose texts do not wait for this one's. Both decode one image
+        at a time."""
+        return Tokenizing(self._threads, self._tasks, self._image_limiter)
 
     async def tokenize(
         self, replica: AnyReplica, text: str, *, add_special_tokens: bool
@@ -95,34 +89,22 @@ class Tokenizing:
         )
 
     async def spans(
-        self,
-        replica: AnyReplica,
-        text: str | None,
-        chat: Chat | None,
-        add_special_tokens: bool | None,
+        self, replica: AnyReplica, text: str, *, add_special_tokens: bool
     ) -> tuple[TokenSpan, ...]:
-        """Return the tokens of a text, or of a chat as the template renders it, each with the
-        characters that it came from. ``add_special_tokens`` None stands for True with a text, and
-        for False with a chat.
+        """Return the tokens of a text as `encode_spans`, for an answer.
 
         Raises:
-            InvalidRequest: the input cannot be tokenised.
+            InvalidRequest: the text cannot be tokenised.
             RequestTooLarge: there are more tokens than one answer holds.
         Cancellation: as the class.
         """
-        if chat is not None:
-            text, adds = await self.render_chat(replica, chat), bool(add_special_tokens)
-            # The ids come first: they are cheap, and their number decides about the rest.
-            count = len(await self.chat_ids(replica, text, adds))
-        else:
-            text, adds = text or "", add_special_tokens is not False
-            count = len(await self.tokenize(replica, text, add_special_tokens=adds))
+        # The ids come first: they are cheap, and their number decides about the rest.
+        count = len(await self.tokenize(replica, text, add_special_tokens=add_special_tokens))
         if count > TOKENIZE_TOKENS_MAX:
             raise RequestTooLarge.of(
-                "text" if chat is None else "chat",
-                f"has {count} tokens, of at most {TOKENIZE_TOKENS_MAX} in one answer",
+                "text", f"has {count} tokens, of at most {TOKENIZE_TOKENS_MAX} in one answer"
             )
-        return await self.encode_spans(replica, text, add_special_tokens=adds)
+        return await self.encode_spans(replica, text, add_special_tokens=add_special_tokens)
 
     async def decode(
         self, replica: AnyReplica, ids: Sequence[int], *, skip_special_tokens: bool
@@ -166,14 +148,26 @@ class Tokenizing:
             return _guarded(work)()
         return await self._in_thread(work, self._limiter)
 
-    async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """Return ``work()``, called in a thread. Cancellation: as the class."""
-        return await self._in_thread(work, self._limiter)
+    async def decode_image(self, work: Callable[[], T]) -> T:
+        """Return ``work()``, which decodes an image, called in a thread. No other image is decoded
+        at the same time. Cancellation: as the class."""
+        return await self._in_thread(work, self._image_limiter)
 
     async def _in_thread(self, work: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
         in_thread = _Job(_guarded(work))
         self._tasks.start(in_thread.run, self._threads, limiter)
         return await in_thread.result()
+
+
+@contextmanager
+def of_chat() -> Iterator[None]:
+    """Name ``chat`` in violations of the text that a template made of one, where they name
+    ``text``."""
+    try:
+        yield
+    except (InvalidRequest, RequestTooLarge) as error:
+        [violation] = error.violations
+        raise type(error).of("chat", violation.description) from error
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, first: int = 0) -> None:

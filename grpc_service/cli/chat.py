@@ -11,23 +11,25 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from engine.errors import ConfigError
 from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
 from grpc_service.cli.client import break_note, explain, run_client
 from grpc_service.cli.generate import json_line, sampling_of
+from grpc_service.cli.images import message_of, naming_files, read_images, user_turn
 from grpc_service.client import CallError, InvalidArgument, messages
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Sequence
 
+    from grpc_service.cli.images import SentImage, Turn
     from grpc_service.client import Client
-
-    Turn = Mapping[str, str]
 
 PROMPT = "> "
 HELP = """\
 /reset         forget the conversation, but keep the system prompt
 /system TEXT   forget the conversation, and begin a new one with this system prompt
+/image FILE    add an image to the next message, for a model that reads images
 /help          show this text
 Ctrl-C ends an answer, and Ctrl-D ends the chat. To send a line that begins with /, put a space
 before it."""
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """The turns so far, and the loop of questions and answers."""
+    """The turns so far, the images of the next one, and the loop of questions and answers."""
 
     def __init__(self, args: argparse.Namespace, client: Client) -> None:
         self._args = args
@@ -50,13 +52,16 @@ class Conversation:
         self._is_terminal = sys.stdin.isatty()
         self._sampling = sampling_of(args)
         self._turns: list[Turn] = []
+        self._images: list[SentImage] = []
         self._begin(args.system)
+        self._images += read_images(args.images)
 
     def run(self) -> None:
         """Read and answer lines until the input ends.
 
         Raises:
             CallError: a call failed, and no terminal is there to go on.
+            ConfigError: the same of an image that cannot be read.
         """
         if self._is_terminal:
             _enable_line_editing()
@@ -93,26 +98,44 @@ class Conversation:
 
     def _begin(self, system: str) -> None:
         self._turns = [{"role": "system", "content": system}] if system else []
+        self._images.clear()
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         if name == "/reset":
-            self._begin(next((m["content"] for m in self._turns if m["role"] == "system"), ""))
+            system = (m["content"] for m in self._turns if m["role"] == "system")
+            self._begin(str(next(system, "")))
             _note("The conversation was forgotten.")
         elif name == "/system":
             self._begin(rest.strip())
             _note(
                 "A new conversation begins" + (" with this system prompt." if rest.strip() else ".")
             )
+        elif name == "/image":
+            self._add_image(rest.strip())
         else:
             _note(HELP if name == "/help" else f"There is no command {name}.\n{HELP}")
+
+    def _add_image(self, path: str) -> None:
+        if not path:
+            _note("/image needs a file's name.")
+            return
+        try:
+            self._images += read_images([path], "/image ")
+        except ConfigError as error:
+            if not self._is_terminal:
+                raise
+            _note(f"triolet: {error}")
+            return
+        _note(f"{path} goes with the next message.")
 
     # ---- one turn
 
     def _ask(self, question: str) -> None:
-        """Ask one question and print the answer. If no answer comes, the question is
-        forgotten."""
-        asked = [*self._turns, {"role": "user", "content": question}]
+        """Ask one question and print the answer. If no answer comes, the question is forgotten
+        with its images."""
+        asked = [*self._turns, user_turn(question, self._images)]
+        self._images.clear()
         try:
             turns = self._truncated(asked)
             answer = self._answer(turns, len(asked) - len(turns))
@@ -153,11 +176,11 @@ class Conversation:
 
     def _count(self, turns: Sequence[Turn]) -> tuple[int, int]:
         """Return the number of tokens of these turns, and the context's length."""
-        request = messages.TokenizeRequest(
-            model=self._args.model, chat=messages.Chat(messages=list(turns))
-        )
+        chat = messages.Chat(messages=map(message_of, turns))
+        request = messages.TokenizeRequest(model=self._args.model, chat=chat)
         try:
-            answer = self._client.tokenize(request, timeout=self._args.timeout)
+            with naming_files(turns):
+                answer = self._client.tokenize(request, timeout=self._args.timeout)
             return len(answer.tokens), answer.max_model_len
         except InvalidArgument:
             if len(turns) == 1:
@@ -168,7 +191,7 @@ class Conversation:
         """Print the answer as it comes, after a note if messages were left out to make room for it.
         Return as much as came, also when Ctrl-C ended it."""
         stream = self._client.chat(
-            turns,
+            map(message_of, turns),
             model=self._args.model,
             sampling=self._sampling,
             timeout=self._args.timeout,
@@ -176,10 +199,13 @@ class Conversation:
         )
         printer = _Printer(is_json=self._args.json)
         try:
-            for event in stream:
-                if num_dropped and event.HasField("started"):
-                    _note(f"(The context is full: {num_dropped} earlier messages were left out.)")
-                printer.show(event)
+            with naming_files(turns):
+                for event in stream:
+                    if num_dropped and event.HasField("started"):
+                        _note(
+                            f"(The context is full: {num_dropped} earlier messages were left out.)"
+                        )
+                    printer.show(event)
         except KeyboardInterrupt:
             if not self._is_terminal:
                 raise

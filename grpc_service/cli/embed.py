@@ -43,7 +43,7 @@ NEAREST_MAX = 300  # the most texts that are compared in Python: 0.7 s for vecto
 
 def run(args: argparse.Namespace) -> int:
     """Embed the texts and images and print the vectors. Return the exit code."""
-    images = images_of(args.images)
+    images = images_of(args.images, hint="; texts come before --image")
     has_texts = args.texts or args.file is not None or not images
     inputs: list[Input] = [
         *(texts_of(args.texts, args.file, "texts") if has_texts else ()),

@@ -13,12 +13,14 @@ from google.protobuf import json_format
 
 from engine.errors import ConfigError
 from grpc_service.cli.client import break_note, run_client
+from grpc_service.cli.images import message_of, naming_files, read_images, user_turn
 from grpc_service.client import messages
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable
 
+    from grpc_service.cli.images import Turn
     from grpc_service.client import Client
 
     Events = Iterable[messages.GenerateResponse]
@@ -28,16 +30,21 @@ def run(args: argparse.Namespace) -> int:
     """Generate and print a completion. Return the exit code.
 
     Raises:
-        ConfigError: log-probabilities are wanted without --json.
+        ConfigError: log-probabilities are wanted without --json, or images without --chat; or an
+            image's file cannot be read.
     """
     for flag, given in (("logprobs", args.logprobs), ("prompt-logprobs", args.prompt_logprobs)):
         if given is not None and not args.json:
             raise ConfigError(f"--{flag} needs --json")
-    request = request_of(args, _prompt(args.prompt))
+    if args.images and not args.chat:
+        raise ConfigError("--image needs --chat: an image is part of a message")
+    turn = user_turn(_prompt(args.prompt), read_images(args.images))
+    request = request_of(args, turn)
 
     def job(client: Client) -> None:
         on_break = break_note(args)
-        with client.generate(request, timeout=args.timeout, on_break=on_break) as stream:
+        stream = client.generate(request, timeout=args.timeout, on_break=on_break)
+        with naming_files([turn]), stream:
             if args.json:
                 print_json(stream)
             elif request.n > 1:
@@ -54,13 +61,18 @@ def _prompt(given: str) -> str:
     return sys.stdin.read().removesuffix("\n") if given == "-" else given
 
 
-def request_of(args: argparse.Namespace, prompt: str) -> messages.GenerateRequest:
-    """Return the request. Flags that are not given stay unset, so that the model's own defaults
-    apply."""
+def request_of(args: argparse.Namespace, turn: Turn) -> messages.GenerateRequest:
+    """Return the request: the turn's text, or with --chat a chat of the turn alone. Flags that are
+    not given stay unset, so that the model's own defaults apply."""
     output = messages.OutputOptions(logprobs=args.logprobs, prompt_logprobs=args.prompt_logprobs)
-    return messages.GenerateRequest(
-        model=args.model, text=prompt, sampling=sampling_of(args), n=args.n, output=output
+    request = messages.GenerateRequest(
+        model=args.model, sampling=sampling_of(args), n=args.n, output=output
     )
+    if args.chat:
+        request.chat.messages.append(message_of(turn))
+    else:
+        request.text = str(turn["content"])
+    return request
 
 
 def sampling_of(args: argparse.Namespace) -> messages.SamplingParams:

@@ -96,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     add_serve_arguments(add("serve", _serve, "start a server"))
-    _add_generate(add("generate", _lazy("generate"), "continue a prompt"))
+    _add_generate(add("generate", _lazy("generate"), "continue a prompt, or answer one"))
     _add_chat(add("chat", _lazy("chat"), "talk with a model, line by line"))
     _add_embed(
         add("embed", _lazy("embed"), "turn texts into vectors, and show how similar they are")
@@ -160,6 +160,20 @@ def _add_client(parser: argparse.ArgumentParser, timeout_s: float | None) -> Non
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message, which the model's chat template writes out",
+    )
+    parser.add_argument(
+        "--image",
+        dest="images",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="with --chat: an image (JPEG, PNG, WebP or GIF) that goes before the prompt, for a "
+        "model that reads images; may be repeated",
+    )
     _add_sampling(parser)
     count = _number("count")
     parser.add_argument("--n", type=count, metavar="N", help="number of completions, 1 to 16")
@@ -177,11 +191,21 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Talk with a model, line by line. Ctrl-C ends an answer, and Ctrl-D ends the chat. /reset "
-        "forgets the conversation; /system TEXT begins a new one with this system prompt. When the "
+        "forgets the conversation; /system TEXT begins a new one with this system prompt; /image "
+        "FILE adds an image to the next message, for a model that reads images. When the "
         "conversation is longer than the model's context, the oldest turns after the first are "
         "left out, with a note."
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt")
+    parser.add_argument(
+        "--image",
+        dest="images",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="images (JPEG, PNG, WebP or GIF) that go before the first message",
+    )
     _add_sampling(parser)
     _add_client(parser, timeout_s=None)
 

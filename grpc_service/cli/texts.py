@@ -50,18 +50,23 @@ class ImageFile(NamedTuple):
             raise ConfigError(f"--image {self.path} cannot be read: {error.strerror}") from None
 
 
-def images_of(paths: Iterable[str]) -> list[ImageFile]:
-    """Return the images in these files.
+def images_of(paths: Iterable[str], name: str = "--image ", hint: str = "") -> list[ImageFile]:
+    """Return the images in these files. ``name`` goes before a path in messages, and ``hint``
+    behind that of a path where there is no file.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or it is empty.
     """
     found = []
     for path in paths:
         whole = Path(path).expanduser()
         if not whole.is_file():
-            raise ConfigError(f"--image {path} is not a file; texts come before --image")
-        found.append(ImageFile(path, whole.stat().st_size))
+            what = "is a directory" if whole.is_dir() else "is not a file"
+            raise ConfigError(f"{name}{path} {what}{hint}")
+        size = whole.stat().st_size
+        if not size:
+            raise ConfigError(f"{name}{path} is an empty file")
+        found.append(ImageFile(path, size))
     return found
 
 

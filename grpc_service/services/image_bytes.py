@@ -30,29 +30,22 @@ EMBED = tuple(
         (inference_pb2.EmbedInput.DESCRIPTOR, "image"),
     )
 )
-GENERATE = tuple(
+CHAT = tuple(
     descriptor.fields_by_name[name].number
     for descriptor, name in (
-        (inference_pb2.GenerateRequest.DESCRIPTOR, "chat"),
         (inference_pb2.Chat.DESCRIPTOR, "messages"),
         (inference_pb2.Message.DESCRIPTOR, "parts"),
         (inference_pb2.MessagePart.DESCRIPTOR, "image"),
     )
 )
+GENERATE = (inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["chat"].number, *CHAT)
+TOKENIZE = (inference_pb2.TokenizeRequest.DESCRIPTOR.fields_by_name["chat"].number, *CHAT)
 
 
-def judge_embed(max_bytes: int) -> Callable[[bytes], None]:
-    """Return a function that checks the bytes of an EmbedRequest: without its images it may have
-    ``max_bytes``. The function raises MessageTooLarge."""
-    return _judge(max_bytes, EMBED)
+def judge_of(path: tuple[int, ...], max_bytes: int) -> Callable[[bytes], None]:
+    """Return a function that checks the bytes of a request: without the images that the fields of
+    ``path`` lead to, it may have ``max_bytes``. The function raises MessageTooLarge."""
 
-
-def judge_generate(max_bytes: int) -> Callable[[bytes], None]:
-    """Return such a function for a GenerateRequest."""
-    return _judge(max_bytes, GENERATE)
-
-
-def _judge(max_bytes: int, path: tuple[int, ...]) -> Callable[[bytes], None]:
     def judge(data: bytes) -> None:
         if len(data) <= max_bytes:
             return

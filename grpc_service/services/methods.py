@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
 from grpc_service.rpc.methods import methods_of
 from grpc_service.services.control import Control
-from grpc_service.services.image_bytes import judge_embed, judge_generate
+from grpc_service.services.image_bytes import EMBED, GENERATE, TOKENIZE, judge_of
 from grpc_service.services.inference import Inference
 from grpc_service.services.models import Models
 
@@ -21,18 +21,16 @@ INFERENCE: ServiceDescriptor = inference_pb2.DESCRIPTOR.services_by_name["Infere
 MODELS: ServiceDescriptor = models_pb2.DESCRIPTOR.services_by_name["Models"]
 CONTROL: ServiceDescriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
 SERVICE_NAMES = (INFERENCE.full_name, MODELS.full_name, CONTROL.full_name)
-# The methods whose requests may have images.
-TAKING_IMAGES = (f"{INFERENCE.full_name}/Embed", f"{INFERENCE.full_name}/Generate")
+# The methods whose requests may have images, and the fields that lead to these.
+IMAGE_FIELDS = {"Embed": EMBED, "Generate": GENERATE, "Tokenize": TOKENIZE}
+TAKING_IMAGES = tuple(f"{INFERENCE.full_name}/{name}" for name in IMAGE_FIELDS)
 
 
 def methods(backend: Backend, max_message_bytes: int, *, adapter_root: str = "") -> list[Method]:
     """Return every method of triolet.v1. `grpc_service.access.interceptor` decides who may call
     which. ``max_message_bytes`` is how much a request may have beside its images. Adapters are
     loaded from below ``adapter_root``; "": from nowhere."""
-    judges = {
-        "Embed": judge_embed(max_message_bytes),
-        "Generate": judge_generate(max_message_bytes),
-    }
+    judges = {name: judge_of(path, max_message_bytes) for name, path in IMAGE_FIELDS.items()}
     return [
         *methods_of(INFERENCE, Inference(backend), judges),
         *methods_of(MODELS, Models(backend, adapter_root)),

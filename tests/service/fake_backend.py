@@ -151,7 +151,7 @@ class FakeEngine:
     async def tokenize(self, model, *, text, chat, add_special_tokens):
         validate_tokenize(text, chat)
         self.asked.append((model, text, chat, add_special_tokens))
-        text = text if chat is None else chat.messages[0]["content"]
+        text = text if chat is None else str(chat.messages[0]["content"])
         return tuple(TokenSpan(ord(c), c, i, i + 1) for i, c in enumerate(text)), 2048
 
     async def detokenize(self, model, ids, *, skip_special_tokens):

@@ -17,7 +17,7 @@ import pytest
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Tokens
-from engine.errors import Overloaded, RequestTooLarge
+from engine.errors import InvalidRequest, Overloaded, RequestTooLarge
 from engine.requests.text_values import AnswerTokens, Started
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from grpc_service.cli.main import SHELLS, main
@@ -118,6 +118,81 @@ def test_turns_that_exceed_the_context_are_left_out_with_a_note(chat):
     questions = [text[0] for role, text in said(backend.streams[-1]) if role == "user"]
     assert questions == ["0", "5"]
     assert said(backend.streams[-1])[0] == ("system", "Brief.")
+
+
+def pixels(name, tmp_path):
+    """Write a file, and return its path as text and the bytes."""
+    path = tmp_path / name
+    path.write_bytes(name.encode())
+    return str(path), name.encode()
+
+
+def image_part(data):
+    """Return a part as the engine gets it."""
+    return {"type": "image", "image": data}
+
+
+def test_images_go_before_the_message_that_follows_them(chat, tmp_path):
+    backend = FakeBackend(*ANSWER)
+    (one, first), (two, second) = pixels("one.png", tmp_path), pixels("two.png", tmp_path)
+    code, out, err = chat(backend, f"a\n/image {two}\n/image {one}\nb\nc\n", "--image", one)
+    assert (code, out.count("Yes")) == (0, 3)
+    assert f"{two} goes with the next message." in err
+    a, b = [image_part(first)], [image_part(second), image_part(first)]
+    asked = [content for role, content in said(backend.streams[-1]) if role == "user"]
+    assert asked == [[*a, text_part("a")], [*b, text_part("b")], "c"]
+    counted = [chat.messages[-1]["content"] for _, _, chat, _ in backend.engine.asked]
+    assert counted == asked
+
+
+def text_part(text):
+    """Return a part as the engine gets it."""
+    return {"type": "text", "text": text}
+
+
+def test_a_reset_forgets_images_that_wait(chat, tmp_path):
+    backend = FakeBackend(*ANSWER)
+    path, _ = pixels("one.png", tmp_path)
+    chat(backend, f"/reset\na\n/image {path}\n/system Loud.\nb\n", "--image", path)
+    assert [said(call)[-1][1] for call in backend.streams] == ["a", "b"]
+
+
+def test_an_image_that_is_no_file_ends_a_pipe_and_is_a_note_on_a_terminal(chat, tmp_path):
+    empty = tmp_path / "empty.png"
+    empty.touch()
+    for path, what in (("none.png", "is not a file"), (tmp_path, "is a directory"),
+                       (empty, "is an empty file")):  # fmt: skip
+        assert chat(FakeBackend(), "a\n", "--image", str(path))[0] == 2
+        code, out, err = chat(FakeBackend(), f"/image {path}\na\n")
+        assert (code, out, err) == (2, "", f"triolet: /image {path} {what}\n")
+        code, out, err = chat(FakeBackend(*ANSWER), Tty(f"/image {path}\n/image\na\n"))
+        assert (code, out) == (0, "Yes, so.\n")
+        assert f"triolet: /image {path} {what}\n" in err
+        assert "/image needs a file's name.\n" in err
+
+
+def test_a_refused_image_is_named_by_its_file_and_forgotten(chat, tmp_path):
+    backend = FakeBackend(*ANSWER)
+    good, _ = pixels("good.png", tmp_path)
+    bad, data = pixels("bad.png", tmp_path)
+    count = backend.engine.tokenize
+
+    async def tokenize(model, *, chat, **fields):
+        broken = [path for path, one in chat.images if one == data]
+        if broken:
+            raise InvalidRequest.of(broken[0], "is a PNG file that is damaged or cut short")
+        return await count(model, chat=chat, **fields)
+
+    backend.engine.tokenize = tokenize
+    typed = f"a\n/image {good}\n/image {bad}\nb\nc\n"
+    code, out, err = chat(backend, Tty(typed))
+    assert (code, out.count("Yes")) == (0, 2)
+    assert f"triolet: {bad}: is a PNG file that is damaged or cut short\n" in err
+    assert "This message was not kept" in err
+    assert [text for _, text in said(backend.streams[-1])] == ["a", "Yes, so.", "c"]
+    code, out, err = chat(backend, typed)
+    assert (code, err.splitlines()[-1]) == (1, f"triolet: {bad}: is a PNG file that is damaged or "
+                                               "cut short")  # fmt: skip
 
 
 class Tty(io.StringIO):

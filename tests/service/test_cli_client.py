@@ -15,7 +15,7 @@ import pytest
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason, Timings, Usage
 from engine.core.text.types import Tokens
-from engine.errors import Overloaded
+from engine.errors import InvalidRequest, Overloaded
 from engine.requests.text_values import OutputOptions, SamplingParams, Started
 from engine.status import Counts, EngineStatistics, ModelState, ReplicaCounts
 from grpc_service.cli.main import main
@@ -71,6 +71,34 @@ def test_generate_prints_the_text_and_one_newline(ask):
     assert (request.text, request.n, request.timeout_s) == ("Once", None, None)
     assert request.sampling == SamplingParams()
     assert request.output == OutputOptions(token_ids=True)  # to go on with a lost stream
+
+
+def test_generate_asks_about_images_in_a_chat(ask, tmp_path):
+    backend, paths = FakeBackend(*STORY), [tmp_path / "one.png", tmp_path / "two.png"]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    images = [word for path in paths for word in ("--image", str(path))]
+    assert ask(backend, "generate", "--chat", *images, "What?")[:2] == (0, "Once more\n")
+    [message] = backend.last.request.chat.messages
+    assert message["role"] == "user"
+    assert message["content"] == [
+        *({"type": "image", "image": path.name.encode()} for path in paths),
+        {"type": "text", "text": "What?"},
+    ]
+    ask(backend, "generate", "--chat", "What?")
+    assert backend.last.request.chat.messages[0]["content"] == "What?"
+    code, out, err = ask(backend, "generate", *images, "What?")
+    assert (code, out) == (2, "")
+    assert err == "triolet: --image needs --chat: an image is part of a message\n"
+
+
+def test_generate_names_the_file_of_a_refused_image(ask, tmp_path):
+    path = tmp_path / "one.png"
+    path.write_bytes(b"x")
+    error = InvalidRequest.of("chat.messages[0].parts[0].image", "is in no format that is read")
+    given = ("generate", "--chat", "--image", str(path), "What?")
+    code, out, err = ask(FakeBackend(error=error), *given)
+    assert (code, out, err) == (1, "", f"triolet: {path}: is in no format that is read\n")
 
 
 def test_generate_sends_its_arguments(ask):

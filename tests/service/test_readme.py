@@ -4,10 +4,11 @@ A fenced block is executed if the comment above it says so: ``<!-- runs, prints:
 runs with TOOL, prints: TEXT -->``. Any other block in a language that could run here must say why
 it does not: ``<!-- not run: REASON -->``.
 
-Four things differ from what a reader types. The address is the test server's. The folder is not
-the repository's root, but one that has what the snippets use of it, so that what they write is gone
-afterwards. Python runs in a process that has already imported torch. And `grpcurl`, if it is not
-installed, is `buf curl`, which takes the same request from the same reflection service.
+Four things differ from what a reader types. The addresses are those of the test's servers. The
+folder is not the repository's root, but one that has what the snippets use of it, so that what they
+write is gone afterwards. Python runs in a process that has already imported torch. And `grpcurl`,
+if it is not installed, is `buf curl`, which takes the same request from the same reflection
+service.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ import pytest
 
 from engine.config import DEMO_MODELS
 from tests.support import prestarted, toolchains
+from tests.support.images import picture
 from tests.support.server import SERVING_IMPORTS, real
 from tests.support.wire import SERVING, health, wait_until
+from tools.make_encoder import make_image_embedder
+from tools.make_vision import make as make_vision
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:50051"
+SECOND_ADDRESS = "127.0.0.1:50052"  # of the server with models that take images
 LIMIT_S = 120
 BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$",
@@ -51,6 +56,7 @@ grpcurl() {
     [ "$1" = -plaintext ] && shift
     local data='{}'
     if [ "$1" = -d ]; then data=$2; shift 2; fi
+    [ "$data" = @ ] && data=@-
     "$BUF" curl --protocol grpc --http2-prior-knowledge -d "$data" "http://$1/$2"
 }
 """
@@ -125,20 +131,35 @@ def server():
 
 
 @pytest.fixture(scope="module")
+def second_server(tmp_path_factory):
+    """Run the README's second server, until its two models are ready."""
+    root = tmp_path_factory.mktemp("second")
+    make_image_embedder(root / "clip", "clip")
+    make_vision(root / "see")
+    with real("--model", root / "see", model=root / "clip") as one:
+        for name in ("clip", "see"):
+            wait_until(lambda name=name: health(one.channel, f"model/{name}") == SERVING, 90)
+        yield one
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return the folder in which the snippets run."""
     folder = tmp_path_factory.mktemp("snippets")
     (folder / "proto").symlink_to(ROOT / "proto")
     (folder / "node_modules").symlink_to(toolchains.NODE_MODULES)
+    (folder / "dog.jpg").write_bytes(picture(64, 48, "JPEG"))
     return folder
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("snippet", RUNNING)
-def test_a_snippet_runs(server, folder, snippet):
-    text = snippet.text.replace(ADDRESS, server.address)
+def test_a_snippet_runs(request, folder, snippet):
+    is_second = SECOND_ADDRESS in snippet.text
+    address = request.getfixturevalue("second_server" if is_second else "server").address
+    text = snippet.text.replace(SECOND_ADDRESS if is_second else ADDRESS, address)
     env = os.environ | {
-        "ADDRESS": server.address,
+        "ADDRESS": address,
         "PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -170,13 +170,48 @@ async def test_a_file_that_is_no_image_is_refused_by_its_field(seeing):
         assert violation.field == "chat.messages[0].parts[1].image"
 
 
-async def test_tokenize_refuses_images(seeing):
-    """Red if it counts an image's marker alone, as it once did."""
+async def tokenized(engine, messages, **fields):
+    """Return the tokens of a chat as Tokenize gives them."""
+    asked = Chat(messages, add_generation_prompt=fields.pop("opens", None))
+    spans, _ = await engine.tokenize(fields.pop("model", ""), chat=asked)
+    return spans
+
+
+async def test_tokenize_gives_the_tokens_of_images_and_where_they_stand(seeing, text_model):
+    async with engine_of(text_model, model_of(seeing)) as engine:
+        for name, turns in CHATS.items():
+            model = "" if name != "no image" else model_of(seeing).name
+            spans = await tokenized(engine, seeing.parts(turns), model=model)
+            wanted = seeing.inputs(turns)["input_ids"][0].tolist()
+            assert [one.token_id for one in spans] == wanted, name
+            assert all(one.start < one.end for one in spans), name
+            _, usage = await answer(engine, seeing.parts(turns), model=model)
+            assert usage.prompt_tokens == len(spans), name
+
+
+async def test_tokenize_gives_a_literal_image_token_as_plain_text(seeing):
+    parts = [{"type": "text", "text": "Is <image> this:"},
+             {"type": "image", "image": FILES["small"]}]  # fmt: skip
+    messages = [{"role": "user", "content": parts}]
     async with engine_of(model_of(seeing)) as engine:
-        with pytest.raises(InvalidRequest) as caught:
-            await engine.tokenize(model_of(seeing).name, chat=Chat(seeing.parts(CHATS["before"])))
-        [violation] = caught.value.violations
-        assert violation.field == "chat.messages[0].parts[0].image"
+        spans = await tokenized(engine, messages)
+        _, usage = await answer(engine, messages)
+        assert usage.prompt_tokens == len(spans)
+        literal = [one for one in spans if one.end - one.start == len("<image>")]
+        image = [one for one in literal if one.text == "<image>"]
+        rest = [one for one in literal if one not in image]
+        assert image
+        assert "".join(one.text for one in rest) == "<image>"
+
+
+async def test_tokenize_refuses_images_that_it_cannot_count(seeing, text_model):
+    async with engine_of(text_model, model_of(seeing)) as engine:
+        for model, data in ((text_model.name, FILES["small"]), ("", b"GIF89a")):
+            messages = [{"role": "user", "content": [{"type": "image", "image": data}]}]
+            with pytest.raises(InvalidRequest) as caught:
+                await tokenized(engine, messages, model=model)
+            [violation] = caught.value.violations
+            assert violation.field == "chat.messages[0].parts[0].image"
 
 
 async def test_a_worker_in_a_process_sees_the_same(seeing):

@@ -12,7 +12,7 @@ from engine.api.engine import open_engine
 from engine.api.handles import Encoder
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import InvalidRequest, Overloaded, RequestTooLarge, TrioletError
-from engine.requests import supervisor
+from engine.requests import image_memory
 from engine.requests.encode_values import Embedding, EmbedRequest
 from engine.requests.image_memory import ImageMemory
 from engine.requests.prepare_inputs import InputPreparer
@@ -129,7 +129,7 @@ def test_requests_take_turns_at_decoding_and_a_text_waits_for_none():
 
 def test_files_of_more_bytes_than_all_requests_may_have_are_refused(monkeypatch):
     """Red if files pile up while they wait to be decoded."""
-    monkeypatch.setattr(supervisor, "IMAGE_FILE_BYTES_MAX", 3 * len(FILES[0]))
+    monkeypatch.setattr(image_memory, "FILE_BYTES_MAX", 3 * len(FILES[0]))
 
     async def body(engine, memory):
         assert len(await embed(engine, FILES[:1] * 5)) == 5, "alone, a request may have any size"

@@ -9,7 +9,7 @@ import pytest
 
 from grpc_service.client import messages as pb
 from grpc_service.rpc.errors import MessageTooLarge
-from grpc_service.services.image_bytes import FIELDS_MAX, image_bytes_of, judge_embed
+from grpc_service.services.image_bytes import EMBED, FIELDS_MAX, image_bytes_of, judge_of
 
 
 def embed(*inputs, **fields):
@@ -44,7 +44,7 @@ def test_a_field_behind_an_image_in_its_input_makes_it_count_as_none():
 
 
 def test_a_request_within_the_limit_is_not_looked_at_and_images_come_on_top():
-    judge = judge_embed(1000)
+    judge = judge_of(EMBED, 1000)
     judge(b"\xff" * 1000)
     judge(embed({"text": "x" * 900}, {"image": bytes(10**6)}))
     for data in (
@@ -60,7 +60,7 @@ def test_millions_of_fields_cost_no_more_than_thousands():
     data = embed({"image": b""}) * 2_000_000
     started = time.perf_counter()
     with pytest.raises(MessageTooLarge):
-        judge_embed(4 * 2**20)(data)
+        judge_of(EMBED, 4 * 2**20)(data)
     assert time.perf_counter() - started < 0.5
     assert image_bytes_of(embed({"image": b"a"}) * (FIELDS_MAX + 100)) == FIELDS_MAX
 

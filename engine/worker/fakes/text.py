@@ -21,17 +21,13 @@ from engine.core.text.plan import RowResult, StepResult
 from engine.core.text.types import Alternative, TokenLogprob
 from engine.worker.fakes.adapters import FakeAdapters
 from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
-from engine.worker.interface import (
-    LoadProgress,
-    MemoryEstimate,
-    ModelInfo,
-    SamplingDefaults,
-)
+from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.core.encode.types import EncodePlan
+    from engine.core.image.types import ImagePlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
     from engine.core.text.types import Constraint
 
@@ -54,7 +50,8 @@ class FakeScript:
     Faults: ``load_error`` is raised by a load, ``step_faults[k]`` by the k-th step before the step
     has any effect. ``row_faults`` maps a sequence to how many tokens it samples before its row
     fails, and to the phase of that failure. ``plan_fault`` may return an exception for a plan,
-    ``encode_fault`` for the plan of an encoder, and ``sample_fault`` the phase of a row's failure.
+    ``encode_fault`` for the plan of an encoder, ``image_fault`` for that of an image model, and
+    ``sample_fault`` the phase of a row's failure.
 
     Text: ``eos_at`` maps a digest to whether the sequence ends there; by default none ends.
     ``words`` are the text of every sequence, one for each token, then its end; without them a
@@ -79,6 +76,7 @@ class FakeScript:
     row_faults: dict[SequenceId, tuple[int, str]] = field(default_factory=dict)
     plan_fault: Callable[[StepPlan], BaseException | None] | None = None
     encode_fault: Callable[[EncodePlan], BaseException | None] | None = None
+    image_fault: Callable[[ImagePlan], BaseException | None] | None = None
     sample_fault: Callable[[], str | None] | None = None
     eos_at: Callable[[int], bool] | None = None
     compile: Callable[[Constraint], None] | None = None

@@ -1,0 +1,77 @@
+"""Images in the messages of ``triolet chat`` and ``triolet generate --chat``.
+
+Rule: files are read once, when their message is made; what the server says about an image names the
+image's file and not the field.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from grpc_service.cli.texts import images_of
+from grpc_service.client import CallError, messages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    Turn = Mapping[str, "str | Sequence[SentImage]"]  # role, content and images
+
+IMAGE_FIELD = re.compile(r"chat\.messages\[(\d+)\]\.parts\[(\d+)\]\.image")
+
+
+class SentImage(NamedTuple):
+    """An image file's path, and its bytes as they are sent."""
+
+    path: str
+    data: bytes
+
+
+def read_images(paths: Iterable[str], name: str = "--image ") -> list[SentImage]:
+    """Return the files at these paths. ``name`` goes before a path in messages.
+
+    Raises:
+        ConfigError: one of them is no file, is empty or cannot be read.
+    """
+    return [SentImage(one.path, one.read()) for one in images_of(paths, name)]
+
+
+def user_turn(text: str, images: Sequence[SentImage]) -> Turn:
+    """Return a user's message: the images, and then the text."""
+    return {"role": "user", "content": text, "images": tuple(images)}
+
+
+def message_of(turn: Turn) -> messages.Message:
+    """Return the message to send."""
+    role, content, images = str(turn["role"]), str(turn["content"]), _images_of(turn)
+    if not images:
+        return messages.Message(role=role, content=content)
+    parts = [messages.MessagePart(image=one.data) for one in images]
+    if content:
+        parts.append(messages.MessagePart(text=content))
+    return messages.Message(role=role, parts=parts)
+
+
+@contextmanager
+def naming_files(turns: Sequence[Turn]) -> Iterator[None]:
+    """In a `CallError` of a call with these messages, put the files of images in the place of their
+    fields."""
+
+    def path_of(found: re.Match[str]) -> str:
+        index, number = int(found[1]), int(found[2])
+        images = _images_of(turns[index]) if index < len(turns) else ()
+        return images[number].path if number < len(images) else found[0]
+
+    try:
+        yield
+    except CallError as error:
+        error.violations = tuple(
+            one._replace(field=IMAGE_FIELD.sub(path_of, one.field)) for one in error.violations
+        )
+        error.args = (IMAGE_FIELD.sub(path_of, str(error)),)
+        raise
+
+
+def _images_of(turn: Turn) -> Sequence[SentImage]:
+    return [one for one in turn.get("images", ()) if isinstance(one, SentImage)]
