@@ -15,7 +15,8 @@ from zlib import crc32
 
 from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.image.types import ImageResult, ImageRowResult, ImageVerb, RawImage
-from engine.worker.fakes.text import VOCAB_SIZE, FakeScript, digest_after
+from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
+from engine.worker.fakes.text import FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.image_interface import ImageModelInfo
 from engine.worker.interface import LoadProgress, MemoryEstimate
