@@ -34,6 +34,7 @@ from tests.support.draft_rows import (  # noqa: E402
     ask,
     assert_alike,
     config_of,
+    drafts_of,
     request_of,
 )
 from tests.support.model_zoo import Zoo  # noqa: E402
@@ -177,7 +178,13 @@ def test_what_a_constraint_forces_needs_no_draft_model(zoo, plain):
     with open_engine(with_model(zoo)) as engine:
         drafted = compare(plain, engine, request, acceptance=0.0)
         assert drafted["accepted"] > 5
+        before = {one.drafter: one for one in drafts_of(engine)}
         assert compare(plain, engine, greedy(), acceptance=1.0)["accepted"] > 10  # it still works
+        after = {one.drafter: one for one in drafts_of(engine)}
+    assert before["constraint"].accepted > 5
+    assert before["constraint"] == after["constraint"], "each drafter counts its own"
+    assert after["model"].accepted > before["model"].accepted + 10
+    assert after["lookup"].drafted == 0
 
 
 def test_a_request_can_switch_the_draft_model_off(plain, drafting):

@@ -42,6 +42,7 @@ from tests.support.draft_rows import (  # noqa: E402
     ask,
     assert_alike,
     config_of,
+    drafts_of,
     request_of,
 )
 from tests.support.model_zoo import Zoo, load_runner  # noqa: E402
@@ -375,5 +376,8 @@ def test_what_a_grammar_forces_is_drafted(zoo):
         with open_engine(config_of(zoo.directory("llama"), speculation)) as engine:
             answer, _, drafted = ask(engine, request)
             found[speculation] = answer
+            counts = {one.drafter: one for one in drafts_of(engine)}
     assert found["off"] == found["lookup"]
     assert drafted["accepted"] > 10
+    assert counts["constraint"].accepted > 10
+    assert drafted["drafted"] == sum(one.drafted for one in counts.values())

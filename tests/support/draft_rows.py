@@ -61,6 +61,11 @@ def ask(engine, request):
     return (ids, texts, ends, failure), scores, drafted
 
 
+def drafts_of(engine):
+    """Return what each drafter of a blocking engine's only replica has drafted."""
+    return engine._caller.ask(lambda own: own.telemetry().replicas[0].drafts)
+
+
 def assert_alike(wanted, scores, got, got_scores):
     """Check that two results of `ask` are alike, the first one without drafts."""
     assert got[3] == wanted[3]
