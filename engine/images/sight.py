@@ -28,13 +28,15 @@ SIDE_MAX = 4096  # of transformers' Idefics 3: the most pixels of a resized imag
 class SeenImage(NamedTuple):
     """An image as a model reads it: some tiles, the text that stands for it in the prompt, how many
     of that text's tokens are those of the image, and what encoding it costs, in tokens. ``grid`` is
-    how many rows and columns of tokens it has, (0, 0) where positions do not depend on that."""
+    how many rows and columns of tokens it has, (0, 0) where positions do not depend on that.
+    ``size`` is the height and width of the file, (0, 0) where embeddings do not depend on that."""
 
     tiles: tuple[FittedImage, ...]
     text: str
     num_tokens: int
     cost: int
     grid: tuple[int, int] = (0, 0)
+    size: tuple[int, int] = (0, 0)
 
     @property
     def num_bytes(self) -> int:

@@ -67,6 +67,14 @@ VISION: dict[str, VisionArchitecture] = {
             "idefics",
         ),
         VisionArchitecture(
+            "LlavaNextForConditionalGeneration",
+            "llava_next",
+            "LLaVA-Next",
+            "LlavaNextConfig",
+            "LlavaNextModel",
+            "llava_next",
+        ),
+        VisionArchitecture(
             "Qwen2VLForConditionalGeneration",
             "qwen2_vl",
             "Qwen2-VL",
@@ -75,6 +83,26 @@ VISION: dict[str, VisionArchitecture] = {
             "qwen",
             text="Qwen2ForCausalLM",
             rotary="Qwen2VLRotaryEmbedding",
+        ),
+        VisionArchitecture(
+            "Qwen2_5_VLForConditionalGeneration",
+            "qwen2_5_vl",
+            "Qwen2.5-VL",
+            "Qwen2_5_VLConfig",
+            "Qwen2_5_VLModel",
+            "qwen",
+            text="Qwen2ForCausalLM",
+            rotary="Qwen2_5_VLRotaryEmbedding",
+        ),
+        VisionArchitecture(
+            "Qwen3VLForConditionalGeneration",
+            "qwen3_vl",
+            "Qwen3-VL",
+            "Qwen3VLConfig",
+            "Qwen3VLModel",
+            "qwen",
+            text="Qwen3ForCausalLM",
+            rotary="Qwen3VLTextRotaryEmbedding",
         ),
     )
 }

@@ -20,6 +20,7 @@ MODULES = {
     "Idefics3ImageProcessor": "idefics3",
     "SmolVLMImageProcessor": "smolvlm",
     "Qwen2VLImageProcessor": "qwen2_vl",
+    "LlavaNextImageProcessor": "llava_next",
 }
 
 

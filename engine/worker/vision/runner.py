@@ -18,7 +18,7 @@ import torch
 from engine.images.decode import BYTES_PER_PIXEL
 from engine.worker.failures import load_failures
 from engine.worker.forward.decoder import NativeDecoder
-from engine.worker.forward.image_rows import IMAGES, ImageRows, embed_with
+from engine.worker.forward.image_rows import IMAGES, ImageRows, LaterRows, embed_with
 from engine.worker.load.architectures import context_limit
 from engine.worker.load.loader import pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
@@ -85,6 +85,7 @@ class VisionRunner(TorchRunner):
 
     tower: Tower | None = None
     has_grids = False  # its rotary embedding reads the rows and columns of images
+    later: LaterRows | None = None  # of a stock module with rows behind its first layers
 
     def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
         super().__init__(spec, backend)
@@ -112,7 +113,7 @@ class VisionRunner(TorchRunner):
 
     def close(self) -> None:
         """Free everything, as `TorchRunner.close`, and the tower."""
-        self.tower = None
+        self.tower = self.later = None
         super().close()
 
     def _load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
@@ -138,6 +139,9 @@ class VisionRunner(TorchRunner):
         found = tower.encode(sight.blank())
         if found.shape[2] != hidden or not bool(found.isfinite().all()):
             raise Refusal("its tower makes no finite embeddings of the text model's width")
+        module: Any = self._model.module if self._model else None
+        if len(found) > 1 and not isinstance(module, NativeDecoder):
+            self.later = LaterRows(module.model.layers[: len(found) - 1])
         own = tower.num_bytes + self._working_bytes(config, sight, limit, dtype, info.device)
         return replace(
             info,
@@ -208,6 +212,8 @@ class VisionRunner(TorchRunner):
     def _with_images(self, batch: Batch) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         """Return a function that puts images' embeddings into a forward's inputs."""
         images = batch.images
+        if self.later is not None:
+            self.later.images = None
         if not isinstance(images, StepImages) or self._model is None:
             return None
         module, rows = self._model.module, self._image_rows(images.parts)
@@ -216,6 +222,8 @@ class VisionRunner(TorchRunner):
             if images.positions is not None:
                 positions = torch.from_numpy(images.positions[:, None]).to(self._device)
                 inputs |= {"position_ids": positions, "attention_mask": NO_MASKS}
+            if self.later is not None:
+                self.later.images = rows
             if rows is None:
                 return inputs
             if isinstance(module, NativeDecoder):
