@@ -169,6 +169,15 @@ def test_a_planted_fault_is_seen(seeing, expected, monkeypatch, fault):
     assert run(seeing, list(CHATS), chunks=1000) != expected
 
 
+def test_rows_left_out_behind_layers_are_seen(seeing, expected, monkeypatch):
+    """Qwen3-VL adds rows of images behind its first layers."""
+    has_rows = seeing.info.architecture == "Qwen3VLForConditionalGeneration"
+    joined = runner_module.joined
+    monkeypatch.setattr(runner_module, "joined", lambda parts: joined([one[:1] for one in parts]))
+    found = run(seeing, ["turns"], chunks=1000)
+    assert (found["turns"] != expected["turns"]) == has_rows
+
+
 @pytest.mark.parametrize("fault", GRID_FAULTS)
 def test_a_planted_fault_of_positions_is_seen(seeing, expected, monkeypatch, fault):
     monkeypatch.setattr(runner_module, "positions_of", GRID_FAULTS[fault])

@@ -31,10 +31,10 @@ NUM_NEW = 16
 GREEDY = {"temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "gemma3", "qwen2_vl"])
+@pytest.fixture(scope="module", params=["smolvlm", "gemma3", "qwen3_vl"])
 def seeing(request, tmp_path_factory):
     """Yield a SmolVLM of random weights, a Gemma 3, whose images are computed as a whole, and a
-    Qwen2-VL, whose tokens have three positions."""
+    Qwen3-VL, whose tokens have three positions and rows behind the first layers."""
     found = load(tmp_path_factory.mktemp("vision"), request.param)
     yield found
     found.runner.close()

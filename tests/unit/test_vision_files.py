@@ -32,7 +32,7 @@ def test_each_architecture_has_the_capability_vision(tmp_path, name, form):
 def test_another_architecture_is_refused_by_name(tmp_path):
     config = {"architectures": ["PaliGemmaForConditionalGeneration"], **NESTED}
     assert capability_of(write(tmp_path, **config)) is Capability.VISION
-    with pytest.raises(Refusal, match="PaliGemmaForConditionalGeneration reads images"):
+    with pytest.raises(Refusal, match="PaliGemmaForConditionalGeneration is not served"):
         find_vision(config)
 
 
