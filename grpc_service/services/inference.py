@@ -42,6 +42,7 @@ class Inference:
             is_large=is_large,
             is_kept=asked.resume_window_s is not None,
         )
+        del request  # its images were copied, and it is as large as they are
         await self._serve(asked, rpc, writer)
 
     async def Attach(self, request: common_pb2.AttachRequest, rpc: Rpc) -> None:
@@ -94,6 +95,7 @@ class Inference:
         Cancellation: ends the request.
         """
         asked = encode_codec.decode_embed(request, clients_timeout(rpc.call.time_remaining()))
+        del request  # its images were copied, and it is as large as they are
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.EmbedEncoder())
         await self._serve(asked, rpc, writer)
 
