@@ -237,6 +237,22 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageConfig:
+    """The limits of an image model's scheduler."""
+
+    max_drawings: int = 4  # that have begun and take turns
+    max_queued_requests: int = 2048
+    max_queued_tokens: int = 1_000_000  # denoising steps
+    stall_timeout_s: float = 30.0  # how long a full stream may go unread
+    aging_s: float = 10.0  # a request that waits so long gains one level of priority
+
+    def __post_init__(self) -> None:
+        _at_least("max-drawings", self.max_drawings, 1)
+        _at_least("max-queued-requests", self.max_queued_requests, 1)
+        _at_least("max-queued-tokens", self.max_queued_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything of the engine that an operator can set.
 
@@ -252,6 +268,9 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the model's own, or what its KV pool holds if less
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    # Drawings of an image model that take turns. A guess: more would let each wait for longer, and
+    # end none sooner.
+    max_drawings: int = 4
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000
     # Of an image's file. A picture of 8K has 33.2 million, and a phone's mostly 12 or 24; decoding
@@ -291,6 +310,7 @@ class EngineConfig:
         for flag, value, minimum in (
             ("block-size", self.block_size, 1),
             ("max-num-seqs", self.max_num_seqs, 1),
+            ("max-drawings", self.max_drawings, 1),
             ("max-queued-requests", self.max_queued_requests, 1),
             ("max-queued-tokens", self.max_queued_tokens, 1),
             ("stream-buffer", self.stream_buffer, 1),

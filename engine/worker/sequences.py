@@ -123,7 +123,7 @@ class SequenceState:
         if row.logits is Logits.LAST and self.num_unscored:
             raise EngineBug(f"sequence {row.sequence} is sampled before its prompt is scored")
         for image in self.images:
-            if image.is_whole and (image.is_inside(row.start) or image.is_inside(end)):
+            if image.is_whole and image.is_inside(end):
                 raise EngineBug(f"a row of sequence {row.sequence} cuts an image that is whole")
 
     def wholes(self, row: Row, first: int) -> list[tuple[int, int]]:
@@ -131,9 +131,9 @@ class SequenceState:
         the first token of each and the one behind its last. ``first`` is the row's first token."""
         shift, end = first - row.start, row.start + row.count
         return [
-            (image.start + shift, image.end + shift)
+            (max(image.start, row.start) + shift, image.end + shift)
             for image in self.images
-            if image.is_whole and row.start <= image.start and image.end <= end
+            if image.is_whole and row.start < image.end <= end
         ]
 
     def take_replayed(self) -> str:

@@ -18,6 +18,11 @@ from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load import architectures  # noqa: E402
 from engine.worker.load.architectures import Architecture, LayerShape, context_limit, find  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
+from engine.worker.load.vision_architectures import (  # noqa: E402
+    VISION,
+    find_vision,
+    has_vision,
+)
 from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.support.model_zoo import LONG_PHI3, load_runner  # noqa: E402
 from tools.make_model import PRESETS, make  # noqa: E402
@@ -97,6 +102,48 @@ def test_a_config_is_refused_by_name(config, sentence):
         find(config)
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+SEEING = {"vision_config": {}, "text_config": {}}
+SERVED_ONES = "; of the models that read images, "
+REFUSED_EYES = {
+    "a prefix that attends both ways": (
+        {"architectures": ["PaliGemmaForConditionalGeneration"]},
+        "PaliGemmaForConditionalGeneration is not served, because the tokens of its whole prompt "
+        f"see each other{SERVED_ONES}",
+    ),
+    "cross-attention": (
+        {"architectures": ["MllamaForConditionalGeneration"]},
+        f"is not served, because it sees its images by cross-attention{SERVED_ONES}",
+    ),
+    "unknown": (
+        {"architectures": ["InternVLForConditionalGeneration"]},
+        f"InternVLForConditionalGeneration is not served{SERVED_ONES}",
+    ),
+    "no architecture": ({"model_type": "paligemma"}, f"paligemma is not served{SERVED_ONES}"),
+    "quantised": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "quantization_config": {"quant_method": "bitsandbytes"},
+        },
+        "the weights of this Gemma3ForConditionalGeneration are quantised",
+    ),
+    "sounds": (
+        {"architectures": ["Gemma3ForConditionalGeneration"], "audio_config": {}},
+        "this Gemma3ForConditionalGeneration reads sounds, too, which is not served",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "sentence"), REFUSED_EYES.values(), ids=REFUSED_EYES)
+def test_a_model_that_sees_is_refused_by_name(config, sentence):
+    assert has_vision(SEEING | config)
+    with pytest.raises(Refusal) as refused:
+        find_vision(SEEING | config)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+    if SERVED_ONES in sentence:
+        assert all(one.label in str(refused.value) for one in VISION.values())
 
 
 def rotary(kind, **fields):

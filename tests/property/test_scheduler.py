@@ -22,11 +22,24 @@ from engine.core.common.events import (
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason
 from engine.core.text.prefix import extend_keys, root_key
-from engine.core.text.types import Sampling
+from engine.core.text.prompt_images import contents_of_blocks
+from engine.core.text.types import PromptImage, Sampling
 from tests.support.core_driver import Driver, expected_tokens, make_request
 from tools.simulator.drafters import drafter
 
 PREFIXES = [tuple(range(1, 30)), tuple(range(100, 130)), ()]
+# Images of a prompt: the tokens before each, and its span, its cost, its digest and whether it is
+# whole. Some are the same at the same place, some differ in one of these alone.
+IMAGES = st.lists(
+    st.tuples(
+        st.integers(0, 8),
+        st.sampled_from([1, 3, 9]),
+        st.sampled_from([0, 5, 50]),
+        st.sampled_from([b"a", b"b"]),
+        st.booleans(),
+    ),
+    max_size=3,
+)
 NAMESPACE = SchedulerConfig(num_blocks=1, max_model_len=2).cache_namespace
 
 
@@ -79,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         acceptance,
     ):
         max_model_len = 96
-        self.buffer = buffer
+        self.buffer, self.budget = buffer, budget
         self.driver = Driver(
             block_size=block_size,
             max_model_len=max_model_len,
@@ -109,14 +122,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "a", "b"]),
         timeout=st.sampled_from([None, None, 0.0, 0.02, 10.0]),
         scored=st.sampled_from([None, None, 0]),
+        drawn=st.sampled_from([(), [(2, 9, 5, b"a", True)], [(2, 9, 5, b"b", True)]]) | IMAGES,
         heard=st.sampled_from([(), (), ()]) | st.lists(st.integers(-2, 20), min_size=4, max_size=4),
     )
     def submit(
-        self, prefix, own, max_tokens, n, priority, seed, bypass, salt, timeout, scored, heard
+        self,
+        prefix,
+        own,
+        max_tokens,
+        n,
+        priority,
+        seed,
+        bypass,
+        salt,
+        timeout,
+        scored,
+        drawn,
+        heard,
     ):
         self.count += 1
         prompt, most = prefix + tuple(own), min(max_tokens, 96 - len(prefix) - len(own))
-        outputs = self.outputs_of(prompt, most, seed, heard[:n])
+        images = self.images_of(prompt, drawn)
+        shown = {at for image in images for at in range(image.start, image.end)}
+        prompt = tuple([99 if at in shown else token for at, token in enumerate(prompt)])
+        if any(image.is_whole for image in images):
+            scored = None  # refused before
+        outputs = self.outputs_of(prompt, most, seed, heard[:n], images)
         request = make_request(
             f"r{self.count}",
             prompt,
@@ -131,10 +162,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             cache_salt=salt,
             deadline=None if timeout is None else self.driver.now + timeout,
             outputs=outputs,
+            images=images,
         )
         self.driver.submit(request, buffer=self.buffer)
 
-    def outputs_of(self, prompt, most, seed, heard):
+    def images_of(self, prompt, drawn):
+        """Return the drawn images that lie within the prompt. One that is whole fits a step, or its
+        model would not have loaded."""
+        found, start = [], 0
+        for before, count, cost, digest, is_whole in drawn:
+            start += before
+            end = start + (min(count, self.budget) if is_whole else count)
+            if end > len(prompt):
+                break
+            digest += bytes([end - start])  # images of one digest have as many tokens
+            found.append(PromptImage(start, end - start, cost, digest, is_whole))
+            start = end
+        return tuple(found)
+
+    def outputs_of(self, prompt, most, seed, heard, images):
         """Return what a client has of each choice whose stream was cut after ``heard`` tokens; None
         for -1, whose end it has. A token that ends the choice may be among them."""
         outputs = [
@@ -147,6 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     seed=seed,
                     choice=choice,
                     eos_at=self.driver.runner.script.eos_at,
+                    images=images,
                 )
             )
             for choice, count in enumerate(heard)
@@ -238,27 +285,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.check_tokens()
 
     @invariant()
-    def an_observer_knows_every_cached_block_but_those_of_a_salt(self):
+    def an_observer_knows_every_cached_block_but_those_of_salts_and_images(self):
         if not hasattr(self, "driver"):
             return
         cached = set(self.driver.scheduler._ledger.cache._block_of)
         assert self.observer.keys <= cached
         if unknown := cached - self.observer.keys:
-            assert unknown <= self.salted_keys()
+            salted = self.keys_of(lambda request: request.cache_salt)
+            assert not self.observer.keys & salted
+            assert unknown <= salted | self.keys_of(lambda request: request.images)
 
-    def salted_keys(self):
-        """Return the keys of every block that a request with a salt may have computed."""
+    def keys_of(self, is_own):
+        """Return the keys of every block that some requests may have computed."""
         found = set()
         for name, request in self.driver.requests.items():
-            if request.cache_salt:
+            if is_own(request):
+                size = self.observer.block_size
+                contents = contents_of_blocks(request.images, size)
                 for choice in range(request.n):
                     heard = (request.outputs[choice] if request.outputs else ()) or ()
                     new = self.driver.tokens.get((name, choice), ())
                     tokens = [*request.prompt, *heard, *new]
                     keys, root = [], root_key(NAMESPACE, request.cache_salt)
-                    extend_keys(keys, root, tokens, self.observer.block_size)
+                    extend_keys(keys, root, tokens, size, contents)
                     found.update(keys)
-        assert not self.observer.keys & found
         return found
 
     @invariant()

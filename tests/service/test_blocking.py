@@ -30,7 +30,8 @@ from engine.errors import (
     StepFailed,
 )
 from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams, Started
-from engine.worker.fakes.text import VOCAB_SIZE, FakeRunner, FakeScript
+from engine.worker.fakes.digests import VOCAB_SIZE  # X
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.core_driver import expected_tokens
 from tests.support.facades import (
     ENDLESS,

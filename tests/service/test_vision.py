@@ -4,6 +4,7 @@ the bytes of files to tokens."""
 from __future__ import annotations
 
 import pytest
+import trio
 
 torch = pytest.importorskip("torch")
 
@@ -26,10 +27,18 @@ NUM_NEW = 16
 GREEDY = {"temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True}
 
 
+@pytest.fixture(scope="module", params=["smolvlm", "gemma3"])
+def seeing(request, tmp_path_factory):
+    """Yield a SmolVLM of random weights, and a Gemma 3, whose images are computed as a whole."""
+    found = load(tmp_path_factory.mktemp("vision"), request.param)
+    yield found
+    found.runner.close()
+
+
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory):
-    """Yield a SmolVLM of random weights."""
-    found = load(tmp_path_factory.mktemp("vision"), "smolvlm")
+def whole(tmp_path_factory):
+    """Yield the Gemma 3."""
+    found = load(tmp_path_factory.mktemp("whole"), "gemma3")
     yield found
     found.runner.close()
 
@@ -54,9 +63,8 @@ def model_of(seeing):
 async def answer(engine, messages, **fields):
     """Return the tokens of an answer, and its usage."""
     ids = []
-    request = GenerateRequest(
-        chat=Chat(messages), sampling=GREEDY, output={"token_ids": True}, **fields
-    )
+    fields = {"output": {"token_ids": True}} | fields
+    request = GenerateRequest(chat=Chat(messages), sampling=GREEDY, **fields)
     async with engine.generate(request) as stream:
         async for event in stream:
             ids += getattr(event, "token_ids", ())
@@ -88,11 +96,13 @@ async def test_another_image_never_hits_the_same_text(seeing):
 
 
 async def test_a_literal_image_token_is_text(seeing):
+    sight = seeing.info.images
+    words = f"{sight.token}{sight.marker}"
     async with engine_of(model_of(seeing)) as engine:
-        said = [{"role": "user", "content": "What does <image> mean?"}]
+        said = [{"role": "user", "content": f"What does {words} mean?"}]
         _, usage = await answer(engine, said)
         both = [
-            {"role": "user", "content": [{"type": "text", "text": "Is <image> this:"},
+            {"role": "user", "content": [{"type": "text", "text": f"Is {words} this:"},
                                          {"type": "image", "image": FILES["small"]}]}
         ]  # fmt: skip
         first, _ = await answer(engine, both)
@@ -139,18 +149,19 @@ async def test_tokenize_gives_the_tokens_of_images_and_where_they_stand(seeing, 
 
 
 async def test_tokenize_gives_a_literal_image_token_as_plain_text(seeing):
-    parts = [{"type": "text", "text": "Is <image> this:"},
+    word = seeing.info.images.token
+    parts = [{"type": "text", "text": f"Is {word} this:"},
              {"type": "image", "image": FILES["small"]}]  # fmt: skip
     messages = [{"role": "user", "content": parts}]
     async with engine_of(model_of(seeing)) as engine:
         spans = await tokenized(engine, messages)
         _, usage = await answer(engine, messages)
         assert usage.prompt_tokens == len(spans)
-        literal = [one for one in spans if one.end - one.start == len("<image>")]
-        image = [one for one in literal if one.text == "<image>"]
+        literal = [one for one in spans if one.end - one.start == len(word)]
+        image = [one for one in literal if one.text == word]
         rest = [one for one in literal if one not in image]
         assert image
-        assert "".join(one.text for one in rest) == "<image>"
+        assert "".join(one.text for one in rest) == word
 
 
 async def test_tokenize_refuses_images_that_it_cannot_count(seeing, text_model):
@@ -163,12 +174,63 @@ async def test_tokenize_refuses_images_that_it_cannot_count(seeing, text_model):
             assert violation.field == "chat.messages[0].parts[0].image"
 
 
-async def test_a_worker_in_a_process_sees_the_same(seeing):
-    model = ModelConfig(str(seeing.directory), dtype="float32", runner="process")
+async def test_a_worker_in_a_process_sees_the_same(whole):
+    model = ModelConfig(str(whole.directory), dtype="float32", runner="process")
     async with engine_of(model) as engine:
         for name, turns in CHATS.items():
-            ids, _ = await answer(engine, seeing.parts(turns))
-            assert ids == seeing.expected(turns, NUM_NEW), name
+            ids, _ = await answer(engine, whole.parts(turns))
+            assert ids == whole.expected(turns, NUM_NEW), name
+
+
+async def test_a_cached_prefix_may_end_inside_an_image_that_is_whole(whole):
+    """Its keys and values were computed with the whole image in view. Red if they were not."""
+    turns = CHATS["after"]
+    _, [image] = whole.prompt(turns)
+    length = whole.inputs(turns)["input_ids"].shape[1]
+    assert image.is_inside((length - 1) // 16 * 16)
+    async with engine_of(model_of(whole)) as engine:
+        _, usage = await answer(engine, whole.parts(turns))
+        assert usage.cached_tokens == 0
+        again, usage = await answer(engine, whole.parts(turns))
+        assert image.is_inside(usage.cached_tokens)
+        assert again == whole.expected(turns, NUM_NEW)
+
+
+async def test_choices_behind_an_image_that_is_whole_and_preemptions_change_nothing(whole):
+    """A pool for about two of the prompts, so that some lose their blocks."""
+    turns = [CHATS[name] for name in ("before", "after", "turns", "side by side", "no image")]
+    sizes = {"kv_cache_memory": 24 * 16 * 768, "max_model_len": 256}
+    async with engine_of(model_of(whole), **sizes) as engine:
+        found = {}
+
+        async def ask(index):
+            request = GenerateRequest(
+                chat=Chat(whole.parts(turns[index])), sampling=GREEDY, n=2,
+                prompt={"bypass_prefix_cache": True}, output={"token_ids": True},
+            )  # fmt: skip
+            ids = {0: [], 1: []}
+            async with engine.generate(request) as stream:
+                async for event in stream:
+                    if hasattr(event, "token_ids"):
+                        ids[event.choice] += event.token_ids
+            found[index] = ids
+
+        async with trio.open_nursery() as nursery:
+            for index in range(len(turns)):
+                nursery.start_soon(ask, index)
+        num_preempted = engine.statistics().totals.preemptions
+    for index, chat in enumerate(turns):
+        assert found[index] == dict.fromkeys((0, 1), whole.expected(chat, NUM_NEW))
+    assert num_preempted
+
+
+async def test_log_probabilities_of_a_prompt_with_whole_images_are_refused(whole):
+    async with engine_of(model_of(whole)) as engine:
+        messages = whole.parts(CHATS["before"])
+        with pytest.raises(InvalidRequest, match="whose tokens see each other") as caught:
+            await answer(engine, messages, output={"prompt_logprobs": 0})
+        [violation] = caught.value.violations
+        assert violation.field == "output.prompt_logprobs"
 
 
 async def test_an_answer_behind_images_goes_on_after_a_cut(seeing):

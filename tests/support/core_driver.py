@@ -23,19 +23,20 @@ from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason, RequestId
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Request, Sampling, Stops, Tokens
-from engine.worker.fakes.text import FakeRunner, FakeScript, digest_after, next_token
+from engine.worker.fakes.digests import contents_of, digest_after, next_token
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import EOS
 from tools.simulator.watch import gave_way_for_nobody
 
 
-def expected_tokens(prompt, *, count, seed=None, choice=0, eos_at=None):
+def expected_tokens(prompt, *, count, seed=None, choice=0, eos_at=None, images=()):
     """Return the fake model's output for a prompt.
 
     It has ``count`` tokens, or fewer if ``eos_at(digest)`` ends the sequence before.
     """
-    digest = 0
-    for token in prompt:
-        digest = digest_after(digest, token)
+    digest, contents = 0, contents_of(images)
+    for position, token in enumerate(prompt):
+        digest = digest_after(digest, token, contents.get(position, b""))
     tokens = []
     while len(tokens) < count and EOS not in tokens:
         ends = eos_at is not None and eos_at(digest)
@@ -114,6 +115,7 @@ class Driver:
         self.in_flight = plan
         if plan is not None:
             self._check_starts(plan)
+            assert plan.num_tokens <= self.config.max_num_batched_tokens
             assert not gave_way_for_nobody(plan, events)
             self.scheduler.prepare(self.now)  # as the loop does while the step runs
             self.scheduler.check()
@@ -191,6 +193,7 @@ class Driver:
                 seed=request.sampling.seed,
                 choice=choice,
                 eos_at=self.runner.script.eos_at,
+                images=request.images,
             )
             assert had + got == want, f"{name}/{choice}"
         for (name, choice), end in self.finished.items():

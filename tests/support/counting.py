@@ -19,7 +19,7 @@ from engine.requests.stream import RequestStream
 from engine.status import Capability
 from engine.worker.interface import MemoryEstimate
 
-COUNTING = Capability.TEXT_TO_IMAGE  # a capability that no other kind has
+COUNTING = Capability.TEXT_TO_IMAGE  # its engine has no other kind
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from engine.core.text.plan import DRAFTED_TOKENS_MAX, DRAFTING_STEP_MAX
 from engine.core.text.types import Sampling, Tokens
 from engine.errors import ConfigError, EngineBug
 from engine.worker.factory import runner_spec
-from engine.worker.fakes.text import FakeRunner, FakeScript, digest_after
+from engine.worker.fakes.digests import digest_after
+from engine.worker.fakes.text import FakeRunner, FakeScript
 from tests.support.core_driver import Driver, expected_tokens, make_request
 from tools.simulator.drafters import drafter, right_draft
 

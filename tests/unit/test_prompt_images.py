@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.core.text.prefix import extend_keys
-from engine.core.text.prompt_images import contents_of_blocks, cut_chunk, keep_whole
+from engine.core.text.prompt_images import contents_of_blocks, cut_chunk
 from engine.core.text.types import PromptImage
 
 SIZE = 4
@@ -76,21 +76,12 @@ def test_a_chunk_is_charged_for_an_image_where_it_first_meets_it(wanted, fields)
         ((11, 10), {"room": 21}),
         ((0, 0), {"start": 6, "room": 8, "is_first": False}),
         ((5, 0), {"start": 6, "room": 3}),  # the first of a step is computed whole
+        ((3, 0), {"start": 8, "room": 2}),  # the rest of one behind a cached prefix
+        ((12, 10), {"start": 8, "count": 12}),
     ],
 )
 def test_a_whole_image_is_never_cut(wanted, fields):
     assert cut(image(is_whole=True), **{"count": 20} | fields) == wanted
-
-
-@pytest.mark.parametrize(("blocks", "kept"), [(0, 0), (1, 1), (2, 1), (3, 3), (5, 5)])
-def test_a_cached_prefix_ends_in_no_whole_image(blocks, kept):
-    assert keep_whole([image(is_whole=True)], blocks, SIZE) == kept
-    assert keep_whole([image()], blocks, SIZE) == blocks
-
-
-def test_a_cached_prefix_that_is_cut_before_an_image_may_end_in_the_one_before():
-    two = image(1, 4, is_whole=True), image(6, 5, is_whole=True)
-    assert keep_whole(two, 2, SIZE) == 0
 
 
 def test_a_step_takes_two_images_only_with_room_for_both():

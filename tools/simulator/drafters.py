@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from engine.worker.fakes.text import digest_after, next_token
+from engine.worker.fakes.digests import digest_after, next_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.core.common.types import EndReason
-from engine.worker.fakes.text import digest_after, first_digest, next_token
+from engine.worker.fakes.digests import digest_after, first_digest, next_token
 from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
 
 if TYPE_CHECKING:

@@ -95,6 +95,11 @@ class CoreConfig(Protocol):
         """How many requests may wait for their start."""
         ...
 
+    @property
+    def stall_timeout_s(self) -> float:
+        """How long a full stream may go unread, in seconds."""
+        ...
+
 
 class Phase(NamedTuple):
     """What a live request does, by the name that clients see.

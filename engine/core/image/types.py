@@ -160,3 +160,30 @@ class ImageResult:
     plan_id: PlanId
     row: ImageRowResult | RowFailure
     timings: StepTimings = field(default_factory=StepTimings)
+
+
+class Stepped(NamedTuple):
+    """An output event: denoising step ``step``, counted from 1, of ``steps`` is done. ``preview``
+    is the first image as it stands, with the steps that were to have one."""
+
+    request_id: RequestId
+    step: int
+    steps: int
+    preview: RawImage | None = None
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        preview = "" if self.preview is None else " preview"
+        return f"  stepped {self.request_id} {self.step}/{self.steps}{preview}"
+
+
+class Drawn(NamedTuple):
+    """An output event: image ``index`` of the request is finished."""
+
+    request_id: RequestId
+    index: int  # type: ignore[assignment]  # the proto's word, over tuple.index
+    image: RawImage
+
+    def journal_line(self) -> str:
+        """Return the event in one stable line."""
+        return f"  drawn {self.request_id}/{self.index} {self.image.width}x{self.image.height}"

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from engine.core.text.blocks import blocks_for
 from engine.core.text.lifecycle import State
 from engine.core.text.plan import SCORED_TOKENS_MAX
-from engine.core.text.prompt_images import keep_whole
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -32,10 +31,8 @@ def match(ledger: Ledger, seq: Sequence) -> tuple[BlockId, ...]:
     """Return the cached blocks of the sequence's prefix; at least one token is left to compute."""
     if not ledger.keys.uses_cache(seq.live.request) or not len(ledger.cache) or seq.is_scoring:
         return ()
-    usable, size = seq.num_tokens - 1, ledger.config.block_size
-    matched = ledger.cache.match(ledger.keys.extend(seq, usable)[: usable // size])
-    images = seq.live.request.images
-    return matched[: keep_whole(images, len(matched), size)] if images else matched
+    usable = seq.num_tokens - 1
+    return ledger.cache.match(ledger.keys.extend(seq, usable)[: usable // ledger.config.block_size])
 
 
 def next_key(ledger: Ledger, seq: Sequence, matched: tuple[BlockId, ...]) -> bytes | None:

@@ -34,15 +34,6 @@ def contents_of_blocks(
     return content_of
 
 
-def keep_whole(images: Sequence[PromptImage], num_blocks: int, block_size: int) -> int:
-    """Return how many of a cached prefix's ``num_blocks`` blocks to take, so that it does not end
-    inside an image that is whole."""
-    for image in reversed(images):
-        if image.is_whole and image.is_inside(num_blocks * block_size):
-            num_blocks = image.start // block_size
-    return num_blocks
-
-
 def cut_chunk(
     images: Sequence[PromptImage],
     start: int,
@@ -58,7 +49,8 @@ def cut_chunk(
     An image is charged where a chunk first meets it. One that the step has no room for is left to
     the next step, unless it is the first of this one (``is_first``): it takes all the room then, as
     it could wait for ever otherwise. ``begins``: the chunk is the sequence's first since it
-    started, so that an image in its middle has not been charged.
+    started, so that an image in its middle has not been charged. It may begin inside an image that
+    is whole, behind a cached prefix, which was computed with the whole image in view.
     """
     end, charged = start + min(count, room), 0
     for image in images:

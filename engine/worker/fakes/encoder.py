@@ -24,7 +24,8 @@ from engine.core.encode.types import (
 )
 from engine.errors import FieldViolation, InvalidRequest
 from engine.images.fit import FittedImage, ImageFit
-from engine.worker.fakes.text import VOCAB_SIZE, FakeScript, digest_after
+from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
+from engine.worker.fakes.text import FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.interface import EncoderInfo, EncoderKind, LoadProgress, MemoryEstimate
 

@@ -5,7 +5,8 @@ Rule 1: this file imports no torch. Rule 2: a token depends on its sequence's ow
 choice alone, *as read back from the fake KV pool*. So a wrong block table, or a block that is
 shared too early or freed too soon, gives other tokens or raises `KvMismatch`.
 
-Each slot of the fake KV pool holds a digest of all tokens up to its position.
+Each slot of the fake KV pool holds a digest of all tokens up to its position, and of the images
+that these are tokens of.
 """
 
 from __future__ import annotations
@@ -13,29 +14,29 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.common.types import BlockId, EndReason, SequenceId
 from engine.core.text.plan import RowResult, StepResult
 from engine.core.text.types import Alternative, TokenLogprob
 from engine.worker.fakes.adapters import FakeAdapters
-from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
-from engine.worker.interface import (
-    LoadProgress,
-    MemoryEstimate,
-    ModelInfo,
-    SamplingDefaults,
+from engine.worker.fakes.digests import (
+    VOCAB_SIZE,
+    contents_of,
+    digest_after,
+    first_digest,
+    next_token,
 )
+from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
+from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.core.encode.types import EncodePlan
+    from engine.core.image.types import ImagePlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
     from engine.core.text.types import Constraint
-
-VOCAB_SIZE = 1000
 
 
 class KvMismatch(AssertionError):
@@ -54,7 +55,8 @@ class FakeScript:
     Faults: ``load_error`` is raised by a load, ``step_faults[k]`` by the k-th step before the step
     has any effect. ``row_faults`` maps a sequence to how many tokens it samples before its row
     fails, and to the phase of that failure. ``plan_fault`` may return an exception for a plan,
-    ``encode_fault`` for the plan of an encoder, and ``sample_fault`` the phase of a row's failure.
+    ``encode_fault`` for the plan of an encoder, ``image_fault`` for that of an image model, and
+    ``sample_fault`` the phase of a row's failure.
 
     Text: ``eos_at`` maps a digest to whether the sequence ends there; by default none ends.
     ``words`` are the text of every sequence, one for each token, then its end; without them a
@@ -79,6 +81,7 @@ class FakeScript:
     row_faults: dict[SequenceId, tuple[int, str]] = field(default_factory=dict)
     plan_fault: Callable[[StepPlan], BaseException | None] | None = None
     encode_fault: Callable[[EncodePlan], BaseException | None] | None = None
+    image_fault: Callable[[ImagePlan], BaseException | None] | None = None
     sample_fault: Callable[[], str | None] | None = None
     eos_at: Callable[[int], bool] | None = None
     compile: Callable[[Constraint], None] | None = None
@@ -106,21 +109,14 @@ class _FakeSequence:
     replayed: str = ""  # the text of a continued choice's earlier tokens, until it was returned
     ended: RowResult | None = None  # the end of a continued choice that had ended already
     draft: list[int] = field(default_factory=list)  # offered with the last result
+    contents: dict[int, bytes] = field(init=False)  # by position, of the prompt's images
+
+    def __post_init__(self) -> None:
+        self.contents = contents_of(self.admitted.images)
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.admitted.prompt)
-
-
-def first_digest(adapter: str) -> int:
-    """Return the digest of no tokens at all, computed with an adapter of this digest."""
-    return crc32(adapter.encode())
-
-
-def next_token(digest: int, seed: int | None, choice: int) -> int:
-    """Return the token after a prefix of this digest: any id of the vocabulary but `EOS`."""
-    mixed = crc32(f"{digest}/{seed}/{choice}".encode())
-    return 1 + mixed % (VOCAB_SIZE - 1)
 
 
 def fake_logprob(token_id: int, alternatives: int) -> TokenLogprob:
@@ -128,11 +124,6 @@ def fake_logprob(token_id: int, alternatives: int) -> TokenLogprob:
     always the ids 1, 2, …"""
     likely = [Alternative(i + 1, f"<{i + 1}>", -(i + 1) / 8, i) for i in range(alternatives)]
     return TokenLogprob(token_id, f"<{token_id}>", -(1 + token_id % 8) / 4, tuple(likely))
-
-
-def digest_after(digest: int, token_id: int) -> int:
-    """Return the digest of a prefix extended by one token."""
-    return crc32(token_id.to_bytes(4, "little"), digest)
 
 
 class FakeRunner:
@@ -287,7 +278,8 @@ class FakeRunner:
         """Read the digest before the row's positions and write those of the positions.
 
         Raises:
-            KvMismatch: the row reads another prefix, or has more tokens than its sequence.
+            KvMismatch: the row reads another prefix, has more tokens than its sequence, or cuts an
+                image that is whole.
         """
         seq = self._sequences[row.sequence]
         if row.blocks is not None:
@@ -301,11 +293,16 @@ class FakeRunner:
             raise KvMismatch(f"{row} has drafts that do not follow its {len(seq.tokens)} tokens")
         tokens = [*seq.tokens, *seq.draft] if row.drafts else seq.tokens
         self._verify_prefix(seq, row.start)
+        end = row.start + row.count
+        for image in seq.admitted.images:
+            if image.is_whole and image.is_inside(end):
+                raise KvMismatch(f"{row} cuts an image that is whole, {image}")
         digest = first_digest(seq.admitted.adapter)
         if row.start:
             digest = self._kv[self._slot(seq, row.start - 1)]
-        for position in range(row.start, row.start + row.count):
-            digest = digest_after(digest, tokens[position])
+        content_at = seq.contents.get
+        for position in range(row.start, end):
+            digest = digest_after(digest, tokens[position], content_at(position, b""))
             self._kv[self._slot(seq, position)] = digest
         if row.logits.scores and row.start < seq.scored:
             seq.scored = max(seq.scored, row.start + row.count + 1)
@@ -317,8 +314,9 @@ class FakeRunner:
             KvMismatch: a block holds something else.
         """
         digest, size = first_digest(seq.admitted.adapter), self._info.block_size
+        content_at = seq.contents.get
         for position in range(start):
-            digest = digest_after(digest, seq.tokens[position])
+            digest = digest_after(digest, seq.tokens[position], content_at(position, b""))
             is_boundary = position % size == size - 1 or position == start - 1
             if is_boundary and self._kv[self._slot(seq, position)] != digest:
                 raise KvMismatch(

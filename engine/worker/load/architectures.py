@@ -125,7 +125,7 @@ def _refuse_kinds(config: Mapping[str, Any], name: str, model_type: str) -> None
             f"{name} is an encoder-decoder model, and only decoder-only ones are served; {INSTEAD}"
         )
     if any(config.get(key) is not None for key in MULTIMODAL_KEYS):
-        raise Refusal(f"{name} is a multimodal model, and only text models are served; {INSTEAD}")
+        raise Refusal(f"{name} is a multimodal model of a kind that is not served; {INSTEAD}")
     layer_types = config.get("layer_types") or config.get("layers_block_type") or ()
     layers = [kind for kind in layer_types if any(w in str(kind) for w in RECURRENT_LAYERS)]
     if layers or any(word in model_type for word in RECURRENT_TYPES):

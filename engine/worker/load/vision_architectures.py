@@ -64,6 +64,14 @@ VISION: dict[str, VisionArchitecture] = {
 }
 
 
+# What keeps some of the others from being served here at all.
+WHY_NOT = {
+    "PaliGemmaForConditionalGeneration": "the tokens of its whole prompt see each other",
+    "MllamaForConditionalGeneration": "it sees its images by cross-attention",
+    "Florence2ForConditionalGeneration": "it is an encoder-decoder model",
+}
+
+
 def has_vision(config: Mapping[str, Any]) -> bool:
     """Return whether a parsed config.json describes a model that generates text and has a vision
     part, served or not."""
@@ -79,8 +87,10 @@ def find_vision(config: Mapping[str, Any]) -> VisionArchitecture:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else str(config.get("model_type"))
     if name not in VISION:
-        labels = ", ".join(one.label for one in VISION.values())
-        raise Refusal(f"{name} reads images, and of such models {labels} are served")
+        why = f", because {WHY_NOT[name]}" if name in WHY_NOT else ""
+        *labels, last = sorted(one.label for one in VISION.values())
+        raise Refusal(f"{name} is not served{why}; of the models that read images, "
+                      f"{', '.join(labels)} and {last} are")  # fmt: skip
     if config.get("quantization_config") is not None:
         raise Refusal(f"the weights of this {name} are quantised; it needs plain float weights")
     if config.get("audio_config") is not None:

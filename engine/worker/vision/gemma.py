@@ -37,8 +37,8 @@ class Reader:
         self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
     ) -> None:
         self._reader = ImageReader(read_processor(directory, "gemma3"), config, max_pixels)
-        patches, tokens = self._reader.fit.num_tokens, int(config.mm_tokens_per_image)
-        if isqrt(tokens) ** 2 != tokens or isqrt(patches) % isqrt(tokens):
+        patches, tokens = self._reader.fit.num_tokens, int(config.mm_tokens_per_image or 0)
+        if tokens < 1 or isqrt(tokens) ** 2 != tokens or isqrt(patches) % isqrt(tokens):
             raise Refusal(f"its config makes {tokens} tokens of the {patches} patches of an image, "
                           "which do not divide into equal squares")  # fmt: skip
         begin, end = token_of(int(config.boi_token_id)), token_of(int(config.eoi_token_id))
