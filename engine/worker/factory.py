@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from engine.errors import SpawnFailed
 from engine.memory_limit import default_limit
 from engine.status import Capability
+from engine.worker.diffusion import pipelines
 from engine.worker.interface import RunnerSpec
 from engine.worker.load import architectures, capability
 from engine.worker.load.foreign import refuse_pointers
@@ -24,14 +25,19 @@ from engine.worker.load.resolve import (
     weight_files,
 )
 from engine.worker.load.vision_architectures import find_vision, has_vision
-from engine.worker.pinned_runner import PinnedEncodeRunner, PinnedTextRunner
+from engine.worker.pinned_runner import PinnedEncodeRunner, PinnedImageRunner, PinnedTextRunner
 from engine.worker.process.runner import ProcessRunner
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.config import EngineConfig, ModelConfig
+    from engine.worker.image_interface import ImageRunner
     from engine.worker.interface import EncodeRunner, TextRunner
+
+    # Spelled out: the values of kinds of work have no common name that says more.
+    AnyRunner = TextRunner | EncodeRunner | ImageRunner
+    PinnedRunner = PinnedTextRunner | PinnedEncodeRunner | PinnedImageRunner
 
 RUNNER_OF = "engine.worker.factory:runner_of"  # the function that a worker process calls
 ENCODERS = (Capability.TEXT_EMBEDDING, Capability.IMAGE_EMBEDDING, Capability.RERANK)
@@ -60,6 +66,12 @@ def _known_capability(model: ModelConfig) -> Capability | None:
     return model.capability or capability.find(model.model, model.revision)
 
 
+def _generates_text(model: ModelConfig) -> bool:
+    """Return whether a model generates text, or may, if its files are not here yet."""
+    known = _known_capability(model)
+    return known is None or known.generates_text
+
+
 def _kv_bytes(model: ModelConfig, config: EngineConfig) -> int | None:
     """Return the size of a model's KV pool in bytes; None lets the runner decide."""
     source = resolve_local(model.model, model.revision)
@@ -69,7 +81,7 @@ def _kv_bytes(model: ModelConfig, config: EngineConfig) -> int | None:
 
 def _draft_model(model: ModelConfig) -> str:
     """Return the model that drafts for a text model; empty if none does. An encoder has none."""
-    if model.speculation != "model" or _known_capability(model) in ENCODERS:
+    if model.speculation != "model" or not _generates_text(model):
         return ""
     return model.draft_model
 
@@ -77,7 +89,7 @@ def _draft_model(model: ModelConfig) -> str:
 def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
     """Return one model's share of the configuration, as its runner needs it."""
     limit = config.memory_limit or default_limit()
-    tp = 1 if _known_capability(model) in ENCODERS else model.tp
+    tp = model.tp if _generates_text(model) else 1
     return RunnerSpec(
         model=model.model,
         revision=model.revision,
@@ -99,7 +111,7 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
     )
 
 
-def make_runner(model: ModelConfig, config: EngineConfig) -> TextRunner | EncodeRunner:
+def make_runner(model: ModelConfig, config: EngineConfig) -> AnyRunner:
     """Return an unloaded runner that works where ``model.runner`` says: in any thread, on one
     thread, or in a process of its own. A divided model has one process for each rank.
 
@@ -120,9 +132,7 @@ def make_process_runner(model: ModelConfig, config: EngineConfig) -> ProcessRunn
     return ProcessRunner(RUNNER_OF, spec, model.capability, patience_s)
 
 
-def pinned_runner_of(
-    spec: RunnerSpec, kind: Capability | None, name: str
-) -> PinnedTextRunner | PinnedEncodeRunner:
+def pinned_runner_of(spec: RunnerSpec, kind: Capability | None, name: str) -> PinnedRunner:
     """Return an unloaded runner that works on one thread, whose name contains ``name``. Without a
     kind, the model's files decide.
 
@@ -132,19 +142,23 @@ def pinned_runner_of(
     kind = look_at_files(spec, kind)
     if kind in ENCODERS:
         return PinnedEncodeRunner(_encode_runner(spec, kind), name)
+    if kind is Capability.TEXT_TO_IMAGE:
+        return PinnedImageRunner(_image_runner(spec), name)
     return PinnedTextRunner(_text_runner(spec, kind), name)
 
 
-def runner_of(spec: RunnerSpec, kind: Capability | None) -> TextRunner | EncodeRunner:
+def runner_of(spec: RunnerSpec, kind: Capability | None) -> AnyRunner:
     """Return an unloaded runner that works in any thread. Without a kind, the model's files decide.
 
     Raises:
         SpawnFailed: as `look_at_files`.
     """
     kind = look_at_files(spec, kind)
-    if spec.tp > 1 and kind in ENCODERS:
+    if spec.tp > 1 and not kind.generates_text:
         what = f"{kind.value} models are not divided; leave tensor_parallel_size out"
         raise SpawnFailed(what)
+    if kind is Capability.TEXT_TO_IMAGE:
+        return _image_runner(spec)
     return _encode_runner(spec, kind) if kind in ENCODERS else _text_runner(spec, kind)
 
 
@@ -169,6 +183,8 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
             from engine.worker.encoders.files import check
 
             check(directory, kind)
+        elif kind is Capability.TEXT_TO_IMAGE:
+            pipelines.read(directory)
         else:
             kind = _look_at_text_model(spec, directory, kind)
     except Refusal as refusal:
@@ -202,6 +218,12 @@ def _text_runner(spec: RunnerSpec, kind: Capability) -> TextRunner:
     from engine.worker.text_runner import TorchRunner
 
     return TorchRunner(spec)
+
+
+def _image_runner(spec: RunnerSpec) -> ImageRunner:
+    from engine.worker.diffusion.runner import DiffusionRunner
+
+    return DiffusionRunner(spec)
 
 
 def _encode_runner(spec: RunnerSpec, kind: Capability) -> EncodeRunner:

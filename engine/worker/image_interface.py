@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 class ImageModelInfo:
     """Describes an image model once it is loaded.
 
-    Widths and heights are pixels and multiples of ``multiple_of``; an image has at most
-    ``max_pixels``. ``schedulers`` are the names that a drawing may choose from, and
-    ``default_scheduler`` is the checkpoint's own. ``extra_steps`` are the schedulers that take more
-    steps than were asked for, each with how many. An image that is wider or higher than
+    Widths and heights are pixels and multiples of ``multiple_of``; the images of a drawing have
+    together at most ``max_pixels``. ``schedulers`` are the names that a drawing may choose from,
+    and ``default_scheduler`` is the checkpoint's own. ``extra_steps`` are the schedulers that take
+    more steps than were asked for, if those are more than one, each with how many; ``steps_max`` is
+    how many each scheduler takes. An image that is wider or higher than
     ``tile_size`` pixels is decoded in tiles of that size, which begin ``tile_stride`` pixels apart;
     a ``tile_size`` of 0 decodes each image at once.
     """
@@ -44,6 +45,7 @@ class ImageModelInfo:
     multiple_of: int = 8
     prediction_type: str = "epsilon"
     extra_steps: tuple[tuple[str, int], ...] = ()
+    steps_max: tuple[tuple[str, int], ...] = ()
     tile_size: int = 0
     tile_stride: int = 0
     is_demo: bool = False
@@ -62,7 +64,8 @@ class ImageModelInfo:
     def num_steps(self, drawing: Drawing) -> int:
         """Return how many denoising steps the worker takes for a drawing; 0 if its ``strength`` is
         too small for one."""
-        extra = dict(self.extra_steps).get(drawing.scheduler or self.default_scheduler, 0)
+        name = drawing.scheduler or self.default_scheduler
+        extra = dict(self.extra_steps).get(name, 0) if drawing.steps > 1 else 0
         if drawing.source is None:
             return drawing.steps + extra
         kept = min(int(drawing.steps * drawing.strength), drawing.steps)

@@ -19,8 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 from engine.core.encode.types import EncodePlan, EncodeResult
+from engine.core.image.types import ImagePlan, ImageResult
 from engine.core.text.plan import StepPlan, StepResult
 from engine.errors import EngineBug, ShuttingDown
+from engine.worker.image_interface import ImageModelInfo
 from engine.worker.interface import EncoderInfo, InfoT, ModelInfo, PlanT, ResultT
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ T = TypeVar("T")
 
 
 class _PinnedRunner(Generic[PlanT, ResultT, InfoT]):
-    """`engine.worker.interface.Runner` on one thread: what both kinds have in common.
+    """`engine.worker.interface.Runner` on one thread: what all kinds have in common.
 
     Life: 1. made around an unloaded runner; 2. `estimate`, or `load`, starts the thread, named
     ``inference-worker-NAME``; 3. `execute`; 4. `close`, which joins it. A step that hangs delays
@@ -155,6 +157,10 @@ class PinnedEncodeRunner(_PinnedRunner[EncodePlan, EncodeResult, EncoderInfo]):
     def encoder_tokenizer(self) -> EncoderTokenizer:
         """The runner's own tokenizer for inputs."""
         return self._runner.encoder_tokenizer
+
+
+class PinnedImageRunner(_PinnedRunner[ImagePlan, ImageResult, ImageModelInfo]):
+    """`engine.worker.image_interface.ImageRunner` on one thread, over another one."""
 
 
 def _start_thread(name: str) -> ThreadPoolExecutor:

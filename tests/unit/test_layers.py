@@ -57,6 +57,7 @@ LAZY: dict[tuple[str, str], str] = {
     ("engine.worker.factory", "engine.worker.text_runner"): "the spec's arithmetic needs no torch",
     ("engine.worker.factory", "engine.worker.rank_runners"): "as the text runner",
     ("engine.worker.factory", "engine.worker.vision.runner"): "as the text runner",
+    ("engine.worker.factory", "engine.worker.diffusion.runner"): "as the text runner",
     (
         "engine.worker.factory",
         "engine.worker.encoders.runner",

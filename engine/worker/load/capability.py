@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.status import Capability
 from engine.worker.load.refusal import Refusal
-from engine.worker.load.resolve import read_json, resolve_local
+from engine.worker.load.resolve import PIPELINE_INDEX, read_json, resolve_local
 from engine.worker.load.vision_architectures import has_vision
 
 if TYPE_CHECKING:
@@ -35,10 +35,13 @@ def find(model: str, revision: str = "") -> Capability | None:
 
 
 def capability_of(directory: Path) -> Capability:
-    """Return the capability of the model in ``directory``: a classifier with one label reranks, a
+    """Return the capability of the model in ``directory``: a pipeline of diffusers draws images, a
+    classifier with one label reranks, a
     CLIP or SigLIP model embeds images, any other sentence-transformers model embeds texts, a model
     with a vision part beside its text model sees, and any other model generates text or
     is refused when it is loaded."""
+    if (directory / PIPELINE_INDEX).is_file():
+        return Capability.TEXT_TO_IMAGE
     if _is_cross_encoder(directory):
         return Capability.RERANK
     if _read(first_folder(directory), "config.json").get("model_type") in IMAGE_TEXT_TYPES:

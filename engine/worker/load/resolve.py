@@ -33,6 +33,8 @@ DEMOS = {
 }
 DEMO_ROOT = Path(__file__).resolve().parents[2] / "demo"
 
+PIPELINE_INDEX = "model_index.json"  # of an image model, whose components have folders
+PIPELINE_FOLDERS = ("unet", "vae", "text_encoder")
 INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
 # The files of a repository that a model needs, including an encoder's modules such as
@@ -45,6 +47,11 @@ WANTED_FILES = (
     "preprocessor_config.json", "processor_config.json", "spiece.model",
     "vocab.txt", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
     "[0-9]_*/*.json", "[0-9]_*/*.txt", "[0-9]_*/*.safetensors", ADAPTER_NAME,
+    PIPELINE_INDEX, "scheduler/scheduler_config.json", "tokenizer*/*.json", "tokenizer*/merges.txt",
+    "unet/*.json", "unet/diffusion_pytorch_model.safetensors",
+    "unet/diffusion_pytorch_model-*.safetensors", "vae/*.json",
+    "vae/diffusion_pytorch_model.safetensors", "text_encoder*/*.json",
+    "text_encoder*/model.safetensors", "text_encoder*/model-*.safetensors",
 )  # fmt: skip
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # A first check of Hub ids; the Hub's own rules are stricter (`_is_hub_id`).
@@ -141,7 +148,7 @@ def _is_hub_id(model: str) -> bool:
 def _cached(model: str, revision: str) -> Source | None:
     import huggingface_hub
 
-    for name in ("config.json", "modules.json"):
+    for name in ("config.json", "modules.json", PIPELINE_INDEX):
         found = huggingface_hub.try_to_load_from_cache(model, name, revision=revision or None)
         if isinstance(found, str):
             return Source(Path(found).parent, model)
@@ -198,7 +205,10 @@ def _hint(model: str) -> str:
 
 def _is_whole(directory: Path) -> bool:
     """Return whether the directory has a config and all files of its weights. Those of some models
-    of sentence-transformers, such as CLIP's, are in the folder of their first module."""
+    of sentence-transformers, such as CLIP's, are in the folder of their first module, and those of
+    an image model in the folders of its components."""
+    if (directory / PIPELINE_INDEX).is_file():
+        return all(any((directory / name).glob("*.safetensors")) for name in PIPELINE_FOLDERS)
     folders = (directory, *sorted(directory.glob("0_*")))
     folder = next((one for one in folders if (one / "config.json").is_file()), None)
     if folder is None:

@@ -1,0 +1,94 @@
+"""Turns prompts into the embeddings that a denoising step reads.
+
+Source: issue 28; how both pipelines of diffusers 0.42 encode prompts, without their clip_skip.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from engine.core.image.types import Drawing
+
+
+class Embeddings(NamedTuple):
+    """The embeddings of a text, [1, tokens, width], and of a model with two text encoders the
+    pooled one, [1, width]."""
+
+    tokens: torch.Tensor
+    pooled: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The text encoders of one model with their tokenizers. Of one encoder the last layer counts;
+    of two, the last but one of each, and the pooled output of the second. ``zeros_for_none``: a
+    drawing without a negative prompt has zeros in its place, and not an empty text."""
+
+    tokenizers: tuple[Any, ...]
+    encoders: tuple[Any, ...]
+    zeros_for_none: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of a prompt, with the first and the last one; a longer prompt is cut."""
+        return int(self.tokenizers[0].model_max_length)
+
+    def encode(self, drawing: Drawing, *, guided: bool) -> Embeddings:
+        """Return the embeddings of a drawing's images, a row for each. With guidance, as many rows
+        of the negative prompt come first."""
+        wanted = _repeated(self._of_text(drawing.prompt), drawing.num_images)
+        if not guided:
+            return wanted
+        if not drawing.negative_prompt and self.zeros_for_none:
+            unwanted = _zeros_like(wanted)
+        else:
+            unwanted = _repeated(self._of_text(drawing.negative_prompt), drawing.num_images)
+        return _joined(unwanted, wanted)
+
+    def _of_text(self, text: str) -> Embeddings:
+        if len(self.encoders) == 1:
+            return Embeddings(_last_layer(self.tokenizers[0], self.encoders[0], text))
+        found = [
+            _run(tokenizer, encoder, text, output_hidden_states=True)
+            for tokenizer, encoder in zip(self.tokenizers, self.encoders, strict=True)
+        ]
+        tokens = torch.cat([one.hidden_states[-2] for one in found], dim=-1)
+        return Embeddings(tokens, found[-1].text_embeds)
+
+
+def _last_layer(tokenizer: Any, encoder: Any, text: str) -> torch.Tensor:
+    return _run(tokenizer, encoder, text)[0]
+
+
+def _run(tokenizer: Any, encoder: Any, text: str, **options: Any) -> Any:
+    read = tokenizer(
+        [text],
+        padding="max_length",
+        max_length=tokenizer.model_max_length,
+        truncation=True,
+        return_tensors="pt",
+    ).to(encoder.device)
+    if getattr(encoder.config, "use_attention_mask", False):
+        options["attention_mask"] = read.attention_mask
+    return encoder(read.input_ids, **options)
+
+
+def _repeated(one: Embeddings, count: int) -> Embeddings:
+    pooled = None if one.pooled is None else one.pooled.repeat(count, 1)
+    return Embeddings(one.tokens.repeat(count, 1, 1), pooled)
+
+
+def _zeros_like(one: Embeddings) -> Embeddings:
+    pooled = None if one.pooled is None else torch.zeros_like(one.pooled)
+    return Embeddings(torch.zeros_like(one.tokens), pooled)
+
+
+def _joined(first: Embeddings, second: Embeddings) -> Embeddings:
+    pooled = None
+    if first.pooled is not None and second.pooled is not None:
+        pooled = torch.cat([first.pooled, second.pooled])
+    return Embeddings(torch.cat([first.tokens, second.tokens]), pooled)
