@@ -27,16 +27,17 @@ from engine.worker.fakes.digests import (
     first_digest,
     next_token,
 )
+from engine.worker.fakes.sight import FakeSight, FakeTower
 from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
 from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from engine.core.encode.types import EncodePlan
     from engine.core.image.types import ImagePlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
-    from engine.core.text.types import Constraint
+    from engine.core.text.types import Constraint, PromptImage
 
 
 class KvMismatch(AssertionError):
@@ -50,7 +51,8 @@ class FakeScript:
     Costs, in seconds, passed to ``sleep``: a step costs ``step_s``, ``token_s`` for each token, and
     ``step_costs[k]`` more for the k-th step, from 0. ``load_s`` is the cost of a load, ``encode_s``
     that of encoding a text of `engine.worker.fakes.tokenizer.LONG_TEXT_CHARS` or more, ``decode_s``
-    that of decoding an image.
+    that of decoding an image, ``image_s`` that of encoding one in a step of a text model, for each
+    token of its cost.
 
     Faults: ``load_error`` is raised by a load, ``step_faults[k]`` by the k-th step before the step
     has any effect. ``row_faults`` maps a sequence to how many tokens it samples before its row
@@ -75,6 +77,7 @@ class FakeScript:
     load_s: float = 0.0
     encode_s: float = 0.0
     decode_s: float = 0.0
+    image_s: float = 0.0
     load_error: BaseException | None = None
     step_costs: dict[int, float] = field(default_factory=dict)
     step_faults: dict[int, BaseException] = field(default_factory=dict)
@@ -130,7 +133,8 @@ class FakeRunner:
     """Implements `engine.worker.interface.TextRunner` without a model.
 
     ``steps`` counts the executed steps. ``is_executing`` is set during one. ``compiled`` are the
-    constraints that were compiled; the fake does not follow them.
+    constraints that were compiled; the fake does not follow them. With ``sees`` it reads images
+    (`engine.worker.fakes.sight`), and ``tower`` counts those that it has encoded.
     """
 
     def __init__(
@@ -141,8 +145,10 @@ class FakeRunner:
         max_model_len: int = 2048,
         script: FakeScript | None = None,
         memory_bytes: int | None = None,
+        sees: bool = False,
     ) -> None:
         self.script = script or FakeScript()
+        self.tower = FakeTower()
         self.steps = 0
         self.is_executing = False
         self.compiled: set[Constraint] = set()
@@ -158,6 +164,7 @@ class FakeRunner:
             eos_token_ids=frozenset({EOS}),
             memory_bytes=num_blocks * block_size if memory_bytes is None else memory_bytes,
             defaults=SamplingDefaults(),
+            images=FakeSight(self.script.decode_s, self.script.sleep) if sees else None,
         )
         self._kv: list[int] = []
         self._sequences: dict[SequenceId, _FakeSequence] = {}
@@ -236,6 +243,9 @@ class FakeRunner:
         draft_s = script.draft_s * max((row.drafts for row in rows if row.by_model), default=0)
         if draft_s:
             script.sleep(draft_s)
+        encoding_s = script.image_s * self.tower.encode(self._images_of(rows))
+        if encoding_s:
+            script.sleep(encoding_s)
         for row in rows:
             self._forward(row)
         for source, target in plan.copies:
@@ -246,6 +256,13 @@ class FakeRunner:
         results = [result for row in rows for result in self._sample_row(row)]
         timings = StepTimings(forward_s=cost, draft_s=draft_s)
         return StepResult(plan.plan_id, tuple(results), timings)
+
+    def _images_of(self, rows: Iterable[Row]) -> Iterator[PromptImage]:
+        """Yield the images of which rows compute tokens."""
+        for row in rows:
+            for image in self._sequences[row.sequence].admitted.images:
+                if image.start < row.start + row.count and row.start < image.end:
+                    yield image
 
     # ---- one row
 
