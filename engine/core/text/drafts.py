@@ -114,7 +114,8 @@ class Drafts:
         rows, config = step.rows, self._ledger.config
         room = DRAFTING_STEP_MAX - len(rows)
         if room > 0:
-            room = min(room, config.max_num_batched_tokens - sum([row.count for row in rows]))
+            used = sum([row.count for row in rows]) + step.image_cost
+            room = min(room, config.max_num_batched_tokens - used)
         left = num_offers = len(offers)
         has_model = any(offer.has_model for offer in offers.values())
         may_model = has_model and self.purse.is_open and self.costs.is_known(len(rows))
