@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import subprocess
 import sys
 import tempfile
@@ -118,8 +119,19 @@ SLOW = {
     "engine": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
 }
 SEES = [{"name": "fake", "capability": "vision"}]
-IMAGES = [image_file(bytes([number, 1, 2] * 16)) for number in range(30)]
-SHOWN = {"messages": [{"role": "user", "parts": [{"image": one} for one in IMAGES]}]}
+NUM_IMAGES = 30
+
+
+def new_images():
+    """Return images that no server has seen: those that come again are not decoded again."""
+    return [image_file(os.urandom(48)) for _ in range(NUM_IMAGES)]
+
+
+def shown():
+    """Return a chat with such images."""
+    return {"messages": [{"role": "user", "parts": [{"image": one} for one in new_images()]}]}
+
+
 PHASES = {
     "queued": Phase({"text": "x"}, is_queued, SLOW, blocked=True),
     "load": Phase(
@@ -137,13 +149,13 @@ PHASES = {
     ),
     "prefill": Phase({"text": "x" * 1500}, is_prefilling, SLOW),
     "decode image": Phase(
-        {"chat": SHOWN},
+        {"chat": shown()},
         is_decoding_images,
-        SLOW | {"models": SEES, "script": {"decode_s": SLOW_S / len(IMAGES)}},
+        SLOW | {"models": SEES, "script": {"decode_s": SLOW_S / NUM_IMAGES}},
     ),
     # Each image costs 2 to 14 tokens, so that a step has one or a few.
     "encode image": Phase(
-        {"chat": SHOWN},
+        {"chat": shown()},
         is_prefilling,
         SLOW | {"models": SEES, "script": {"image_s": STEP_S / 10}},
         counted_as="prefill",
@@ -199,6 +211,8 @@ def in_phase(place, *, spares_others=True, **more):
     fields = phase.request | {"n": 2, "max_tokens": LONG, "request_id": next(NAMES)} | more
     if name == "load":
         fields["model"] = next(server.cold)
+    if "chat" in fields:
+        fields["chat"] = shown()
     channel = server.channel
     wait_idle(channel)
     with blockers(channel, phase.blocked, are_spared=spares_others) as num_others:
@@ -263,10 +277,10 @@ def test_a_client_that_leaves(place, how):
 
 @contextlib.contextmanager
 def image_arguments(are_wanted):
-    """Yield arguments that send `IMAGES` from files, none unless they are wanted."""
+    """Yield arguments that send `new_images` from files, none unless they are wanted."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder, f"{number}.png") for number in range(len(IMAGES) * are_wanted)]
-        for path, data in zip(paths, IMAGES, strict=False):
+        paths = [Path(folder, f"{number}.png") for number in range(NUM_IMAGES * are_wanted)]
+        for path, data in zip(paths, new_images(), strict=False):
             path.write_bytes(data)
         named = [word for path in paths for word in ("--image", str(path))]
         yield ["--chat", *named] if are_wanted else []
