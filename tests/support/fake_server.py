@@ -337,11 +337,11 @@ def start(
 
     ``models`` has fields of ModelConfig and each model's own ``script``. A model with
     ``capability`` "text-embedding", "image-embedding" or "rerank" is an encoder, one with "vision"
-    reads images in chats, and one with "text-to-image" draws; one with ``runner`` "process" is one of `process_fakes`; one whose
-    ``model`` is a directory is a real model, in a `CountedRunner`. ``replicas`` is its number of
-    workers, ``memory_bytes`` what each needs, and ``fails`` how many of its loads fail first.
-    ``script``, ``runner``, ``engine`` and ``server`` are fields of `make_script`, FakeRunner,
-    EngineConfig and ServerConfig. With ``counts`` Trio's steps are counted. With ``is_command`` the
+    reads images in chats, and one with "text-to-image" draws; one with ``runner`` "process" is one
+    of `process_fakes`; one whose ``model`` is a directory is a real model, in a `CountedRunner`.
+    ``replicas`` is its number of workers, ``memory_bytes`` what each needs, and ``fails`` how many
+    of its loads fail first. ``script``, ``runner``, ``engine`` and ``server`` are fields of
+    `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's steps are counted. With ``is_command`` the
     server behaves as `triolet serve`.
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
