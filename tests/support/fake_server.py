@@ -341,8 +341,8 @@ def start(
     of `process_fakes`; one whose ``model`` is a directory is a real model, in a `CountedRunner`.
     ``replicas`` is its number of workers, ``memory_bytes`` what each needs, and ``fails`` how many
     of its loads fail first. ``script``, ``runner``, ``engine`` and ``server`` are fields of
-    `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's steps are counted. With ``is_command`` the
-    server behaves as `triolet serve`.
+    `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's steps are
+    counted. With ``is_command`` the server behaves as `triolet serve`.
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
     needs = {model["name"]: model.pop("memory_bytes", None) for model in models}
