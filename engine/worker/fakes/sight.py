@@ -38,6 +38,10 @@ class FakeSight:
     max_tokens: int = MAX_TOKENS
     max_bytes: int = 3 * SIDE**2
 
+    def encoding_cost(self, max_tokens: int) -> int:
+        """Return what encoding an image of so many tokens costs (`seen`)."""
+        return 2 * min(max_tokens, MAX_TOKENS)
+
     def read(self, data: bytes) -> SeenImage:
         """Decode an image file and fit it, as `Sight.read`."""
         if self.decode_s:
