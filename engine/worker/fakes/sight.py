@@ -14,8 +14,9 @@ from engine.images.sight import SeenImage
 from engine.worker.fakes.tokenizer import IMAGE_ID, IMAGE_TOKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from engine.core.text.plan import Row
     from engine.core.text.types import PromptImage
 
 SIDE = 4  # of an image, in pixels
@@ -86,3 +87,11 @@ class FakeTower:
         while len(self._kept) > max(KEPT_IMAGES, len(used)):
             self._kept.popitem(last=False)
         return cost
+
+
+def met_by(rows: Iterable[tuple[Row, Sequence[PromptImage]]]) -> Iterator[PromptImage]:
+    """Yield the images of which rows compute tokens. Each row comes with its prompt's images."""
+    for row, images in rows:
+        for image in images:
+            if image.start < row.start + row.count and row.start < image.end:
+                yield image

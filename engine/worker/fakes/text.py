@@ -18,26 +18,27 @@ from typing import TYPE_CHECKING
 from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.common.types import BlockId, EndReason, SequenceId
 from engine.core.text.plan import RowResult, StepResult
-from engine.core.text.types import Alternative, TokenLogprob
+from engine.core.text.types import TokenLogprob
 from engine.worker.fakes.adapters import FakeAdapters
 from engine.worker.fakes.digests import (
     VOCAB_SIZE,
     contents_of,
     digest_after,
+    fake_logprob,
     first_digest,
     next_token,
 )
-from engine.worker.fakes.sight import FakeSight, FakeTower
+from engine.worker.fakes.sight import FakeSight, FakeTower, met_by
 from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
 from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.core.encode.types import EncodePlan
     from engine.core.image.types import ImagePlan
     from engine.core.text.plan import AdmittedSequence, Row, StepPlan
-    from engine.core.text.types import Constraint, PromptImage
+    from engine.core.text.types import Constraint
 
 
 class KvMismatch(AssertionError):
@@ -51,8 +52,7 @@ class FakeScript:
     Costs, in seconds, passed to ``sleep``: a step costs ``step_s``, ``token_s`` for each token, and
     ``step_costs[k]`` more for the k-th step, from 0. ``load_s`` is the cost of a load, ``encode_s``
     that of encoding a text of `engine.worker.fakes.tokenizer.LONG_TEXT_CHARS` or more, ``decode_s``
-    that of decoding an image, ``image_s`` that of encoding one in a step of a text model, for each
-    token of its cost.
+    that of decoding an image, ``image_s`` that of each token that encoding one costs a text model.
 
     Faults: ``load_error`` is raised by a load, ``step_faults[k]`` by the k-th step before the step
     has any effect. ``row_faults`` maps a sequence to how many tokens it samples before its row
@@ -120,13 +120,6 @@ class _FakeSequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.admitted.prompt)
-
-
-def fake_logprob(token_id: int, alternatives: int) -> TokenLogprob:
-    """Return a token's log-probability, which depends on its id alone. The likeliest tokens are
-    always the ids 1, 2, …"""
-    likely = [Alternative(i + 1, f"<{i + 1}>", -(i + 1) / 8, i) for i in range(alternatives)]
-    return TokenLogprob(token_id, f"<{token_id}>", -(1 + token_id % 8) / 4, tuple(likely))
 
 
 class FakeRunner:
@@ -243,8 +236,8 @@ class FakeRunner:
         draft_s = script.draft_s * max((row.drafts for row in rows if row.by_model), default=0)
         if draft_s:
             script.sleep(draft_s)
-        encoding_s = script.image_s * self.tower.encode(self._images_of(rows))
-        if encoding_s:
+        met = met_by((row, self._sequences[row.sequence].admitted.images) for row in rows)
+        if encoding_s := script.image_s * self.tower.encode(met):
             script.sleep(encoding_s)
         for row in rows:
             self._forward(row)
@@ -256,13 +249,6 @@ class FakeRunner:
         results = [result for row in rows for result in self._sample_row(row)]
         timings = StepTimings(forward_s=cost, draft_s=draft_s)
         return StepResult(plan.plan_id, tuple(results), timings)
-
-    def _images_of(self, rows: Iterable[Row]) -> Iterator[PromptImage]:
-        """Yield the images of which rows compute tokens."""
-        for row in rows:
-            for image in self._sequences[row.sequence].admitted.images:
-                if image.start < row.start + row.count and row.start < image.end:
-                    yield image
 
     # ---- one row
 
@@ -317,9 +303,8 @@ class FakeRunner:
         digest = first_digest(seq.admitted.adapter)
         if row.start:
             digest = self._kv[self._slot(seq, row.start - 1)]
-        content_at = seq.contents.get
         for position in range(row.start, end):
-            digest = digest_after(digest, tokens[position], content_at(position, b""))
+            digest = digest_after(digest, tokens[position], seq.contents.get(position, b""))
             self._kv[self._slot(seq, position)] = digest
         if row.logits.scores and row.start < seq.scored:
             seq.scored = max(seq.scored, row.start + row.count + 1)
@@ -331,9 +316,9 @@ class FakeRunner:
             KvMismatch: a block holds something else.
         """
         digest, size = first_digest(seq.admitted.adapter), self._info.block_size
-        content_at = seq.contents.get
         for position in range(start):
-            digest = digest_after(digest, seq.tokens[position], content_at(position, b""))
+            content = seq.contents.get(position, b"")
+            digest = digest_after(digest, seq.tokens[position], content)
             is_boundary = position % size == size - 1 or position == start - 1
             if is_boundary and self._kv[self._slot(seq, position)] != digest:
                 raise KvMismatch(
