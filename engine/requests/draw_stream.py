@@ -128,6 +128,12 @@ class DrawStream(RequestStream[DrawEvent]):
         super().report_drained()
         self._news.set()
 
+    def note_taken(self) -> None:
+        """Let the stall timeout begin anew: an image has many parts, and its slot is free only
+        after the last one."""
+        self.credit.waits_until = max(self.credit.waits_until, trio.current_time())
+        self._news.set()
+
     def close(self, error: TrioletError | None) -> None:
         """End the stream: no event follows. Idempotent; the first call decides ``error``."""
         super().close(error)

@@ -232,6 +232,9 @@ class RequestStream(Generic[EventT]):
         if self.credit.release(num_messages):
             self.report_drained()
 
+    def note_taken(self) -> None:
+        """Take note that the reader has taken a message, which may be a part of an event."""
+
     def report_drained(self) -> None:
         """Let the core know that a stream which was starved has free slots again."""
         if self.replica is not None:

@@ -189,6 +189,7 @@ class CallWriter:
         while events := await self._receive():
             for message in await self._messages_of(events):
                 await self._call.write(message)
+                stream.note_taken()
             num_credited = sum([isinstance(event, stream.credited) for event in events])
             if num_credited:
                 self._give_back(num_credited)

@@ -561,6 +561,19 @@ def test_a_reader_that_stalls_is_ended(name):
         draw(server.channel, draw_request()).check()
 
 
+def test_a_reader_of_one_part_at_a_time_does_not_stall():
+    """All images wait together, and reading them takes longer than the stall timeout."""
+    with (
+        fake(models=models(), engine={"stall_timeout_s": 1.0}) as server,
+        connect(server.address, *SMALL_WINDOW) as own,
+    ):
+        artist_is_serving(server)
+        with Draw(own, draw_request(**LARGE | {"n": 6})) as call:
+            while call.read() is not None:
+                time.sleep(0.3)
+            call.check()
+
+
 def test_a_slow_reader_gets_everything():
     with (
         fake(models=models(), engine={"stream_buffer": 2, "stall_timeout_s": 2.0}) as server,
