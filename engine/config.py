@@ -268,8 +268,8 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the model's own, or what its KV pool holds if less
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    # Drawings of an image model that take turns. A guess: more would let each wait for longer, and
-    # end none sooner.
+    # Drawings of an image model that take turns. A guess: with more, each would wait longer and
+    # none would end sooner.
     max_drawings: int = 4
     max_queued_requests: int = 2048
     max_queued_tokens: int = 1_000_000

@@ -128,8 +128,8 @@ class Engine:
         return Stream(self, rerank_request(request))
 
     def draw(self, request: DrawRequest | str) -> Stream[DrawEvent]:
-        """Return the stream of a drawing, or of one of a prompt: Started, the progress, and each
-        image as it is ready; a refusal is raised at the first event.
+        """Return the stream of a drawing; a text is its prompt. The stream has Started, the
+        progress, and each image as soon as it is ready. A refusal is raised at the first event.
 
         Cancellation, or leaving the block early: the request ends, and the model is done with it
         after at most one denoising step.
@@ -146,9 +146,9 @@ class Engine:
         chat: Chat | None = None,
         add_special_tokens: bool | None = None,
     ) -> tuple[tuple[TokenSpan, ...], int]:
-        """Return the tokens of a text, or of a chat as the model's template renders it and as the
-        model gets it, those of images among them, each with the characters that it came from; and
-        the model's max_model_len.
+        """Return the tokens of a text or of a chat, and the model's max_model_len. Each token has
+        the characters that it came from. The tokens of a chat are those of the prompt that the
+        model would get by its template, with the tokens of its images.
 
         ``add_special_tokens`` None stands for True with a text, and for False with a chat.
 

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnyresSight:
-    """An image is read twice: as one square of ``side`` pixels, which loses its shape, and in such
-    squares at the one of ``sizes`` (height, width) that fits it best, in the middle of black.
+    """Reads an image twice: as one square of ``side`` pixels, which loses its shape, and as a
+    larger copy in the middle of a black frame. The frame has the one of ``sizes`` (height, width)
+    that fits the image best, and is cut into squares of ``side`` pixels.
 
-    A square has ``per_side`` times as many tokens and costs ``tile_cost``. Of the larger copy,
-    tokens of the black rows or columns are left out, and each row ends with a token of its own.
+    A square has ``per_side`` rows of ``per_side`` tokens each, and costs ``tile_cost``. In the
+    larger copy, the tokens of black rows or columns are left out, and each row ends with a token of
+    its own.
     """
 
     max_pixels: int

@@ -22,9 +22,9 @@ RATIO_MAX = 200  # of transformers' Qwen2-VL: how many times longer one side may
 
 @dataclass(frozen=True, slots=True)
 class GridSight:
-    """Each image is one tile of its own size, in whole squares of ``factor`` pixels, each of which
-    is one token and costs ``patches``. It has from ``least`` to ``most`` pixels, as far as whole
-    squares allow it."""
+    """Reads an image as one tile of about its own size, in whole squares of ``factor`` pixels. Each
+    square is one token and costs ``patches``. The tile has from ``least`` to ``most`` pixels, as
+    far as whole squares allow that."""
 
     max_pixels: int
     factor: int

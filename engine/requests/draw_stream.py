@@ -1,11 +1,11 @@
 """The stream of a GenerateImage request: Started, progress, images, and Finished.
 
 Rule 1: images become files in threads, one at a time for each request, in the request's own task.
-What comes meanwhile waits behind them, so that the reader has everything in order. Rule 2: an event
-of the core keeps its slot of the stream's credit until the reader has taken what was made of it.
-Rule 3: a drawing has succeeded once its reader has taken its images. So a reader that takes none
-ends its request by the stall timeout, and images do not gather for clients that have left. The time
-in which images become files does not count as the reader's.
+Events that come meanwhile wait behind them, so that the reader gets everything in order. Rule 2: an
+event of the core keeps its slot of the stream's credit until the reader has taken what was made of
+it. Rule 3: a drawing has succeeded once its reader has taken its images. So a reader that takes
+none ends its request by the stall timeout, and images do not gather for clients that have left. The
+time in which images become files does not count as the reader's.
 """
 
 from __future__ import annotations

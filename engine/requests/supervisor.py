@@ -75,8 +75,8 @@ WAITING_FOR = {  # what a request waits for, by its phase, before the core knows
 class Supervisor:
     """Starts and supervises the requests over one pool. Belongs to the Trio thread.
 
-    ``tokenizing`` runs tokenizers, for requests and for calls of Tokenize and Detokenize, and
-    ``image_files`` counts the bytes of both's images.
+    ``tokenizing`` runs tokenizers, and ``image_files`` counts the bytes of images, both for
+    requests and for calls of Tokenize and Detokenize.
     """
 
     def __init__(

@@ -22,12 +22,12 @@ class ImageModelInfo:
 
     Widths and heights are pixels and multiples of ``multiple_of``; the images of a drawing have
     together at most ``max_pixels``. ``schedulers`` are the names that a drawing may choose from,
-    and ``default_scheduler`` is the checkpoint's own. ``extra_steps`` are the schedulers that take
-    more steps than were asked for, if those are more than one, each with how many; ``steps_max`` is
-    how many each scheduler takes. An image that is wider or higher than
-    ``tile_size`` pixels is decoded in tiles of that size, which begin ``tile_stride`` pixels apart;
-    a ``tile_size`` of 0 decodes each image at once. ``max_image_pixels`` is how many pixels the
-    file of a source may have.
+    and ``default_scheduler`` is the checkpoint's own. ``extra_steps`` has the schedulers that take
+    more steps than were asked for, each with the number of additional ones, which a drawing of one
+    step does not have. ``steps_max`` has the most steps of each scheduler. An image that is wider
+    or higher than ``tile_size`` pixels is decoded in tiles of that size, which begin
+    ``tile_stride`` pixels apart; with a ``tile_size`` of 0, each image is decoded at once.
+    ``max_image_pixels`` is how many pixels the file of a source may have.
     """
 
     architecture: str

@@ -316,8 +316,8 @@ def _add_draw(parser: argparse.ArgumentParser) -> None:
         "--output",
         required=True,
         metavar="FILE",
-        help="the image's file, whose name's end decides the format; of several images, each gets "
-        "a number before it; - is standard output",
+        help="the file to write; the end of its name decides the format; with --n, each file gets "
+        "a number before that end; - is standard output",
     )
     parser.add_argument(
         "--model", default="", help="name of the model (default: the first that can do this)"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.requests.encode_values import MAX_INPUTS
-from grpc_service._generated.triolet.v1 import inference_pb2
+from grpc_service._generated.triolet.v1 import images_pb2, inference_pb2
 from grpc_service.rpc.errors import MessageTooLarge
 
 if TYPE_CHECKING:
@@ -29,6 +29,10 @@ EMBED = tuple(
         (inference_pb2.EmbedRequest.DESCRIPTOR, "inputs"),
         (inference_pb2.EmbedInput.DESCRIPTOR, "image"),
     )
+)
+DRAW = (
+    images_pb2.GenerateImageRequest.DESCRIPTOR.fields_by_name["source"].number,
+    images_pb2.ImageSource.DESCRIPTOR.fields_by_name["image"].number,
 )
 CHAT = tuple(
     descriptor.fields_by_name[name].number

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from grpc_service._generated.triolet.v1 import control_pb2, inference_pb2, models_pb2
 from grpc_service.rpc.methods import methods_of
 from grpc_service.services.control import Control
-from grpc_service.services.image_bytes import EMBED, GENERATE, TOKENIZE, judge_of
+from grpc_service.services.image_bytes import DRAW, EMBED, GENERATE, TOKENIZE, judge_of
 from grpc_service.services.inference import Inference
 from grpc_service.services.models import Models
 
@@ -22,7 +22,7 @@ MODELS: ServiceDescriptor = models_pb2.DESCRIPTOR.services_by_name["Models"]
 CONTROL: ServiceDescriptor = control_pb2.DESCRIPTOR.services_by_name["Control"]
 SERVICE_NAMES = (INFERENCE.full_name, MODELS.full_name, CONTROL.full_name)
 # The methods whose requests may have images, and the fields that lead to these.
-IMAGE_FIELDS = {"Embed": EMBED, "Generate": GENERATE, "Tokenize": TOKENIZE}
+IMAGE_FIELDS = {"Embed": EMBED, "Generate": GENERATE, "GenerateImage": DRAW, "Tokenize": TOKENIZE}
 TAKING_IMAGES = tuple(f"{INFERENCE.full_name}/{name}" for name in IMAGE_FIELDS)
 
 

@@ -10,6 +10,7 @@ import pytest
 from grpc_service.client import messages as pb
 from grpc_service.rpc.errors import MessageTooLarge
 from grpc_service.services.image_bytes import EMBED, FIELDS_MAX, image_bytes_of, judge_of
+from grpc_service.services.methods import IMAGE_FIELDS, INFERENCE
 
 
 def embed(*inputs, **fields):
@@ -75,3 +76,21 @@ def test_no_bytes_make_it_fail(seed):
             if data:
                 data[rng.randrange(len(data))] = rng.randrange(256)
         assert 0 <= image_bytes_of(bytes(data)) <= len(data)
+
+
+def paths_to_images(message):
+    """Yield the numbers of the fields that lead to each image of a message's type."""
+    for one in message.fields:
+        if one.message_type is not None and one.message_type.file.package == "triolet.v1":
+            yield from ((one.number, *rest) for rest in paths_to_images(one.message_type))
+        elif one.name == "image":
+            yield (one.number,)
+
+
+def test_every_request_may_have_large_images_where_it_has_images():
+    found = {
+        method.name: path
+        for method in INFERENCE.methods
+        for path in paths_to_images(method.input_type)
+    }
+    assert found == IMAGE_FIELDS

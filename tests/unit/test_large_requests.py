@@ -18,6 +18,7 @@ from grpc_service.services.methods import methods
 REQUESTS = {
     "Embed": pb.EmbedRequest(inputs=[{"image": b"a"}]),
     "Generate": pb.GenerateRequest(chat={"messages": [{"role": "user", "content": "a"}]}),
+    "GenerateImage": pb.GenerateImageRequest(prompt="a", source={"image": b"a"}),
 }
 
 

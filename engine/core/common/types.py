@@ -64,9 +64,10 @@ class Timings:
 
 
 class DraftCounts(NamedTuple):
-    """What one drafter has drafted: steps verified ``drafts`` of it with ``drafted`` tokens, of
-    which ``accepted`` were right. ``by_position`` [k] counts those that were token k of a draft,
-    from 0, of which all before it were right, too."""
+    """Counts what one drafter has drafted: steps verified ``drafts`` drafts with ``drafted``
+    tokens, of which ``accepted`` were right. ``by_position`` [k] counts the drafts whose token k,
+    from 0, was right and came from this drafter; a token is right only if all tokens before it
+    were."""
 
     drafter: str
     drafts: int = 0

@@ -366,7 +366,7 @@ class ImageScheduler:
             assert live.sequence is None, f"{live} waits and has begun"
             assert live.parked_since is None, f"{live} is parked for nothing"
         for live in self._seats:
-            assert live.sequence not in self._untold, f"{live} lives and is told as ended"
+            assert live.sequence not in self._untold, f"{live} lives and is to be named as ended"
         for live in self._requests.values():
             assert not live.is_ended, f"{live} has ended"
             assert live.num_done < live.num_parts, f"{live} is done and has not ended"

@@ -1,8 +1,8 @@
 """Counts what each drafter has drafted, and how much of it was right (D27).
 
 Rule: a token counts for the drafter that guessed it, so that the sums over the drafters are the
-numbers of tokens. A draft counts once: what a constraint forces may only be its beginning, and the
-draft is then that of the drafter which went on.
+numbers of tokens. A draft counts once. If a constraint forced only its beginning, it counts for the
+drafter that continued it.
 """
 
 from __future__ import annotations

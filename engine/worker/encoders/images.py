@@ -47,14 +47,12 @@ class ImageReader:
                 f"its image processor is {name[:200]!r}, which is not one of "
                 f"{', '.join(PROCESSORS)}"
             )
-        if not (processor.do_resize and processor.do_convert_rgb is not False):
-            raise Refusal("its image processor does not resize, or does not convert to RGB")
         self._patch_size = int(config.vision_config.patch_size)
-        resample = FILTERS.get(getattr(processor.resample, "value", ""), processor.resample)
+        resample = resample_of(processor)
         if name == "Siglip2ImageProcessor":
-            self.fit = self._fit_patches(processor, int(resample), max_pixels)
+            self.fit = self._fit_patches(processor, resample, max_pixels)
         else:
-            self.fit = self._fit_square(processor, int(resample), max_pixels, config.vision_config)
+            self.fit = self._fit_square(processor, resample, max_pixels, config.vision_config)
         self._table = table_of(processor)
 
     def _fit_patches(self, processor: Any, resample: int, max_pixels: int) -> ImageFit:
@@ -139,6 +137,17 @@ def text_width(config: Any) -> int:
     return (
         int(config.text_config.max_position_embeddings) if config.model_type in PADDED_TEXTS else 0
     )
+
+
+def resample_of(processor: Any) -> int:
+    """Return Pillow's number of the filter with which an image processor resizes.
+
+    Raises:
+        Refusal: It does not resize, or does not convert to RGB.
+    """
+    if not (processor.do_resize and processor.do_convert_rgb is not False):
+        raise Refusal("its image processor does not resize, or does not convert to RGB")
+    return int(FILTERS.get(getattr(processor.resample, "value", ""), processor.resample))
 
 
 def table_of(processor: Any) -> Floats:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.images.sight import TiledSight
-from engine.worker.encoders.images import FILTERS, scaled, table_of
+from engine.worker.encoders.images import resample_of, scaled, table_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.vision.processors import read_processor
 
@@ -36,8 +36,7 @@ class Reader:
         self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
     ) -> None:
         processor = read_processor(directory, config.model_type)
-        if not (processor.do_resize and processor.do_convert_rgb is not False):
-            raise Refusal("its image processor does not resize, or does not convert to RGB")
+        resample = resample_of(processor)
         vision = config.vision_config
         side = _edge(processor.max_image_size)
         longest = _edge(processor.size)
@@ -47,7 +46,6 @@ class Reader:
             raise Refusal(f"its image processor makes tiles of {side} pixels, and its model reads "
                           f"{vision.image_size} in patches of {vision.patch_size}")  # fmt: skip
         patches = (side // vision.patch_size) ** 2
-        resample = FILTERS.get(getattr(processor.resample, "value", ""), processor.resample)
         self.sight = TiledSight(
             max_pixels=max_pixels,
             longest_edge=longest,
@@ -55,7 +53,7 @@ class Reader:
             tile_tokens=patches // config.scale_factor**2,
             tile_cost=patches,
             splits=bool(processor.do_image_splitting),
-            resample=int(resample),
+            resample=resample,
             token=token_of(int(config.image_token_id)),
             token_id=int(config.image_token_id),
         )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engine.images.anyres_sight import AnyresSight
-from engine.worker.encoders.images import FILTERS, scaled, table_of
+from engine.worker.encoders.images import resample_of, scaled, table_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.vision.processors import read_processor
 
@@ -32,6 +32,7 @@ class Reader:
         self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
     ) -> None:
         processor, vision = read_processor(directory, "llava_next"), config.vision_config
+        resample = resample_of(processor)
         side, patch = int(vision.image_size), int(vision.patch_size)
         sizes = tuple((int(height), int(width)) for height, width in config.image_grid_pinpoints)
         _check(processor, config, side, sizes)
@@ -40,14 +41,13 @@ class Reader:
             raise Refusal("its vision_feature_select_strategy does not leave one feature of each "
                           "patch")  # fmt: skip
         self._config = config
-        resample = FILTERS.get(getattr(processor.resample, "value", ""), processor.resample)
         self.sight = AnyresSight(
             max_pixels=max_pixels,
             side=side,
             sizes=sizes,
             per_side=side // patch,
             tile_cost=(side // patch) ** 2 + has_class_token,
-            resample=int(resample),
+            resample=resample,
             token=token_of(int(config.image_token_id)),
             token_id=int(config.image_token_id),
         )
@@ -68,8 +68,6 @@ class Reader:
 
 def _check(processor: Any, config: Any, side: int, sizes: tuple[tuple[int, int], ...]) -> None:
     """Refuse an image processor whose squares are not the ones that the model reads."""
-    if not (processor.do_resize and processor.do_convert_rgb is not False):
-        raise Refusal("its image processor does not resize, or does not convert to RGB")
     size, crop = processor.size, processor.crop_size if processor.do_center_crop else None
     made = [size["shortest_edge"]] if size["shortest_edge"] else [size["height"], size["width"]]
     made += [crop["height"], crop["width"]] if crop is not None else []

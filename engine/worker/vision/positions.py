@@ -1,9 +1,8 @@
 """Positions of tokens for rotary embeddings that read three of them: M-RoPE of the Qwen-VL models.
 
-A token of a text has its position three times. The tokens of an image share the position of its
-first one as their time, and count its rows and columns from there. The text behind goes on after
-the longer side of the image, so that it is closer to the text before than the tokens between them
-are many.
+A token of a text has the same position three times. The tokens of an image share the position of
+its first token as their time, and their rows and columns count from there. The text behind an image
+continues after the longer side of the image, and not after the number of its tokens.
 
 Source: Qwen2-VL (arXiv 2409.12191); transformers 5.23, modeling_qwen2_vl.py, get_rope_index.
 """

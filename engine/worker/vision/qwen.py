@@ -1,7 +1,7 @@
-"""The Qwen-VL models: an image keeps its own size, in whole patches, and four of these make a
+"""The Qwen-VL models: an image keeps about its own size, in whole patches, four of which make one
 token.
 
-Qwen3-VL's tower returns more embeddings of each token, which are added behind the first layers of
+Qwen3-VL's tower returns further embeddings of each token. They are added behind the first layers of
 the text model.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from engine.images.grid_sight import GridSight
-from engine.worker.encoders.images import FILTERS, scaled, table_of
+from engine.worker.encoders.images import resample_of, scaled, table_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.vision.processors import read_processor
 
@@ -38,8 +38,7 @@ class Reader:
         self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int
     ) -> None:
         processor, vision = read_processor(directory, "qwen2_vl"), config.vision_config
-        if not (processor.do_resize and processor.do_convert_rgb is not False):
-            raise Refusal("its image processor does not resize, or does not convert to RGB")
+        resample = resample_of(processor)
         for own, field in (
             ("patch_size", "patch_size"),
             ("temporal_patch_size", "temporal_patch_size"),
@@ -53,14 +52,13 @@ class Reader:
             raise Refusal("its image processor names no least and most pixels")
         self._patch, self._merge = int(vision.patch_size), int(vision.spatial_merge_size)
         self._frames = int(vision.temporal_patch_size)
-        resample = FILTERS.get(getattr(processor.resample, "value", ""), processor.resample)
         self.sight = GridSight(
             max_pixels=max_pixels,
             factor=self._patch * self._merge,
             patches=self._merge**2,
             least=int(least),
             most=int(most),
-            resample=int(resample),
+            resample=resample,
             token=token_of(int(config.image_token_id)),
             token_id=int(config.image_token_id),
         )
