@@ -96,6 +96,7 @@ def server():
     ids=str,
 )
 def test_a_drawing_has_its_progress_and_its_images(server, fields):
+    """R124."""
     draw(server.channel, draw_request(**fields)).check()
 
 
