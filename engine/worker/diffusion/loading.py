@@ -1,34 +1,25 @@
-"""Loads the components of an image model, and estimates its memory.
-
-Rule: every class comes from the tables in `engine.worker.diffusion.pipelines`. No weight is
-initialised at random: a checkpoint that lacks one is refused.
-"""
+"""Puts an image model together from its files, and estimates its memory."""
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-import diffusers
 import torch
 import transformers
-from safetensors import safe_open
 
 from engine.worker.diffusion.model import DiffusionModel, Parts
 from engine.worker.diffusion.noise import NoiseSchedulers
 from engine.worker.diffusion.prompts import Prompts
 from engine.worker.diffusion.tiles import TILE_PIXELS, Tiles
-from engine.worker.load.refusal import Refusal
+from engine.worker.diffusion.weights import load_module
+from engine.worker.interface import LoadProgress
+from engine.worker.load.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine.worker.diffusion.pipelines import Component, Pipeline
 
-MODULES: dict[str, Any] = {
-    "unet": diffusers.UNet2DConditionModel,
-    "vae": diffusers.AutoencoderKL,
-    "text_encoder": transformers.CLIPTextModel,
-    "text_encoder_2": transformers.CLIPTextModelWithProjection,
-}
 # How many images of the default size a drawing may have in pixels, all its images together.
 DEFAULT_SIZES_MAX = 4
 # The widest activations of a forward that are alive at once, in numbers: of the unet for each
@@ -47,16 +38,26 @@ def max_pixels(pipeline: Pipeline) -> int:
 def stored_dtype(pipeline: Pipeline) -> str:
     """Return safetensors' name of the type of the unet's weights."""
     component = pipeline.components["unet"]
-    with safe_open(component.folder / component.files[0], "pt") as file:
-        return str(file.get_slice(next(iter(file.keys()))).get_dtype())
+    with Checkpoint(component.folder, component.files) as checkpoint:
+        return checkpoint.main_dtype
 
 
 def weight_bytes(pipeline: Pipeline, dtype: torch.dtype) -> int:
     """Return the bytes of all components' weights in memory, by the headers of their files."""
-    return sum(
-        _num_values(component) * _dtype_of(name, component, dtype).itemsize
-        for name, component in pipeline.components.items()
-    )
+    total = 0
+    for name, component in pipeline.components.items():
+        with Checkpoint(component.folder, component.files) as checkpoint:
+            total += checkpoint.num_values * _dtype_of(name, component, dtype).itemsize
+    return total
+
+
+def file_bytes(pipeline: Pipeline) -> int:
+    """Return the bytes of all components' weights in their files, by their headers."""
+    total = 0
+    for component in pipeline.components.values():
+        with Checkpoint(component.folder, component.files) as checkpoint:
+            total += sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
+    return total
 
 
 def workspace_bytes(pipeline: Pipeline, dtype: torch.dtype) -> int:
@@ -70,17 +71,26 @@ def workspace_bytes(pipeline: Pipeline, dtype: torch.dtype) -> int:
     return in_unet + VAE_ACTIVATIONS * tile * widest * 4 + 4 * 3 * max_pixels(pipeline)
 
 
-def load(pipeline: Pipeline, device: torch.device, dtype: torch.dtype) -> DiffusionModel:
+def load(
+    pipeline: Pipeline,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Callable[[LoadProgress], None],
+) -> DiffusionModel:
     """Load a model's components onto a device.
 
     Raises:
-        Refusal: a weight is missing or is not finite.
-        Exception: a file cannot be read.
+        Refusal: a file or a weight is damaged, missing, or none of the model's.
     """
-    for library in (transformers, diffusers):
-        library.utils.logging.disable_progress_bar()  # for the whole process
+    read, whole = 0, file_bytes(pipeline)
+
+    def count(num_bytes: int) -> None:
+        nonlocal read
+        read += num_bytes
+        progress(LoadProgress("weights", read, whole))
+
     modules = {
-        name: _load_module(name, component, device, dtype)
+        name: load_module(name, component, device, _dtype_of(name, component, dtype), count)
         for name, component in pipeline.components.items()
     }
     encoders = [name for name in ("text_encoder", "text_encoder_2") if name in modules]
@@ -98,39 +108,12 @@ def load(pipeline: Pipeline, device: torch.device, dtype: torch.dtype) -> Diffus
     return DiffusionModel(Parts(prompts, modules["unet"], modules["vae"], noise, tiles, scale))
 
 
-def _num_values(component: Component) -> int:
-    total = 0
-    for name in component.files:
-        with safe_open(component.folder / name, "pt") as file:
-            total += sum(prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-    return total
-
-
 def _dtype_of(name: str, component: Component, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a component: an autoencoder that overflows in 16 bits, as its config
     says, stays in 32."""
     if name == "vae" and component.config.get("force_upcast", True):
         return torch.float32
     return dtype
-
-
-def _load_module(name: str, component: Component, device: torch.device, dtype: torch.dtype) -> Any:
-    wanted = _dtype_of(name, component, dtype)
-    names = "dtype" if name.startswith("text_encoder") else "torch_dtype"
-    module, info = MODULES[name].from_pretrained(
-        str(component.folder),
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-        **{names: wanted},
-        **({"variant": component.variant} if component.variant else {}),
-    )
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        raise Refusal(f"its {name} lacks weights, such as {missing[0]}")
-    if not all(bool(one.isfinite().all()) for one in module.parameters()):
-        raise Refusal(f"its {name} has weights that are not finite numbers")
-    return module.to(device).eval().requires_grad_(False)
 
 
 def _load_tokenizer(pipeline: Pipeline, name: str) -> Any:

@@ -131,7 +131,7 @@ class DiffusionRunner:
             log.info("the safety checker of %s is not loaded", short_name(spec.model))
         dtype = pick_dtype(spec.dtype, loading.stored_dtype(pipeline), device)
         progress(LoadProgress("weights"))
-        self._model = model = loading.load(pipeline, device, dtype)
+        self._model = model = loading.load(pipeline, device, dtype, progress)
         prompts, noise, tiles = model.parts.prompts, model.parts.noise, model.parts.tiles
         backend = prompts.tokenizers[0].backend_tokenizer
         self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
