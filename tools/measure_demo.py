@@ -3,6 +3,7 @@
     python -m tools.measure_demo [stories]     the story model
     python -m tools.measure_demo embed         the embedding model
     python -m tools.measure_demo rerank        the cross-encoder
+    python -m tools.measure_demo clip          the model that embeds drawings and texts
 
 `--json FILE` also writes the figures. `--help` after a model's name lists its options.
 """
@@ -17,5 +18,6 @@ if __name__ == "__main__":
             "stories": "tools.demo.measure_stories",
             "embed": "tools.demo.measure_embed",
             "rerank": "tools.demo.measure_rerank",
+            "clip": "tools.demo.measure_clip",
         }
     )

@@ -5,6 +5,7 @@ python -m tools.train_demo embed                                 the embedding m
 python -m tools.train_demo rerank                                the cross-encoder, which begins
                                                                  with the embedding model's weights
 python -m tools.train_demo draft                                 the story model's draft model
+python -m tools.train_demo clip                                  the model that embeds drawings
 """
 
 from __future__ import annotations
@@ -18,5 +19,6 @@ if __name__ == "__main__":
             "draft": "tools.demo.train_draft",
             "embed": "tools.demo.train_embed",
             "rerank": "tools.demo.train_rerank",
+            "clip": "tools.demo.train_clip",
         }
     )

@@ -14,15 +14,13 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.core.common.core import NO_DRAFTS
 from engine.core.common.events import Finished, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from engine.core.common.core import DraftCounts
     from engine.core.common.events import OutputEvent, Submit
-    from engine.core.common.types import RequestId
+    from engine.core.common.types import DraftCounts, RequestId
     from engine.status import EngineStatistics
 
 # Seconds. Tokens come every millisecond to every second, requests take milliseconds to minutes.
@@ -114,7 +112,7 @@ class ReplicaSnapshot:
     plans_discarded: int
     telemetry: TelemetrySnapshot | None
     process_bytes: int | None = None
-    drafts: DraftCounts = NO_DRAFTS
+    drafts: tuple[DraftCounts, ...] = ()  # of each drafter
 
 
 @dataclass(slots=True)

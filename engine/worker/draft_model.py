@@ -16,7 +16,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +52,13 @@ CACHE_PART = 4
 log = logging.getLogger(__name__)
 
 
+class Drafted(NamedTuple):
+    """What was drafted for a sequence. A constraint forces the first ``num_forced`` tokens."""
+
+    tokens: list[int]
+    num_forced: int
+
+
 @dataclass(slots=True)
 class Writing:
     """A sequence that drafts in this step. ``unread`` are the tokens that the model reads next; of
@@ -64,6 +71,7 @@ class Writing:
     place: Resident
     unread: list[int]
     draft: list[int] = field(default_factory=list)
+    num_forced: int = 0
 
 
 class DraftModel:
@@ -87,7 +95,7 @@ class DraftModel:
         """Forget sequences that have ended."""
         self._places.release(sequences)
 
-    def draft(self, wanted: Sequence[tuple[Row, SequenceState]]) -> dict[SequenceId, list[int]]:
+    def draft(self, wanted: Sequence[tuple[Row, SequenceState]]) -> dict[SequenceId, Drafted]:
         """Return what may follow each sequence, at most as many tokens as its row has drafts, and
         none for one that is left out. Never raises (Rule 3)."""
         if not self.is_working:
@@ -102,7 +110,9 @@ class DraftModel:
             log.exception("the draft model failed; from now on it drafts nothing")
             self.is_working = False
             return {}
-        return {one.sequence: one.draft for one in begun if one is not None}
+        return {
+            one.sequence: Drafted(one.draft, one.num_forced) for one in begun if one is not None
+        }
 
     def _begin(self, row: Row, state: SequenceState) -> Writing | None:
         """Return what the model has to read to draft for a row; None if it cannot."""
@@ -115,7 +125,7 @@ class DraftModel:
             return None
         forced = state.forced(most)
         unread = state.tokens[len(place.tokens) :] + forced
-        writing = Writing(row.sequence, most, ends, ahead, place, unread, forced)
+        writing = Writing(row.sequence, most, ends, ahead, place, unread, forced, len(forced))
         goes_on = all(ahead.push(token) for token in forced)
         if not goes_on or len(forced) == most:
             writing.unread = []
@@ -139,7 +149,7 @@ class DraftModel:
             starts.append(len(one.place.tokens))
             parts.append(part)
             if rest:
-                one.draft = []  # what is forced is behind what is still to be read
+                one.draft, one.num_forced = [], 0  # what is forced is behind what is to be read
                 continue
             keep.append(sum(map(len, parts)) - 1)
             ready.append(one)
@@ -216,9 +226,10 @@ def with_drafts(
     drafts = model.draft([(row, states[row.sequence]) for row in wanted])
     narrowed = {}
     for row in wanted:
-        draft = states[row.sequence].draft = drafts.get(row.sequence, [])
-        count = row.count - row.drafts + len(draft)
-        narrowed[row.sequence] = row._replace(count=count, drafts=len(draft))
+        state, drafted = states[row.sequence], drafts.get(row.sequence, Drafted([], 0))
+        state.draft, state.num_forced = drafted
+        size = len(drafted.tokens)
+        narrowed[row.sequence] = row._replace(count=row.count - row.drafts + size, drafts=size)
     found = tuple([narrowed.get(row.sequence, row) for row in rows])
     return found, perf_counter() - begun
 

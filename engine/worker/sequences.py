@@ -60,6 +60,7 @@ class SequenceState:
     verdict: RowResult | RowFailure | None = None  # of a sequence that cannot go on
     look_up: LookUp | None = None  # None: no tokens are drafted
     draft: list[int] = field(default_factory=list)  # may follow ``tokens``
+    num_forced: int = 0  # of the draft; the constraint leaves nothing else
     adapter: str = ""  # the digest of the adapter that computes it; "": the base model alone
     images: tuple[PromptImage, ...] = ()  # of the prompt
 
@@ -173,6 +174,7 @@ class SequenceState:
         if len(forced) < most:
             draft = [*forced, *self.look_up.draft(self.tokens, forced, most - len(forced))]
         self.draft = self._possible(draft)
+        self.num_forced = min(len(forced), len(self.draft))
         return len(self.draft)
 
     def forced(self, most: int) -> list[int]:

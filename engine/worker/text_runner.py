@@ -450,8 +450,9 @@ class TorchRunner:
                 scored = scores.tokens.get(sequence, ())
                 result = self._take(sequence, one, drawn[sequence], scored)
                 if isinstance(result, RowResult):
-                    if row.by_model:
-                        result = result._replace(drafted=row.drafts)
+                    if row.drafts:
+                        forced = min(one.num_forced, row.drafts)
+                        result = result._replace(drafted=row.drafts, forced=forced)
                     if may_offer and result.finish is None:
                         offered = offer_of(one)
                         has_model = drafter is not None and one.look_up is not None

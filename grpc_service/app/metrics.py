@@ -21,6 +21,7 @@ from engine.replica.threads import WorkerThreads
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
+    from engine.core.common.types import DraftCounts
     from engine.replica.telemetry import Distribution, EngineTelemetry, ReplicaSnapshot
     from engine.status import Counts
     from grpc_service.access.interceptor import Interceptor
@@ -102,13 +103,18 @@ OF_TELEMETRY = {
 CACHE_USAGE = _gauge("kv_cache_usage_perc", "share of KV blocks in use, 0 to 1")
 SUCCESS = _counter("request_success_total", "choices that finished", (*REPLICA, "finished_reason"))
 DISCARDED = _counter("plan_discarded_total", "steps that were planned ahead and not used")
-DRAFTS = _counter("spec_decode_num_drafts_total", "drafts that steps verified")
-DRAFTED = _counter("spec_decode_num_draft_tokens_total", "drafted tokens that steps verified")
-ACCEPTED = _counter("spec_decode_num_accepted_tokens_total", "drafted tokens that were right")
+BY_DRAFTER = (*REPLICA, "drafter")
+DRAFTS = _counter("spec_decode_num_drafts_total", "drafts that steps verified", BY_DRAFTER)
+DRAFTED = _counter(
+    "spec_decode_num_draft_tokens_total", "drafted tokens that steps verified", BY_DRAFTER
+)
+ACCEPTED = _counter(
+    "spec_decode_num_accepted_tokens_total", "drafted tokens that were right", BY_DRAFTER
+)
 ACCEPTED_AT = _counter(
     "spec_decode_num_accepted_tokens_per_pos_total",
     "drafts that were right up to the token at this position, from 0",
-    (*REPLICA, "position"),
+    (*BY_DRAFTER, "position"),
 )
 CANCEL_TO_FREE = _histogram(
     "cancel_to_free_seconds", "from an early end until its blocks are free", (*REPLICA, "phase")
@@ -203,11 +209,8 @@ def _of_replica(
     replica: ReplicaSnapshot, labels: tuple[str, ...]
 ) -> Iterator[tuple[Metric, tuple[str, ...], Any]]:
     yield DISCARDED, labels, replica.plans_discarded
-    yield DRAFTS, labels, replica.drafts.rows
-    yield DRAFTED, labels, replica.drafts.drafted
-    yield ACCEPTED, labels, replica.drafts.accepted
-    for position, count in enumerate(replica.drafts.by_position):
-        yield ACCEPTED_AT, (*labels, str(position)), count
+    for counts in replica.drafts:
+        yield from _of_drafts(counts, (*labels, counts.drafter))
     if replica.process_bytes is not None:
         yield PROCESS_BYTES, labels, replica.process_bytes
     telemetry = replica.telemetry
@@ -221,6 +224,16 @@ def _of_replica(
         yield SUCCESS, (*labels, reason), count
     for phase, seconds in telemetry.loop_s.items():
         yield LOOP, (*labels, phase), seconds
+
+
+def _of_drafts(
+    counts: DraftCounts, labels: tuple[str, ...]
+) -> Iterator[tuple[Metric, tuple[str, ...], Any]]:
+    yield DRAFTS, labels, counts.drafts
+    yield DRAFTED, labels, counts.drafted
+    yield ACCEPTED, labels, counts.accepted
+    for position, count in enumerate(counts.by_position):
+        yield ACCEPTED_AT, (*labels, str(position)), count
 
 
 # ---- for prometheus_client -------------------------------------------------------------------

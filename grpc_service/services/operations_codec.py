@@ -98,6 +98,13 @@ def encode_explanation(explained: Explanation) -> control_pb2.ExplainResponse:
         parked=encode_duration(explained.parked_s),
         drafted_tokens=explained.drafted_tokens,
         accepted_tokens=explained.accepted_tokens,
+        drafts=[
+            control_pb2.DraftCounts(
+                drafter=one.drafter, drafted_tokens=one.drafted, accepted_tokens=one.accepted
+            )
+            for one in explained.drafts
+            if one.drafted
+        ],
     )
 
 

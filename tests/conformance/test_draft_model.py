@@ -32,8 +32,11 @@ from tests.support.draft_rows import (  # noqa: E402
     PROMPT,
     ROWS,
     ask,
+    ask_together,
     assert_alike,
     config_of,
+    crowd,
+    drafts_of,
     request_of,
 )
 from tests.support.model_zoo import Zoo  # noqa: E402
@@ -177,7 +180,13 @@ def test_what_a_constraint_forces_needs_no_draft_model(zoo, plain):
     with open_engine(with_model(zoo)) as engine:
         drafted = compare(plain, engine, request, acceptance=0.0)
         assert drafted["accepted"] > 5
+        before = {one.drafter: one for one in drafts_of(engine)}
         assert compare(plain, engine, greedy(), acceptance=1.0)["accepted"] > 10  # it still works
+        after = {one.drafter: one for one in drafts_of(engine)}
+    assert before["constraint"].accepted > 5
+    assert before["constraint"] == after["constraint"], "each drafter counts its own"
+    assert after["model"].accepted > before["model"].accepted + 10
+    assert after["lookup"].drafted == 0
 
 
 def test_a_request_can_switch_the_draft_model_off(plain, drafting):
@@ -185,38 +194,56 @@ def test_a_request_can_switch_the_draft_model_off(plain, drafting):
     assert drafted["drafted"] == 0
 
 
-def batch():
-    """Return eight requests of different lengths, some of which begin alike."""
-    rng = random.Random(4)
-    return [
-        GenerateRequest(
-            token_ids=PROMPT[: 4 + index] + tuple(rng.randrange(1, 512) for _ in range(9)),
-            sampling=SamplingParams(seed=index, max_tokens=60, ignore_eos=True, temperature=0.9),
-        )
-        for index in range(8)
-    ]
-
-
 @pytest.mark.parametrize("runner", ["thread", "process"])
 def test_preempted_and_cached_sequences_keep_their_tokens(zoo, plain, runner):
     """Eight requests in room for two: they are preempted again and again, between drafts."""
     Lying.acceptance = 0.8
-    requests = batch()
+    requests = crowd()
     wanted = [ask(plain, request)[0][0][0] for request in requests]
     with open_engine(with_model(zoo, runner=runner, kv_cache_memory=300_000)) as engine:
         for _ in range(2):  # the second time with cached prefixes
-            streams = [engine.generate(request) for request in requests]
-            events = [list(stream) for stream in streams]
-            found = [
-                [token for one in told if isinstance(one, Tokens) for token in one.token_ids]
-                for told in events
-            ]
+            found, accepted = ask_together(engine, requests)
             assert found == wanted
-            accepted = sum(told[-1].usage.accepted_tokens for told in events)
         totals = engine.statistics().totals
     assert totals.preemptions > 0
     assert totals.prefix_hits > 0
     assert accepted > 0
+
+
+def ask_slowly(engine, requests, rng):
+    """Return the tokens of each request, where a drawn reader takes a message at a time."""
+    found = [[] for _ in requests]
+    left = dict(enumerate(map(iter, map(engine.generate, requests))))
+    while left:
+        index = rng.choice(list(left))
+        event = next(left[index], None)
+        if event is None:
+            del left[index]
+        elif isinstance(event, Tokens):
+            found[index] += event.token_ids
+    return found
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_cache_memory": 300_000}, {"in_process_buffer": 2}])
+def test_both_drafters_of_drawn_lengths_change_no_token_of_a_crowd(zoo, plain, monkeypatch, fields):
+    """Whichever drafts, and however much: in a small pool, and with readers who have credit for two
+    messages. The look-up finds nothing but what is wrong."""
+    rng, requests = random.Random(7), crowd()
+    lengths = lambda _, most, *costs: (rng.randint(0, most), 1.0 + rng.random())  # noqa: E731
+    monkeypatch.setattr(Lengths, "best", lengths)
+    monkeypatch.setattr(
+        sequences.LookUp,
+        "draft",
+        lambda _, tokens, behind, most: [rng.randrange(512) for _ in range(rng.randint(0, most))],
+    )
+    Lying.acceptance = 0.9
+    wanted = [ask(plain, request)[0][0][0] for request in requests]
+    with open_engine(with_model(zoo, **fields)) as engine:
+        for _ in range(2):
+            assert ask_slowly(engine, requests, rng) == wanted
+        counts = {one.drafter: one for one in drafts_of(engine)}
+    assert counts["lookup"].drafted > 20
+    assert counts["model"].accepted > 20
 
 
 def acceptance_of(plain, drafting):

@@ -29,7 +29,7 @@ from engine.core.text.plan import (  # noqa: E402
     Row,
     StepPlan,
 )
-from engine.core.text.types import Constraint, Sampling, Stops, Tokens  # noqa: E402
+from engine.core.text.types import Constraint, Sampling, Stops  # noqa: E402
 from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa: E402
 from engine.worker import sequences, text_runner  # noqa: E402
 from engine.worker.drafting.look_up import LookUp  # noqa: E402
@@ -40,8 +40,11 @@ from tests.support.draft_rows import (  # noqa: E402
     ROWS,
     SAMPLING,
     ask,
+    ask_together,
     assert_alike,
     config_of,
+    crowd,
+    drafts_of,
     request_of,
 )
 from tests.support.model_zoo import Zoo, load_runner  # noqa: E402
@@ -153,25 +156,13 @@ def test_preempted_and_cached_sequences_draft_the_same_tokens(zoo, plain, monkey
     """Eight requests in room for two: they are preempted again and again, between drafts."""
     monkeypatch.setattr(sequences, "LookUp", Replaying)
     Replaying.acceptance = 0.8
-    rng = random.Random(4)
-    requests = [
-        GenerateRequest(
-            token_ids=PROMPT[: 4 + index] + tuple(rng.randrange(1, 512) for _ in range(9)),
-            sampling=SamplingParams(seed=index, max_tokens=60, ignore_eos=True, temperature=0.9),
-        )
-        for index in range(8)
-    ]
+    requests = crowd()
     wanted = [ask(plain, request)[0] for request in requests]
     KNOWN[:] = [(*r.token_ids, *w[0][0]) for r, w in zip(requests, wanted, strict=True)]
     config = config_of(zoo.directory("llama"), "lookup", kv_cache_memory=300_000)
     with open_engine(config) as engine:
         for _ in range(2):  # the second time with cached prefixes
-            streams = [engine.generate(request) for request in requests]
-            found = [
-                [token for e in stream if isinstance(e, Tokens) for token in e.token_ids]
-                for stream in streams
-            ]
-            assert found == [w[0][0] for w in wanted]
+            assert ask_together(engine, requests)[0] == [w[0][0] for w in wanted]
         totals = engine.statistics().totals
     # How often depends on which request is read when; that it happens at all does not.
     assert totals.preemptions > 0
@@ -375,5 +366,8 @@ def test_what_a_grammar_forces_is_drafted(zoo):
         with open_engine(config_of(zoo.directory("llama"), speculation)) as engine:
             answer, _, drafted = ask(engine, request)
             found[speculation] = answer
+            counts = {one.drafter: one for one in drafts_of(engine)}
     assert found["off"] == found["lookup"]
     assert drafted["accepted"] > 10
+    assert counts["constraint"].accepted > 10
+    assert drafted["drafted"] == sum(one.drafted for one in counts.values())

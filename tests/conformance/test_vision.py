@@ -7,7 +7,10 @@ the comparison fails.
 
 from __future__ import annotations
 
+import json
+import math
 import random
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +18,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from engine.core.text.types import Sampling  # noqa: E402
 from engine.errors import EngineBug, SpawnFailed  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
@@ -148,6 +154,43 @@ def test_an_image_whose_tokens_do_not_see_each_other_is_seen(whole, monkeypatch)
     assert run(whole, list(CHATS), chunks=1000) == wanted
 
 
+def cached_differences(seeing):
+    """Return how far the first token's log-probability is from that of a prompt that is computed at
+    once, where it is computed behind each cached prefix that ends inside an image."""
+    found, size = [], seeing.info.block_size
+    for turns in CHATS.values():
+        prompt, images = seeing.prompt(turns)
+        for cached in range(size, len(prompt), size):
+            if not any(image.is_inside(cached) for image in images):
+                continue
+            planner = MiniPlanner(seeing.runner, seeing.info, chunks=1000)
+            asked = Sampling(temperature=0.0, logprobs=0)
+            once = planner.add(prompt, 1, sampling=asked, images=images)
+            planner.chunks = len(prompt)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(planner.random, "randint", lambda low, high: high)
+                planner.step([once])
+                again = planner.add(prompt, 1, sampling=asked, images=images)
+                again.blocks, again.computed = once.blocks[: cached // size], cached
+                planner.step([again])
+            difference = abs(again.logprobs[0].logprob - once.logprobs[0].logprob)
+            found.append(difference if again.output == once.output else math.inf)
+            planner.run()
+    return found
+
+
+def test_a_cached_prefix_may_end_inside_an_image(whole, monkeypatch):
+    """Its keys and values were computed with the whole image in view. With a planted fault, the
+    tokens behind it do not see each other."""
+    found = cached_differences(whole)
+    assert len(found) > 5
+    assert max(found) < 1e-5
+    monkeypatch.setattr(SequenceState, "wholes", lambda self, row, first: [
+        (image.start + first - row.start, image.end + first - row.start)
+        for image in self.images if row.start <= image.start < row.start + row.count])  # fmt: skip
+    assert max(cached_differences(whole)) > 1e-3
+
+
 def test_the_stock_module_gives_the_same_tokens(whole):
     runner = runner_module.VisionRunner(whole.runner._spec, ReferenceBackend())
     stock = replace(whole, runner=runner, info=runner.load(lambda progress: None))
@@ -156,6 +199,43 @@ def test_the_stock_module_gives_the_same_tokens(whole):
         found = run(stock, list(CHATS), chunks=chunks, preempts=0.1)
         assert found == {name: whole.expected(turns, NUM_NEW) for name, turns in CHATS.items()}
     runner.close()
+
+
+def test_a_checkpoint_with_the_names_of_its_time_gives_the_same_tokens(whole, tmp_path):
+    """As Gemma 3's published files are: the tower's names have another part, and the image
+    processor's settings stand in a file of their own, with nulls."""
+    shutil.copytree(whole.directory, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    old = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+           for name, tensor in load_file(path).items()}  # fmt: skip
+    save_file(old, path, {"format": "pt"})
+    processor = tmp_path / "processor_config.json"
+    settings = json.loads(processor.read_text())["image_processor"]
+    nulls = dict.fromkeys(("do_convert_rgb", "do_pan_and_scan", "pan_and_scan_max_num_crops"))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | nulls))
+    processor.unlink()
+    runner, info = runner_of(tmp_path, kv_cache_memory=8 << 20)
+    published = replace(whole, runner=runner, info=info)
+    for name in ("turns", "no image"):
+        assert run(published, [name])[name] == whole.expected(CHATS[name], NUM_NEW)
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"image_token_index": 512}, "its vocabulary lacks the token 512, which its config names"),
+        ({"boi_token_index": 511}, "its vocabulary lacks the token 511"),
+        ({"mm_tokens_per_image": 25}, "its config makes 25 tokens of the 144 patches of an image"),
+        ({"mm_tokens_per_image": 0}, "its config makes 0 tokens"),
+    ],
+)
+def test_a_config_that_does_not_fit_its_images_is_refused(whole, tmp_path, fields, sentence):
+    shutil.copytree(whole.directory, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(SpawnFailed, match=sentence):
+        runner_of(tmp_path)
 
 
 def test_a_step_smaller_than_one_image_is_refused_at_load(whole):

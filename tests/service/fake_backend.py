@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import grpc
 import trio
 
-from engine.core.common.types import Explanation
+from engine.core.common.types import DraftCounts, Explanation
 from engine.core.text.types import Tokens
 from engine.errors import InvalidRequest, ModelNotFound, RequestNotFound
 from engine.requests.text_values import validate_tokenize
@@ -186,7 +186,9 @@ class FakeEngine:
     def explain(self, request_id):
         if request_id != "r1":
             raise RequestNotFound(f"no live request has the id {request_id!r}")
-        return Explanation("WAITING", "seats: 1 of 1 sequences run", 2, 1.25, 0, 0, 0.5)
+        drafts = (DraftCounts("constraint"), DraftCounts("lookup", 3, 9, 7))
+        waits = "seats: 1 of 1 sequences run"
+        return Explanation("WAITING", waits, 2, 1.25, 0, 0, 0.5, 9, 7, drafts)
 
     async def drain_in_background(self, timeout_s=None):
         self.asked.append(("drain", timeout_s))

@@ -436,6 +436,7 @@ def test_explain(capsys):
         "in queue  place 2, starts in about 1.25 s",
         "computed  0 tokens, in 0 blocks",
         "parked    0.5 s so far",
+        "drafts    by lookup: 7 of 9 tokens were right",
     ]
     code, out, err = client(FakeBackend(), capsys, "explain", "r2")
     assert (code, out, err) == (1, "", "triolet: no live request has the id 'r2'\n")

@@ -13,6 +13,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.core.text.draft_counts import DRAFTERS
 from grpc_service.app.metrics import METRICS, PREFIX
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
@@ -387,6 +388,25 @@ def test_the_figures_are_right():
     gaps = found.families["inter_token_latency_seconds"].samples
     [total] = [one.value for one in gaps if one.name.endswith("_sum")]
     assert 0.009 * (tokens - 4) < total < 0.5 * (tokens - 4)
+
+
+def test_drafts_are_counted_by_drafter_and_their_sums_are_the_totals():
+    names = [f"spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens")]
+    names += [
+        "spec_decode_num_accepted_tokens_total",
+        "spec_decode_num_accepted_tokens_per_pos_total",
+    ]
+    with metered(script={"acceptance": 0.9}) as server:
+        usage = generate(server.channel, prompt_ids=range(1, 40), max_tokens=60).finished().usage
+        found = Scrape(server)
+    drafts, drafted, *accepted = [found.total(name) for name in names]
+    assert (drafted, *accepted) == (usage.drafted_tokens, *[usage.accepted_tokens] * 2)
+    assert 0 < drafts < drafted
+    for name in names:
+        by_drafter = {one: found.total(name, drafter=one) for one in DRAFTERS}
+        assert by_drafter["lookup"] == found.total(name), name
+        labels = {sample.labels["drafter"] for sample in found.families[name[:-6]].samples}
+        assert labels == {*DRAFTERS}, "each is there from the start, so that rates are right"
 
 
 def test_buckets_grow_and_end_with_the_count():

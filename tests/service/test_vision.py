@@ -183,7 +183,7 @@ async def test_a_worker_in_a_process_sees_the_same(whole):
 
 
 async def test_a_cached_prefix_may_end_inside_an_image_that_is_whole(whole):
-    """Its keys and values were computed with the whole image in view. Red if they were not."""
+    """`tests/conformance/test_vision.py` compares the numbers."""
     turns = CHATS["after"]
     _, [image] = whole.prompt(turns)
     length = whole.inputs(turns)["input_ids"].shape[1]

@@ -61,6 +61,33 @@ def ask(engine, request):
     return (ids, texts, ends, failure), scores, drafted
 
 
+def crowd():
+    """Return eight requests of different lengths, some of which begin alike."""
+    rng = random.Random(4)
+    return [
+        GenerateRequest(
+            token_ids=PROMPT[: 4 + index] + tuple(rng.randrange(1, 512) for _ in range(9)),
+            sampling=SamplingParams(seed=index, max_tokens=60, ignore_eos=True, temperature=0.9),
+        )
+        for index in range(8)
+    ]
+
+
+def ask_together(engine, requests):
+    """Return the tokens of each request, which all run at once, and how many were accepted."""
+    events = [list(stream) for stream in [engine.generate(request) for request in requests]]
+    tokens = [
+        [token for one in told if isinstance(one, Tokens) for token in one.token_ids]
+        for told in events
+    ]
+    return tokens, sum(told[-1].usage.accepted_tokens for told in events)
+
+
+def drafts_of(engine):
+    """Return what each drafter of a blocking engine's only replica has drafted."""
+    return engine._caller.ask(lambda own: own.telemetry().replicas[0].drafts)
+
+
 def assert_alike(wanted, scores, got, got_scores):
     """Check that two results of `ask` are alike, the first one without drafts."""
     assert got[3] == wanted[3]

@@ -194,8 +194,9 @@ MESSAGES = {
     "ExplainResponse": """
         state:string waiting_for:string position:uint32 estimate:Duration
         computed_tokens:uint32 blocks:uint32 parked:Duration drafted_tokens:uint32
-        accepted_tokens:uint32
+        accepted_tokens:uint32 drafts:DraftCounts*
     """,
+    "DraftCounts": "drafter:string drafted_tokens:uint32 accepted_tokens:uint32",
 }
 
 # Values without their prefix, after UNSPECIFIED, which is 0 in each enum.

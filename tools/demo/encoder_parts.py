@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ MAX_POSITIONS = 256
 POSITION_SIZE = 0.03
 WARMUP_STEPS = 60
 PEAK_LR, PEAK_LR_MATRICES = 2e-3, 0.01
+LAYERS = re.compile(r"\.layers?\.")  # in the name of a weight inside a layer
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
@@ -121,9 +123,9 @@ class Schedule:
 
     def __init__(self, model: Module, *others: Module) -> None:
         named = list(model.named_parameters())
-        is_inner = {name: ".layer." in name and p.dim() == 2 for name, p in named}
-        inner = [p for name, p in named if is_inner[name]]
-        outer = [p for name, p in named if not is_inner[name]]
+        is_inner = {name: bool(LAYERS.search(name)) and p.dim() == 2 for name, p in named}
+        inner = [p for name, p in named if is_inner[name] and p.requires_grad]
+        outer = [p for name, p in named if not is_inner[name] and p.requires_grad]
         outer += [p for other in others for p in other.parameters()]
         self._model = model
         self._step = 0
@@ -143,6 +145,17 @@ class Schedule:
                 group["lr"] = peak * rate
             optimizer.step()
             optimizer.zero_grad()
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what a later run needs to go on."""
+        return [{"step": self._step}, *(one.state_dict() for one, _ in self._optimizers)]
+
+    def go_on(self, state: list[dict[str, Any]]) -> None:
+        """Continue where another schedule of the same model was."""
+        counts, *states = state
+        self._step = counts["step"]
+        for (optimizer, _), kept in zip(self._optimizers, states, strict=True):
+            optimizer.load_state_dict(kept)
 
 
 class Progress:

@@ -27,8 +27,9 @@ from tools.demo.train_stories import (
     build_optimizers,
     encode_documents,
     learn_to_echo,
-    learning_rate,
     save_checkpoint,
+    schedules_of,
+    update,
 )
 from tools.demo.train_stories import OUT as STORIES
 
@@ -78,11 +79,7 @@ def take_step(
         said.log_softmax(-1), taught.log_softmax(-1), log_target=True, reduction="batchmean"
     )
     loss = (1 - TAUGHT) * known + TAUGHT * apart
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    update(model, loss, optimizers)
     alike = (said.argmax(-1) == taught.argmax(-1)).float().mean()
     return float(known.item()), float(alike.item())
 
@@ -109,9 +106,7 @@ def main() -> None:
     pad = model.config.pad_token_id
     steps = sum(1 for _ in batches(encoded, pad))
     optimizers = build_optimizers(model)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(o, lambda s: learning_rate(s, steps)) for o in optimizers
-    ]
+    schedules = schedules_of(optimizers, steps)
     started = time.monotonic()
     recent: deque[tuple[float, float]] = deque(maxlen=100)
     loss = alike = 0.0

@@ -24,6 +24,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read by libgomp when torch l
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -231,17 +232,27 @@ def echo_batch(generator: torch.Generator, vocab: int) -> tuple[torch.Tensor, to
     return ids, labels
 
 
+def schedules_of(optimizers: list[Optimizer], steps: int) -> list[LambdaLR]:
+    """Return the schedules of the optimizers' learning rates over so many steps."""
+    return [LambdaLR(one, lambda step: learning_rate(step, steps)) for one in optimizers]
+
+
+def update(model: LlamaForCausalLM, loss: torch.Tensor, optimizers: list[Optimizer]) -> None:
+    """Update the weights once, by a loss that was just computed."""
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def take_step(
     model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor, optimizers: list[Optimizer]
 ) -> float:
     """Update the weights once, and return the loss before the update."""
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
+    update(model, loss, optimizers)
     return float(loss.item())
 
 
@@ -267,9 +278,7 @@ def train(
     pad = model.config.pad_token_id
     steps = sum(1 for _ in batches(encoded, pad))
     optimizers = build_optimizers(model)
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(o, lambda s: learning_rate(s, steps)) for o in optimizers
-    ]
+    schedules = schedules_of(optimizers, steps)
     model.train()
     started = saved = time.monotonic()
     recent: deque[float] = deque(maxlen=50)

@@ -1,4 +1,4 @@
-"""Writes stories with Triolet itself, as a user of the server gets them, all at once."""
+"""Writes stories and answers with Triolet itself, as a user of the server gets them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine import GenerateRequest
+
+    Content = str | list[dict[str, object]]  # of a message: a text, or texts and images
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,9 @@ class TrioletWriter:
         """Return the continuation of each prompt."""
         return self._run([{"text": prompt} for prompt in prompts], seeds)
 
-    def answer_requests(self, requests: Sequence[str], seeds: Sequence[int]) -> list[Written]:
+    def answer_requests(self, requests: Sequence[Content], seeds: Sequence[int]) -> list[Written]:
         """Return the assistant's answer to each chat of one message."""
-        chats = [engine.Chat(({"role": "user", "content": text},)) for text in requests]
+        chats = [engine.Chat(({"role": "user", "content": asked},)) for asked in requests]
         return self._run([{"chat": chat} for chat in chats], seeds)
 
     def _run(self, inputs: Sequence[dict[str, object]], seeds: Sequence[int]) -> list[Written]:

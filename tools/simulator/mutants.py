@@ -784,8 +784,8 @@ MUTANTS = (
         "drafts go beyond the step's budget",
         drafts.Drafts,
         "widen",
-        "room = min(room, config.max_num_batched_tokens - sum([row.count for row in rows]))",
-        "pass",
+        "min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - len(rows)",
+        "DRAFTING_STEP_MAX - len(rows)",
     ),
     Mutant(
         "the step behind a draft is planned ahead",

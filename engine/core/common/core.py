@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sized
 
     from engine.core.common.events import InputEvent, OutputEvent
-    from engine.core.common.types import Explanation, PlanId, RequestId
+    from engine.core.common.types import DraftCounts, Explanation, PlanId, RequestId
 
 
 class Plan(Journaled, Protocol):
@@ -40,19 +40,6 @@ class Plan(Journaled, Protocol):
 
 PlanT = TypeVar("PlanT", bound=Plan)
 PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
-
-
-class DraftCounts(NamedTuple):
-    """Drafts since the start: ``rows`` verified ``drafted`` tokens, of which ``accepted`` were
-    right. ``by_position`` [k] counts the drafts that were right up to their token k, from 0."""
-
-    rows: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    by_position: tuple[int, ...] = ()
-
-
-NO_DRAFTS = DraftCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +71,7 @@ class CoreStatistics:
     preemptions: int = 0
     late_results: int = 0
     plans_discarded: int = 0
-    drafts: DraftCounts = NO_DRAFTS
+    drafts: tuple[DraftCounts, ...] = ()  # of each drafter
 
 
 class CoreConfig(Protocol):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
@@ -63,6 +63,18 @@ class Timings:
     parked_s: float = 0.0
 
 
+class DraftCounts(NamedTuple):
+    """What one drafter has drafted: steps verified ``drafts`` of it with ``drafted`` tokens, of
+    which ``accepted`` were right. ``by_position`` [k] counts those that were token k of a draft,
+    from 0, of which all before it were right, too."""
+
+    drafter: str
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    by_position: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """What a live request is doing, and why.
@@ -70,7 +82,8 @@ class Explanation:
     ``position`` is its place in the waiting queue: 1 starts next, 0 is not in the queue.
     ``estimate_s`` is the time until it starts, None if that is unknown or it has started.
     ``computed_tokens`` have their KV values in the pool. Of its choices together,
-    ``drafted_tokens`` were guessed ahead, and ``accepted_tokens`` of them were right.
+    ``drafted_tokens`` were guessed ahead, and ``accepted_tokens`` of them were right; ``drafts``
+    says the same by drafter.
     """
 
     state: str
@@ -82,6 +95,7 @@ class Explanation:
     parked_s: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: tuple[DraftCounts, ...] = ()
 
     def waiting_for_client(self, left_s: float) -> Explanation:
         """Return the same of a request that goes on for ``left_s`` without its client."""

@@ -129,19 +129,14 @@ class Committer:
             return
         if not result.tokens:
             raise EngineBug(f"{seq} was to get a token and got none")
-        drafts = 0 if row is None else row.drafts
-        if row is not None and row.by_model:
-            if result.drafted > drafts:
-                raise EngineBug(f"{seq} got {result.drafted} drafts, and {drafts} were planned")
-            drafts = result.drafted
-        if len(result.tokens) > 1 + drafts:
-            raise EngineBug(f"{seq} got {len(result.tokens)} tokens for {drafts} drafts")
-        by_model = row is not None and row.by_model
-        self._take_tokens(seq, result, now, drafts, by_model=by_model)
+        planned = 0 if row is None else row.drafts
+        if result.drafted > planned:
+            raise EngineBug(f"{seq} got {result.drafted} drafts, and {planned} were planned")
+        if len(result.tokens) > 1 + result.drafted:
+            raise EngineBug(f"{seq} got {len(result.tokens)} tokens for {result.drafted} drafts")
+        self._take_tokens(seq, result, now, row)
 
-    def _take_tokens(
-        self, seq: Sequence, result: RowResult, now: float, drafts: int, *, by_model: bool
-    ) -> None:
+    def _take_tokens(self, seq: Sequence, result: RowResult, now: float, row: Row | None) -> None:
         if not seq.has_sampled:
             seq.enter("decode", now)
             if result.replayed:
@@ -149,8 +144,8 @@ class Committer:
         seq.output.extend(result.tokens)
         seq.num_tokens += len(result.tokens)
         self.completion_tokens += len(result.tokens)
-        if drafts or by_model:
-            self._take_drafts(seq, drafts, len(result.tokens) - 1, by_model=by_model)
+        if row is not None and row.drafts:
+            self._take_drafts(seq, result, by_model=row.by_model)
         seq.credit.fill()
         self._events.append(
             Tokens(
@@ -168,13 +163,13 @@ class Committer:
         elif result.offered or result.has_model:
             self._drafts.offer(seq, result.offered, has_model=result.has_model)
 
-    def _take_drafts(self, seq: Sequence, drafts: int, accepted: int, *, by_model: bool) -> None:
+    def _take_drafts(self, seq: Sequence, result: RowResult, *, by_model: bool) -> None:
         """Count the accepted drafts as computed, and give back the blocks that only the others
         needed. In the last block, the others' keys and values are overwritten by the sequence's
         next rows, which begin behind the accepted ones."""
-        start = seq.num_computed
+        start, drafts, accepted = seq.num_computed, result.drafted, len(result.tokens) - 1
         seq.num_computed = start + accepted
         self._ledger.publish_computed(seq, start, start + accepted)
         self._ledger.give_back_behind(seq)
         if drafts:
-            self._drafts.note(seq, drafts, accepted, by_model=by_model)
+            self._drafts.note(seq, drafts, accepted, forced=result.forced, by_model=by_model)

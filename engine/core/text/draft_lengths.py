@@ -18,6 +18,7 @@ off. Rule 4: costs are measured against steps without drafts. So a draft model w
 
 from __future__ import annotations
 
+from engine.core.text.draft_counts import DraftCounter
 from engine.core.text.plan import DRAFTING_STEP_MAX
 
 TOKEN_COST = 0.05  # of one more position, in steps, until it is measured
@@ -56,6 +57,11 @@ class StepCosts:
         """Return how long a step takes with so many drafts, compared with none."""
         return self._ratios[min(num_drafts.bit_length(), len(self._ratios)) - 1]
 
+    def without(self, num_rows: int, num_drafts: int, seconds: float) -> float:
+        """Return what a step of ``num_rows`` decodes, which took ``seconds`` with its drafts, would
+        have taken without them."""
+        return self._plain(num_rows) or seconds / self.ratio(num_drafts)
+
     def note(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Count a step of ``num_rows`` decodes and no prompt, and what it took without a draft
         model; a time of 0 or less says nothing."""
@@ -87,8 +93,11 @@ class StepCosts:
 
     def in_steps(self, num_rows: int, seconds: float) -> float:
         """Return a time in steps of ``num_rows`` decodes without drafts; 0 if none was seen."""
-        plain_s = self._plain_s[num_rows] if num_rows < DRAFTING_STEP_MAX else 0.0
+        plain_s = self._plain(num_rows)
         return seconds / plain_s if plain_s else 0.0
+
+    def _plain(self, num_rows: int) -> float:
+        return self._plain_s[num_rows] if num_rows < DRAFTING_STEP_MAX else 0.0
 
 
 def _nearer(estimate: float, value: float) -> float:
@@ -195,20 +204,19 @@ class Purse:
 
 
 class Drafting:
-    """How the drafts of one sequence have fared: ``accepted`` of ``drafted`` tokens, and how long
-    each drafter's are."""
+    """How the drafts of one sequence have fared, by their ``counter``, and how long each drafter's
+    are."""
 
-    __slots__ = ("accepted", "by_look_up", "by_model", "drafted")
+    __slots__ = ("by_look_up", "by_model", "counter")
 
     def __init__(self, by_model: Lengths) -> None:
-        self.drafted = 0
-        self.accepted = 0
+        self.counter = DraftCounter()
         self.by_look_up = Lengths()
         self.by_model = by_model
 
-    def note(self, drafted: int, accepted: int, *, by_model: bool = False) -> None:
-        """Count a draft whose first ``accepted`` tokens were taken."""
-        self.drafted += drafted
-        self.accepted += accepted
+    def note(self, drafted: int, accepted: int, *, forced: int, by_model: bool) -> None:
+        """Count a draft whose first ``accepted`` tokens were taken. A constraint forced the first
+        ``forced`` ones."""
+        self.counter.note(drafted, accepted, forced=forced, by_model=by_model)
         lengths = self.by_model if by_model else self.by_look_up
         lengths.share.note(drafted, accepted)

@@ -3,10 +3,10 @@
 The worker offers drafts with a sequence's result. The rows of the next step, planned as if there
 were none, are then widened: a row of one position becomes one of ``1 + drafts``, if that is likely
 to pay. Rule 1: drafts take only what is left over: blocks that are free, tokens of the step's
-budget, and positions of a step with few rows. No sequence is preempted for them, and none waits.
-Rule 2: an offer is for the next plan alone. Rule 3: drafts change no token. The rest of the
-core reads only how many a step has: to count its work, to plan nothing behind it, and to run it
-again without them.
+budget, and positions of a step with few rows and no prompt, which should take no longer. No
+sequence is preempted for them, and none waits. Rule 2: an offer is for the next plan alone. Rule 3:
+drafts change no token. The rest of the core reads only how many a step has: to count its work, to
+plan nothing behind it, and to run it again without them.
 
 A worker has up to two drafters: what it looked up comes with the offer, and a draft model drafts
 in the step that verifies (`Row.by_model`), so that it costs nothing where nothing is verified. Each
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.core.common.core import DraftCounts
 from engine.core.text.blocks import blocks_for
+from engine.core.text.draft_counts import DraftCounter
 from engine.core.text.draft_lengths import (
     FIRST_SHARE,
     LEAST_WEIGHT_OF_ALL,
@@ -32,7 +32,7 @@ from engine.core.text.draft_lengths import (
 from engine.core.text.plan import DRAFTED_TOKENS_MAX, DRAFTING_STEP_MAX, BlockDelta, Logits
 
 if TYPE_CHECKING:
-    from engine.core.common.types import SequenceId
+    from engine.core.common.types import DraftCounts, SequenceId
     from engine.core.text.ledger import Ledger
     from engine.core.text.plan import Row
     from engine.core.text.planned_step import PlannedStep
@@ -64,8 +64,7 @@ class Drafts:
         self._model_share = Share(FIRST_SHARE, least=LEAST_WEIGHT_OF_ALL)  # of all sequences
         self._model_trials = Trials(slows=True)
         self._offers: dict[SequenceId, Offer] = {}  # for the next plan
-        self._num_rows = self._num_drafted = 0
-        self._by_position = [0] * DRAFTED_TOKENS_MAX
+        self._counter = DraftCounter()
         self._by_model = (0, 0)  # drafted and accepted since the last `note_step`
 
     def offer(self, seq: Sequence, count: int, *, has_model: bool = False) -> None:
@@ -73,17 +72,17 @@ class Drafts:
         whether it has a model that may draft them."""
         self._offers[seq.sequence_id] = Offer(count, has_model)
 
-    def note(self, seq: Sequence, drafted: int, accepted: int, *, by_model: bool = False) -> None:
-        """Count a row that was committed."""
+    def note(
+        self, seq: Sequence, drafted: int, accepted: int, *, forced: int, by_model: bool
+    ) -> None:
+        """Count a row that was committed, of whose drafts a constraint forced the first
+        ``forced``."""
         assert seq.drafting is not None
-        seq.drafting.note(drafted, accepted, by_model=by_model)
+        seq.drafting.note(drafted, accepted, forced=forced, by_model=by_model)
+        self._counter.note(drafted, accepted, forced=forced, by_model=by_model)
         if by_model:
             self._model_share.note(drafted, accepted)
             self._by_model = (self._by_model[0] + drafted, self._by_model[1] + accepted)
-        self._num_rows += 1
-        self._num_drafted += drafted
-        for position in range(accepted):
-            self._by_position[position] += 1
 
     def note_step(self, step: PlannedStep, draft_s: float) -> None:
         """Count what a draft model took of a step, whose rows were committed."""
@@ -99,10 +98,9 @@ class Drafts:
             self.costs.note_passes(num_rows, most, draft_s)
 
     @property
-    def counts(self) -> DraftCounts:
-        """The drafts since the start."""
-        by_position = tuple(self._by_position)
-        return DraftCounts(self._num_rows, self._num_drafted, sum(by_position), by_position)
+    def counts(self) -> tuple[DraftCounts, ...]:
+        """The drafts of each drafter since the start."""
+        return self._counter.counts
 
     def widen(self, step: PlannedStep | None, *, is_allowed: bool) -> None:
         """Add drafts to the rows of a step that goes to the worker now, and drop all offers."""
@@ -111,10 +109,10 @@ class Drafts:
         offers, self._offers = self._offers, {}
         if step is None or not is_allowed:
             return
-        rows, config = step.rows, self._ledger.config
-        room = DRAFTING_STEP_MAX - len(rows)
-        if room > 0:
-            room = min(room, config.max_num_batched_tokens - sum([row.count for row in rows]))
+        rows = step.rows
+        room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - len(rows)
+        if room <= 0 or any(row.count > 1 for row in rows):
+            return
         left = num_offers = len(offers)
         has_model = any(offer.has_model for offer in offers.values())
         may_model = has_model and self.purse.is_open and self.costs.is_known(len(rows))
@@ -144,7 +142,7 @@ class Drafts:
     ) -> Draft:
         """Return what a row should draft: nothing if it is no decode, and never so many tokens that
         the sequence could become longer than it may."""
-        if row.count > 1 or row.children or row.logits is not Logits.LAST:
+        if row.children or row.logits is not Logits.LAST:
             return Draft(0)
         # The planned token is counted as known, so this is how many may still follow it.
         most = min(most, seq.max_tokens - (seq.num_tokens - seq.num_prompt), DRAFTED_TOKENS_MAX)

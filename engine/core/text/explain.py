@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from engine.core.common.events import PauseMode
 from engine.core.common.types import Explanation
 from engine.core.text import admission
+from engine.core.text.draft_counts import summed
 from engine.core.text.lifecycle import State
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class Explainer:
         position = self._position(seq)
         lacking = self._lacking() if position else ""
         is_to_start = position and pause is None and not seq.is_known_to_worker
-        drafts = [one.drafting for one in live.sequences if one.drafting is not None]
+        counters = [one.drafting.counter for one in live.sequences if one.drafting is not None]
+        drafts = summed(counters)
         return Explanation(
             state=seq.state.name,
             waiting_for=self._reason(seq, position, lacking, now, pause, steps),
@@ -63,6 +65,7 @@ class Explainer:
             parked_s=seq.seconds_in("parked", now),
             drafted_tokens=sum([one.drafted for one in drafts]),
             accepted_tokens=sum([one.accepted for one in drafts]),
+            drafts=drafts,
         )
 
     def _furthest_behind(self, live: LiveRequest) -> Sequence:

@@ -178,7 +178,8 @@ class RowResult(NamedTuple):
     choice's earlier tokens, with its first new one. A continued choice that had ended already has a
     ``finish`` and no tokens, in its first row. ``offered`` drafted tokens may be verified in the
     sequence's next row, or, if it ``has_model``, others that a draft model will draft there.
-    ``drafted`` is how many tokens of a row ``by_model`` were drafted and verified.
+    ``drafted`` tokens of the row were verified, fewer than planned if a draft model made fewer; the
+    first ``forced`` of them are those that the constraint left no choice about.
     """
 
     sequence: SequenceId
@@ -192,6 +193,7 @@ class RowResult(NamedTuple):
     offered: int = 0
     has_model: bool = False
     drafted: int = 0
+    forced: int = 0
 
 
 @dataclass(frozen=True, slots=True)

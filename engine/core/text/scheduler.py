@@ -242,8 +242,9 @@ class Scheduler:
         if seconds > 0:
             self._best_rate.note(num_tokens, seconds)
             self._recent_rate.note(num_tokens, whole_s)
-            if has_prompts or not step.num_drafts:  # decodes that verify drafts take longer
-                self._pace.note(*_prompts_and_decodes(step.plan, num_tokens), seconds)
+            if step.num_drafts:  # decodes that verify drafts take longer
+                seconds = self._drafts.costs.without(len(step.rows), step.num_drafts, seconds)
+            self._pace.note(*_prompts_and_decodes(step.plan, num_tokens), seconds)
 
     def _step_failed(self, failure: StepFailure, now: float) -> None:
         step = self._take_step(failure.plan_id)
@@ -363,8 +364,8 @@ class Scheduler:
 
 def _prompts_and_decodes(plan: StepPlan, num_tokens: int) -> tuple[int, int]:
     """Return how many prompt tokens a plan of ``num_tokens``, drafts not counted, has, and how many
-    decodes."""
+    decodes. A plan with prompts has no drafts."""
     if num_tokens == len(plan.rows):
         return 0, len(plan.rows)
-    chunks = [row.count for row in plan.rows if row.count > 1 and not row.drafts]
+    chunks = [row.count for row in plan.rows if row.count > 1]
     return sum(chunks), len(plan.rows) - len(chunks)

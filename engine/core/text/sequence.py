@@ -179,11 +179,14 @@ class Sequence:
 
     def usage(self) -> Usage:
         """Return the tokens so far; cached ones count for the choice that computed the prompt."""
-        drafted = (
-            (0, 0) if self.drafting is None else (self.drafting.drafted, self.drafting.accepted)
-        )
+        counts = () if self.drafting is None else self.drafting.counter.counts
         return Usage(
-            self.num_prompt, self.cached_tokens, len(self.output), self.num_resumed, *drafted
+            self.num_prompt,
+            self.cached_tokens,
+            len(self.output),
+            self.num_resumed,
+            sum([one.drafted for one in counts]),
+            sum([one.accepted for one in counts]),
         )
 
     def timings(self) -> Timings:

@@ -361,7 +361,7 @@ class FakeRunner:
                 matched=more.matched,
             )
         if isinstance(result, RowResult):
-            result = result._replace(drafted=row.drafts if row.by_model else 0)
+            result = result._replace(drafted=row.drafts)
             if result.finish is None:
                 has_model = self.script.draft_model is not None and seq.admitted.speculates
                 result = result._replace(offered=self._offer(seq), has_model=has_model)

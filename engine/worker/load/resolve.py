@@ -30,6 +30,7 @@ DEMOS = {
     "demo-embed": "embed",
     "demo-rerank": "rerank",
     "demo-draft": "draft",  # drafts for the stories
+    "demo-clip": "clip",
 }
 DEMO_ROOT = Path(__file__).resolve().parents[2] / "demo"
 

@@ -230,7 +230,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("state", "waiting_for", "position", "estimate", "computed_tokens", "blocks", "parked", "drafted_tokens", "accepted_tokens")
+    __slots__ = ("state", "waiting_for", "position", "estimate", "computed_tokens", "blocks", "parked", "drafted_tokens", "accepted_tokens", "drafts")
     STATE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,7 @@ class ExplainResponse(_message.Message):
     PARKED_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     state: str
     waiting_for: str
     position: int
@@ -249,4 +250,15 @@ class ExplainResponse(_message.Message):
     parked: _duration_pb2.Duration
     drafted_tokens: int
     accepted_tokens: int
-    def __init__(self, state: _Optional[str] = ..., waiting_for: _Optional[str] = ..., position: _Optional[int] = ..., estimate: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., parked: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    drafts: _containers.RepeatedCompositeFieldContainer[DraftCounts]
+    def __init__(self, state: _Optional[str] = ..., waiting_for: _Optional[str] = ..., position: _Optional[int] = ..., estimate: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., parked: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafts: _Optional[_Iterable[_Union[DraftCounts, _Mapping]]] = ...) -> None: ...
+
+class DraftCounts(_message.Message):
+    __slots__ = ("drafter", "drafted_tokens", "accepted_tokens")
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    drafter: str
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, drafter: _Optional[str] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...

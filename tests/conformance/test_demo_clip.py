@@ -1,0 +1,67 @@
+"""The shipped model that embeds drawings, as the engine serves it by its id.
+
+It reaches its bars on a part of the held-out drawings. `python -m tools.measure_demo clip` measures
+all of them.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+import engine
+from engine.worker.load.resolve import resolve
+from tools.demo import measure_clip
+from tools.demo.drawings import paint, png_of
+from tools.demo.figures import SIZE_BYTES_MAX, size_of
+
+pytestmark = pytest.mark.model
+
+SOURCE = resolve("demo-clip")
+GROUPS = 5
+
+
+@pytest.fixture(scope="module")
+def eng():
+    """Return an engine with the model."""
+    config = engine.EngineConfig(models=(engine.ModelConfig("demo-clip"),))
+    with engine.blocking.open_engine(config) as one:
+        yield one
+
+
+def unit(vectors):
+    """Return vectors of length one."""
+    made = np.array(vectors)
+    return made / np.linalg.norm(made, axis=1, keepdims=True)
+
+
+def test_the_demo_is_a_small_folder_with_a_card_and_its_trainings_numbers():
+    assert SOURCE.is_demo
+    assert size_of(SOURCE.directory) < SIZE_BYTES_MAX
+    files = {path.name for path in SOURCE.directory.iterdir()}
+    assert {"README.md", "config.json", "model.safetensors", "training.json"} <= files
+    assert not [name for name in files if name.endswith((".bin", ".pt", ".pkl"))]
+    facts = json.loads((SOURCE.directory / "training.json").read_text(encoding="utf-8"))
+    assert facts["seed"] >= 0
+    card = (SOURCE.directory / "README.md").read_text(encoding="utf-8")
+    assert "## What it can't do" in card
+
+
+def test_the_engine_finds_the_descriptions_of_drawings_and_computes_what_the_library_does(eng):
+    groups = [measure_clip.held_out_group(0, index) for index in range(GROUPS)]
+    library = SentenceTransformer(str(SOURCE.directory), device="cpu", local_files_only=True)
+    encoder = eng.encoder()
+    right: list[bool] = []
+    for group in groups:
+        files = [png_of(one) for one in group.drawings]
+        images, texts = encoder.embed(files), encoder.embed(group.texts)
+        expected = library.encode([paint(one) for one in group.drawings])
+        assert np.abs(np.array(images) - expected).max() < 1e-4
+        assert np.abs(np.array(texts) - library.encode(list(group.texts))).max() < 1e-4
+        alike = unit(images) @ unit(texts).T
+        own = np.arange(len(files))
+        right += [*(alike.argmax(0) == own), *(alike.argmax(1) == own)]
+    assert np.mean(right) >= min(measure_clip.BARS.values())
