@@ -22,8 +22,9 @@ from grpc_service.rpc.methods import read_request
 from grpc_service.rpc.status import StatusCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
+    from engine.requests.quota import Quota
     from grpc_service.access.keys import KeyRing
     from grpc_service.rpc.call import Call
     from grpc_service.rpc.methods import Method
@@ -79,7 +80,8 @@ class Interceptor:
         if method is None:
             await call.end(StatusCode.UNIMPLEMENTED, f"there is no method {call.method}")
         elif method.takes_stream:  # reflection, which is neither limited nor logged
-            await self._run_handler(method, None, Rpc(call))
+            rpc = Rpc(call)
+            await self._answer(method.handler(None, rpc), rpc)
         else:
             rpc = Rpc(call)
             with self._accounting(rpc):
@@ -106,28 +108,34 @@ class Interceptor:
         """Admit the call, read its request, and run the handler within the key's limits."""
         try:
             rpc.quota = policy.admit(rpc.method, rpc.peer, rpc.call.metadata, self._keys)
-            request = await read_request(method, rpc.call)
-            rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
-            logs.request_id.set(logs.printable(rpc.request_id))
             is_limited = rpc.method.startswith(LIMITED) and rpc.method not in COUNTED_ALREADY
             quota = rpc.quota if is_limited else None
-            if quota is not None:
-                quota.enter()
+            handling = _begin(method, await read_request(method, rpc.call), rpc, quota)
         except Exception as error:
             await rpc.call.end(*self._status_of(error))
             return
         try:
-            await self._run_handler(method, request, rpc)
+            await self._answer(handling, rpc)
         finally:
             if quota is not None:
                 quota.leave()
 
-    async def _run_handler(self, method: Method, request: Any, rpc: Rpc) -> None:
+    async def _answer(self, handling: Awaitable[Any], rpc: Rpc) -> None:
         """Run the handler, and end the call with its answer or with its error's status."""
         call = rpc.call
         try:
-            await call.answer(await method.handler(request, rpc))
+            await call.answer(await handling)
         except Disconnected:
             pass
         except Exception as error:
             await call.end(*self._status_of(error))
+
+
+def _begin(method: Method, request: Any, rpc: Rpc, quota: Quota | None) -> Awaitable[Any]:
+    """Count the request, and return the handler's work on it. The handler alone keeps the request
+    from now on, and drops one that may be large as soon as it has decoded it."""
+    rpc.request_id = getattr(request, "request_id", "") or uuid.uuid4().hex
+    logs.request_id.set(logs.printable(rpc.request_id))
+    if quota is not None:
+        quota.enter()
+    return method.handler(request, rpc)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from grpc_service.rpc.methods import Method
 
 SERVICE_NAME = "grpc.health.v1.Health"
-WATCHERS_MAX = 1024  # guess: as many as unread calls in total; more get RESOURCE_EXHAUSTED
+# Guess: as many as unread calls in total. Beyond it the address with most loses its oldest one.
+WATCHERS_MAX = 1024
 
 Response = health_pb2.HealthCheckResponse
 
@@ -39,12 +40,12 @@ class HealthServicer:
     def __init__(self) -> None:
         self._states: dict[str, bool] = {"": False}
         self._changed = trio.Event()
-        self._num_watchers = 0
+        self._watchers: dict[str, dict[trio.CancelScope, None]] = {}  # by address, the oldest first
 
     @property
     def num_watchers(self) -> int:
         """Number of Watch calls that are open."""
-        return self._num_watchers
+        return sum(map(len, self._watchers.values()))
 
     def set_states(self, states: Mapping[str, bool]) -> None:
         """Replace the map of names by ``states`` (whether each is SERVING), and wake the
@@ -77,24 +78,42 @@ class HealthServicer:
         name is SERVICE_UNKNOWN, and may become known.
 
         Raises:
-            Overloaded: there are `WATCHERS_MAX` watchers already.
+            Overloaded: there are more than `WATCHERS_MAX` watchers, most of them of this address.
 
         Cancellation: safe; every watch ends by it.
         """
-        if self._num_watchers >= WATCHERS_MAX:
-            raise Overloaded("too many health watchers are open")
-        self._num_watchers += 1
+        address, scope = rpc.call.connection.address, trio.CancelScope()
+        self._watchers.setdefault(address, {})[scope] = None
         try:
-            last = None
-            while True:
-                changed = self._changed  # taken before the look, so that no change is missed
-                response = self._response(request.service)
-                if response != last:
-                    await rpc.call.write(response)
-                    last = response
-                await changed.wait()
+            if self.num_watchers > WATCHERS_MAX:
+                self._end_one()
+            with scope:
+                await self._watch(request.service, rpc)
         finally:
-            self._num_watchers -= 1
+            self._forget(address, scope)
+        raise Overloaded("too many health watchers are open")
+
+    def _end_one(self) -> None:
+        address = max(self._watchers, key=lambda one: len(self._watchers[one]))
+        scope = next(iter(self._watchers[address]))
+        self._forget(address, scope)
+        scope.cancel(reason="there are too many watchers")
+
+    def _forget(self, address: str, scope: trio.CancelScope) -> None:
+        watchers = self._watchers.get(address, {})
+        watchers.pop(scope, None)
+        if not watchers:
+            self._watchers.pop(address, None)
+
+    async def _watch(self, name: str, rpc: Rpc) -> None:
+        last = None
+        while True:
+            changed = self._changed  # taken before the look, so that no change is missed
+            response = self._response(name)
+            if response != last:
+                await rpc.call.write(response)
+                last = response
+            await changed.wait()
 
     def _response(self, name: str) -> Any:
         state = self._states.get(name)

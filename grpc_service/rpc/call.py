@@ -128,7 +128,9 @@ class Call:
     @property
     def is_late(self) -> bool:
         """Whether the client's deadline has passed and the call has no status yet."""
-        return self.code is None and not self.is_over and trio.current_time() >= self.deadline
+        if self.deadline == math.inf or self.code is not None:
+            return False
+        return not self.is_over and trio.current_time() >= self.deadline
 
     @property
     def is_over(self) -> bool:

@@ -132,16 +132,15 @@ class Connection:
                         nursery, shared.start_limiter, shared.serve_call, self._note_change
                     )
                     self.flush()
-                    nursery.start_soon(self._write_unsent)
-                    nursery.start_soon(self._ping_if_silent)
-                    nursery.start_soon(self._leave)
-                    nursery.start_soon(self._retire)
+                    for task in self._write_unsent, self._ping_if_silent, self._leave, self._retire:
+                        nursery.start_soon(task)
                     await self._read()
                     await self._end_calls()
                     nursery.cancel_scope.cancel(reason="the connection has ended")
         finally:
             self.http2.cut()
             self.held.set_bytes(self._output, 0)
+            self.account.owe(self._transport.opening_s / accounts.POINT_S)
             shared.addresses.add_debt_s(self.address, self.account.take_debt_s())
             with trio.CancelScope(shield=True):
                 await self._transport.close()
@@ -249,8 +248,10 @@ class Connection:
     async def _receive(self) -> bytes:
         """Wait for bytes; what is incomplete has no more than its time for that. The time in which
         the server does not read does not count."""
-        began_at = trio.current_time()
-        self._scope.deadline = began_at + self._frame_left_s
+        began_at = self._heard_at
+        if self._frame_left_s < math.inf:
+            began_at = trio.current_time()
+            self._scope.deadline = began_at + self._frame_left_s
         data = await self._transport.receive()
         self._scope.deadline = math.inf
         self._heard_at = trio.current_time()

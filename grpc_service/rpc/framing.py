@@ -100,6 +100,11 @@ class MessageReader:
         is_begun = self._missing is not None or bool(self._buffer)
         return is_begun and self.error is None and not self.is_decompressing
 
+    @property
+    def num_missing(self) -> int:
+        """Bytes that an incomplete message lacks, as far as its prefix has come."""
+        return max(0, (self._missing or 0) - len(self._buffer))
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the body."""
         if self.error is not None:

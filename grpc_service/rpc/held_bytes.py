@@ -5,9 +5,12 @@ client's window, and output that a client's connection does not accept. One obje
 all connections. Beyond `Limits.held_bytes`
 
 1. calls of connections without progress for `Limits.held_stall_s` are ended, those of the address
-   with most bytes first;
+   with most bytes first; also while a request waits for room;
 2. incomplete requests get no larger window, but for the one that asked first, so that one can
-   always end. The others wait in their order.
+   always end, and for those whose address keeps less than its share even when they are whole, so
+   that nobody waits for a client that sends slowly. The others wait in their order.
+
+A request asks for all that it lacks, so that many large ones do not fill the room by halves.
 
 Beyond twice that, calls are ended even if they progress. Nothing here waits.
 """
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 # 0.2 ms, and thousands may have to end. Guesses.
 LOOK_S = 0.05
 ENDS_MAX = 32
+LOOKS_MAX = 32  # requests that are looked at when there may be room for one. Guess.
 PROGRESS_BYTES = 2**12  # less than that in `Limits.held_stall_s` is no progress. Guess.
 CALL_BYTES = 2**14  # what a call takes without its messages, about. Measured with 1,000 calls.
 
@@ -57,10 +61,11 @@ class Holding:
 
     ``evict`` ends the call, or the connection. ``grow`` enlarges the request's window; None for an
     answer and for output.
-    ``changed_at`` is when ``num_bytes`` last changed, in the clock's seconds.
+    ``changed_at`` is when ``num_bytes`` last changed, in the clock's seconds. ``num_missing`` are
+    the bytes that an incomplete request lacks.
     """
 
-    __slots__ = ("changed_at", "evict", "grow", "holder", "num_bytes")
+    __slots__ = ("changed_at", "evict", "grow", "holder", "num_bytes", "num_missing")
 
     def __init__(
         self, holder: Holder, evict: Callable[[], None], grow: Callable[[], None] | None = None
@@ -69,6 +74,7 @@ class Holding:
         self.evict = evict
         self.grow = grow
         self.num_bytes = 0
+        self.num_missing = 0
         self.changed_at = 0.0
 
 
@@ -79,9 +85,9 @@ class HeldBytes:
         self,
         limits: Limits,
         clock: Callable[[], float],
-        on_full: Callable[[], None] = lambda: None,
+        on_short: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_full = on_full
+        self._on_short = on_short
         self._max = limits.held_bytes
         self._stall_s = limits.held_stall_s
         self._clock = clock
@@ -104,12 +110,18 @@ class HeldBytes:
         if num_bytes:
             holding.changed_at = now
             self._holdings[holding] = None
-        self.make_room()
+        if self.is_short:
+            self.make_room()
 
-    def ask_to_grow(self, holding: Holding) -> None:
-        """Call `Holding.grow` when the request may have more bytes: now or later."""
+    def ask_to_grow(self, holding: Holding, num_missing: int = 0) -> None:
+        """Call `Holding.grow` when the request may have the ``num_missing`` bytes that it lacks:
+        now or later."""
+        holding.num_missing = num_missing
         self._growing[holding] = self._waiting[holding] = None
-        self._let_grow()
+        if self._may_grow(holding):
+            self._grow(holding)
+        else:
+            self.make_room()
 
     def _count(self, holding: Holding, num_bytes: int) -> None:
         change = num_bytes - holding.num_bytes
@@ -125,22 +137,25 @@ class HeldBytes:
             self._waiting.pop(holding, None)
 
     @property
-    def is_full(self) -> bool:
-        """Whether more is kept than `Limits.held_bytes`."""
-        return self.num_bytes > self._max
+    def is_short(self) -> bool:
+        """Whether more is kept than `Limits.held_bytes`, or a request waits for room."""
+        return self.num_bytes > self._max or bool(self._waiting)
 
     def make_room(self) -> None:
         """End calls as far as that is needed now, and let requests grow."""
-        if self.is_full:
-            self._on_full()
+        if self.is_short:
+            self._on_short()
             self._end_some()
-        self._let_grow()
+        if self._waiting:
+            self._let_grow()
 
     def _end_some(self) -> None:
         now = self._clock()
         if now >= self._looked_at + LOOK_S:
             self._looked_at = now
-            self._evict(self._stalled(now - self._stall_s), self._max, ENDS_MAX)
+            num_missing = next(iter(self._waiting)).num_missing if self._waiting else 0
+            stalled = self._stalled(now - self._stall_s)
+            self._evict(stalled, self._max - num_missing, ENDS_MAX)
         if self.num_bytes > 2 * self._max:
             self._evict(list(self._holdings), 2 * self._max)
 
@@ -171,13 +186,20 @@ class HeldBytes:
                 num_ended += 1
 
     def _let_grow(self) -> None:
-        while self._waiting:
-            if self.num_bytes > self._max:
-                holding = next(iter(self._growing))
-                if holding not in self._waiting:
-                    return  # it goes on already
-            else:
-                holding = next(iter(self._waiting))
-            del self._waiting[holding]
-            assert holding.grow is not None
-            holding.grow()
+        """Let those requests grow that may, of the first ones that wait."""
+        first = next(iter(self._growing))  # it may be behind many in the other queue
+        for holding in [first, *itertools.islice(self._waiting, LOOKS_MAX)]:
+            if holding in self._waiting and self._may_grow(holding):
+                self._grow(holding)
+
+    def _may_grow(self, holding: Holding) -> bool:
+        if self.num_bytes + holding.num_missing <= self._max:
+            return True
+        share = self._max // len(self._by_address)
+        own = self._by_address[holding.holder.address] + holding.num_missing
+        return own <= share or holding is next(iter(self._growing))
+
+    def _grow(self, holding: Holding) -> None:
+        del self._waiting[holding]
+        assert holding.grow is not None
+        holding.grow()

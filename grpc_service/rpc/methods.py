@@ -70,13 +70,7 @@ async def read_request(method: Method, call: Call) -> Message:
             time.
     Cancellation: safe.
     """
-    with trio.move_on_after(call.limits.request_timeout_s) as scope:
-        data = await call.read()
-    if scope.cancelled_caught:
-        limit_s = call.limits.request_timeout_s
-        raise RpcError(
-            StatusCode.DEADLINE_EXCEEDED, f"the request was not complete within {limit_s:g} s"
-        )
+    data = await (call.read() if call.request.has_message else _read_in_time(call))
     if data is None:
         raise MissingMessage(f"{method.name} takes one request, and none was sent")
     call.request.close()
@@ -87,6 +81,21 @@ async def read_request(method: Method, call: Call) -> Message:
     except DecodeError:
         name = method.request.DESCRIPTOR.full_name
         raise InvalidMessage(f"the bytes sent are not a valid {name}") from None
+
+
+async def _read_in_time(call: Call) -> bytes | None:
+    """Wait for the request for `Limits.request_timeout_s`.
+
+    Raises:
+        RpcError: as `Call.read`, or the request did not become complete in time.
+    Cancellation: safe.
+    """
+    limit_s = call.limits.request_timeout_s
+    with trio.move_on_after(limit_s):
+        return await call.read()
+    raise RpcError(
+        StatusCode.DEADLINE_EXCEEDED, f"the request was not complete within {limit_s:g} s"
+    )
 
 
 def status_of(error: Exception) -> Status:

@@ -41,7 +41,7 @@ class RequestBody:
         self._holding = Holding(connection.holder, self._evict, self._grow)
         self.num_received = 0  # bytes
         self.has_request = False  # a message has come, or the body's end
-        self._is_waiting = False  # the call's task waits for that
+        self._is_waiting = False  # the call's task waits for a message
         self._is_closed = False
         self._account.owe(accounts.WAITING_CALL)
         limits = connection.limits
@@ -52,6 +52,11 @@ class RequestBody:
     def is_faulty(self) -> bool:
         """Whether the request is malformed, or too large."""
         return self.reader.error is not None and not self._is_closed
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message waits to be taken."""
+        return bool(self.reader.messages)
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes."""
@@ -75,13 +80,13 @@ class RequestBody:
 
     def take(self) -> tuple[bytes, bool]:
         """Remove and return the first message, and whether it came compressed."""
-        taken = self.reader.take()
+        taken, self._is_waiting = self.reader.take(), False
         self._count()
         return taken
 
     def note_waiting(self) -> None:
-        """Count the call itself, beside its bytes, while it waits for its first message."""
-        if not (self.has_request or self._is_waiting):
+        """Count the call itself, beside its bytes, while it waits for its next message."""
+        if not self._is_waiting:
             self._is_waiting = True
             self._count()
 
@@ -95,6 +100,8 @@ class RequestBody:
     def close(self) -> None:
         """Drop what has come and what will come, as the call has ended or takes no more messages.
         Now: the objects refer to each other, and Python looks for such garbage seldom."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self.reader.fail(TooManyHeld("the call takes no more messages"))
         self._held.set_bytes(self._holding, 0)
@@ -108,7 +115,7 @@ class RequestBody:
             self.note_request()
         self._count()
         if reader.is_amid_message:
-            self._held.ask_to_grow(self._holding)
+            self._held.ask_to_grow(self._holding, reader.num_missing)
         else:
             self._stream.release()
         if reader.messages or reader.error is not None:

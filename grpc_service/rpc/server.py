@@ -55,7 +55,7 @@ class RpcServer:
             start_limiter=StartLimiter(self.limits.starts_per_turn),
             share=FairShareLimiter(self.limits.share_s, self.limits.parts_per_turn),
             overhead=OverheadLimiter(self.limits.overhead_share, self.limits.overhead_burst_s),
-            held=HeldBytes(self.limits, trio.current_time, self._on_full),
+            held=HeldBytes(self.limits, trio.current_time, self._on_short),
             decompressing=FairLock(),
             serve_call=serve_call,
             on_progress=self._on_progress,
@@ -65,7 +65,9 @@ class RpcServer:
         self._num_open: Counter[str] = Counter()  # transports, also before they are ready
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
-        self._is_full = trio.Event()  # the server keeps too many bytes
+        self._is_short = (
+            trio.Event()
+        )  # the server keeps too many bytes, or a request waits for room
         self._progress = trio.Event()  # a call or a connection has ended, or output was sent
 
     @property
@@ -112,15 +114,15 @@ class RpcServer:
                 await self._progress.wait()
         self._serving.cancel(reason="the server stops")
 
-    def _on_full(self) -> None:
-        self._is_full.set()
+    def _on_short(self) -> None:
+        self._is_short.set()
 
     async def _make_room(self) -> None:
         """End calls that make no progress, also while nothing else happens."""
         while True:
-            await self._is_full.wait()
-            self._is_full = trio.Event()
-            while self._shared.held.is_full:
+            await self._is_short.wait()
+            self._is_short = trio.Event()
+            while self._shared.held.is_short:
                 await trio.sleep(LOOK_S)
                 self._shared.held.make_room()
 

@@ -57,6 +57,8 @@ class Wire:
     bytes that the server can send before it has to wait. `open` waits for ``ready``.
     """
 
+    opening_s = 0.0
+
     def __init__(self) -> None:
         self.incoming = bytearray()
         self.outgoing = bytearray()

@@ -10,6 +10,7 @@ import trio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from trio.testing import wait_all_tasks_blocked
 
+from engine.errors import Overloaded
 from engine.status import Capability, ModelState, ModelStatus
 from grpc_service.app import health
 from grpc_service.app.health import HealthServicer, apply_states, model_states
@@ -129,9 +130,10 @@ def test_a_watcher_gets_every_change_and_nothing_else():
 class Watcher:
     """A watcher's call, whose client reads when the test lets it. It is its own RPC record."""
 
-    def __init__(self, *, is_stalled):
+    def __init__(self, *, is_stalled, address="a"):
         self.written, self.gate = [], trio.Event()
-        self.call = self
+        self.call = self.connection = self
+        self.address = address
         if not is_stalled:
             self.gate.set()
 
@@ -156,14 +158,34 @@ async def test_a_watcher_that_does_not_read_delays_nobody_and_misses_past_change
     assert servicer.num_watchers == 2
 
 
-def test_watchers_are_bounded(monkeypatch):
+async def test_watchers_are_bounded_and_one_address_refuses_no_other(nursery, monkeypatch):
+    monkeypatch.setattr(health, "WATCHERS_MAX", 3)
+    servicer, request, ends = HealthServicer(), health_pb2.HealthCheckRequest(), []
+
+    async def watch_until_refused(name, address):
+        try:
+            await servicer.Watch(request, Watcher(is_stalled=False, address=address))
+        except Overloaded:
+            ends.append(name)
+
+    names = [("bad 0", "bad"), ("bad 1", "bad"), ("bad 2", "bad"), ("good", "good"), ("last", "c")]
+    for name, address in names:
+        nursery.start_soon(watch_until_refused, name, address)
+        await wait_all_tasks_blocked()
+        assert servicer.num_watchers <= 3
+    assert ends == ["bad 0", "bad 1"]
+
+
+def test_too_many_watchers_get_a_status(monkeypatch):
     monkeypatch.setattr(health, "WATCHERS_MAX", 1)
 
     async def main(channel, servicer):
         first = watch(channel, "")
         await first.read()
+        second = watch(channel, "")
+        await second.read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await watch(channel, "").read()
+            await first.read()
         return caught.value.code()
 
     assert run_health(main) is grpc.StatusCode.RESOURCE_EXHAUSTED

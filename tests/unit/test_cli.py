@@ -58,6 +58,7 @@ OTHER = {
     "device": ("cpu", '"cpu"'),
     "max_model_len": ("512", "512"),
     "max_num_seqs": ("64", "64"),
+    "max_drawings": ("2", "2"),
     "max_num_batched_tokens": ("512", "512"),
     "max_image_pixels": ("1000000", "1000000"),
     "step_time_target": ("0.5", "0.5"),

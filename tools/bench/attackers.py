@@ -105,6 +105,11 @@ def repeat(piece: bytes) -> Callable[[], Iterator[bytes]]:
     return run
 
 
+def bare(block: bytes) -> Callable[[], Iterator[bytes]]:
+    """Return an attack that begins calls for ever that have these headers and nothing else."""
+    return calls(lambda stream: headers(stream, block, is_last=True))
+
+
 def calls(make: Callable[[int], bytes], num_at_once: int = 100) -> Callable[[], Iterator[bytes]]:
     """Return an attack that begins calls for ever; ``make`` returns the bytes of one."""
 
@@ -225,6 +230,7 @@ class Attack:
 
 
 OPEN = headers(1, request())
+INCOMPLETE = block_of([(b":method", b"POST")])
 ATTACKS = {
     "window updates of a stream": Attack(after(OPEN, repeat(window(1, 1)))),
     "window updates of the connection": Attack(repeat(window(0, 1))),
@@ -234,15 +240,9 @@ ATTACKS = {
             OPEN + frame(raw.RST_STREAM, 0, 1, CANCEL), repeat(frame(raw.RST_STREAM, 0, 1, CANCEL))
         )
     ),
-    "GET calls": Attack(
-        calls(lambda stream: headers(stream, request(method=b"GET"), is_last=True))
-    ),
-    "unknown methods": Attack(
-        calls(lambda stream: headers(stream, request(b"/x.Y/Z"), is_last=True))
-    ),
-    "malformed calls": Attack(
-        calls(lambda stream: headers(stream, block_of([(b":method", b"POST")])))
-    ),
+    "GET calls": Attack(bare(request(method=b"GET"))),
+    "unknown methods": Attack(bare(request(b"/x.Y/Z"))),
+    "malformed calls": Attack(calls(lambda stream: headers(stream, INCOMPLETE))),
     "empty DATA (CVE-2019-9518)": Attack(after(OPEN, repeat(frame(raw.DATA, 0, 1)))),
     "DATA of one byte": Attack(after(OPEN, repeat(data(1, b"\0"))), keeps_windows=True),
     "PRIORITY (CVE-2019-9513)": Attack(repeat(frame(raw.PRIORITY, 0, 3, b"\0\0\0\0\x10"))),
@@ -268,9 +268,7 @@ ATTACKS = {
             repeat(b"".join(window(stream, 1) for stream in range(1, 9, 2))),
         )
     ),
-    "headers without names (CVE-2019-9516)": Attack(
-        calls(lambda stream: headers(stream, block_of([(b"", b"")] * 100), is_last=True))
-    ),
+    "headers without names (CVE-2019-9516)": Attack(bare(block_of([(b"", b"")] * 100))),
     "CONTINUATION (CVE-2024-27316)": Attack(
         after(
             frame(raw.HEADERS, 0, 1, request()), repeat(frame(raw.CONTINUATION, 0, 1, b"\0\1x\1y"))
@@ -297,9 +295,7 @@ ATTACKS = {
     "gzip bombs": Attack(calls(bomb), keeps_windows=True),
     "gzip bombs of images": Attack(calls(image_bomb, 25), keeps_windows=True),
     "images that are none": Attack(no_images, keeps_windows=True),
-    "header table churn": Attack(
-        calls(lambda stream: headers(stream, CHURN + request(), is_last=True))
-    ),
+    "header table churn": Attack(bare(CHURN + request())),
     "HPACK bomb (CVE-2016-6581)": Attack(hpack_bomb),
 }
 

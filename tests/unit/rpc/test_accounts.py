@@ -23,7 +23,7 @@ from grpc_service.rpc.accounts import (
 )
 from grpc_service.rpc.fairness import TURN_S, OverheadLimiter
 from grpc_service.rpc.limits import Limits
-from grpc_service.rpc.sockets import address_of
+from grpc_service.rpc.sockets import TlsTransport, address_of
 from grpc_service.rpc.status import StatusCode
 from grpc_service.rpc.testing import PEER, Client, Wire, framed
 from tests.support.rpc_calls import echo, serving, wait
@@ -132,6 +132,22 @@ async def test_who_connects_anew_waits_for_what_is_owed_and_others_do_not(autoju
         assert not running.connections
         await trio.sleep(0.1 * waits_s)
         assert running.connections
+
+
+@pytest.mark.parametrize("num_calls", [0, 10])
+async def test_a_handshake_that_brought_no_call_costs_its_address_time(autojump_clock, num_calls):
+    """A client that did nothing but handshakes of TLS took 0.6 of a core."""
+    async with serving(echo) as running:
+        client = Client(Wire())
+        client.wire.opening_s = TlsTransport.opening_s
+        running.listener.arrive(client.wire)
+        for _ in range(num_calls):
+            assert (await client.request("a.B/C", b"a")).code is StatusCode.OK
+        await client.settle()
+        client.leave()
+        await client.settle()
+        debt_s = running.server._shared.addresses.take_debt_s(address_of(PEER))
+    assert debt_s == 0 if num_calls else debt_s > TlsTransport.opening_s > 0
 
 
 async def test_a_failed_call_owes_for_the_bytes_of_its_request(autojump_clock, monkeypatch):

@@ -91,10 +91,10 @@ def test_beyond_the_limit_requests_wait_and_go_on_in_their_order():
     room.held.set_bytes(full, 90)
     for holding in (one, other):
         room.held.set_bytes(holding, 10)
-        room.held.ask_to_grow(holding)
-    assert room.grown == [one]  # there was just room
+        room.held.ask_to_grow(holding, 50)
+    assert room.grown == [one]
     room.held.set_bytes(one, 30)
-    room.held.ask_to_grow(one)
+    room.held.ask_to_grow(one, 30)
     assert room.grown == [one, one], "the first one goes on"
     room.held.set_bytes(full, 0)
     assert room.grown == [one, one, other]
@@ -133,6 +133,62 @@ def test_beyond_twice_the_limit_calls_end_although_they_progress():
     assert room.evicted == [other]
 
 
+def test_large_requests_do_not_fill_the_room_by_halves():
+    """Each of them is as large as all of the room, and they take what they are given at once."""
+    room, whole, peak = Room(), LIMITS.held_bytes, 0
+    holdings = [room.holding(f"address {number}") for number in range(10)]
+    missing = dict.fromkeys(holdings, whole)
+    room.grown += holdings
+    while room.grown:
+        one = room.grown.pop(0)
+        missing[one] -= 1
+        room.held.set_bytes(one, whole - missing[one])
+        peak = max(peak, room.held.num_bytes)
+        if missing[one]:
+            room.held.ask_to_grow(one, missing[one])
+        else:
+            room.held.set_bytes(one, 0)
+    assert not any(missing.values())
+    assert peak <= 1.2 * whole
+    assert not room.evicted
+
+
+def test_a_small_request_does_not_wait_behind_large_ones():
+    room = Room()
+    large, other, small = room.holding("b"), room.holding("c"), room.holding("c")
+    for holding, num_missing in ((large, 150), (other, 150), (small, 10)):
+        room.held.set_bytes(holding, 10)
+        room.held.ask_to_grow(holding, num_missing)
+    assert room.grown == [large, small]
+
+
+def test_a_client_that_sends_slowly_keeps_no_other_address_waiting():
+    room = Room()
+    bad = [room.holding("bad", holder=Holder("bad")) for _ in range(4)]
+    good, other = room.holding("good"), room.holding("bad")
+    for holding in bad:
+        room.held.set_bytes(holding, 24)
+        room.held.ask_to_grow(holding, 1)
+    for holding in (good, other):
+        room.held.set_bytes(holding, 5)
+        room.held.ask_to_grow(holding, 20)
+    assert good in room.grown
+    assert other not in room.grown
+    assert not room.evicted
+
+
+def test_what_stalls_ends_while_a_request_waits_for_room():
+    room = Room()
+    stalled, other = room.holding(), room.holding("b")
+    room.held.set_bytes(stalled, 60)
+    room.held.ask_to_grow(stalled, 1)
+    room.now = 2.0
+    room.held.set_bytes(other, 10)
+    room.held.ask_to_grow(other, 60)
+    assert room.evicted == [stalled]
+    assert room.grown == [stalled, other]
+
+
 ACTS = st.tuples(st.integers(0, 5), st.integers(0, 150), st.booleans())
 
 
@@ -145,7 +201,7 @@ def test_the_books_are_right_and_never_beyond_twice_the_limit_for_long(acts):
         holding = holdings[which]
         room.held.set_bytes(holding, size)
         if asks and holding.num_bytes:
-            room.held.ask_to_grow(holding)
+            room.held.ask_to_grow(holding, size)
         assert room.held.num_bytes == sum(one.num_bytes for one in holdings)
         assert room.held.num_bytes <= 2 * LIMITS.held_bytes
         by_address = room.held._by_address
@@ -329,6 +385,29 @@ async def test_calls_that_wait_for_their_requests_are_bounded(autojump_clock):
             bad.send(call, framed(b"b"), is_last=True)
         await bad.settle()
         assert {bad.ends[call] for call in left} == {"0"}
+        assert running.server._shared.held.num_bytes == 0
+
+
+async def test_calls_that_wait_for_another_message_are_bounded(autojump_clock):
+    limits = Limits(held_bytes=100 * CALL_BYTES, budget=math.inf, overhead_burst_s=math.inf)
+    async with serving(answering(echo), limits) as running:
+        bad, good = await running.connect(), await running.connect()
+        talk = good.call(b"a", is_last=False)
+        calls = [bad.call(b"a", is_last=False) for _ in range(300)]
+        await bad.settle()
+        await good.settle()
+        await trio.sleep(3 * limits.held_stall_s)
+        await bad.settle()
+        assert len(bad.ends) >= 200
+        assert set(bad.ends.values()) == {str(int(StatusCode.RESOURCE_EXHAUSTED))}
+        good.send(talk, framed(b"b"), is_last=True)
+        await good.settle()
+        assert good.messages[talk] == [b"a", b"b"]
+        assert good.ends == {talk: "0"}
+        for call in calls:
+            if call not in bad.ends:
+                bad.send(call, b"", is_last=True)
+        await bad.settle()
         assert running.server._shared.held.num_bytes == 0
 
 

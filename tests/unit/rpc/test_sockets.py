@@ -7,6 +7,7 @@ import itertools
 import os
 import socket
 import ssl
+import time
 
 import pytest
 import trio
@@ -202,12 +203,20 @@ async def test_a_tls_client_without_http2_is_refused(tls_context, authority, pro
             raise AssertionError("the connection was opened")
 
 
+def tcp_pair():
+    """Return both ends of a connection over loopback; the second one does not block."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    ours.setblocking(False)
+    return theirs, ours
+
+
 @pytest.mark.parametrize("number", range(10))
 async def test_a_tls_client_that_breaks_the_protocol_reads_why(tls_context, authority, number):
     """A socket that is closed with bytes unread would be reset, and the reason lost."""
     server = RpcServer(wait)
-    theirs, ours = socket.socketpair()
-    ours.setblocking(False)
+    theirs, ours = tcp_pair()
     garbage = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\1\0\0\0\0\0\0x" + bytes(number * 1000)
 
     def talk():
@@ -215,6 +224,10 @@ async def test_a_tls_client_that_breaks_the_protocol_reads_why(tls_context, auth
         with client.sock:
             client.sock.do_handshake()
             client.sock.sendall(garbage)
+            time.sleep(0.02)
+            for _ in range(5):  # what comes behind the fault
+                client.sock.sendall(bytes(10_000))
+                time.sleep(0.002)
             return client.read_all()
 
     async with trio.open_nursery() as nursery:
