@@ -4,17 +4,20 @@ Rule 1: images become files in threads, one at a time for each request, in the r
 What comes meanwhile waits behind them, so that the reader has everything in order. Rule 2: an event
 of the core keeps its slot of the stream's credit until the reader has taken what was made of it.
 Rule 3: a drawing has succeeded once its reader has taken its images. So a reader that takes none
-ends its request by the stall timeout, and images do not gather for clients that have left.
+ends its request by the stall timeout, and images do not gather for clients that have left. The time
+in which images become files does not count as the reader's.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
+from engine.core.common.events import Tick
 from engine.core.common.types import EndReason
 from engine.core.image.types import Drawn, Stepped
 from engine.errors import DeadlineInfeasible
@@ -84,6 +87,7 @@ class DrawStream(RequestStream[DrawEvent]):
             self._reader.push(Progress(event.step, event.steps))
             return
         self._waiting.append(event)
+        self.credit.waits_until = math.inf
         self._news.set()
 
     def _admit(self, event: Admitted) -> None:
@@ -165,6 +169,14 @@ class DrawStream(RequestStream[DrawEvent]):
         if not self.is_closed:
             self._waiting.popleft()
             self._reader.push(made)
+            if not self._waiting:
+                self._count_stall()
+
+    def _count_stall(self) -> None:
+        """Let the stall timeout of the reader begin now, if it has not begun."""
+        self.credit.waits_until = trio.current_time()
+        if self.credit.starved and self.replica is not None:
+            self.replica.loop.post(Tick())  # so that the loop looks when that is over
 
     async def _file_of(self, image: RawImage) -> bytes:
         assert self._in_thread is not None

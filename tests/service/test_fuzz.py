@@ -20,7 +20,13 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, inference_pb2, models_pb2
+from grpc_service._generated.triolet.v1 import (
+    common_pb2,
+    control_pb2,
+    images_pb2,
+    inference_pb2,
+    models_pb2,
+)
 from tests.support import http2
 from tests.support.core_driver import expected_tokens
 from tests.support.fuzz import messages, nearly_right
@@ -51,6 +57,9 @@ SERVED = {
     "Inference/Generate": inference_pb2.GenerateRequest(text="Once", sampling={"max_tokens": 9}),
     "Inference/Embed": inference_pb2.EmbedRequest(inputs=[{"text": "Once"}, {"image": picture()}]),
     "Inference/Rerank": inference_pb2.RerankRequest(query="Who?", documents=["Me"]),
+    "Inference/GenerateImage": images_pb2.GenerateImageRequest(
+        prompt="Once", steps=2, width=32, source={"image": picture()}, strength=0.9
+    ),
     "Inference/Tokenize": inference_pb2.TokenizeRequest(text="Once"),
     "Inference/Detokenize": common_pb2.DetokenizeRequest(ids=[1, 2, 3]),
 }
@@ -58,9 +67,10 @@ MODELS = (
     {"name": "fake"},
     {"name": "vectors", "capability": "image-embedding"},
     {"name": "ranks", "capability": "rerank"},
+    {"name": "artist", "capability": "text-to-image"},
 )
 CALL_S = 2.0
-READ_MAX = 20
+READ_MAX = 200  # a drawing of 150 steps has fewer messages
 SOON_S = 20.0
 GROWTH_MAX = 48 * 2**20  # guess: memory that allocators keep; a leak of 5,000 streams is far more
 BAD = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}

@@ -27,11 +27,14 @@ from engine.core.common.events import (
 )
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import Encoded
+from engine.core.image.scheduler import ImageScheduler
+from engine.core.image.types import Drawn, Stepped
 from engine.core.text.plan import StepPlan
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.sequence import Sequence
 from engine.core.text.types import Preempted, Tokens
 from tools.simulator.encode_watch import EncodeWatch
+from tools.simulator.image_watch import ImageWatch
 from tools.simulator.pace_watch import PaceWatch
 
 if TYPE_CHECKING:
@@ -41,10 +44,12 @@ if TYPE_CHECKING:
     from engine.core.common.events import InputEvent, Journaled, OutputEvent
     from engine.core.common.types import SequenceId
     from engine.core.encode.types import EncodePlan
+    from engine.core.image.types import ImagePlan
     from engine.core.text.lifecycle import Event
 
     _Planned = tuple[StepPlan | None, list[OutputEvent]]
     _EncodePlanned = tuple[EncodePlan | None, list[OutputEvent]]
+    _ImagePlanned = tuple[ImagePlan | None, list[OutputEvent]]
 
 EVENTS_PER_REQUEST = 500  # the worst of 1000 drawn worlds needs 60; beyond it something spins
 
@@ -103,6 +108,7 @@ class CoreWatch:
         self._planner: Scheduler | None = None
         self.num_deaths = 0
         self._encoders: dict[EncodeScheduler, EncodeWatch] = {}
+        self._artists: dict[ImageScheduler, ImageWatch] = {}
         self._paces: dict[Scheduler, PaceWatch] = {}
 
     def note(self, event: Journaled) -> None:
@@ -152,7 +158,9 @@ class CoreWatch:
             case Refused(request_id, error):
                 if request_id in self._live and error.reason != "DUPLICATE_REQUEST":
                     return "refused after it was admitted"
-            case Encoded(request_id) if request_id not in self._live:
+            case Encoded(request_id) | Stepped(request_id) | Drawn(request_id) if (
+                request_id not in self._live
+            ):
                 return "it has ended, or was never admitted"
             case Tokens() | Finished():
                 return self._judge_choice(event)
@@ -200,7 +208,7 @@ class CoreWatch:
         """Watch all schedulers while the block runs.
 
         Every change of a sequence's state is counted by its cause, and so is which text model plans
-        and which is paused. Encoders have a watcher of their own.
+        and which is paused. Encoders and image models have watchers of their own.
         """
         verbs = (
             (Sequence, "advance", self._advance),
@@ -209,6 +217,8 @@ class CoreWatch:
             (Scheduler, "prepare", self._prepare),
             (EncodeScheduler, "apply", self._apply_to_encoder),
             (EncodeScheduler, "plan", self._plan_encoder),
+            (ImageScheduler, "apply", self._apply_to_artist),
+            (ImageScheduler, "plan", self._plan_artist),
         )
         originals = [(owner, name, getattr(owner, name)) for owner, name, _ in verbs]
         for (owner, name, watched), (_, _, original) in zip(verbs, originals, strict=True):
@@ -269,6 +279,29 @@ class CoreWatch:
         text = "no plan" if planned[0] is None else planned[0].journal_line()
         self._tell(self._encode_watch_of(scheduler).planned(planned[0], now), text)
         return planned
+
+    def _apply_to_artist(
+        self,
+        apply: Callable[[InputEvent, float], list[OutputEvent]],
+        scheduler: ImageScheduler,
+        event: InputEvent,
+        now: float,
+    ) -> list[OutputEvent]:
+        events = apply(event, now)
+        wrong = self._image_watch_of(scheduler).applied(event, events, now)
+        self._tell(wrong, event.journal_line())
+        return events
+
+    def _plan_artist(
+        self, plan: Callable[[float], _ImagePlanned], scheduler: ImageScheduler, now: float
+    ) -> _ImagePlanned:
+        planned = plan(now)
+        text = "no plan" if planned[0] is None else planned[0].journal_line()
+        self._tell(self._image_watch_of(scheduler).planned(planned[0], now), text)
+        return planned
+
+    def _image_watch_of(self, scheduler: ImageScheduler) -> ImageWatch:
+        return self._artists.setdefault(scheduler, ImageWatch(scheduler))
 
     def _pace_of(self, scheduler: Scheduler) -> PaceWatch:
         return self._paces.setdefault(scheduler, PaceWatch(scheduler.config))

@@ -145,6 +145,7 @@ class DiffusionRunner:
             default_width=width,
             default_height=height,
             max_pixels=loading.max_pixels(pipeline),
+            max_image_pixels=spec.max_image_pixels,
             schedulers=tuple(CLASSES),
             default_scheduler=noise.default,
             multiple_of=max(8, pipeline.latent_scale),
