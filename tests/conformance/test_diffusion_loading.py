@@ -368,4 +368,4 @@ def test_the_estimate_holds_what_a_drawing_takes(tmp_path, arch):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     estimate, taken = map(int, done.stdout.split()[-2:])
-    assert taken <= estimate <= 3 * taken, (estimate, taken)
+    assert taken <= estimate <= 4 * taken, (estimate, taken)
