@@ -336,13 +336,13 @@ def start(
     """Serve, and return the exit code.
 
     ``models`` has fields of ModelConfig and each model's own ``script``. A model with
-    ``capability`` "text-embedding", "image-embedding" or "rerank" is an encoder, and one with
-    "text-to-image" draws; one with ``runner`` "process" is one of `process_fakes`; one whose
-    ``model`` is a directory is a real model, in a `CountedRunner`. ``replicas`` is its number of
-    workers, ``memory_bytes`` what each needs, and ``fails`` how many of its loads fail first.
-    ``script``, ``runner``, ``engine`` and ``server`` are fields of `make_script`, FakeRunner,
-    EngineConfig and ServerConfig. With ``counts`` Trio's steps are counted. With ``is_command`` the
-    server behaves as `triolet serve`.
+    ``capability`` "text-embedding", "image-embedding" or "rerank" is an encoder, one with "vision"
+    reads images in chats, and one with "text-to-image" draws; one with ``runner`` "process" is one
+    of `process_fakes`; one whose ``model`` is a directory is a real model, in a `CountedRunner`.
+    ``replicas`` is its number of workers, ``memory_bytes`` what each needs, and ``fails`` how many
+    of its loads fail first. ``script``, ``runner``, ``engine`` and ``server`` are fields of
+    `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's steps are
+    counted. With ``is_command`` the server behaves as `triolet serve`.
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
     needs = {model["name"]: model.pop("memory_bytes", None) for model in models}
@@ -388,6 +388,7 @@ def start(
             lambda: counter.loads.update([model.name]),
             script=make_script(**own),
             memory_bytes=needs[model.name],
+            sees=model.capability is Capability.VISION,
             **{"block_size": config.block_size} | (runner or {}),
         )
 

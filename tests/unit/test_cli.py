@@ -252,6 +252,11 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
             "[[models]]\nmodel = 'a'\nlasy = true",
             "models[0].lasy is not a setting; did you mean lazy?",
         ),
+        (
+            "[[models]]\nmodel = 'a'\ncapability = 'sight'",
+            "--capability is 'sight'; use text-to-text, text-embedding, rerank, image-embedding, "
+            "vision or text-to-image",
+        ),
         ("[[models]]\nmodel = 'a'\naliases = 'b'", "models[0].aliases must be a list of names"),
         (
             "[[models]]\nmodel = 'a'\n[[models.workers]]\ncount = 0",

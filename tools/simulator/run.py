@@ -39,6 +39,7 @@ from engine.requests.chat_values import Chat
 from engine.requests.draw_values import DrawRequest
 from engine.requests.prepare_drawing import DrawPreparer
 from engine.requests.prepare_inputs import InputPreparer
+from engine.requests.prepare_text import TextPreparer
 from engine.requests.quota import Origin, Quota
 from engine.requests.supervisor import ABORT_MEMORY_S
 from engine.requests.text_stream import TextStream
@@ -49,8 +50,8 @@ from engine.worker.interface import EncoderKind
 from grpc_service.access.unread_calls import UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
-from tools.simulator import adapters, drawings, pool_faults, resumption
-from tools.simulator.clients import BAD_FORM, FRAGILE, SLEEPY
+from tools.simulator import adapters, drawings, pool_faults, resumption, seeing
+from tools.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 from tools.simulator.drafters import drafter_of_world, model_of_world
 from tools.simulator.encode_clients import EMBEDDER, RERANKER
@@ -193,6 +194,7 @@ class Simulation:
             load_s=SLEEPY_LOAD_S if model.name == SLEEPY else 0.5,
             encode_s=5 * world.step_s,
             decode_s=world.step_s / 5,
+            image_s=world.step_s / 10,
             chat_template="<think></think><tool_call></tool_call>",  # the parser looks for both
             load_error=self._draw_load_error(model.name),
             eos_at=is_end if world.has_ends else None,
@@ -226,6 +228,7 @@ class Simulation:
             block_size=world.block_size,
             max_model_len=world.config.max_model_len or 0,
             script=script,
+            sees=seeing.FAULT in world.faults and model.name == MODEL,
         )
         runner.broken_at = world.broken_at_step
         return runner
@@ -809,9 +812,11 @@ class Simulation:
             if generation.credit.reserved and not has_lost_steps:
                 raise Violation(f"{generation} has slots promised to no step")
         for preparer in engine._supervisor._preparers.values():
-            has_images = isinstance(preparer, InputPreparer | DrawPreparer)
+            has_images = isinstance(preparer, InputPreparer | DrawPreparer | TextPreparer)
             if has_images and (held := preparer.image_memory.num_bytes):
                 raise Violation(f"{held} bytes of images are held at rest")
+        if files := engine._supervisor.image_files.num_bytes:
+            raise Violation(f"{files} bytes of images' files are counted at rest")
         for quota in (self._quota, self._holder):
             if quota.queued_tokens or quota.num_requests:
                 held = f"{quota.num_requests} requests and {quota.queued_tokens} tokens"

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from engine.core.encode.types import EncodePlan
     from engine.core.image.types import ImagePlan
     from engine.core.text.lifecycle import Event
+    from engine.core.text.types import PromptImage
 
     _Planned = tuple[StepPlan | None, list[OutputEvent]]
     _EncodePlanned = tuple[EncodePlan | None, list[OutputEvent]]
@@ -104,6 +105,7 @@ class CoreWatch:
         self._submitted: dict[str, Submit] = {}
         self._live: dict[str, _Choices] = {}
         # Events do not name their model, and models may apply a pause at different times.
+        self._images: dict[tuple[Scheduler | None, SequenceId], tuple[PromptImage, ...]] = {}
         self._pauses: dict[Scheduler, PauseMode | None] = {}
         self._planner: Scheduler | None = None
         self.num_deaths = 0
@@ -192,6 +194,8 @@ class CoreWatch:
             return f"{len(named)} sequences of at most {config.max_num_seqs}"
         if plan.num_tokens > config.max_num_batched_tokens:
             return f"{plan.num_tokens} tokens of at most {config.max_num_batched_tokens}"
+        if (cost := self._image_cost(plan)) > config.max_num_batched_tokens - plan.num_tokens:
+            return f"{cost} for images beside {plan.num_tokens} tokens"
         if set(named) & set(plan.released):
             return "a sequence is released and computed"
         pause = self._pauses.get(self._planner) if self._planner is not None else None
@@ -200,6 +204,18 @@ class CoreWatch:
         if plan.admitted and pause is not None:
             return "a start while the engine is paused"
         return ""
+
+    def _image_cost(self, plan: StepPlan) -> int:
+        """Return what encoding the images that begin in a step costs, 0 for one image alone."""
+        own = self._planner
+        self._images |= {(own, one.sequence): one.images for one in plan.admitted if one.images}
+        met = [
+            image.cost
+            for row in plan.rows
+            for image in self._images.get((own, row.sequence), ())
+            if row.start <= image.start < row.start + row.count
+        ]
+        return sum(met) if len(met) > 1 else 0
 
     # ---- the schedulers' verbs
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
-from tools.simulator import adapters, drawings, pool_faults, resumption
+from tools.simulator import adapters, drawings, pool_faults, resumption, seeing
 from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_client
 from tools.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
 from tools.simulator.oracle import MAX_MODEL_LEN
@@ -41,6 +41,7 @@ FAULTS = (
     pool_faults.FAULT,
     resumption.FAULT,
     adapters.FAULT,
+    seeing.FAULT,
     drawings.FAULT,
 )
 SHARES = {  # of worlds that have the fault; these faults end a world early, or take much from it
@@ -50,8 +51,8 @@ SHARES = {  # of worlds that have the fault; these faults end a world early, or 
     "engine_cancelled": 0.1,
     "broken_runner": 0.1,
 }
-# The faults that the world's own numbers draw; the last four are drawn separately.
-DRAWN = FAULTS[:-4]
+# The faults that the world's own numbers draw; the last five are drawn separately.
+DRAWN = FAULTS[:-5]
 LOAD_ERRORS = ("refused", "raised", "exited")
 
 
@@ -104,6 +105,8 @@ def draw_world(
         drawn |= {resumption.FAULT}
     if adapters.is_drawn(seed):
         drawn |= {adapters.FAULT}
+    if seeing.is_drawn(seed):
+        drawn |= {seeing.FAULT}
     if drawings.is_drawn(seed):
         drawn |= {drawings.FAULT}
     active = drawn if faults is None else faults
@@ -140,6 +143,8 @@ def draw_world(
         clients = resumption.cut(seed, clients)
     if adapters.FAULT in active:
         config, clients = adapters.add(config), adapters.ask(seed, clients)
+    if seeing.FAULT in active:
+        config, clients = seeing.add(config), seeing.show(seed, clients)
     if drawings.FAULT in active:
         config = drawings.add(seed, config)
         few, buffer = max(1, num_requests // 5), config.stream_buffer

@@ -110,7 +110,8 @@ class Drafts:
         if step is None or not is_allowed:
             return
         rows = step.rows
-        room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - len(rows)
+        used = len(rows) + step.image_cost
+        room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - used
         if room <= 0 or any(row.count > 1 for row in rows):
             return
         left = num_offers = len(offers)
