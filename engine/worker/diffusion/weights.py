@@ -33,7 +33,7 @@ MODULES: dict[str, Any] = {
     "text_encoder_2": transformers.CLIPTextModelWithProjection,
 }
 # What the layers of an autoencoder's attention are called in older files.
-# Source: diffusers' `_fix_state_dict_keys_on_load`.
+# Source: diffusers 0.42, `models/modeling_utils.py`.
 OLDER_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 OLDER = re.compile(r"(?<=\.attentions\.\d\.)(query|key|value|proj_attn)(?=\.(weight|bias)$)")
 # CLIP's parameters are below a text_model in published files; transformers' module has it or not.
