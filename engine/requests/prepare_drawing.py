@@ -17,7 +17,7 @@ from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
 from engine.images.errors import BadImage
 from engine.images.fit import read_as
 from engine.images.headers import read_header
-from engine.requests.draw_values import pixel_violations
+from engine.requests.draw_values import SIDE, pixel_violations
 from engine.requests.image_memory import ImageMemory
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _size_of(asked: DrawRequest, info: ImageModelInfo) -> tuple[int, int]:
     """Return the width and height of a request's images.
 
     Raises:
-        InvalidRequest: They follow from the source, which is no image.
+        InvalidRequest: They follow from the source, which is no image, or is too long and narrow.
     """
     if asked.source is None or asked.width is not None or asked.height is not None:
         width = info.default_width if asked.width is None else asked.width
@@ -147,7 +147,11 @@ def _size_of(asked: DrawRequest, info: ImageModelInfo) -> tuple[int, int]:
     sides = (header.width or 1, header.height or 1)
     if header.orientation >= 5:  # it lies on its side
         sides = sides[::-1]
-    return _scaled(sides, info)
+    width, height = _scaled(sides, info)
+    if max(width, height) > SIDE[1]:
+        what = f"has sides in a ratio that gives {width} × {height} pixels, of at most {SIDE[1]}"
+        raise InvalidRequest.of("source.image", f"{what} a side; set width and height")
+    return width, height
 
 
 def _scaled(sides: tuple[int, int], info: ImageModelInfo) -> tuple[int, int]:

@@ -114,6 +114,7 @@ class Inference:
         Cancellation: ends the request.
         """
         asked = draw_codec.decode_draw(request, clients_timeout(rpc.call.time_remaining()))
+        del request  # its source was copied, and it is as large as that
         writer = CallWriter(rpc, self._backend.unread_calls, draw_codec.encode_drawing)
         await self._serve(asked, rpc, writer)
 

@@ -247,6 +247,17 @@ def test_a_preview_is_a_small_image_and_changes_nothing(runners):
     assert np.array_equal(images[-1], plain[0])
 
 
+@pytest.mark.parametrize("size", [(8, 8), (8, 136), (512, 24)], ids=str)
+def test_a_narrow_image_has_a_preview(runners, size):
+    width, height = size
+    drawing = replace(PLAIN, width=width, height=height, steps=1)
+    begin, step = itertools.islice(plans_of(runners["sd"], drawing, SequenceId(1)), 2)
+    run(runners["sd"], begin)
+    preview = run(runners["sd"], replace(step, preview=True))
+    assert min(preview.shape[:2]) >= 1
+    assert max(preview.shape[:2]) == min(128, max(size))
+
+
 # ---- planted faults: each must be seen by the comparison above
 
 
@@ -344,3 +355,10 @@ def test_a_state_has_nothing_that_another_drawing_has(runners):
         if getattr(first, name) is getattr(second, name) and name not in ("is_guided",)
     ]
     assert shared == []
+
+
+def test_a_source_is_not_kept_once_it_was_read(runners):
+    runner, drawing = runners["sd"], with_source(PLAIN)
+    runner.execute(next(plans_of(runner, drawing, SequenceId(1))))
+    assert drawing.source is not None
+    assert runner._states[SequenceId(1)].drawing == replace(drawing, source=None)

@@ -194,6 +194,7 @@ BROKEN = [
     ({"strength": 0.5}, "strength"),
     ({"source": {"image": b""}}, "source.image"),
     ({"source": {"image": b"http://a/b.png"}}, "source.image"),
+    ({"source": {"image": white_png(1, 400_000)}}, "source.image"),  # 17,528 pixels high, drawn
     ({"source": {"image": white_png(8, 8)}, "strength": 0.0}, "strength"),
     ({"source": {"image": white_png(8, 8)}, "strength": 1.1}, "strength"),
     ({"source": {"image": white_png(8, 8)}, "strength": float("nan")}, "strength"),

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DrawingState:
-    """The state of one drawing, which nothing else reads or changes.
+    """The state of one drawing, which nothing else reads or changes. ``drawing`` has
+    no source any more.
 
     ``latents`` are [images, channels, height, width] and become the images. ``times`` [steps] are
     those of the noise scheduler, and ``step_arguments`` what its step takes beside them.

@@ -9,6 +9,7 @@ Source: issue 28; diffusers 0.42, `__call__` of the text-to-image and image-to-i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class DiffusionModel:
         else:
             latents = self._from_source(drawing, scheduler, times, generator)
         return DrawingState(
-            drawing,
+            replace(drawing, source=None),  # it may be large, and was read
             scheduler,
             times,
             latents,
@@ -99,8 +100,10 @@ class DiffusionModel:
         """Return a small image of what the first image's latents show, whose noise is still seen
         in early steps."""
         latents = self._unscaled(state.latents[:1])
-        factor = min(1.0, PREVIEW_LATENTS / max(latents.shape[-2:]))
-        small = functional.interpolate(latents, scale_factor=factor, mode="area")
+        sides = latents.shape[-2:]
+        factor = min(1.0, PREVIEW_LATENTS / max(sides))
+        size = [max(1, int(side * factor)) for side in sides]  # also of a narrow image
+        small = functional.interpolate(latents, size=size, mode="area")
         return _raw(self.parts.vae.decode(small, return_dict=False)[0])
 
     # ---- their parts
