@@ -2,10 +2,11 @@
 steps and by ``pipe()``, in one process, in turn.
 
 The pipelines are of random weights, of StableDiffusion's and of SDXL's kind, with images of 256 ×
-256 pixels; a denoising step takes 30 to 90 ms on a core, a hundredth of published models', so that what
-a plan costs weighs more here than there. Both sides use the same number of threads, the same seed and steps, and
-decode in tiles of the same size; diffusers' progress bar is off. Bars: our time may be 1.02 × of
-diffusers', also where three drawings take turns step by step, against three calls of ``pipe()``.
+256 pixels; a denoising step takes 30 to 90 ms on a core, a hundredth of published models', so that
+what a plan costs weighs more here than there. Both sides use the same number of threads, the same
+seed and steps, and decode in tiles of the same size; diffusers' progress bar is off. Bars: our time
+may be 1.02 × of diffusers', also where three drawings take turns step by step, against three calls
+of ``pipe()``, and where the drawing goes through the engine in this process, which makes a PNG.
 """
 
 from __future__ import annotations
