@@ -6,11 +6,13 @@ The pipelines are of random weights, of StableDiffusion's and of SDXL's kind, wi
 what a plan costs weighs more here than there. Both sides use the same number of threads, the same
 seed and steps, and decode in tiles of the same size; diffusers' progress bar is off. Bars: our time
 may be 1.02 × of diffusers', also where three drawings take turns step by step, against three calls
-of ``pipe()``, and where the drawing goes through the engine in this process, which makes a PNG.
+of ``pipe()``, and where the drawing goes through the engine in this process, until its PNG is
+there, against ``pipe()`` and Pillow.
 """
 
 from __future__ import annotations
 
+import io
 import tempfile
 import time
 from dataclasses import replace
@@ -18,18 +20,30 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine import DrawRequest, GeneratedImage
+from engine.api.blocking import open_engine
+from engine.config import ModelConfig
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.image.types import Drawing, ImagePlan, ImageVerb
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.make_diffusion import ARCHS, make
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
+    from engine.api.blocking import Engine
     from engine.worker.diffusion.runner import DiffusionRunner
     from engine.worker.image_interface import ImageModelInfo
 
-MEASURES = ("engine/core/image/types.py", "engine/worker/diffusion", "engine/worker/forward")
+MEASURES = (
+    "engine/api",
+    "engine/core/common",
+    "engine/core/image",
+    "engine/replica",
+    "engine/requests",
+    "engine/worker/diffusion",
+    "engine/worker/forward",
+)
 
 SIZE = 32  # latents across
 WIDTH = 32  # channels of the unet's first block
@@ -63,14 +77,31 @@ def by_steps(runner: DiffusionRunner, info: ImageModelInfo, count: int) -> float
     return time.perf_counter() - start
 
 
-def by_calls(pipe: Any, count: int) -> float:
-    """Draw the same images by one call of diffusers' pipeline each; return the seconds."""
+def by_engine(eng: Engine) -> float:
+    """Draw one image through the engine; return the seconds until its file is there."""
+    start = time.perf_counter()
+    request = DrawRequest(
+        prompt=DRAWING.prompt,
+        negative_prompt=DRAWING.negative_prompt,
+        width=DRAWING.width,
+        height=DRAWING.height,
+        steps=DRAWING.steps,
+        guidance=DRAWING.guidance_scale,
+        seed=DRAWING.seed,
+    )
+    assert any(isinstance(event, GeneratedImage) for event in list(eng.draw(request)))
+    return time.perf_counter() - start
+
+
+def by_calls(pipe: Any, count: int, *, with_file: bool = False) -> float:
+    """Draw the same images by one call of diffusers' pipeline each; ``with_file`` makes PNGs of
+    them. Return the seconds."""
     import torch
 
     torch.set_num_threads(THREADS)
     start = time.perf_counter()
     for number in range(count):
-        pipe(
+        images = pipe(
             prompt=DRAWING.prompt,
             negative_prompt=DRAWING.negative_prompt,
             width=DRAWING.width,
@@ -78,8 +109,10 @@ def by_calls(pipe: Any, count: int) -> float:
             num_inference_steps=DRAWING.steps,
             guidance_scale=DRAWING.guidance_scale,
             generator=torch.Generator("cpu").manual_seed(DRAWING.seed + number),
-            output_type="np",
-        )
+            output_type="pil",
+        ).images
+        if with_file:
+            images[0].save(io.BytesIO(), "PNG")
     return time.perf_counter() - start
 
 
@@ -111,15 +144,23 @@ def measure(directory: Path, arch: str) -> list[Row]:
     rows = []
     for count, what in ((1, "a drawing"), (TOGETHER, f"{TOGETHER} drawings in turn")):
         sides = [partial(by_steps, runner, info, count), partial(by_calls, pipe, count)]
-        ours, theirs = repeat_in_turn(sides, REPEATS_HERE)
-        ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-        rows += [
-            row_of(f"{arch}: {what}, by our steps", ours, "s"),
-            row_of(f"{arch}: {what}, by diffusers' pipe()", theirs, "s"),
-            row_of(f"{arch}: {what}, against pipe()", ratios, "×", bar=BAR),
-        ]
+        rows += against(f"{arch}: {what}", "by our steps", sides)
     runner.close()
+    with open_engine(ModelConfig(str(directory), threads=THREADS)) as eng:
+        sides = [partial(by_engine, eng), partial(by_calls, pipe, 1, with_file=True)]
+        rows += against(f"{arch}: a PNG", "through the engine", sides)
     return rows
+
+
+def against(what: str, how: str, sides: Sequence[Callable[[], float]]) -> list[Row]:
+    """Return the rows of ours and of diffusers', measured in turn."""
+    ours, theirs = repeat_in_turn(sides, REPEATS_HERE)
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    return [
+        row_of(f"{what}, {how}", ours, "s"),
+        row_of(f"{what}, by diffusers' pipe()", theirs, "s"),
+        row_of(f"{what}, against pipe()", ratios, "×", bar=BAR),
+    ]
 
 
 def run() -> list[Row]:
