@@ -69,14 +69,18 @@ def text_encoder(seed: int, *, has_projection: bool, layers: int = 3) -> Any:
     return (CLIPTextModelWithProjection if has_projection else CLIPTextModel)(config)
 
 
-def unet(seed: int, *, is_xl: bool, reads_guidance: bool, size: int) -> Any:
-    """Return a small unet for latents of ``size`` across."""
+def unet(seed: int, *, is_xl: bool, reads_guidance: bool, size: int, width: int) -> Any:
+    """Return a unet of two blocks for latents of ``size`` across, with ``width`` channels in the
+    first block. As in published models, that of StableDiffusion reads the prompt in its first
+    block, and that of SDXL does not."""
     import torch
     from diffusers import UNet2DConditionModel
 
     torch.manual_seed(seed)
+    down = ("CrossAttnDownBlock2D", "DownBlock2D")
     more: dict[str, Any] = {}
     if is_xl:
+        down = ("DownBlock2D", "CrossAttnDownBlock2D")
         more = {
             "addition_embed_type": "text_time",
             "addition_time_embed_dim": 8,
@@ -85,10 +89,10 @@ def unet(seed: int, *, is_xl: bool, reads_guidance: bool, size: int) -> Any:
         }
     return UNet2DConditionModel(
         sample_size=size,
-        block_out_channels=(16, 32),
+        block_out_channels=(width, 2 * width),
         layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        down_block_types=down,
+        up_block_types=tuple(name.replace("Down", "Up") for name in reversed(down)),
         cross_attention_dim=2 * WIDTH if is_xl else WIDTH,
         attention_head_dim=4,
         norm_num_groups=8,
@@ -97,14 +101,15 @@ def unet(seed: int, *, is_xl: bool, reads_guidance: bool, size: int) -> Any:
     )
 
 
-def autoencoder(seed: int) -> Any:
-    """Return a small autoencoder, of which a latent stands for 8 x 8 pixels."""
+def autoencoder(seed: int, width: int) -> Any:
+    """Return an autoencoder, of which a latent stands for 8 x 8 pixels, with ``width`` channels
+    after its first block."""
     import torch
     from diffusers import AutoencoderKL
 
     torch.manual_seed(seed)
     return AutoencoderKL(
-        block_out_channels=(8, 8, 16, 16),
+        block_out_channels=(width // 2, width, width, width),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         layers_per_block=1,
@@ -117,15 +122,16 @@ def autoencoder(seed: int) -> Any:
 
 def make(
     out: Path, arch: str = "sd", *, scheduler: str = "PNDMScheduler", reads_guidance: bool = False,
-    seed: int = 0, size: int = 8,
+    seed: int = 0, size: int = 8, width: int = 16,
 ) -> Path:  # fmt: skip
-    """Write a pipeline whose images have ``size`` latents across; return its directory."""
+    """Write a pipeline whose images have ``size`` latents across; return its directory. ``width``
+    is that of the unet's first block."""
     import diffusers
 
     is_xl = arch == "sdxl"
     parts = {
-        "unet": unet(seed, is_xl=is_xl, reads_guidance=reads_guidance, size=size),
-        "vae": autoencoder(seed + 1),
+        "unet": unet(seed, is_xl=is_xl, reads_guidance=reads_guidance, size=size, width=width),
+        "vae": autoencoder(seed + 1, width),
         "text_encoder": text_encoder(seed + 2, has_projection=False),
     }
     if is_xl:

@@ -101,6 +101,7 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_drawings=config.max_drawings,
         memory_limit=limit,
         seed=config.seed,
         quantization=model.quantization,

@@ -59,6 +59,7 @@ class RunnerSpec:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_drawings: int = 4
     memory_limit: int = 0
     seed: int = 0
     quantization: str = "none"

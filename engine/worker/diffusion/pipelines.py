@@ -101,7 +101,7 @@ def read(directory: Path) -> Pipeline:
         Refusal: it is not served, or a file is missing or broken.
     """
     index = read_json(directory, PIPELINE_INDEX)
-    architecture = str(index.get("_class_name"))
+    architecture = str(index.get("_class_name"))[:200]
     classes = PIPELINES.get(architecture)
     if classes is None:
         served = ", ".join(PIPELINES)
@@ -114,27 +114,32 @@ def read(directory: Path) -> Pipeline:
         if not name.startswith("_") and isinstance(entry, list):
             _check_class(name, entry, classes)
     components = {name: _component(directory, name) for name in WEIGHTS if name in classes}
-    scheduler = read_json(directory / "scheduler", "scheduler_config.json")
+    scheduler = read_json(_folder(directory, "scheduler"), "scheduler_config.json")
     pipeline = Pipeline(directory, architecture, index, components, scheduler)
     _check(pipeline)
     return pipeline
 
 
 def _check_class(name: str, entry: list[Any], classes: dict[str, tuple[str, ...]]) -> None:
-    found = entry[-1] if entry else None
+    found = None if not entry or entry[-1] is None else str(entry[-1])[:200]
     if name in UNUSED or (found is None and name not in classes):
         return
     accepted = classes.get(name)
     if accepted is None:
-        raise Refusal(f"its component {name} ({found}) is not supported")
+        raise Refusal(f"its component {name[:200]} ({found}) is not supported")
     if found not in accepted:
         raise Refusal(f"its {name} is {found}, of which only {', '.join(accepted)} are served")
 
 
-def _component(directory: Path, name: str) -> Component:
+def _folder(directory: Path, name: str) -> Path:
     folder = directory / name
     if not folder.is_dir():
         raise Refusal(f"it has no folder {name}")
+    return folder
+
+
+def _component(directory: Path, name: str) -> Component:
+    folder = _folder(directory, name)
     variant, files = _weight_files(folder, name)
     return Component(folder, read_json(folder, "config.json"), files, variant)
 
@@ -184,7 +189,7 @@ def _check(pipeline: Pipeline) -> None:
         )
     if pipeline.index.get("requires_aesthetics_score"):
         raise Refusal("it is a refiner, which only reworks another model's images")
-    scheduler = pipeline.scheduler.get("_class_name")
+    scheduler = str(pipeline.scheduler.get("_class_name"))[:200]
     if scheduler not in NAMES_OF_CLASSES:
         raise Refusal(
             f"its noise scheduler {scheduler} is not served; put the config of one of "

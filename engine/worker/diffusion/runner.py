@@ -80,8 +80,7 @@ class DiffusionRunner:
             device = pick_device(spec.device)
             pipeline = pipelines.read(resolve(spec.model, spec.revision).directory)
             dtype = pick_dtype(spec.dtype, loading.stored_dtype(pipeline), device)
-            num_bytes = loading.weight_bytes(pipeline, dtype)
-            return estimate_on(device, num_bytes + loading.workspace_bytes(pipeline, dtype))
+            return estimate_on(device, loading.memory_bytes(pipeline, dtype, spec.max_drawings))
 
     def load(self, progress: Callable[[LoadProgress], None]) -> ImageModelInfo:
         """Load the model and draw a first small image.
@@ -132,19 +131,18 @@ class DiffusionRunner:
             log.info("the safety checker of %s is not loaded", short_name(spec.model))
         dtype = pick_dtype(spec.dtype, loading.stored_dtype(pipeline), device)
         progress(LoadProgress("weights"))
-        self._model = model = loading.load(pipeline, device, dtype)
+        self._model = model = loading.load(pipeline, device, dtype, progress)
         prompts, noise, tiles = model.parts.prompts, model.parts.noise, model.parts.tiles
         backend = prompts.tokenizers[0].backend_tokenizer
         self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
         width, height = pipeline.default_size
-        num_bytes = loading.weight_bytes(pipeline, dtype)
         self._info = info = ImageModelInfo(
             architecture=pipeline.architecture,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
             vocab_size=self._tokenizer.vocab_size,
             max_model_len=prompts.num_tokens,
-            memory_bytes=num_bytes + loading.workspace_bytes(pipeline, dtype),
+            memory_bytes=loading.memory_bytes(pipeline, dtype, spec.max_drawings),
             default_width=width,
             default_height=height,
             max_pixels=loading.max_pixels(pipeline),
@@ -198,7 +196,9 @@ class DiffusionRunner:
             assert plan.drawing is not None, "a drawing comes with its first step"
             self._states[plan.sequence] = self._model.encode(plan.drawing)
             return None
-        state = self._states[plan.sequence]
+        state = self._states.get(plan.sequence)
+        if state is None:
+            raise EngineBug(f"a step of {plan.sequence} before its prompt was encoded")
         if plan.verb is ImageVerb.DENOISE:
             self._model.denoise(state, plan.index)
             return self._model.preview(state) if plan.preview else None

@@ -61,15 +61,17 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The open files of one checkpoint, as a context manager.
+    """The open files of one checkpoint, as a context manager. Without the names of ``files``, they
+    are those of transformers' layout.
 
     Raises:
         Refusal: On entering: there are no files, or one is missing, cut short, or not a safetensors
             file.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, files: tuple[str, ...] = ()) -> None:
         self._directory = directory
+        self._names = files
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
@@ -78,7 +80,7 @@ class Checkpoint:
 
     def __enter__(self) -> Checkpoint:
         try:
-            for name in weight_files(self._directory):
+            for name in self._names or weight_files(self._directory):
                 self._open(name)
         except BaseException:
             self._stack.close()

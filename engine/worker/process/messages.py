@@ -27,6 +27,7 @@ from engine.worker.process.channel import PROTOCOL
 if TYPE_CHECKING:
     from engine.core.text.types import Constraint
     from engine.status import Capability
+    from engine.worker.image_interface import ImageModelInfo
     from engine.worker.interface import (
         EncoderInfo,
         EncoderTokenizer,
@@ -71,10 +72,10 @@ class Estimated:
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """The answer to ``load``. ``process_bytes`` are what the process took before the load.
-    ``encoder_tokenizer`` is None for a text model. Of a group's ranks, only the first has a
+    ``encoder_tokenizer`` is None but for an encoder. Of a group's ranks, only the first has a
     ``tokenizer``."""
 
-    info: ModelInfo | EncoderInfo
+    info: ModelInfo | EncoderInfo | ImageModelInfo
     process_bytes: int
     tokenizer: Tokenizer | None
     encoder_tokenizer: EncoderTokenizer | None
