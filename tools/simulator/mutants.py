@@ -836,7 +836,7 @@ MUTANTS = (
         "drafts go beyond the step's budget",
         drafts.Drafts,
         "widen",
-        "min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - len(rows)",
+        "min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - used",
         "DRAFTING_STEP_MAX - len(rows)",
     ),
     Mutant(
