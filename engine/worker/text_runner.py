@@ -456,7 +456,8 @@ class TorchRunner:
                     if may_offer and result.finish is None:
                         offered = offer_of(one)
                         has_model = drafter is not None and one.look_up is not None
-                        result = result._replace(offered=offered, has_model=has_model)
+                        if offered or has_model:
+                            result = result._replace(offered=offered, has_model=has_model)
                 results.append(result)
         return tuple(results)
 

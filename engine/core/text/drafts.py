@@ -47,6 +47,13 @@ class Offer(NamedTuple):
     has_model: bool
 
 
+class Beside(NamedTuple):
+    """The other rows of a step: how many may take drafts of the same drafter, and how many not."""
+
+    others: int
+    idle: int
+
+
 class Draft(NamedTuple):
     """What one row verifies: so many tokens of one drafter."""
 
@@ -70,7 +77,8 @@ class Drafts:
     def offer(self, seq: Sequence, count: int, *, has_model: bool = False) -> None:
         """Note that the worker has ``count`` drafted tokens for the sequence's next row, and
         whether it has a model that may draft them."""
-        self._offers[seq.sequence_id] = Offer(count, has_model)
+        if count or self.purse.is_open:
+            self._offers[seq.sequence_id] = Offer(count, has_model)
 
     def note(
         self, seq: Sequence, drafted: int, accepted: int, *, forced: int, by_model: bool
@@ -113,17 +121,19 @@ class Drafts:
         room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - len(rows)
         if room <= 0 or any(row.count > 1 for row in rows):
             return
-        left = num_offers = len(offers)
         has_model = any(offer.has_model for offer in offers.values())
         may_model = has_model and self.purse.is_open and self.costs.is_known(len(rows))
-        for index, seq in enumerate(step.sequences):
+        looked_up = {name: offer for name, offer in offers.items() if offer.count}
+        usable = offers if may_model else looked_up
+        beside = _beside(len(rows), len(looked_up)), _beside(len(rows), len(offers))
+        left = len(usable)
+        for index, seq in enumerate(step.sequences if usable else ()):
             if room <= 0:
                 return
-            offer = offers.get(seq.sequence_id)
+            offer = usable.get(seq.sequence_id)
             if offer is None:
                 continue
             most, left = -(-room // left), left - 1  # an equal part of what is left
-            beside = (num_offers - 1, max(0, len(rows) - num_offers))
             draft = self._pick(seq, rows[index], offer, most, beside, may_model=may_model)
             if draft.length:
                 rows[index] = self._widened(step, seq, rows[index], draft)
@@ -136,12 +146,13 @@ class Drafts:
         row: Row,
         offer: Offer,
         most: int,
-        beside: tuple[int, int],
+        beside: tuple[Beside, Beside],
         *,
         may_model: bool,
     ) -> Draft:
         """Return what a row should draft: nothing if it is no decode, and never so many tokens that
-        the sequence could become longer than it may."""
+        the sequence could become longer than it may. ``beside`` are the other rows, seen by the
+        look-up and by a draft model."""
         if row.children or row.logits is not Logits.LAST:
             return Draft(0)
         # The planned token is counted as known, so this is how many may still follow it.
@@ -151,18 +162,18 @@ class Drafts:
         if seq.drafting is None:
             seq.drafting = Drafting(Lengths(self._model_share.value, self._model_trials))
         found, models = seq.drafting.by_look_up, seq.drafting.by_model
-        looked_up = min(most, offer.count)
+        looked_up, num_rows = min(most, offer.count), 1 + sum(beside[0])
         has_model = offer.has_model and may_model
-        length, rate = found.best(looked_up, self.costs, *beside) if looked_up else (0, 0.0)
+        length, rate = found.best(looked_up, self.costs, *beside[0]) if looked_up else (0, 0.0)
         if has_model:
-            drawn, rate_of_model = models.best(most, self.costs, *beside)
+            drawn, rate_of_model = models.best(most, self.costs, *beside[1])
             if rate_of_model > rate:
                 return Draft(drawn, by_model=True)
         if length:
             return Draft(length)
-        if looked_up and found.trials.is_due():
+        if looked_up and found.trials.is_due(num_rows):
             return Draft(1)
-        if has_model and models.trials.is_due():
+        if has_model and models.trials.is_due(num_rows):
             return Draft(1, by_model=True)
         return Draft(0)
 
@@ -182,3 +193,7 @@ class Drafts:
             count = min(count, len(seq.blocks) * size - end)
         by_model = draft.by_model and count > 0
         return row._replace(count=1 + count, blocks=delta, drafts=count, by_model=by_model)
+
+
+def _beside(num_rows: int, num_offers: int) -> Beside:
+    return Beside(max(0, num_offers - 1), num_rows - max(1, num_offers))
