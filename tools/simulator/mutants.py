@@ -784,8 +784,8 @@ MUTANTS = (
         "drafts go beyond the step's budget",
         drafts.Drafts,
         "widen",
-        "min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - len(rows)",
-        "DRAFTING_STEP_MAX - len(rows)",
+        "min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - num_rows",
+        "DRAFTING_STEP_MAX - num_rows",
     ),
     Mutant(
         "the step behind a draft is planned ahead",

@@ -10,11 +10,12 @@ Rule 1: the share of a sequence is the mean of its verified tokens, of which eac
 weighs `FIRST_WEIGHT` tokens, so that a few tokens do not decide. Rule 2: a sequence whose drafts do
 not pay tries one token now and then: a look-up's after `TRY_EVERY` offers, because a text may begin
 to repeat itself; a draft model's, of all sequences, after twice as many each time. In a step with
-more rows, it is so many times as many, because all of them wait for it. Rule 3: all
-drafts of a draft model together may cost the share `EARNED` of the time of the other steps, and
-`PURSE_STEPS` steps (`Purse`), and half of that share each time that these are spent, down to
-`EARNED_LEAST`: whatever the estimates say, a model that does not pay switches itself off. Rule 4: costs are measured against steps without drafts. So a draft model waits for
-`PLAIN_FIRST` of them with as many rows, and leaves one out of `PLAIN_EVERY`.
+more rows, it is so many times as many, because all of them wait for it. Rule 3: all drafts of a
+draft model together may cost `PURSE_STEPS` steps and the share `EARNED` of the time of the others
+(`Purse`), or half as much each time that these are spent, down to `EARNED_LEAST`: whatever the
+estimates say, a model that does not pay switches itself off. Rule 4: costs are measured against
+steps without drafts. So a draft model waits for `PLAIN_FIRST` of them with as many rows, and leaves
+one out of `PLAIN_EVERY`.
 """
 
 from __future__ import annotations
@@ -171,11 +172,12 @@ class Lengths:
         best, best_rate = 0, GAIN_LEAST
         chance, expected, drafting = 1.0, 1.0, 1 + others
         a_pass = costs.pass_ratio if self._is_model else 0.0
+        share, num_rows, ratio = self.share.value, drafting + idle, costs.ratio
         for count in range(1, most + 1):
-            chance *= self.share.value
+            chance *= share
             expected += chance
-            gained = (drafting * expected + idle) / (drafting + idle)
-            rate = gained / (costs.ratio(drafting * count) + a_pass * count)
+            gained = (drafting * expected + idle) / num_rows
+            rate = gained / (ratio(drafting * count) + a_pass * count)
             if rate > best_rate:
                 best, best_rate = count, rate
         if best:

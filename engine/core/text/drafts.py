@@ -29,7 +29,13 @@ from engine.core.text.draft_lengths import (
     StepCosts,
     Trials,
 )
-from engine.core.text.plan import DRAFTED_TOKENS_MAX, DRAFTING_STEP_MAX, BlockDelta, Logits
+from engine.core.text.plan import (
+    DRAFTED_TOKENS_MAX,
+    DRAFTING_STEP_MAX,
+    ROW_COUNT,
+    BlockDelta,
+    Logits,
+)
 
 if TYPE_CHECKING:
     from engine.core.common.types import DraftCounts, SequenceId
@@ -118,20 +124,20 @@ class Drafts:
         if step is None or not is_allowed:
             return
         rows = step.rows
-        room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - len(rows)
-        if room <= 0 or any(row.count > 1 for row in rows):
+        num_rows = len(rows)
+        room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - num_rows
+        if room <= 0 or sum(map(ROW_COUNT, rows)) > num_rows:
             return
-        has_model = any(offer.has_model for offer in offers.values())
-        may_model = has_model and self.purse.is_open and self.costs.is_known(len(rows))
-        looked_up = {name: offer for name, offer in offers.items() if offer.count}
-        usable = offers if may_model else looked_up
-        beside = _beside(len(rows), len(looked_up)), _beside(len(rows), len(offers))
-        left = len(usable)
-        for index, seq in enumerate(step.sequences if usable else ()):
-            if room <= 0:
+        looked_up = [name for name, offer in offers.items() if offer.count]
+        has_model = self.purse.is_open and any(offer.has_model for offer in offers.values())
+        may_model = has_model and self.costs.is_known(num_rows)
+        left = len(offers) if may_model else len(looked_up)
+        beside = _beside(num_rows, len(looked_up)), _beside(num_rows, len(offers))
+        for index, seq in enumerate(step.sequences):
+            if room <= 0 or not left:
                 return
-            offer = usable.get(seq.sequence_id)
-            if offer is None:
+            offer = offers.get(seq.sequence_id)
+            if offer is None or not (may_model or offer.count):
                 continue
             most, left = -(-room // left), left - 1  # an equal part of what is left
             draft = self._pick(seq, rows[index], offer, most, beside, may_model=may_model)
@@ -196,4 +202,5 @@ class Drafts:
 
 
 def _beside(num_rows: int, num_offers: int) -> Beside:
-    return Beside(max(0, num_offers - 1), num_rows - max(1, num_offers))
+    """Return what is beside a row of a step, ``num_offers`` of whose rows have offers."""
+    return Beside(max(0, num_offers - 1), max(0, num_rows - max(1, num_offers)))

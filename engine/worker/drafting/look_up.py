@@ -47,17 +47,17 @@ class LookUp:
         """Return up to ``most`` tokens that may follow ``tokens`` and then ``behind``, which are
         guesses themselves. The list is empty if the last tokens have not stood before."""
         self._index(tokens)
-        last = [*tokens[-LONG:], *behind][-LONG:]
+        last = [*tokens[-LONG:], *behind][-LONG:] if behind else list(tokens[-LONG:])
         if len(last) < SHORT:
             return []
         long, short = slots = _slots(last, len(self._long) - 1)
         self._slots_at_end = None if behind else slots
-        if place := self._long[long]:
-            if len(last) == LONG and list(tokens[place - LONG : place]) == last:
-                return _continued(tokens, place, behind, most)
-        if place := self._short[short]:
-            if list(tokens[place - SHORT : place]) == last[-SHORT:]:
-                return _continued(tokens, place, behind, min(most, SHORT_DRAFT_MAX))
+        place = self._long[long] if len(last) == LONG else 0
+        if place and list(tokens[place - LONG : place]) == last:
+            return _continued(tokens, place, behind, most)
+        place = self._short[short]
+        if place and list(tokens[place - SHORT : place]) == last[-SHORT:]:
+            return _continued(tokens, place, behind, min(most, SHORT_DRAFT_MAX))
         return []
 
     def _index(self, tokens: Sequence[int]) -> None:
@@ -95,11 +95,11 @@ def _continued(tokens: Sequence[int], place: int, behind: Sequence[int], most: i
 
 def _slots(last: Sequence[int], mask: int) -> tuple[int, int]:
     """Return the slots of the last `LONG` tokens, which says nothing if there are fewer, and of the
-    last `SHORT` ones. They are written out, because each sequence pays for them in each step."""
+    last `SHORT` ones. Both are written out, because each sequence pays for them in each step."""
     c, d, e = last[-3:]
-    short = c * F0 + d * F1 + e * F2
     a, b = last[:2]
-    long = a * F0 + b * F1 + c * F2 + d * F3 + e * F4
+    short = c * F2 + d * F3 + e * F4
+    long = a * F0 + b * F1 + short
     return (long ^ (long >> 17)) & mask, (short ^ (short >> 17)) & mask
 
 
@@ -109,6 +109,6 @@ def _index_many(table: array[int], tokens: Sequence[int], first: int, end: int, 
     count = end - first
     mixed = np.zeros(count, np.int64)
     for index in range(size):
-        mixed += ids[index : index + count] * FACTORS[index]
+        mixed += ids[index : index + count] * FACTORS[index - size]
     slots = (mixed ^ (mixed >> 17)) & (len(table) - 1)
     np.frombuffer(table, np.int32)[slots] = np.arange(first, end, dtype=np.int32)
