@@ -620,17 +620,18 @@ def test_a_look_up_beside_a_draft_model_drafts_no_more_than_without_one():
         script = FakeScript(draft=_for_the_first, draft_model=model, sleep=lambda _: None)
         driver = drafting(script=script, num_blocks=400)
         driver.scheduler._drafts.purse.left = -100.0
+        driver.scheduler._drafts.costs._ratios[0] = 1.3
         driver.submit(make_request("0", [1, 2], max_tokens=100))
         planned.append([])
         while (plan := driver.begin_step()) is not None:
             planned[-1].append(plan.num_drafts)
-            driver.now += 1.2 if plan.num_drafts else 1.0
             driver.end_step()
             if len(planned[-1]) == 20:
                 for index in range(1, 8):
                     driver.submit(make_request(str(index), [index + 1, 2], max_tokens=60))
         driver.check_tokens()
     assert sum(planned[0][:20]) > 10
+    assert sum(planned[0][20:]) <= 2
     assert planned[0] == planned[1]
 
 
