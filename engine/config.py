@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from engine.status import Capability
+from engine.status import Capability
 
 DEMO_MODELS = ("demo-stories", "demo-embed", "demo-rerank")
 IN_PROCESS_BUFFER = 4096  # unread messages of a stream in this process (R7)
@@ -96,7 +94,8 @@ class ModelConfig:
     device: str = "auto"  # auto: the first of cuda, mps and cpu that is available
     dtype: str = "auto"  # auto: depends on the checkpoint and the device
     threads: int = 0  # CPU threads of a step; 0: text models share the cores, encoders have one
-    capability: Capability | None = None  # None: the model's files determine it
+    # None: the model's files determine it. A text is one of Capability's values.
+    capability: Capability | None = None
     runner: str = RUNNERS[0]  # thread: any thread; pinned: always the same; process: its own
     workers: tuple[WorkerConfig, ...] = ()  # empty: one replica with the values above
     quantization: str = "none"  # of a text model's weights; encoders ignore it
@@ -109,6 +108,9 @@ class ModelConfig:
         object.__setattr__(self, "model", os.fspath(self.model))
         if not self.model:
             raise ConfigError("--model is empty")
+        if isinstance(self.capability, str):
+            _one_of("capability", self.capability, tuple(one.value for one in Capability))
+            object.__setattr__(self, "capability", Capability(self.capability))
         _one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _one_of("runner", self.runner, RUNNERS)
         _one_of("quantization", self.quantization, ("none", "int8", "int4"))

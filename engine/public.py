@@ -10,6 +10,13 @@ from engine.core.text.types import Constraint, Tokens
 from engine.errors import TrioletError
 from engine.requests.chat_values import Chat
 from engine.requests.continuation import Continuation, ContinuedChoice
+from engine.requests.draw_values import (
+    DrawingFinished,
+    DrawingStarted,
+    DrawRequest,
+    GeneratedImage,
+    Progress,
+)
 from engine.requests.encode_values import Embedding, EmbedRequest, RerankRequest, Score
 from engine.requests.text_values import (
     AnswerTokens,
@@ -27,6 +34,9 @@ __all__ = [
     "Constraint",
     "Continuation",
     "ContinuedChoice",
+    "DrawRequest",
+    "DrawingFinished",
+    "DrawingStarted",
     "EmbedRequest",
     "Embedding",
     "EndReason",
@@ -34,8 +44,10 @@ __all__ = [
     "EngineConfig",
     "Finished",
     "GenerateRequest",
+    "GeneratedImage",
     "ModelConfig",
     "OutputOptions",
+    "Progress",
     "PromptOptions",
     "RerankRequest",
     "SamplingParams",

@@ -125,7 +125,7 @@ LEVELS = frozenset(
 class Counts:
     """The counters of one replica, or their sums; the names are those of the proto's Totals.
 
-    The first four are sequences of a text model or inputs of an encoder.
+    The first four are sequences of a text model, inputs of an encoder, or drawings.
     """
 
     running: int = 0

@@ -1,10 +1,11 @@
-"""List the text models that are served, from the tables that decide it.
+"""List the text models that are served, and those that read images, from the tables that decide it.
 
     python -m tools.list_models            prints the list
     python -m tools.list_models --check    exits 1 if README.md shows another one
     python -m tools.list_models --write    writes it into README.md
 
-Rule 1: the list comes from `SERVED`, `LISTED` and `UNPAGED_TYPES`; there is no second one.
+Rule 1: the list comes from `SERVED`, `LISTED`, `VISION` and `UNPAGED_TYPES`; there is no second
+one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 from engine.worker.load.architectures import SERVED, UNPAGED_TYPES
+from engine.worker.load.vision_architectures import VISION
 from engine.worker.outline.division_plans import PLANS
 from engine.worker.outline.families import LISTED
 from tools.shown import Shown
@@ -29,6 +31,7 @@ def make_list() -> str:
         ("On a CPU, wholly compiled, also with weights of 8 and 4 bits", compiled),
         ("By transformers' modules, with our attention", stock),
         ("Of both, not divided by `--tensor-parallel-size`", whole),
+        ("Read images in chats", [one.label for one in VISION.values()]),
         ("Refused: transformers' modules cannot have our attention", list(UNPAGED_TYPES)),
     )
     lines = [f"| {how} | {', '.join(names)} |" for how, names in rows]

@@ -86,6 +86,38 @@ def _llava_processor(transformers: Any, tokenizer: Any) -> Any:
     )
 
 
+# As one square and, besides, as two, three or four of them.
+ANYRES = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE], [3 * SIDE, SIDE]]
+
+
+def _llava_next(transformers: Any, ids: dict[str, int]) -> Any:
+    return transformers.LlavaNextForConditionalGeneration(
+        transformers.LlavaNextConfig(
+            vision_config={"model_type": "clip_vision_model", **EYES},
+            text_config={"model_type": "mistral", "tie_word_embeddings": False, **TEXT},
+            image_token_index=ids["<image>"],
+            image_seq_length=(SIDE // PATCH) ** 2,
+            vision_feature_layer=-2,
+            vision_feature_select_strategy="default",
+            image_grid_pinpoints=ANYRES,
+        )
+    )
+
+
+def _llava_next_processor(transformers: Any, tokenizer: Any) -> Any:
+    square = {"height": SIDE, "width": SIDE}
+    images = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": SIDE}, crop_size=square, image_grid_pinpoints=ANYRES
+    )
+    return transformers.LlavaNextProcessor(
+        images,
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
 def _idefics(name: str) -> Callable[[Any, dict[str, int]], Any]:
     def make(transformers: Any, ids: dict[str, int]) -> Any:
         kind = {"Idefics3": "idefics3_vision", "SmolVLM": "smolvlm_vision"}[name]
@@ -112,6 +144,74 @@ def _idefics_processor(name: str) -> Callable[[Any, Any], Any]:
         )
 
     return make
+
+
+GRID = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+GRID_MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
+# The processors' least and most pixels of an image: 4 to 36 tokens.
+GRID_SIZE = {"shortest_edge": 4 * (2 * PATCH) ** 2, "longest_edge": 36 * (2 * PATCH) ** 2}
+GRID_EYES = {"depth": 3, "num_heads": 2, "patch_size": PATCH}
+
+
+def _grid_fields(ids: dict[str, int]) -> dict[str, Any]:
+    names = ("image_token", "vision_start_token", "vision_end_token", "video_token")
+    return {f"{name}_id": ids[token] for name, token in zip(names, GRID, strict=True)}
+
+
+def _grid(
+    name: str, eyes: dict[str, Any], rope: dict[str, Any], *, has_head_dim: bool = False
+) -> Callable[[Any, dict[str, int]], Any]:
+    def make(transformers: Any, ids: dict[str, int]) -> Any:
+        text = {key: one for key, one in TEXT.items() if has_head_dim or key != "head_dim"}
+        settings = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        config = getattr(transformers, f"{name}Config")(
+            vision_config=GRID_EYES | eyes,
+            text_config={"rope_parameters": settings | rope, **text},
+            **_grid_fields(ids),
+        )
+        return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+    return make
+
+
+_qwen2_vl = _grid(
+    "Qwen2VL", {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": TEXT["hidden_size"]}, {}
+)
+# Windows of two by two tokens.
+_qwen2_5_vl = _grid(
+    "Qwen2_5_VL",
+    {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": TEXT["hidden_size"],
+        "window_size": 4 * PATCH,
+        "fullatt_block_indexes": [1],
+    },
+    {},
+)
+_qwen3_vl = _grid(
+    "Qwen3VL",
+    {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": TEXT["hidden_size"],
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    has_head_dim=True,
+)
+
+
+def _grid_processor(transformers: Any, tokenizer: Any) -> Any:
+    class Qwen2VLProcessor(transformers.Qwen2VLProcessor):  # type: ignore[misc]
+        """Without a video processor, which needs more packages."""
+
+        def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+            super().__init__(image_processor, tokenizer)
+
+    images = transformers.Qwen2VLImageProcessorPil(size=GRID_SIZE, patch_size=PATCH)
+    return Qwen2VLProcessor(images, tokenizer)
 
 
 # Of an image's tokens, most are behind the window.
@@ -158,6 +258,10 @@ RECIPES = {
     ),
     "llava": Recipe(("<image>",), "<image>", _llava, _llava_processor),
     "idefics3": Recipe(_TILES, "<image>", _idefics("Idefics3"), _idefics_processor("Idefics3")),
+    "llava_next": Recipe(("<image>",), "<image>", _llava_next, _llava_next_processor),
+    "qwen2_vl": Recipe(GRID, GRID_MARKER, _qwen2_vl, _grid_processor),
+    "qwen2_5_vl": Recipe(GRID, GRID_MARKER, _qwen2_5_vl, _grid_processor),
+    "qwen3_vl": Recipe(GRID, GRID_MARKER, _qwen3_vl, _grid_processor),
     "smolvlm": Recipe(_TILES, "<image>", _idefics("SmolVLM"), _idefics_processor("SmolVLM")),
 }
 

@@ -4,6 +4,7 @@
     python -m tools.measure_demo embed         the embedding model
     python -m tools.measure_demo rerank        the cross-encoder
     python -m tools.measure_demo clip          the model that embeds drawings and texts
+    python -m tools.measure_demo see           the model that answers questions about drawings
 
 `--json FILE` also writes the figures. `--help` after a model's name lists its options.
 """
@@ -19,5 +20,6 @@ if __name__ == "__main__":
             "embed": "tools.demo.measure_embed",
             "rerank": "tools.demo.measure_rerank",
             "clip": "tools.demo.measure_clip",
+            "see": "tools.demo.measure_see",
         }
     )

@@ -6,6 +6,9 @@ python -m tools.train_demo rerank                                the cross-encod
                                                                  with the embedding model's weights
 python -m tools.train_demo draft                                 the story model's draft model
 python -m tools.train_demo clip                                  the model that embeds drawings
+python -m tools.train_demo see                                   the model that answers questions
+                                                                 about drawings, which begins with
+                                                                 the tower of the one before
 """
 
 from __future__ import annotations
@@ -20,5 +23,6 @@ if __name__ == "__main__":
             "embed": "tools.demo.train_embed",
             "rerank": "tools.demo.train_rerank",
             "clip": "tools.demo.train_clip",
+            "see": "tools.demo.train_see",
         }
     )

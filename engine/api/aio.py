@@ -21,6 +21,7 @@ from engine.api import engine as api
 from engine.api import handles
 from engine.api.asked import (
     completion_request,
+    draw_request,
     embed_request,
     generate_request,
     rerank_request,
@@ -42,13 +43,9 @@ if TYPE_CHECKING:
     from engine.core.common.types import Explanation
     from engine.pool.loader import RunnerFactory
     from engine.requests.chat_values import Chat as ChatMessages
-    from engine.requests.encode_values import (
-        AnyRequest,
-        EmbedEvent,
-        EmbedRequest,
-        RerankEvent,
-        RerankRequest,
-    )
+    from engine.requests.draw_values import DrawEvent, DrawRequest
+    from engine.requests.encode_values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
+    from engine.requests.kind import ClientRequest
     from engine.requests.text_values import GenerateRequest, SamplingParams, StreamEvent
     from engine.status import AbortOutcome, EngineStatistics, ModelStatus
     from engine.worker.interface import TokenSpan
@@ -144,7 +141,11 @@ class Engine(_Block):
         """Score every document (`engine.api.engine.Engine.rerank`); as `generate`."""
         return self._submit(rerank_request(request))
 
-    def _submit(self, request: AnyRequest) -> Stream[Any]:
+    def draw(self, request: DrawRequest | str) -> Stream[DrawEvent]:
+        """Draw images of a prompt (`engine.api.engine.Engine.draw`); as `generate`."""
+        return self._submit(draw_request(request))
+
+    def _submit(self, request: ClientRequest) -> Stream[Any]:
         buffer = self.config.in_process_buffer
         return self._stream(
             self, lambda engine, feed: engine.submit(request, buffer=buffer, reader=feed)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
+from engine.requests.draw_values import DrawRequest
 from engine.requests.encode_values import EmbedRequest, RerankRequest
 from engine.requests.field_types import options, wrong_type
 from engine.requests.text_values import GenerateRequest, SamplingParams
@@ -65,6 +66,19 @@ def rerank_request(asked: RerankRequest) -> RerankRequest:
     """Return the request of a call of ``rerank``. Raises TypeError if it is something else."""
     if not isinstance(asked, RerankRequest):
         raise wrong_type("rerank", "an engine.RerankRequest, which has query and documents", asked)
+    return asked
+
+
+def draw_request(asked: DrawRequest | str) -> DrawRequest:
+    """Return the request of a call of ``draw``; a text is a prompt.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(asked, str):
+        return DrawRequest(prompt=asked)
+    if not isinstance(asked, DrawRequest):
+        raise wrong_type("draw", "a text or an engine.DrawRequest", asked)
     return asked
 
 

@@ -18,6 +18,7 @@ import trio
 
 from engine.api.asked import (
     completion_request,
+    draw_request,
     embed_request,
     generate_request,
     rerank_request,
@@ -29,6 +30,7 @@ from engine.core.common.events import Pause, PauseMode, ResetPrefixCache, Resume
 from engine.core.text.types import Tokens
 from engine.errors import ShuttingDown
 from engine.kinds.encode import EncodeKind
+from engine.kinds.image import ImageKind
 from engine.kinds.text import TextKind
 from engine.pool.pool import Pool
 from engine.replica.loop import Unbatched
@@ -54,9 +56,10 @@ if TYPE_CHECKING:
     from engine.replica.replica import AnyRunner
     from engine.replica.telemetry import EngineTelemetry
     from engine.requests.chat_values import Chat
+    from engine.requests.draw_values import DrawEvent, DrawRequest
     from engine.requests.encode_values import EmbedEvent, EmbedRequest, RerankEvent, RerankRequest
     from engine.requests.text_values import GenerateRequest, StreamEvent
-    from engine.status import AbortOutcome, EngineStatistics, ModelStatus
+    from engine.status import EngineStatistics, ModelStatus
     from engine.worker.interface import TokenSpan
 
 
@@ -64,13 +67,14 @@ class Kind(ReplicaKind, RequestKind, Protocol):
     """A kind of work (`engine.kinds`)."""
 
 
-KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind())
+KINDS: tuple[Kind, ...] = (TextKind(), EncodeKind(), ImageKind())
 
 
 class Engine:
     """A running engine; made by `open_engine`. All methods belong to its Trio thread.
 
-    ``submit`` is `Supervisor.submit`, for callers that hand over a reader of their own.
+    ``submit`` is `Supervisor.submit`, for callers that hand over a reader of their own. ``abort``
+    is `Supervisor.abort`, which ends a request for the operator.
     ``registry`` has the configured models, to be looked at only. ``detached`` has the streams that
     clients may attach to, and those that wait for them. ``adapters`` loads and unloads adapters
     (LoRA) while their bases serve.
@@ -80,6 +84,7 @@ class Engine:
         self.config = config
         self.registry = pool.registry
         self.submit = supervisor.submit
+        self.abort = supervisor.abort
         self.detached = supervisor.detached
         self.adapters = pool.adapters
         self._pool = pool
@@ -121,6 +126,15 @@ class Engine:
         """Return a stream of one score per document; as `embed`. With ``top_n`` the scores come
         sorted, at the end."""
         return Stream(self, rerank_request(request))
+
+    def draw(self, request: DrawRequest | str) -> Stream[DrawEvent]:
+        """Return the stream of a drawing, or of one of a prompt: Started, the progress, and each
+        image as it is ready; a refusal is raised at the first event.
+
+        Cancellation, or leaving the block early: the request ends, and the model is done with it
+        after at most one denoising step.
+        """
+        return Stream(self, draw_request(request))
 
     # ---- text and tokens
 
@@ -264,10 +278,6 @@ class Engine:
     def reset_prefix_cache(self, model: str = "") -> None:
         """Forget every cached prefix of a model or, without a name, of all. Raises as `pause`."""
         self._pool.post(ResetPrefixCache(), model)
-
-    def abort(self, request_id: str) -> AbortOutcome:
-        """End a request for the operator (`Supervisor.abort`)."""
-        return self._supervisor.abort(request_id)
 
     def explain(self, request_id: str) -> Explanation:
         """Return what a live request does and waits for (`Supervisor.explain`).

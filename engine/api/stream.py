@@ -20,8 +20,8 @@ EventT = TypeVar("EventT")
 
 
 class Stream(Generic[EventT]):
-    """The events of one request: Started; Tokens, or an Embedding or Score for each input; and one
-    Finished for each choice.
+    """The events of one request: Started; Tokens, or an Embedding or Score for each input, or the
+    progress and the images of a drawing; and one Finished for each choice.
 
     The request begins when the block of ``async with`` is entered, and ends at the latest when the
     block is left. Iterating ends after the last event of a request that succeeded, and raises its

@@ -16,6 +16,8 @@ from engine.images.errors import BadImage
 if TYPE_CHECKING:
     from PIL import Image
 
+LANCZOS = 1  # Pillow's number
+
 
 class FittedImage(NamedTuple):
     """An image as a model reads it. ``pixels`` are [height, width, 3] uint8, as RGB."""
@@ -116,3 +118,14 @@ def _patched_size(height: int, width: int, patch_size: int, max_patches: int) ->
         patches = (scaled(height, middle) / patch_size) * (scaled(width, middle) / patch_size)
         low, high = (middle, high) if patches <= max_patches else (low, middle)
     return scaled(height, low), scaled(width, low)
+
+
+def read_as(data: bytes, size: tuple[int, int], max_pixels: int) -> bytes:
+    """Decode an image file and return its pixels in the width and height ``size``, as RGB, one byte
+    a value. The filter is the one that diffusers' image processor takes. Meant for threads.
+
+    Raises:
+        BadImage: as `decode`.
+    """
+    image = decode(data, max_pixels)
+    return (image if image.size == size else image.resize(size, resample=LANCZOS)).tobytes()

@@ -28,13 +28,15 @@ SIDE_MAX = 4096  # of transformers' Idefics 3: the most pixels of a resized imag
 class SeenImage(NamedTuple):
     """An image as a model reads it: some tiles, the text that stands for it in the prompt, how many
     of that text's tokens are those of the image, and what encoding it costs, in tokens. ``grid`` is
-    how many rows and columns of tokens it has, (0, 0) where positions do not depend on that."""
+    how many rows and columns of tokens it has, (0, 0) where positions do not depend on that.
+    ``size`` is the height and width of the file, (0, 0) where embeddings do not depend on that."""
 
     tiles: tuple[FittedImage, ...]
     text: str
     num_tokens: int
     cost: int
     grid: tuple[int, int] = (0, 0)
+    size: tuple[int, int] = (0, 0)
 
     @property
     def num_bytes(self) -> int:
@@ -68,6 +70,11 @@ class Sight(Protocol):
     @property
     def max_bytes(self) -> int:
         """The most bytes of one image's pixels, as they are kept."""
+        ...
+
+    def encoding_cost(self, max_tokens: int) -> int:
+        """Return the most patches that are encoded at once, of images with at most that many
+        tokens."""
         ...
 
     @property
@@ -117,6 +124,10 @@ class SquareSight:
     def max_bytes(self) -> int:
         """The most bytes of one image's pixels, as they are kept."""
         return self.fit.max_bytes
+
+    def encoding_cost(self, max_tokens: int) -> int:
+        """Return the most patches that are encoded at once: those of the whole image."""
+        return self.cost
 
     def read(self, data: bytes) -> SeenImage:
         """Decode an image file and fit it, as `Sight.read`."""
@@ -170,6 +181,10 @@ class TiledSight:
     def max_bytes(self) -> int:
         """The most bytes of one image's pixels, as they are kept."""
         return 3 * self.side**2 * self.max_tiles
+
+    def encoding_cost(self, max_tokens: int) -> int:
+        """Return the most patches that are encoded at once: those of one tile."""
+        return self.tile_cost
 
     def read(self, data: bytes) -> SeenImage:
         """Decode an image file and fit it, as `Sight.read`."""

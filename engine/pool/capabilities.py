@@ -34,13 +34,16 @@ def _sentence_transformers(description: str, *also: Capability) -> ModelTraits:
     return ModelTraits(description, also, loads_alone=True, loads_last=True)
 
 
+# diffusers' import takes seconds, too, and its loading changes torch for every thread.
+_DRAWS = ModelTraits("makes images", loads_alone=True, loads_last=True)
+
 TRAITS = {
     Capability.TEXT_TO_TEXT: ModelTraits("generates text", has_kv_cache=True),
     Capability.TEXT_EMBEDDING: _sentence_transformers("makes embeddings"),
     Capability.RERANK: _sentence_transformers("reranks"),
     Capability.IMAGE_EMBEDDING: _sentence_transformers("embeds images", Capability.TEXT_EMBEDDING),
     Capability.VISION: ModelTraits("reads images", (Capability.TEXT_TO_TEXT,), has_kv_cache=True),
-    Capability.TEXT_TO_IMAGE: ModelTraits("makes images"),
+    Capability.TEXT_TO_IMAGE: _DRAWS,
 }
 
 

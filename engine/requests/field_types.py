@@ -109,6 +109,10 @@ def _text(given: Any) -> str:
     return given if isinstance(given, str) else _refuse(given)
 
 
+def _data(given: Any) -> bytes:
+    return bytes(given) if isinstance(given, _Bytes) else _refuse(given)
+
+
 def _number(given: Any) -> float:
     return float(given) if isinstance(given, Real) else _refuse(given)
 
@@ -158,6 +162,7 @@ WHOLE = _field_type("a whole number", None, (int,), index)
 SWITCH = _field_type("True or False", None, (bool,), _refuse)
 NAME = _field_type("a text", "", (str,), _text)
 TEXT = _field_type("a text", None, (str,), _text)
+DATA = _field_type("bytes", None, (bytes,), _data)
 TEXTS = _field_type("a list of texts", (), (), _texts)
 IDS = _field_type("a list of token ids", (), (), _ids)
 OPTIONAL_IDS = _field_type("a list of token ids", None, (), _ids)

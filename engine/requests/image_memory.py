@@ -30,14 +30,15 @@ FILE_BYTES_MAX = 256 * 2**20
 
 
 class ImageFiles:
-    """Counts the bytes of the image files of all live requests. Belongs to the Trio thread."""
+    """Counts the bytes of the image files of all live requests, as ``num_bytes``. Belongs to the
+    Trio thread."""
 
     def __init__(self) -> None:
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def refusal(self, num_bytes: int) -> Overloaded | None:
         """Return why a request with so many bytes is refused now; None if there is room."""
-        held = self._num_bytes
+        held = self.num_bytes
         if not held or not num_bytes or held + num_bytes <= FILE_BYTES_MAX:
             return None
         return Overloaded(
@@ -47,11 +48,11 @@ class ImageFiles:
 
     def add(self, num_bytes: int) -> None:
         """Count a request's files from now on."""
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
 
     def remove(self, num_bytes: int) -> None:
         """Count them no longer."""
-        self._num_bytes -= num_bytes
+        self.num_bytes -= num_bytes
 
     @contextmanager
     def held(self, num_bytes: int) -> Iterator[None]:

@@ -3,7 +3,8 @@
 Rule 1: images are decoded in threads with a limiter of their own, one at a time, so that requests
 take turns, and the memory of the decoded ones is bounded for all requests; both as for Embed
 (`engine.requests.prepare_inputs`). Rule 2: a request holds that memory to its end, because an image
-may have to be encoded again.
+may have to be encoded again. Rule 3: an image that comes again is mostly not decoded again
+(`engine.requests.kept_images`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
 from engine.images.errors import BadImage
-from engine.images.sight import digest_of
 from engine.requests.image_memory import ImageMemory
 from engine.requests.image_prompts import ImageText, ReadImage, hide, place, place_spans, show
+from engine.requests.kept_images import KeptImages
 from engine.requests.tokenizing import of_chat
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Seeing:
     def __init__(self, tokenizing: Tokenizing) -> None:
         self._tokenizing = tokenizing
         self.memory = ImageMemory(IMAGE_BYTES_MAX)
+        self._kept = KeptImages()
 
     async def read(
         self, stream: TextStream, replica: AnyReplica, chat: Chat, held: ExitStack
@@ -73,7 +75,7 @@ class Seeing:
         self._check_count(sight, count)
         phase, stream.phase = stream.phase, "decode image"
         await self.memory.take(count * sight.max_bytes, held)
-        chat = await self._read_each(chat, partial(_read, sight))
+        chat = await self._read_each(chat, partial(self._kept.read, sight))
         stream.phase = phase
         return chat
 
@@ -176,10 +178,6 @@ def _sight_for(replica: AnyReplica, chat: Chat) -> Sight | None:
         if found := [FieldViolation(path, what) for path, _ in chat.images]:
             raise InvalidRequest(found)
     return sight
-
-
-def _read(sight: Sight, data: bytes) -> ReadImage:
-    return ReadImage(sight.read(data), digest_of(data))
 
 
 def _measure(sight: Sight, data: bytes) -> ReadImage:

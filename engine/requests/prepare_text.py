@@ -51,6 +51,7 @@ class TextPreparer:
         self._tokenizing = tokenizing
         self._tasks = tasks
         self._seeing = Seeing(tokenizing)
+        self.image_memory = self._seeing.memory
 
     async def prepare(self, stream: TextStream, replica: TextReplica, held: ExitStack) -> Request:
         """Return the core's request: prompt tokenised and cut, images decoded and placed, sampling

@@ -68,6 +68,7 @@ WAITING_FOR = {  # what a request waits for, by its phase, before the core knows
     "tokenize": "its tokens, which are being made",
     "decode image": "its images, which are being decoded",
     "compile": "its constraint, which is being compiled",
+    "write": "its images, which are being written, or its reader, which has not taken them",
 }
 
 

@@ -148,6 +148,10 @@ class Tokenizing:
             return _guarded(work)()
         return await self._in_thread(work, self._limiter)
 
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """Return ``work()``, called in a thread. Cancellation: as the class."""
+        return await self._in_thread(work, self._limiter)
+
     async def decode_image(self, work: Callable[[], T]) -> T:
         """Return ``work()``, which decodes an image, called in a thread. No other image is decoded
         at the same time. Cancellation: as the class."""

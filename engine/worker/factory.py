@@ -178,7 +178,7 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
             return Capability.TEXT_TO_TEXT
         directory = source.directory
         refuse_pointers(directory, WANTED_FILES)
-        kind = kind or capability.capability_of(directory)
+        kind = capability.fitting(directory, kind)
         if kind in ENCODERS:
             from engine.worker.encoders.files import check
 
@@ -193,13 +193,9 @@ def look_at_files(spec: RunnerSpec, kind: Capability | None) -> Capability:
 
 
 def _look_at_text_model(spec: RunnerSpec, directory: Path, kind: Capability) -> Capability:
-    """Refuse a model that generates text and is not served, or whose files show that it cannot do
-    what it is said to. Return its capability: one that sees is not served as a text model only."""
+    """Refuse a model that generates text and is not served. Return its capability."""
     config = read_json(directory, "config.json")
     sees = has_vision(config)
-    if kind is Capability.VISION and not sees:
-        raise Refusal("it is said to have the capability vision, and its config.json has no vision "
-                      "part beside a text model")  # fmt: skip
     if sees and spec.tp > 1:
         raise Refusal("a model that reads images is not divided; leave tensor_parallel_size out")
     if sees:

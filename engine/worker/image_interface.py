@@ -26,7 +26,8 @@ class ImageModelInfo:
     more steps than were asked for, if those are more than one, each with how many; ``steps_max`` is
     how many each scheduler takes. An image that is wider or higher than
     ``tile_size`` pixels is decoded in tiles of that size, which begin ``tile_stride`` pixels apart;
-    a ``tile_size`` of 0 decodes each image at once.
+    a ``tile_size`` of 0 decodes each image at once. ``max_image_pixels`` is how many pixels the
+    file of a source may have.
     """
 
     architecture: str
@@ -48,6 +49,7 @@ class ImageModelInfo:
     steps_max: tuple[tuple[str, int], ...] = ()
     tile_size: int = 0
     tile_stride: int = 0
+    max_image_pixels: int = 2**25
     is_demo: bool = False
     threads: int = 0  # CPU threads that a step uses
 

@@ -141,6 +141,7 @@ def place(
                 progress=progress,
                 quantization=spec.quantization,
             )
+        division.complete(model, source.directory)
     progress(LoadProgress("warm-up"))
     cache, execution = _prepared(spec, model, shapes, pool, chosen, division)
     return PlacedModel(

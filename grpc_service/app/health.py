@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from grpc_service.rpc.methods import Method
 
 SERVICE_NAME = "grpc.health.v1.Health"
-# Guess: as many as unread calls in total. Beyond it the address with most loses its oldest one.
+# Guess: as many as unread calls in total. Beyond it, the address with the most loses its oldest.
 WATCHERS_MAX = 1024
 
 Response = health_pb2.HealthCheckResponse

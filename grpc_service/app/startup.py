@@ -162,6 +162,8 @@ def _first_requests(engine: Engine, where: str, config: ServerConfig) -> Iterato
     if Capability.RERANK in kinds:
         texts = '"Where is the dog?" "The dog sleeps." "The ship left."'
         yield f"  triolet rerank {texts}{server}{needs}"
+    if Capability.TEXT_TO_IMAGE in kinds:
+        yield f'  triolet draw "a red circle" -o FILE{server}{needs}'
     if generates and not needs:
         yield (
             f'  grpcurl -plaintext -d \'{{"text": "Once upon a time"}}\' {where} '

@@ -29,6 +29,7 @@ MODEL_KEYS = {
     "tp": COUNT,
     "speculation": TEXT,
     "draft_model": TEXT,
+    "capability": TEXT,
 }
 ADAPTER_KEYS = {"name": TEXT, "directory": TEXT}
 WORKER_KEYS = {"device": TEXT, "count": COUNT, "threads": COUNT, "runner": TEXT}

@@ -251,6 +251,13 @@ FLAGS = (
         "most tokens in one step",
     ),
     Flag(
+        "max-drawings",
+        EngineConfig,
+        "max_drawings",
+        COUNT,
+        "most drawings of an image model that take turns; others wait",
+    ),
+    Flag(
         "max-image-pixels",
         EngineConfig,
         "max_image_pixels",

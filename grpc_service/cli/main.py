@@ -102,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
         add("embed", _lazy("embed"), "turn texts into vectors, and show how similar they are")
     )
     _add_rerank(add("rerank", _lazy("rerank"), "sort documents by how well they answer a query"))
+    _add_draw(add("draw", _lazy("draw"), "draw images of a prompt"))
     _add_tokenize(
         add(
             "tokenize",
@@ -302,6 +303,64 @@ def _add_rerank(parser: argparse.ArgumentParser) -> None:
         help="show the model's own scores, without its activation (mostly a sigmoid)",
     )
     _add_client(parser, timeout_s=None)
+
+
+def _add_draw(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Draw images of a prompt and write them to files. A bar shows how far the denoising has "
+        "come, if standard error is a terminal."
+    )
+    parser.add_argument("prompt", help="what the images show")
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="the image's file, whose name's end decides the format; of several images, each gets "
+        "a number before it; - is standard output",
+    )
+    parser.add_argument(
+        "--model", default="", help="name of the model (default: the first that can do this)"
+    )
+    parser.add_argument(
+        "--negative", default="", metavar="TEXT", help="what the images are to be unlike"
+    )
+    parser.add_argument(
+        "--size", type=_size, metavar="WxH", help="width and height in pixels, multiples of 8"
+    )
+    count, real = _number("count"), _number("real")
+    for flag, kind, metavar, what in (
+        ("--n", count, "N", "number of images, 1 to 8"),
+        ("--steps", count, "N", "number of denoising steps, 1 to 150"),
+        ("--guidance", real, "G", "how closely the images follow the prompt, 0 to 30"),
+        ("--seed", _number("seed"), "N", "the same seed repeats an image"),
+        ("--strength", real, "S", "with --image: how much of it is replaced, above 0, to 1"),
+        ("--quality", count, "N", "quality of JPEG and WebP, 1 to 100"),
+    ):
+        parser.add_argument(flag, type=kind, metavar=metavar, help=what)
+    parser.add_argument(
+        "--image", metavar="FILE", help="an image (JPEG, PNG, WebP or GIF) to start from"
+    )
+    parser.add_argument(
+        "--scheduler",
+        default="",
+        metavar="NAME",
+        help="how noise is removed, such as ddim, euler or dpm++2m (default: the model's own)",
+    )
+    parser.add_argument(
+        "--format", choices=("png", "jpeg", "webp"), help="the files' format (default: by FILE)"
+    )
+    _add_client(parser, timeout_s=None)
+
+
+def _size(text: str) -> tuple[int, int]:
+    width, separator, height = text.lower().partition("x")
+    try:
+        if not separator:
+            raise ValueError
+        return int(width), int(height)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 512x512") from None
 
 
 def _add_texts(parser: argparse.ArgumentParser, name: str, metavar: str, what: str) -> None:

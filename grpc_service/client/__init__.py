@@ -8,8 +8,8 @@ protoc generated.
 from __future__ import annotations
 
 from grpc_service.client import messages, stubs
-from grpc_service.client.aio import AsyncClient, AsyncStream, AsyncTextStream
-from grpc_service.client.blocking import Client, Stream, TextStream
+from grpc_service.client.aio import AsyncClient, AsyncImageStream, AsyncStream, AsyncTextStream
+from grpc_service.client.blocking import Client, ImageStream, Stream, TextStream
 from grpc_service.client.channel import ChannelSettings, Tls, open_aio_channel, open_channel
 from grpc_service.client.errors import (
     Aborted,
@@ -31,6 +31,7 @@ from grpc_service.client.errors import (
 from grpc_service.client.messages import (
     EmbedInput,
     EmbedRequest,
+    GenerateImageRequest,
     GenerateRequest,
     Message,
     RerankRequest,
@@ -43,6 +44,7 @@ __all__ = [
     "Aborted",
     "AlreadyExists",
     "AsyncClient",
+    "AsyncImageStream",
     "AsyncStream",
     "AsyncTextStream",
     "CallError",
@@ -54,7 +56,9 @@ __all__ = [
     "EmbedRequest",
     "FailedPrecondition",
     "FieldViolation",
+    "GenerateImageRequest",
     "GenerateRequest",
+    "ImageStream",
     "Internal",
     "InvalidArgument",
     "Message",

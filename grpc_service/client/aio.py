@@ -139,6 +139,22 @@ class AsyncTextStream(AsyncStream[messages.GenerateResponse]):
         return "".join(parts)
 
 
+class AsyncImageStream(AsyncStream[messages.GenerateImageResponse]):
+    """The events of a GenerateImage request."""
+
+    async def files(self) -> list[bytes]:
+        """Read to the end, and return the files of the images, in order.
+
+        Raises:
+            CallError: the call failed.
+        """
+        found: dict[int, bytearray] = {}
+        async for event in self:
+            if event.HasField("part"):
+                found.setdefault(event.part.index, bytearray()).extend(event.part.data)
+        return [bytes(data) for _, data in sorted(found.items())]
+
+
 class AsyncClient:
     """A client of one server, which connects with the first call. It is made where an event loop
     runs, and belongs to that loop.
@@ -234,6 +250,12 @@ class AsyncClient:
         """Score documents by how well they answer a query. Scores come in any order,
         unless ``top_n`` is set."""
         return AsyncStream(self._calls.start(self._stub.Rerank, request, timeout))
+
+    def generate_image(
+        self, request: messages.GenerateImageRequest, *, timeout: float | None = None
+    ) -> AsyncImageStream:
+        """Draw images of a prompt. Their progress comes first, then the parts of their files."""
+        return AsyncImageStream(self._calls.start(self._stub.GenerateImage, request, timeout))
 
     async def tokenize(
         self, request: messages.TokenizeRequest, *, timeout: float | None = None

@@ -123,6 +123,22 @@ class TextStream(Stream[messages.GenerateResponse]):
         return "".join(event.delta.text for event in self if event.delta.choice == choice)
 
 
+class ImageStream(Stream[messages.GenerateImageResponse]):
+    """The events of a GenerateImage request."""
+
+    def files(self) -> list[bytes]:
+        """Read to the end, and return the files of the images, in order.
+
+        Raises:
+            CallError: the call failed.
+        """
+        found: dict[int, bytearray] = {}
+        for event in self:
+            if event.HasField("part"):
+                found.setdefault(event.part.index, bytearray()).extend(event.part.data)
+        return [bytes(data) for _, data in sorted(found.items())]
+
+
 class Client:
     """A client of one server, which connects with the first call. Threads may share it.
 
@@ -217,6 +233,12 @@ class Client:
         """Score documents by how well they answer a query. Scores come in any order,
         unless ``top_n`` is set."""
         return Stream(self._calls.start(self._stub.Rerank, request, timeout))
+
+    def generate_image(
+        self, request: messages.GenerateImageRequest, *, timeout: float | None = None
+    ) -> ImageStream:
+        """Draw images of a prompt. Their progress comes first, then the parts of their files."""
+        return ImageStream(self._calls.start(self._stub.GenerateImage, request, timeout))
 
     def tokenize(
         self, request: messages.TokenizeRequest, *, timeout: float | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import RequestNotFound, Unsupported
 from engine.status import ModelState
-from grpc_service.services import encode_codec, text_codec, text_encoder
+from grpc_service.services import draw_codec, encode_codec, text_codec, text_encoder
 from grpc_service.services.inference import clients_timeout
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.api.aio import Engine
     from engine.api.crossing import Stream
     from engine.status import ModelStatus
-    from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
+    from grpc_service._generated.triolet.v1 import common_pb2, images_pb2, inference_pb2
 
 
 class Answers:
@@ -72,6 +72,15 @@ class Answers:
         """Yield one score for each document. Cancellation: ends the request."""
         asked = encode_codec.decode_rerank(request, clients_timeout(remaining_s))
         async for message in _messages(self._engine.rerank(asked), encode_codec.encode_scores):
+            yield message
+
+    async def generate_image(
+        self, request: images_pb2.GenerateImageRequest, remaining_s: float | None
+    ) -> AsyncIterator[images_pb2.GenerateImageResponse]:
+        """Yield the progress of a drawing, and its images in parts. Cancellation: ends the
+        request."""
+        asked = draw_codec.decode_draw(request, clients_timeout(remaining_s))
+        async for message in _messages(self._engine.draw(asked), draw_codec.encode_drawing):
             yield message
 
     async def tokenize(self, request: inference_pb2.TokenizeRequest) -> common_pb2.TokenizeResponse:

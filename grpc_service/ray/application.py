@@ -13,7 +13,7 @@ from ray.serve.config import RequestRouterConfig
 
 from engine.api.aio import open_engine
 from engine.errors import ConfigError
-from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
+from grpc_service._generated.triolet.v1 import common_pb2, images_pb2, inference_pb2
 from grpc_service.cli.flags import engine_config_of
 from grpc_service.ray.answers import Answers, trouble_of
 from grpc_service.ray.autoscaling import SEQUENCES
@@ -83,6 +83,14 @@ class Replica:
         """Yield one score for each document."""
         stream = self._answers.rerank(request, _remaining_s(grpc_context))
         async for message in _stream(stream, inference_pb2.RerankResponse(), grpc_context):
+            yield message
+
+    async def GenerateImage(
+        self, request: images_pb2.GenerateImageRequest, grpc_context: Any
+    ) -> AsyncIterator[Message]:
+        """Yield the progress of a drawing, and its images in parts."""
+        stream = self._answers.generate_image(request, _remaining_s(grpc_context))
+        async for message in _stream(stream, images_pb2.GenerateImageResponse(), grpc_context):
             yield message
 
     async def Tokenize(self, request: inference_pb2.TokenizeRequest, grpc_context: Any) -> Message:

@@ -5,12 +5,13 @@ client's window, and output that a client's connection does not accept. One obje
 all connections. Beyond `Limits.held_bytes`
 
 1. calls of connections without progress for `Limits.held_stall_s` are ended, those of the address
-   with most bytes first; also while a request waits for room;
-2. incomplete requests get no larger window, but for the one that asked first, so that one can
-   always end, and for those whose address keeps less than its share even when they are whole, so
-   that nobody waits for a client that sends slowly. The others wait in their order.
+   with the most bytes first (they are ended as well while a request waits for room);
+2. incomplete requests get no larger window, with two exceptions: the one that asked first, so that
+   one can always be completed, and those whose address holds less than its share even when they are
+   complete, so that nobody waits for a client that sends slowly. The others wait in their order.
 
-A request asks for all that it lacks, so that many large ones do not fill the room by halves.
+A request asks for room for all of its missing bytes, so that many large requests do not fill the
+room while none of them can be completed.
 
 Beyond twice that, calls are ended even if they progress. Nothing here waits.
 """

@@ -65,9 +65,8 @@ class RpcServer:
         self._num_open: Counter[str] = Counter()  # transports, also before they are ready
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
-        self._is_short = (
-            trio.Event()
-        )  # the server keeps too many bytes, or a request waits for room
+        # The server keeps too many bytes, or a request waits for room.
+        self._is_short = trio.Event()
         self._progress = trio.Event()  # a call or a connection has ended, or output was sent
 
     @property

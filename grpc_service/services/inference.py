@@ -1,4 +1,4 @@
-"""Inference of triolet.v1: generating, encoding, and turning text into tokens.
+"""Inference of triolet.v1: generating, encoding, drawing, and turning text into tokens.
 
 Rule: a handler decodes the request, asks the engine, and encodes the answer. Every end other than
 success is an exception, which `grpc_service.access.interceptor` turns into a status.
@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING
 
 from engine.requests.quota import Origin
 from grpc_service.rpc.receipt import wait_received
-from grpc_service.services import encode_codec, text_codec, text_encoder
+from grpc_service.services import draw_codec, encode_codec, text_codec, text_encoder
 from grpc_service.services.call_writer import CallWriter, encode_in_thread
 
 if TYPE_CHECKING:
-    from engine.requests.encode_values import AnyRequest
-    from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2
+    from engine.requests.kind import ClientRequest
+    from grpc_service._generated.triolet.v1 import common_pb2, images_pb2, inference_pb2
     from grpc_service.access.rpc_record import Rpc
     from grpc_service.services.backend import Backend
 
 
 class Inference:
-    """Generates text, encodes texts, and converts between text and tokens (inference.proto)."""
+    """Generates text, encodes texts, draws images, and converts between text and tokens
+    (inference.proto)."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -107,7 +108,16 @@ class Inference:
         writer = CallWriter(rpc, self._backend.unread_calls, encode_codec.encode_scores)
         await self._serve(asked, rpc, writer)
 
-    async def _serve(self, request: AnyRequest, rpc: Rpc, writer: CallWriter) -> None:
+    async def GenerateImage(self, request: images_pb2.GenerateImageRequest, rpc: Rpc) -> None:
+        """Stream the progress of a drawing, and its images in parts. Raises as `_serve`.
+
+        Cancellation: ends the request.
+        """
+        asked = draw_codec.decode_draw(request, clients_timeout(rpc.call.time_remaining()))
+        writer = CallWriter(rpc, self._backend.unread_calls, draw_codec.encode_drawing)
+        await self._serve(asked, rpc, writer)
+
+    async def _serve(self, request: ClientRequest, rpc: Rpc, writer: CallWriter) -> None:
         """Submit a request and write its events until the call ends.
 
         Raises:

@@ -10,6 +10,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from sentence_transformers import SentenceTransformer
 
 import engine
@@ -17,6 +18,7 @@ from engine.worker.load.resolve import resolve
 from tools.demo import measure_clip
 from tools.demo.drawings import paint, png_of
 from tools.demo.figures import SIZE_BYTES_MAX, size_of
+from tools.demo.pieces import Pieces, Unfinished
 
 pytestmark = pytest.mark.model
 
@@ -65,3 +67,30 @@ def test_the_engine_finds_the_descriptions_of_drawings_and_computes_what_the_lib
         own = np.arange(len(files))
         right += [*(alike.argmax(0) == own), *(alike.argmax(1) == own)]
     assert np.mean(right) >= min(measure_clip.BARS.values())
+
+
+def trained(kept, minutes, *rounds):
+    """Return the weights of a small training, run again until it ends, and how often it was."""
+    for pieces in range(1, 100):
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+        layers = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        model = torch.nn.Sequential(layers, torch.nn.Linear(8, 2))
+        training = Pieces(model, torch.nn.Module(), kept, minutes)
+        try:
+            for step in training.steps(*rounds):
+                made = torch.Generator().manual_seed(step)
+                training.learn(model(torch.randn(4, 2, 8, generator=made)).square().mean())
+        except Unfinished:
+            continue
+        return model.state_dict(), pieces
+    raise AssertionError("it never ends")
+
+
+def test_a_training_in_pieces_makes_the_weights_of_a_whole_one(tmp_path):
+    whole, one = trained(None, 0.0, 7, 5)
+    cut, many = trained(tmp_path / "kept", 0.0, 7, 5)
+    other, _ = trained(None, 0.0, 12)
+    assert (one, many) == (1, 12)
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert not all(torch.equal(whole[name], other[name]) for name in whole), "a round begins anew"

@@ -340,10 +340,10 @@ def test_a_model_that_reads_images_in_another_way_is_refused(tmp_path, name):
 def test_a_capability_that_does_not_fit_is_refused(tmp_path):
     make_embedder(tmp_path / "bert")
     (tmp_path / "bert" / "modules.json").unlink()
-    with pytest.raises(SpawnFailed, match="its model type is 'bert', and models that embed images"):
+    with pytest.raises(SpawnFailed, match="image-embedding, and its files show text-to-text"):
         load(tmp_path / "bert", capability=Capability.IMAGE_EMBEDDING)
     make_image_embedder(tmp_path / "clip")
-    with pytest.raises(SpawnFailed):
+    with pytest.raises(SpawnFailed, match="text-embedding, and its files show image-embedding"):
         load(tmp_path / "clip", capability=Capability.TEXT_EMBEDDING)
 
 

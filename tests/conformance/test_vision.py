@@ -20,13 +20,16 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.core.text.types import Sampling  # noqa: E402
 from engine.errors import EngineBug, SpawnFailed  # noqa: E402
+from engine.worker.factory import runner_spec  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
 from engine.worker.load.vision_architectures import VISION  # noqa: E402
 from engine.worker.sequences import SequenceState  # noqa: E402
 from engine.worker.vision import runner as runner_module  # noqa: E402
+from engine.worker.vision.positions import positions_of  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.vision import CHATS, load, runner_of  # noqa: E402
 from tools.make_vision import RECIPES  # noqa: E402
@@ -34,6 +37,7 @@ from tools.make_vision import RECIPES  # noqa: E402
 pytestmark = pytest.mark.model
 
 NUM_NEW = 24
+ESTIMATE_OFF_MOST = 0.02
 
 
 @pytest.fixture(scope="module", params=sorted(RECIPES))
@@ -129,6 +133,104 @@ def shifted(one):
     return runner_module.RowImage(one.image, one.places, np.roll(one.embeddings, 1))
 
 
+def late(images, start, count):
+    """Return positions of which those of images are one too high."""
+    found = positions_of(images, start, count)
+    for image in images:
+        found[1:, max(0, image.start - start) : max(0, image.end - start)] += 1
+    return found
+
+
+def undiminished(images, start, count):
+    """Return positions of which those behind images count the images' tokens."""
+    found = positions_of(images, start, count)
+    tokens = np.arange(start, start + count)
+    behind = tokens >= images[-1].end if images else tokens < 0
+    found[:, behind] = tokens[behind]
+    return found
+
+
+FAULTS = {
+    "embeddings off by one": ("_parts", lambda self, rows: tuple(map(shifted, PARTS(self, rows)))),
+    "images left out": ("_images_of", lambda self, rows: None),
+}
+GRID_FAULTS = {
+    "positions off by one": late,
+    "text behind images not moved": undiminished,
+    "positions of a text": lambda images, start, count: positions_of((), start, count),
+}
+PARTS = runner_module.VisionRunner._parts
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(seeing, expected, monkeypatch, fault):
+    name, planted = FAULTS[fault]
+    monkeypatch.setattr(runner_module.VisionRunner, name, planted)
+    assert run(seeing, list(CHATS), chunks=1000) != expected
+
+
+def test_rows_left_out_behind_layers_are_seen(seeing, expected, monkeypatch):
+    """Qwen3-VL adds rows of images behind its first layers."""
+    has_rows = seeing.info.architecture == "Qwen3VLForConditionalGeneration"
+    joined = runner_module.joined
+    monkeypatch.setattr(runner_module, "joined", lambda parts: joined([one[:1] for one in parts]))
+    found = run(seeing, ["turns"], chunks=1000)
+    assert (found["turns"] != expected["turns"]) == has_rows
+
+
+@pytest.mark.parametrize("fault", GRID_FAULTS)
+def test_a_planted_fault_of_positions_is_seen(seeing, expected, monkeypatch, fault):
+    monkeypatch.setattr(runner_module, "positions_of", GRID_FAULTS[fault])
+    names = ["before", "turns"] if seeing.runner.has_grids else ["alone"]
+    found = run(seeing, names, chunks=1000)
+    assert (found != {name: expected[name] for name in names}) == seeing.runner.has_grids
+
+
+def test_modules_of_transformers_compute_the_same(seeing, expected):
+    """Where there are no compiled kernels, the text model is transformers' own."""
+    model = ModelConfig(str(seeing.directory), dtype="float32")
+    spec = runner_spec(model, EngineConfig(models=(model,), kv_cache_memory=8 << 20))
+    stock = runner_module.VisionRunner(spec, ReferenceBackend())
+    try:
+        other = replace(seeing, runner=stock, info=stock.load(lambda progress: None))
+        assert not isinstance(stock._model.module, NativeDecoder)
+        names = ["between", "turns", "no image"]
+        found = run(other, names, chunks=40, preempts=0.1)
+        assert found == {name: expected[name] for name in names}
+    finally:
+        stock.close()
+
+
+def test_what_is_loaded_takes_what_was_estimated(seeing):
+    model = ModelConfig(str(seeing.directory), dtype="float32")
+    spec = runner_spec(model, EngineConfig(models=(model,), kv_cache_memory=8 << 20))
+    estimate = runner_module.VisionRunner(spec).estimate().num_bytes
+    assert abs(seeing.info.memory_bytes / estimate - 1) <= ESTIMATE_OFF_MOST
+
+
+def test_a_config_of_the_first_kind_is_read_the_same(seeing, expected, tmp_path):
+    """Qwen2-VL's own config.json has the text model's fields beside the others, and names its
+    rotary embedding's type after its positions."""
+    if not seeing.info.architecture.startswith("Qwen2"):
+        assert seeing.info.architecture in VISION
+        return
+    directory = shutil.copytree(seeing.directory, tmp_path / "flat")
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    for name in ("model_type", "layer_types"):
+        del text[name]
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    flat = text | config | {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    (directory / "config.json").write_text(json.dumps(flat))
+    runner, info = runner_of(directory, kv_cache_memory=8 << 20)
+    try:
+        other = replace(seeing, directory=directory, runner=runner, info=info)
+        assert run(other, ["turns"]) == {"turns": expected["turns"]}
+    finally:
+        runner.close()
+
+
 def test_a_plan_that_cuts_an_image_is_not_computed(whole):
     prompt, images = whole.prompt(CHATS["before"])
     planner = MiniPlanner(whole.runner, whole.info, chunks=1)
@@ -191,16 +293,6 @@ def test_a_cached_prefix_may_end_inside_an_image(whole, monkeypatch):
     assert max(cached_differences(whole)) > 1e-3
 
 
-def test_the_stock_module_gives_the_same_tokens(whole):
-    runner = runner_module.VisionRunner(whole.runner._spec, ReferenceBackend())
-    stock = replace(whole, runner=runner, info=runner.load(lambda progress: None))
-    assert not isinstance(runner._model.module, NativeDecoder)
-    for chunks in (20, 1000):
-        found = run(stock, list(CHATS), chunks=chunks, preempts=0.1)
-        assert found == {name: whole.expected(turns, NUM_NEW) for name, turns in CHATS.items()}
-    runner.close()
-
-
 def test_a_checkpoint_with_the_names_of_its_time_gives_the_same_tokens(whole, tmp_path):
     """As Gemma 3's published files are: the tower's names have another part, and the image
     processor's settings stand in a file of their own, with nulls."""
@@ -243,15 +335,3 @@ def test_a_step_smaller_than_one_image_is_refused_at_load(whole):
     runner_of(whole.directory, max_num_batched_tokens=most + 4, max_num_seqs=4)[0].close()
     with pytest.raises(SpawnFailed, match="its images have 36 tokens that one step must compute"):
         runner_of(whole.directory, max_num_batched_tokens=most + 3, max_num_seqs=4)
-
-
-def test_a_planted_fault_is_seen(seeing, expected, monkeypatch):
-    stock = runner_module.VisionRunner._images_of
-    faults = {
-        "embeddings off by one": lambda self, rows: tuple(map(shifted, stock(self, rows))),
-        "images left out": lambda self, rows: (),
-    }
-    for fault in faults.values():
-        with monkeypatch.context() as planted:
-            planted.setattr(runner_module.VisionRunner, "_images_of", fault)
-            assert run(seeing, list(CHATS), chunks=1000) != expected

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import pytest
@@ -38,6 +41,7 @@ from tests.support.wire import (
     wait_serving,
     wait_until,
 )
+from tools.simulator.encode_oracle import image_file
 
 STEP_S = 0.1
 SLOW_S = 3.0  # seconds of loading or encoding, in these phases
@@ -58,6 +62,7 @@ class Phase:
     server: dict = field(default_factory=dict)
     options: tuple = ()
     blocked: bool = False
+    counted_as: str = ""  # the server's own name for the phase, if it is another one
 
 
 def is_queued(server, before, request):
@@ -84,6 +89,19 @@ def is_prefilling(server, before, request):
     return now.step_count - before.step_count >= 3 and now.running == 1
 
 
+def is_decoding_images(server, before, request):
+    """Return whether the request's images are decoded: only requests with a name can be asked."""
+    if "request_id" not in request:
+        time.sleep(0.4)
+        now = stats(server.channel)
+        return not now.running + now.waiting
+    asked = pb.ExplainRequest(request_id=request["request_id"])
+    try:
+        return "images" in control(server.channel).Explain(asked, timeout=5).waiting_for
+    except grpc.RpcError:  # it has not arrived
+        return False
+
+
 def is_decoding(server, before, request):
     """Return whether the request has tokens."""
     made = stats(server.channel).completion_tokens_total - before.completion_tokens_total
@@ -100,6 +118,20 @@ SLOW = {
     "runner": {"max_model_len": 8192, "num_blocks": 2048},
     "engine": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
 }
+SEES = [{"name": "fake", "capability": "vision"}]
+NUM_IMAGES = 30
+
+
+def new_images():
+    """Return images that no server has seen: those that come again are not decoded again."""
+    return [image_file(os.urandom(48)) for _ in range(NUM_IMAGES)]
+
+
+def shown():
+    """Return a chat with such images."""
+    return {"messages": [{"role": "user", "parts": [{"image": one} for one in new_images()]}]}
+
+
 PHASES = {
     "queued": Phase({"text": "x"}, is_queued, SLOW, blocked=True),
     "load": Phase(
@@ -116,6 +148,18 @@ PHASES = {
         {"text": "x" * 5000}, is_tokenising, SLOW | {"script": {"encode_s": SLOW_S, "step_s": 0.01}}
     ),
     "prefill": Phase({"text": "x" * 1500}, is_prefilling, SLOW),
+    "decode image": Phase(
+        {"chat": shown()},
+        is_decoding_images,
+        SLOW | {"models": SEES, "script": {"decode_s": SLOW_S / NUM_IMAGES}},
+    ),
+    # Each image costs 2 to 14 tokens, so that a step has one or a few.
+    "encode image": Phase(
+        {"chat": shown()},
+        is_prefilling,
+        SLOW | {"models": SEES, "script": {"image_s": STEP_S / 10}},
+        counted_as="prefill",
+    ),
     "decode": Phase({"text": "x"}, is_decoding, SLOW),
     "parked": Phase({"text": "x"}, is_parked, {"engine": {"stream_buffer": 16}}, SMALL_WINDOW),
 }
@@ -167,6 +211,8 @@ def in_phase(place, *, spares_others=True, **more):
     fields = phase.request | {"n": 2, "max_tokens": LONG, "request_id": next(NAMES)} | more
     if name == "load":
         fields["model"] = next(server.cold)
+    if "chat" in fields:
+        fields["chat"] = shown()
     channel = server.channel
     wait_idle(channel)
     with blockers(channel, phase.blocked, are_spared=spares_others) as num_others:
@@ -230,6 +276,17 @@ def test_a_client_that_leaves(place, how):
 
 
 @contextlib.contextmanager
+def image_arguments(are_wanted):
+    """Yield arguments that send `new_images` from files, none unless they are wanted."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, f"{number}.png") for number in range(NUM_IMAGES * are_wanted)]
+        for path, data in zip(paths, new_images(), strict=False):
+            path.write_bytes(data)
+        named = [word for path in paths for word in ("--image", str(path))]
+        yield ["--chat", *named] if are_wanted else []
+
+
+@contextlib.contextmanager
 def client_process(place, fields):
     """Yield a client in a process of its own: `triolet generate`, which always reads, or a client
     that stops reading, so that the server parks its request."""
@@ -238,12 +295,18 @@ def client_process(place, fields):
         with stopped_reading(server.address, max_tokens=LONG, **fields) as client:
             yield client
         return
-    command = ["generate", fields["text"], "--server", server.address, "--max-tokens", str(LONG)]
+    text = fields.get("text", "x")
+    command = ["generate", text, "--server", server.address, "--max-tokens", str(LONG)]
     if name == "load":
         command += ["--model", fields["model"]]
-    with subprocess.Popen(
-        [sys.executable, "-m", "grpc_service", *command], cwd=ROOT, stdout=subprocess.DEVNULL
-    ) as client:
+    with (
+        image_arguments("chat" in fields) as images,
+        subprocess.Popen(
+            [sys.executable, "-m", "grpc_service", *command, *images],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+        ) as client,
+    ):
         try:
             yield client
         finally:
@@ -287,7 +350,8 @@ def test_an_operators_abort(place):
         assert reason(heard.error) == "ABORTED"
         for choice in range(2):
             ids = heard.ids(choice)
-            prompt = [b + 1 for b in place[1].request["text"].encode()]
+            # of images no token is made before the end
+            prompt = [b + 1 for b in place[1].request.get("text", "").encode()]
             assert ids == expected_tokens(prompt, count=len(ids), choice=choice)
 
 
@@ -297,7 +361,7 @@ def test_a_pause_that_aborts(place):
     with in_phase(place, spares_others=False) as asked:
         control(server.channel).Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_ABORT), timeout=5)
         try:
-            if name in ("load", "tokenize"):
+            if name in ("load", "tokenize", "decode image"):
                 # another test's text may be in the one thread that encodes
                 check_end(place, asked, "refused", within_s=2 * SLOW_S + AT_ONCE_S)
                 expected = (Code.UNAVAILABLE, "PAUSED")
@@ -314,7 +378,10 @@ def test_a_deadline(place):
     """R206."""
     name, phase, server = place
     with contextlib.ExitStack() as stack:
-        if name == "prefill":  # a server without a measured step; else it refuses
+        if "prefill" in (
+            name,
+            phase.counted_as,
+        ):  # a server without a measured step; else it refuses
             server = stack.enter_context(fake(**phase.server))
             wait_serving(server.channel)
         check_deadline((name, phase, server))
@@ -325,7 +392,8 @@ def check_deadline(place):
 
     Red if the end is counted as a cancel, or for another phase (`Supervisor._count`).
     """
-    name, _, server = place
+    name, phase, server = place
+    name = phase.counted_as or name
     before = server.ask("deadlines")
     with in_phase(place, server_timeout=TIMEOUT_S) as asked:
         start = time.monotonic()

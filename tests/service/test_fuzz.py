@@ -20,7 +20,13 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, inference_pb2, models_pb2
+from grpc_service._generated.triolet.v1 import (
+    common_pb2,
+    control_pb2,
+    images_pb2,
+    inference_pb2,
+    models_pb2,
+)
 from tests.support import http2
 from tests.support.core_driver import expected_tokens
 from tests.support.fuzz import messages, nearly_right
@@ -51,6 +57,9 @@ SERVED = {
     "Inference/Generate": inference_pb2.GenerateRequest(text="Once", sampling={"max_tokens": 9}),
     "Inference/Embed": inference_pb2.EmbedRequest(inputs=[{"text": "Once"}, {"image": picture()}]),
     "Inference/Rerank": inference_pb2.RerankRequest(query="Who?", documents=["Me"]),
+    "Inference/GenerateImage": images_pb2.GenerateImageRequest(
+        prompt="Once", steps=2, width=32, source={"image": picture()}, strength=0.9
+    ),
     "Inference/Tokenize": inference_pb2.TokenizeRequest(text="Once"),
     "Inference/Detokenize": common_pb2.DetokenizeRequest(ids=[1, 2, 3]),
 }
@@ -58,9 +67,11 @@ MODELS = (
     {"name": "fake"},
     {"name": "vectors", "capability": "image-embedding"},
     {"name": "ranks", "capability": "rerank"},
+    {"name": "sees", "capability": "vision"},
+    {"name": "artist", "capability": "text-to-image"},
 )
 CALL_S = 2.0
-READ_MAX = 20
+READ_MAX = 200  # a drawing of 150 steps has fewer messages
 SOON_S = 20.0
 GROWTH_MAX = 48 * 2**20  # guess: memory that allocators keep; a leak of 5,000 streams is far more
 BAD = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
@@ -211,33 +222,56 @@ def test_any_bytes_get_a_status_of_their_own(server, name):
 # ---- images ----------------------------------------------------------------------------------
 
 
-def fuzz_images(server, seed, num_files):
-    """Embed drawn files, each by a request of its own. Return how many were images."""
+def embedding(image):
+    """Return the RPC that embeds an image, and its request."""
+    return "Embed", inference_pb2.EmbedRequest(inputs=[{"image": image}])
+
+
+def asking(image):
+    """Return the RPC that asks about an image, and its request."""
+    parts = [{"text": "What is this?"}, {"image": image}]
+    chat = {"messages": [{"role": "user", "parts": parts}]}
+    return "Generate", inference_pb2.GenerateRequest(chat=chat, sampling={"max_tokens": 2})
+
+
+def counting(image):
+    """Return the RPC that counts the tokens of such a chat, and its request."""
+    return "Tokenize", inference_pb2.TokenizeRequest(chat=asking(image)[1].chat)
+
+
+def fuzz_images(server, seed, num_files, ask=embedding):
+    """Send drawn files, each by a request of its own. Return how many were images."""
     rng, codes = random.Random(seed), []
     for _ in range(num_files):
-        request = inference_pb2.EmbedRequest(inputs=[{"image": hostile(rng)}])
-        name = "triolet.v1.Inference/Embed"
+        name, request = ask(hostile(rng))
+        name = f"triolet.v1.Inference/{name}"
         codes.append(call(server.channel, name, request.SerializeToString(), limit_s=60))
     assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
     return codes.count(grpc.StatusCode.OK)
 
 
-def test_any_image_is_embedded_or_refused(server):
+@pytest.mark.parametrize("ask", [embedding, asking, counting])
+def test_any_image_is_read_or_refused(server, ask):
     with nothing_is_left(server):
-        assert 6 < fuzz_images(server, 0, 60) < 54
+        assert 6 < fuzz_images(server, 0, 60, ask) < 54
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_ten_thousand_images_are_embedded_or_refused_and_take_no_memory():
+def test_ten_thousand_images_are_read_or_refused_and_take_no_memory():
+    asked = {embedding: 10_000, asking: 1000, counting: 200}
     with small_server() as one:
-        fuzz_images(one, 0, 500)  # allocators keep what they once had
+        for ask in asked:
+            fuzz_images(one, 0, 500, ask)  # allocators keep what they once had
         with nothing_is_left(one):
-            before = one.memory_bytes()
-            num_good = fuzz_images(one, 1, 10_000)
+            before, num_good = one.memory_bytes(), 0
+            for ask, number in asked.items():
+                good = fuzz_images(one, 1, number, ask)
+                assert number / 10 < good < 9 * number / 10
+                num_good += good
             grown = one.memory_bytes() - before
-        assert 1000 < num_good < 9000
-        print(f"{num_good} of 10,000 files were images; memory grew by {grown / 2**20:.1f} MiB")
+        total = sum(asked.values())
+        print(f"{num_good} of {total} files were images; memory grew by {grown / 2**20:.1f} MiB")
 
 
 # ---- bytes on the port -----------------------------------------------------------------------

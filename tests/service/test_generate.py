@@ -11,7 +11,7 @@ import time
 import grpc
 import pytest
 
-from engine.worker.fakes.text import fake_logprob
+from engine.worker.fakes.digests import fake_logprob
 from engine.worker.fakes.tokenizer import BYTE_OFFSET
 from tests.support.core_driver import expected_tokens
 from tests.support.server import fake

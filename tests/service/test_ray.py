@@ -13,7 +13,12 @@ from grpc.aio._server import Server
 from engine.api import aio
 from engine.errors import InvalidRequest, RequestNotFound, Unsupported, WorkerLost
 from engine.worker.fakes.text import FakeScript
-from grpc_service._generated.triolet.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from grpc_service._generated.triolet.v1 import (
+    common_pb2,
+    images_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 from grpc_service.ray.answers import Answers
 from grpc_service.ray.ingress import REMAINING_KEY, SERVES_OWN, add_inference
 from grpc_service.services.error_status import status_of
@@ -72,6 +77,8 @@ def test_refusals_are_the_engines():
             await all_of(answers.attach(common_pb2.AttachRequest(request_id="a")))
         with pytest.raises(InvalidRequest):
             await all_of(answers.embed(inference_pb2.EmbedRequest(inputs=[{}]), None))
+        with pytest.raises(InvalidRequest, match="prompt: is empty"):
+            await all_of(answers.generate_image(images_pb2.GenerateImageRequest(), None))
 
     run(body)
 

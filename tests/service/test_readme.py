@@ -25,11 +25,9 @@ import pytest
 
 from engine.config import DEMO_MODELS
 from tests.support import prestarted, toolchains
-from tests.support.images import picture
 from tests.support.server import SERVING_IMPORTS, real
 from tests.support.wire import SERVING, health, wait_until
-from tools.make_encoder import make_image_embedder
-from tools.make_vision import make as make_vision
+from tools.demo.drawings import held_out_drawing, png_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "127.0.0.1:50051"
@@ -131,13 +129,10 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def second_server(tmp_path_factory):
+def second_server():
     """Run the README's second server, until its two models are ready."""
-    root = tmp_path_factory.mktemp("second")
-    make_image_embedder(root / "clip", "clip")
-    make_vision(root / "see")
-    with real("--model", root / "see", model=root / "clip") as one:
-        for name in ("clip", "see"):
+    with real("--model", "demo-see", model="demo-clip") as one:
+        for name in ("demo-clip", "demo-see"):
             wait_until(lambda name=name: health(one.channel, f"model/{name}") == SERVING, 90)
         yield one
 
@@ -148,7 +143,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("snippets")
     (folder / "proto").symlink_to(ROOT / "proto")
     (folder / "node_modules").symlink_to(toolchains.NODE_MODULES)
-    (folder / "dog.jpg").write_bytes(picture(64, 48, "JPEG"))
+    (folder / "one.png").write_bytes(png_of(held_out_drawing(0, 0)))
     return folder
 
 

@@ -3,6 +3,8 @@ the bytes of files to tokens."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import trio
 
@@ -17,7 +19,9 @@ from engine import (  # noqa: E402
     ModelConfig,
     open_engine,
 )
+from engine.core.text import sequence_keys  # noqa: E402
 from engine.errors import InvalidRequest  # noqa: E402
+from tests.support.images import picture  # noqa: E402
 from tests.support.vision import CHATS, FILES, load  # noqa: E402
 from tools.make_model import make as make_text  # noqa: E402
 
@@ -27,9 +31,10 @@ NUM_NEW = 16
 GREEDY = {"temperature": 0, "max_tokens": NUM_NEW, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=["smolvlm", "gemma3"])
+@pytest.fixture(scope="module", params=["smolvlm", "gemma3", "qwen3_vl"])
 def seeing(request, tmp_path_factory):
-    """Yield a SmolVLM of random weights, and a Gemma 3, whose images are computed as a whole."""
+    """Yield a SmolVLM of random weights, a Gemma 3, whose images are computed as a whole, and a
+    Qwen3-VL, whose tokens have three positions and rows behind the first layers."""
     found = load(tmp_path_factory.mktemp("vision"), request.param)
     yield found
     found.runner.close()
@@ -93,6 +98,52 @@ async def test_another_image_never_hits_the_same_text(seeing):
             ]  # fmt: skip
             _, usage = await answer(engine, messages)
             assert usage.cached_tokens < 16
+
+
+async def test_a_planted_fault_of_the_keys_is_seen(seeing, monkeypatch):
+    """Red if prefixes are found without the digests of images: another image of as many tokens
+    then has the first one's answer."""
+
+    def without(images, block_size):
+        return stock([replace(one, digest=b"") for one in images], block_size)
+
+    stock = sequence_keys.contents_of_blocks
+    monkeypatch.setattr(sequence_keys, "contents_of_blocks", without)
+    monkeypatch.setitem(FILES, "another", picture(40, 40, "JPEG", seed=9))
+    found = []
+    async with engine_of(model_of(seeing)) as engine:
+        for name in ("square", "another"):
+            turns = [(name, "What is this? " * 3)]
+            ids, _ = await answer(engine, seeing.parts(turns))
+            found.append(ids == seeing.expected(turns, NUM_NEW))
+    assert found == [True, False]
+
+
+async def test_choices_of_one_prompt_are_those_of_single_requests(seeing):
+    """The choices fork behind the images, whose blocks are computed first and found then."""
+    sampling = {"temperature": 1.0, "seed": 5, "max_tokens": NUM_NEW, "ignore_eos": True}
+    async with engine_of(model_of(seeing)) as engine:
+        for turns in CHATS.values():
+            found, cached = [], []
+            for number in (3, 3, 1):
+                request = GenerateRequest(
+                    chat=Chat(seeing.parts(turns)),
+                    sampling=sampling,
+                    n=number,
+                    output={"token_ids": True},
+                )
+                choices, usages = [[] for _ in range(number)], []
+                async with engine.generate(request) as stream:
+                    async for event in stream:
+                        if hasattr(event, "token_ids"):
+                            choices[event.choice] += event.token_ids
+                        elif hasattr(event, "usage"):
+                            usages.append(event.usage.cached_tokens)
+                found.append(choices)
+                cached.append(max(usages))
+            assert found[0] == found[1]
+            assert found[0][:1] == found[2]
+            assert min(cached[1:]) >= 16
 
 
 async def test_a_literal_image_token_is_text(seeing):

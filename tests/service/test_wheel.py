@@ -59,7 +59,7 @@ def test_the_wheel_holds_the_packages_and_the_demo_without_tests_or_tools(wheel)
         "grpc_service",
         "triolet",
     }
-    for demo in ("stories", "embed", "rerank"):
+    for demo in ("stories", "embed", "rerank", "draft", "clip", "see"):
         assert f"engine/demo/{demo}/model.safetensors" in names
         assert f"engine/demo/{demo}/README.md" in names
     assert {"engine/demo/embed/modules.json", "engine/demo/embed/1_Pooling/config.json"} <= set(

@@ -27,6 +27,7 @@ from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig
 from engine.core.text.plan import RowResult
 from engine.requests.supervisor import Supervisor
 from engine.status import Capability
+from engine.worker.fakes.drawing import FakeImageRunner
 from engine.worker.fakes.encoder import FakeEncoder, ids_of
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind
@@ -92,6 +93,36 @@ class EncodePoison(Poison):
             if first == POISONED_ROW:
                 self._script.row_faults[row.sequence] = (0, "encode")
         return self.fault_of(plan)
+
+
+class ImagePoison:
+    """Make the steps of poisoned drawings fail: those whose prompts are these words. Steps of a
+    verb take so many seconds more."""
+
+    def __init__(self, script, verb_s):
+        self._script = script
+        self._verb_s = verb_s
+        self._prompts = {}
+
+    def __call__(self, plan):
+        if plan.drawing is not None:
+            self._prompts[plan.sequence] = plan.drawing.prompt
+        self._script.sleep(self._verb_s.get(plan.verb.value, 0.0))
+        if plan.verb.value != "encode":
+            return self._fault_of(self._prompts[plan.sequence])
+        return None
+
+    def _fault_of(self, prompt):
+        match prompt:
+            case "fails":
+                return RuntimeError("a scripted secret")
+            case "out of memory":
+                return MemoryError("a scripted secret")
+            case "exits":
+                return SystemExit("a scripted secret")
+            case "hangs":
+                RELEASED.wait()
+        return None
 
 
 class FaultyRunner(FakeRunner):
@@ -181,12 +212,21 @@ class Faults:
         raise SystemExit("planted")
 
 
-def make_script(load_error=None, eos_every=None, out_of_memory_steps=(), acceptance=None, **fields):
+def make_script(
+    load_error=None,
+    eos_every=None,
+    out_of_memory_steps=(),
+    acceptance=None,
+    verb_s=None,
+    **fields,
+):
     """Return a `FakeScript`. With ``eos_every`` k, a sequence ends after one digest in k. With an
-    ``acceptance``, tokens are drafted, of which this share is right."""
+    ``acceptance``, tokens are drafted, of which this share is right. ``verb_s`` has the seconds of
+    an image model's steps by their verbs."""
     faults = {step: MemoryError("scripted") for step in out_of_memory_steps}
     script = FakeScript(step_faults=faults, **fields)
     script.plan_fault, script.encode_fault = Poison(script), EncodePoison(script)
+    script.image_fault = ImagePoison(script, verb_s or {})
     if load_error is not None:
         script.load_error = RuntimeError(load_error)
     if acceptance is not None:
@@ -296,12 +336,13 @@ def start(
     """Serve, and return the exit code.
 
     ``models`` has fields of ModelConfig and each model's own ``script``. A model with
-    ``capability`` "text-embedding", "image-embedding" or "rerank" is an encoder; one with
-    ``runner`` "process" is one of `process_fakes`; one whose ``model`` is a directory is a real
-    model, in a `CountedRunner`. ``replicas`` is its number of workers, ``memory_bytes`` what each
-    needs, and ``fails`` how many of its loads fail first. ``script``, ``runner``, ``engine`` and
-    ``server`` are fields of `make_script`, FakeRunner, EngineConfig and ServerConfig. With
-    ``counts`` Trio's steps are counted. With ``is_command`` the server behaves as `triolet serve`.
+    ``capability`` "text-embedding", "image-embedding" or "rerank" is an encoder, one with "vision"
+    reads images in chats, and one with "text-to-image" draws; one with ``runner`` "process" is one
+    of `process_fakes`; one whose ``model`` is a directory is a real model, in a `CountedRunner`.
+    ``replicas`` is its number of workers, ``memory_bytes`` what each needs, and ``fails`` how many
+    of its loads fail first. ``script``, ``runner``, ``engine`` and ``server`` are fields of
+    `make_script`, FakeRunner, EngineConfig and ServerConfig. With ``counts`` Trio's steps are
+    counted. With ``is_command`` the server behaves as `triolet serve`.
     """
     scripts = {model["name"]: (script or {}) | model.pop("script", {}) for model in models}
     needs = {model["name"]: model.pop("memory_bytes", None) for model in models}
@@ -341,10 +382,13 @@ def start(
                 script=make_script(**own),
                 memory_bytes=needs[model.name] or 1000,
             )
+        if model.capability is Capability.TEXT_TO_IMAGE:
+            return FakeImageRunner(script=make_script(**own))
         return FaultyRunner(
             lambda: counter.loads.update([model.name]),
             script=make_script(**own),
             memory_bytes=needs[model.name],
+            sees=model.capability is Capability.VISION,
             **{"block_size": config.block_size} | (runner or {}),
         )
 

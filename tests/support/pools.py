@@ -17,6 +17,7 @@ from engine.errors import TrioletError
 from engine.pool.pool import Pool
 from engine.replica.loop import Unbatched
 from engine.status import Capability
+from engine.worker.fakes.drawing import FAKE_INFO, FakeImageRunner
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind, MemoryEstimate
@@ -69,6 +70,9 @@ class Worker:
         needs = needs if model.measured is None else model.measured
         if model.capability in ENCODERS:
             self.runner = FakeEncoder(ENCODERS[model.capability], script=script, memory_bytes=needs)
+        elif model.capability is Capability.TEXT_TO_IMAGE:
+            info = FAKE_INFO if needs is None else replace(FAKE_INFO, memory_bytes=needs)
+            self.runner = FakeImageRunner(info, script=script)
         else:
             self.runner = FakeRunner(script=script, memory_bytes=needs)
 

@@ -44,7 +44,7 @@ ARM_TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 ARM_LIBRARIES = "/usr/aarch64-linux-gnu"
 RUBY_PLUGIN = "grpc_ruby_plugin"
 RUBY_NEEDS = ("grpc", "google/protobuf", "google/rpc/error_details_pb")
-PROTOS = ("triolet/v1/common.proto", "triolet/v1/inference.proto")
+PROTOS = ("triolet/v1/common.proto", "triolet/v1/images.proto", "triolet/v1/inference.proto")
 
 
 # ---- npm -------------------------------------------------------------------------------------

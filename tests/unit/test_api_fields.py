@@ -12,9 +12,15 @@ import keyword
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from grpc_service._generated.triolet.v1 import common_pb2, control_pb2, inference_pb2, models_pb2
+from grpc_service._generated.triolet.v1 import (
+    common_pb2,
+    control_pb2,
+    images_pb2,
+    inference_pb2,
+    models_pb2,
+)
 
-FILES = (common_pb2, inference_pb2, models_pb2, control_pb2)
+FILES = (common_pb2, images_pb2, inference_pb2, models_pb2, control_pb2)
 PACKAGE = "triolet.v1"
 
 SERVICES = {
@@ -23,6 +29,7 @@ SERVICES = {
         Attach(AttachRequest) stream GenerateResponse
         Embed(EmbedRequest) stream EmbedResponse
         Rerank(RerankRequest) stream RerankResponse
+        GenerateImage(GenerateImageRequest) stream GenerateImageResponse
         Tokenize(TokenizeRequest) TokenizeResponse
         Detokenize(DetokenizeRequest) DetokenizeResponse
     """,
@@ -134,6 +141,29 @@ MESSAGES = {
         top_n:uint32? request_id:string priority:int32?
     """,
     "RerankResponse": "index:uint32 score:double",
+    # GenerateImage
+    "GenerateImageRequest": """
+        model:string prompt:string negative_prompt:string width:uint32? height:uint32?
+        steps:uint32? guidance:double? seed:uint64? n:uint32? source:ImageSource strength:double?
+        scheduler:string format:ImageFormat quality:uint32? preview_every:uint32?
+        request_id:string priority:int32?
+    """,
+    "ImageSource": "image:bytes",
+    "GenerateImageResponse": """
+        event/started:ImageStarted event/progress:ImageProgress event/part:ImagePart
+        event/finished:ImageFinished
+    """,
+    "ImageStarted": """
+        request_id:string model:string seed:uint64 width:uint32 height:uint32 steps:uint32
+        scheduler:string
+    """,
+    "ImageProgress": "step:uint32 steps:uint32 preview:bytes",
+    "ImagePart": "index:uint32 data:bytes last:bool format:ImageFormat",
+    "ImageFinished": "seed:uint64 usage:ImageUsage timings:ImageTimings",
+    "ImageUsage": "prompt_tokens:uint32 steps:uint32 images:uint32",
+    "ImageTimings": """
+        queue:Duration load:Duration encode:Duration draw:Duration parked:Duration
+    """,
     "TokenizeRequest": """
         model:string input/text:string input/chat:Chat add_special_tokens:bool?
     """,
@@ -202,6 +232,7 @@ MESSAGES = {
 # Values without their prefix, after UNSPECIFIED, which is 0 in each enum.
 ENUMS = {
     "FinishReason": ("FINISH_REASON", "STOP LENGTH"),
+    "ImageFormat": ("IMAGE_FORMAT", "PNG JPEG WEBP"),
     "PauseMode": ("PAUSE_MODE", "ABORT WAIT KEEP"),
     "AbortOutcome": ("ABORT_OUTCOME", "ABORTED ALREADY_ENDED REMEMBERED"),
     "ReplicaState": ("REPLICA_STATE", "LOADING READY DRAINING FAILED DEGRADED"),

@@ -58,6 +58,7 @@ OTHER = {
     "device": ("cpu", '"cpu"'),
     "max_model_len": ("512", "512"),
     "max_num_seqs": ("64", "64"),
+    "max_drawings": ("2", "2"),
     "max_num_batched_tokens": ("512", "512"),
     "max_image_pixels": ("1000000", "1000000"),
     "step_time_target": ("0.5", "0.5"),
@@ -250,6 +251,11 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
         (
             "[[models]]\nmodel = 'a'\nlasy = true",
             "models[0].lasy is not a setting; did you mean lazy?",
+        ),
+        (
+            "[[models]]\nmodel = 'a'\ncapability = 'sight'",
+            "--capability is 'sight'; use text-to-text, text-embedding, rerank, image-embedding, "
+            "vision or text-to-image",
         ),
         ("[[models]]\nmodel = 'a'\naliases = 'b'", "models[0].aliases must be a list of names"),
         (

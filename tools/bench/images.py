@@ -11,6 +11,13 @@ What images cost: four clients send one JPEG after the other, each as soon as th
 of the last, half of them of 640 × 480 pixels and half of 12 million, as a phone's. Beside them,
 eight clients send 16 short texts at a time to an embedding model of MiniLM-L6's shape; or 16
 streams of the shipped story model are read. Both are measured alone and beside the images, in turn.
+
+Images in chats: a SmolVLM of random weights whose text model has 12 layers of width 576, and a JPEG
+of 640 × 480 pixels and at most 64 KB. "The same image again": the time of the first token behind an
+image and 20 words that came before, against that of a text of as many tokens which came before. "A
+further image" has the same words.
+
+`BENCH_ONLY` is a regular expression that selects among throughput, beside and chats.
 """
 
 from __future__ import annotations
@@ -18,15 +25,18 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import grpc
 
 from grpc_service.client import messages as pb
+from tools import make_vision
 from tools.bench.embed import EMBED, Client, texts
 from tools.bench.frame import REPEATS, Row, percentile, repeat_in_turn, row_of
 from tools.bench.served import served
@@ -53,7 +63,17 @@ SHAPE = Shape(layers=6, hidden=384, heads=12, mlp=1536, vocab=30522, max_len=77)
 WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "8"))
 WARM_UP_S = 0.5
 IMAGE_CLIENTS, EMBED_CLIENTS, STREAMS = 4, 8, 16
-BAR, BAR_BESIDE = 0.85, 2.2
+BAR, BAR_BESIDE, BAR_AGAIN = 0.85, 2.2, 1.15
+AGAIN = 20  # times that an image comes again
+BLOCK = 16  # tokens, which may be the same before the image
+SEEING_TEXT = {
+    "num_hidden_layers": 12,
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+}
 
 
 def photographs(count: int, size: tuple[int, int]) -> list[bytes]:
@@ -213,17 +233,85 @@ def beside(address: str) -> list[Row]:
     ]
 
 
+# ---- images in chats
+
+
+def seeing_model(directory: str) -> None:
+    """Write the model that sees."""
+    with patch.dict(make_vision.TEXT, SEEING_TEXT):
+        make_vision.make(directory, "smolvlm")
+
+
+def chat_of(image: bytes | None, words: str) -> pb.GenerateRequest:
+    """Return a request for one token behind a text, and an image before it."""
+    parts = [{"text": words}] if image is None else [{"image": image}, {"text": words}]
+    chat = {"messages": [{"role": "user", "parts": parts}]}
+    return pb.GenerateRequest(
+        model="see", chat=chat, sampling={"max_tokens": 1, "ignore_eos": True}
+    )
+
+
+def first_token(call: Any, request: pb.GenerateRequest) -> tuple[float, int, int]:
+    """Return the seconds to a request's end, and its prompt's tokens and those that were cached."""
+    asked, start = request.SerializeToString(), time.perf_counter()
+    *_, last = [pb.GenerateResponse.FromString(one) for one in call(asked)]
+    usage = last.finished.usage
+    return time.perf_counter() - start, usage.prompt_tokens, usage.cached_tokens
+
+
+def again(address: str) -> list[Row]:
+    """Return the rows of an image that comes again."""
+    images = photographs(2 * AGAIN, SMALL)
+    assert max(map(len, images)) <= 64 * 1024
+    words = "What is this? " * 5
+    with grpc.insecure_channel(address, options=NO_PROXY) as channel:
+        call = channel.unary_stream(GENERATE)
+        first_token(call, chat_of(images[0], words))
+        _, length, _ = first_token(call, chat_of(images[0], words))
+        text = _text_of_length(call, length)
+        shown, said, ratios, hits = [], [], [], []
+        for number in range(AGAIN):
+            said.append(first_token(call, text)[0])
+            shown.append(first_token(call, chat_of(images[0], words))[0])
+            ratios.append(shown[-1] / said[-1])
+            hits.append(float(first_token(call, chat_of(images[1 + number], words))[2]))
+    return [
+        row_of(f"a cached text of {length} tokens, first token", [1e3 * s for s in said], "ms"),
+        row_of("the same image and words again, first token", [1e3 * s for s in shown], "ms"),
+        row_of("the same image against the text", ratios, "×", bar=BAR_AGAIN),
+        row_of("cached tokens behind a further image", hits, "", bar=float(BLOCK)),
+    ]
+
+
+def _text_of_length(call: Any, length: int) -> pb.GenerateRequest:
+    """Return a text of about as many tokens, which was asked once."""
+    words = "and "
+    while first_token(call, chat_of(None, words))[1] < length:
+        words += "and "
+    first_token(call, chat_of(None, words))
+    return chat_of(None, words)
+
+
 def _ratios(seen: Seen) -> list[float]:
     return [beside / alone for beside, alone in zip(seen.beside, seen.alone, strict=True)]
 
 
 def run() -> list[Row]:
     """Return the bench's rows."""
+    wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
+    rows: list[Row] = []
     with ExitStack() as held:
-        clip = held.enter_context(tempfile.TemporaryDirectory())
-        minilm = held.enter_context(tempfile.TemporaryDirectory())
-        make_image_embedder(clip, "clip", SHAPE, side=224, patch=32)
-        make_embedder(minilm, PRESETS["minilm"], normalize=True)
-        models = [("demo-stories", "stories"), (minilm, "minilm"), (clip, "clip")]
-        address = held.enter_context(served(models))
-        return [*throughput(address, clip), *beside(address)]
+        clip, minilm, see = (
+            held.enter_context(tempfile.TemporaryDirectory()) for _ in ("clip", "minilm", "see")
+        )
+        if wanted.search("throughput") or wanted.search("beside"):
+            make_image_embedder(clip, "clip", SHAPE, side=224, patch=32)
+            make_embedder(minilm, PRESETS["minilm"], normalize=True)
+            models = [("demo-stories", "stories"), (minilm, "minilm"), (clip, "clip")]
+            address = held.enter_context(served(models))
+            rows += throughput(address, clip) if wanted.search("throughput") else []
+            rows += beside(address) if wanted.search("beside") else []
+        if wanted.search("chats"):
+            seeing_model(see)
+            rows += again(held.enter_context(served([(see, "see")])))
+    return rows

@@ -7,6 +7,7 @@ from its number.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import deque
 from itertools import accumulate
 from pathlib import Path
@@ -66,12 +67,11 @@ class Pieces:
         self._schedule.take_step(loss, self._share)
 
     def _begin_step(self, rounds: Sequence[int]) -> None:
-        first = max(start for start in accumulate(rounds, initial=0) if start <= self._step)
-        if self._step == first > 0:
+        starts = list(accumulate(rounds, initial=0))[:-1]
+        at = bisect_right(starts, self._step) - 1
+        if self._step == starts[at] > 0:
             self._schedule = Schedule(*self._modules)
-        self._share = (self._step - first) / rounds[
-            list(accumulate(rounds, initial=0)).index(first)
-        ]
+        self._share = (self._step - starts[at]) / rounds[at]
 
     def facts(self) -> dict[str, float]:
         """Return the number of steps, the mean loss of the last ones, and the time they took."""

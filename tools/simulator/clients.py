@@ -19,6 +19,7 @@ from tools.simulator.oracle import MAX_MODEL_LEN, prompt_of
 if TYPE_CHECKING:
     import random
 
+    from engine.requests.draw_values import DrawRequest
     from engine.requests.encode_values import AnyRequest
 
 MODEL, FRAGILE, SLEEPY = "fake", "fragile", "sleepy"
@@ -48,7 +49,7 @@ class Client:
     """
 
     arrival_s: float
-    request: AnyRequest
+    request: AnyRequest | DrawRequest
     buffer: int
     delay_s: float = 0.0
     leave_after: int | None = None

@@ -116,7 +116,7 @@ class ImageWatch:
                 return f"{begun[0].request.request_id} could go on, and nobody does"
             if able and len(self._active(now)) < self.scheduler.config.max_drawings:
                 return self._judge_idle_seat(able[0])
-            return ""
+            return self._judge_starts(now)
         if reason := self._judge_told(plan) or self._begin(plan, now):
             return reason
         assert self.step is not None
@@ -208,8 +208,10 @@ class ImageWatch:
     def _judge_starts(self, now: float) -> str:
         """Check that those which got seats were the first in the queue."""
         waiting = {name for name in self.live if self._is_waiting(name)}
-        started, self.waiting = self.waiting - waiting, waiting
-        last = max((self._key(name, now) for name in started if name in self.live), default=None)
+        started, self.waiting = (self.waiting - waiting) & self.live.keys(), waiting
+        if started and len(self._active(now)) > self.scheduler.config.max_drawings:
+            return f"{started} got seats, of which there are none"
+        last = max((self._key(name, now) for name in started), default=None)
         first = min((self._key(name, now) for name in waiting), default=None)
         if last is not None and first is not None and first < last:
             return f"the first of the queue, since {first[1]:.4f}, is passed over"

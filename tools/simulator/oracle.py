@@ -1,7 +1,7 @@
 """What a request's output must be, from the request alone, without a schedule or an engine.
 
 Rule: this follows the fake model's definition (`engine.worker.fakes.text`) and shares only its
-four primitive functions. A stop string is searched in the whole text.
+primitive functions. A stop string is searched in the whole text.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.core.common.types import EndReason
+from engine.images.sight import digest_of
 from engine.worker.fakes.digests import digest_after, first_digest, next_token
-from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
+from engine.worker.fakes.sight import num_tokens_of
+from engine.worker.fakes.tokenizer import EOS, IMAGE_ID, FakeTokenizer
+from tools.simulator.encode_oracle import pixels_in
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.requests.chat_values import Chat
     from engine.requests.text_values import GenerateRequest
 
 MAX_MODEL_LEN = 160
@@ -37,15 +43,36 @@ class Expected:
 def prompt_of(request: GenerateRequest) -> tuple[int, ...]:
     """Return the token ids for which a valid request is computed."""
     ids = request.token_ids
-    if ids is None:
-        text = request.text or ""
-        if request.chat is not None:
-            text = "\n".join(f"{m['role']}: {m['content']}" for m in request.chat.messages)
-        ids = FakeTokenizer().encode(text)
+    if ids is None and request.chat is not None:
+        ids = tuple(token for token, _ in _read_chat(request.chat))
+    elif ids is None:
+        ids = FakeTokenizer().encode(request.text or "")
     limit = request.prompt.truncate_to
     if limit is None or len(ids) <= limit:
         return ids
     return ids[:limit] if request.prompt.truncate_left is False else ids[len(ids) - limit :]
+
+
+def _read_chat(chat: Chat) -> Iterator[tuple[int, bytes]]:
+    """Yield a chat's tokens, each with the digest of the image that it is a token of."""
+    encode = FakeTokenizer().encode
+    for number, message in enumerate(chat.messages):
+        content = message["content"]
+        parts = [{"text": content}] if isinstance(content, str) else content
+        head = "\n" * (number > 0) + f"{message['role']}: "
+        for part in ({"text": head}, *parts):
+            if "text" in part:
+                yield from ((token, b"") for token in encode(part["text"]))
+            else:
+                count = num_tokens_of(pixels_in(part["image"]))
+                yield from [(IMAGE_ID, digest_of(part["image"]))] * count
+
+
+def _contents_of(request: GenerateRequest) -> list[bytes]:
+    """Return for each token of the prompt the digest of the image that it is a token of."""
+    if request.chat is not None and next(request.chat.images, None) is not None:
+        return [digest for _, digest in _read_chat(request.chat)]
+    return [b""] * len(prompt_of(request))
 
 
 def echo_of(request: GenerateRequest) -> str:
@@ -70,8 +97,8 @@ def expected_output(
     stop_ids = set(asked.stop_token_ids) | (set() if asked.ignore_eos else {EOS})
     tokens, text = [], ""
     digest = first_digest(adapter)
-    for token in prompt:
-        digest = digest_after(digest, token)
+    for token, content in zip(prompt, _contents_of(request), strict=True):
+        digest = digest_after(digest, token, content)
     while True:
         token = next_token(digest, asked.seed, choice)
         if has_ends and len(tokens) + 1 >= least and is_end(digest):

@@ -174,12 +174,6 @@ class EncodeReader(Reader):
             raise Violation(f"{name}: {list(self.results)} are not the best, {best}")
 
 
-def reader_of(client: Client) -> TextReader | EncodeReader:
-    """Return a reader for a client's request."""
-    is_text = isinstance(client.request, GenerateRequest)
-    return TextReader(client) if is_text else EncodeReader(client)
-
-
 async def read(generation: RequestStream[Any], reader: Reader) -> None:
     """Read as a Trio program does, event by event, to the end or as long as the client stays.
 

@@ -12,7 +12,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
 
@@ -20,6 +20,7 @@ from engine.api.engine import open_engine
 from engine.core.common.events import Journaled, PauseMode
 from engine.core.common.types import EndReason
 from engine.core.encode.types import EncodePlan
+from engine.core.image.types import ImagePlan
 from engine.core.text.plan import StepPlan
 from engine.errors import (
     EngineBug,
@@ -35,8 +36,10 @@ from engine.errors import (
 )
 from engine.replica.replica import ProcessWorker
 from engine.requests.chat_values import Chat
-from engine.requests.encode_values import EmbedRequest
+from engine.requests.draw_values import DrawRequest
+from engine.requests.prepare_drawing import DrawPreparer
 from engine.requests.prepare_inputs import InputPreparer
+from engine.requests.prepare_text import TextPreparer
 from engine.requests.quota import Origin, Quota
 from engine.requests.supervisor import ABORT_MEMORY_S
 from engine.requests.text_stream import TextStream
@@ -47,8 +50,8 @@ from engine.worker.interface import EncoderKind
 from grpc_service.access.unread_calls import UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
-from tools.simulator import adapters, pool_faults, resumption
-from tools.simulator.clients import BAD_FORM, FRAGILE, SLEEPY
+from tools.simulator import adapters, drawings, pool_faults, resumption, seeing
+from tools.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
 from tools.simulator.determinism import VirtualThreads, run_deterministically
 from tools.simulator.drafters import drafter_of_world, model_of_world
 from tools.simulator.encode_clients import EMBEDDER, RERANKER
@@ -62,11 +65,11 @@ from tools.simulator.readers import (
     SimulatedCall,
     TextReader,
     read,
-    reader_of,
     serve,
 )
 from tools.simulator.watch import CoreWatch, Outcome, Violation
 from tools.simulator.workers import (
+    BreakingArtist,
     BreakingEncoder,
     BreakingRunner,
     GroupWorker,
@@ -78,10 +81,12 @@ from tools.simulator.workload import Client, World, draw_world
 if TYPE_CHECKING:
     from engine.api.engine import Engine
     from engine.config import EngineConfig, ModelConfig
+    from engine.core.common.core import Plan
     from engine.core.text.types import Constraint
     from engine.replica.replica import AnyRunner
     from engine.requests.stream import RequestStream
 
+AnyFake: TypeAlias = BreakingRunner | BreakingEncoder | BreakingArtist
 PATIENCE_S = 200_000.0  # virtual: far above any drawn world's work; beyond it somebody starves
 REFUSALS = (
     *(NoWorkers, MemoryExhausted, ModelNotFound, SpawnFailed, SpawnTimeout, ShuttingDown),
@@ -104,6 +109,16 @@ class SimulatedRpc:
     stream: RequestStream[Any] | None = None
 
 
+def _reader_of(client: Client) -> Reader:
+    """Return a reader for a client's request."""
+    match client.request:
+        case GenerateRequest():
+            return TextReader(client)
+        case DrawRequest():
+            return drawings.DrawReader(client)
+    return EncodeReader(client)
+
+
 class Simulation:
     """One world's run."""
 
@@ -114,6 +129,7 @@ class Simulation:
         self._watchdog = VirtualWatchdog(world.config.step_timeout_s)
         self._workers: list[tuple[str, WorkerProcess]] = []  # with the model of each
         self._rng = random.Random(world.seed ^ 0x5EED)
+        self._image_rng = random.Random(world.seed ^ 0x1A6E)
         self._group_rng = random.Random(world.seed ^ 0x6A0E)
         self._watch = CoreWatch(world.config, len(world.clients), self.outcome)
         self._generations: list[RequestStream[Any]] = []
@@ -136,7 +152,8 @@ class Simulation:
         Raises:
             Violation, or whatever the engine raised.
         """
-        with self._watch.watch_schedulers():
+        files = drawings.slow_files(self._threads.note_sleep, 2.5 * self.world.step_s)
+        with self._watch.watch_schedulers(), files:
             try:
                 run_deterministically(self._main, self.world.seed)
             finally:
@@ -153,9 +170,9 @@ class Simulation:
         assert isinstance(worker, ProcessWorker)
         return worker  # `__getattr__` gives it all that the runner has
 
-    def _make_worker(self, runner: BreakingRunner | BreakingEncoder) -> WorkerProcess:
+    def _make_worker(self, runner: AnyFake) -> WorkerProcess:
         num_ranks = self.world.pool.num_ranks
-        if num_ranks == 1 or isinstance(runner, BreakingEncoder):
+        if num_ranks == 1 or not isinstance(runner, BreakingRunner):
             return WorkerProcess(runner, self._draw_death)
         return GroupWorker(
             runner,
@@ -169,7 +186,7 @@ class Simulation:
     def _note_violation(self, what: str) -> None:
         self._watch.violation = self._watch.violation or Violation(what)
 
-    def _make_fake(self, model: ModelConfig) -> BreakingRunner | BreakingEncoder:
+    def _make_fake(self, model: ModelConfig) -> AnyFake:
         world = self.world
         script = FakeScript(
             step_s=world.step_s,
@@ -177,6 +194,7 @@ class Simulation:
             load_s=SLEEPY_LOAD_S if model.name == SLEEPY else 0.5,
             encode_s=5 * world.step_s,
             decode_s=world.step_s / 5,
+            image_s=world.step_s / 10,
             chat_template="<think></think><tool_call></tool_call>",  # the parser looks for both
             load_error=self._draw_load_error(model.name),
             eos_at=is_end if world.has_ends else None,
@@ -198,11 +216,19 @@ class Simulation:
             encoder = BreakingEncoder(kind, max_model_len=MAX_INPUT_LEN, script=script)
             encoder.broken_at = world.broken_at_step
             return encoder
+        if model.name == drawings.ARTIST:
+            rng = self._image_rng  # so that the steps of others draw what they draw without it
+            script.image_fault = partial(self._draw_fault, rng=rng)
+            script.sample_fault = partial(self._draw_row_fault, world.row_fault_share, rng)
+            artist = BreakingArtist(script=script)
+            artist.broken_at = world.broken_at_step
+            return artist
         runner = BreakingRunner(
             num_blocks=world.num_blocks,
             block_size=world.block_size,
             max_model_len=world.config.max_model_len or 0,
             script=script,
+            sees=seeing.FAULT in world.faults and model.name == MODEL,
         )
         runner.broken_at = world.broken_at_step
         return runner
@@ -215,9 +241,11 @@ class Simulation:
 
     # ---- faults, drawn as they come up
 
-    def _draw_fault(self, plan: StepPlan | EncodePlan, times: float = 1.0) -> BaseException | None:
+    def _draw_fault(
+        self, plan: Plan, times: float = 1.0, rng: random.Random | None = None
+    ) -> BaseException | None:
         """Return what a step raises, or None. ``times`` multiplies the world's shares of faults."""
-        world, rng = self.world, self._rng
+        world, rng = self.world, rng or self._rng
         if rng.random() < world.hiccup_share:
             self._threads.note_sleep(50 * world.step_s)
         if rng.random() < min(0.5, times * world.oom_share):
@@ -266,8 +294,8 @@ class Simulation:
             else:
                 worker.kill("drawn")
 
-    def _draw_row_fault(self, share: float) -> str | None:
-        return "sample" if self._rng.random() < share else None
+    def _draw_row_fault(self, share: float, rng: random.Random | None = None) -> str | None:
+        return "sample" if (rng or self._rng).random() < share else None
 
     def _compile(self, constraint: Constraint) -> None:
         self._threads.note_sleep(20 * self.world.step_s)
@@ -333,7 +361,7 @@ class Simulation:
         self._watch.note(event)
         if self._engine is None or not self._generations:
             return
-        if not isinstance(event, StepPlan | EncodePlan):
+        if not isinstance(event, StepPlan | EncodePlan | ImagePlan):
             return
         generation = self._generations[event.plan_id % len(self._generations)]
         try:
@@ -441,7 +469,7 @@ class Simulation:
 
     async def _client(self, engine: Engine, backend: Backend, client: Client) -> None:
         await trio.sleep_until(client.arrival_s)
-        reader: Reader | None = reader_of(client)
+        reader: Reader | None = _reader_of(client)
         while reader is not None:
             stream = await self._read_one(engine, backend, reader)
             following: Reader | None = None
@@ -679,7 +707,7 @@ class Simulation:
         is_whole = not reason and not reader.has_left
         if isinstance(reader, TextReader) and reader.prompt_tokens is not None:
             self._check_output(reader, is_whole=is_whole)
-        elif isinstance(reader, EncodeReader) and is_whole:
+        elif isinstance(reader, EncodeReader | drawings.DrawReader) and is_whole:
             reader.check_whole()
 
     def _adapter_of(self, reader: TextReader, request: GenerateRequest) -> str:
@@ -783,10 +811,12 @@ class Simulation:
         for generation in self._generations:  # a stream that left in a lost step keeps slots
             if generation.credit.reserved and not has_lost_steps:
                 raise Violation(f"{generation} has slots promised to no step")
-        preparer = engine._supervisor._preparers[EmbedRequest]
-        assert isinstance(preparer, InputPreparer)
-        if held := preparer.image_memory.num_bytes:
-            raise Violation(f"{held} bytes of images are held at rest")
+        for preparer in engine._supervisor._preparers.values():
+            has_images = isinstance(preparer, InputPreparer | DrawPreparer | TextPreparer)
+            if has_images and (held := preparer.image_memory.num_bytes):
+                raise Violation(f"{held} bytes of images are held at rest")
+        if files := engine._supervisor.image_files.num_bytes:
+            raise Violation(f"{files} bytes of images' files are counted at rest")
         for quota in (self._quota, self._holder):
             if quota.queued_tokens or quota.num_requests:
                 held = f"{quota.num_requests} requests and {quota.queued_tokens} tokens"

@@ -27,11 +27,14 @@ from engine.core.common.events import (
 )
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import Encoded
+from engine.core.image.scheduler import ImageScheduler
+from engine.core.image.types import Drawn, Stepped
 from engine.core.text.plan import StepPlan
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.sequence import Sequence
 from engine.core.text.types import Preempted, Tokens
 from tools.simulator.encode_watch import EncodeWatch
+from tools.simulator.image_watch import ImageWatch
 from tools.simulator.pace_watch import PaceWatch
 
 if TYPE_CHECKING:
@@ -41,10 +44,13 @@ if TYPE_CHECKING:
     from engine.core.common.events import InputEvent, Journaled, OutputEvent
     from engine.core.common.types import SequenceId
     from engine.core.encode.types import EncodePlan
+    from engine.core.image.types import ImagePlan
     from engine.core.text.lifecycle import Event
+    from engine.core.text.types import PromptImage
 
     _Planned = tuple[StepPlan | None, list[OutputEvent]]
     _EncodePlanned = tuple[EncodePlan | None, list[OutputEvent]]
+    _ImagePlanned = tuple[ImagePlan | None, list[OutputEvent]]
 
 EVENTS_PER_REQUEST = 500  # the worst of 1000 drawn worlds needs 60; beyond it something spins
 
@@ -99,10 +105,12 @@ class CoreWatch:
         self._submitted: dict[str, Submit] = {}
         self._live: dict[str, _Choices] = {}
         # Events do not name their model, and models may apply a pause at different times.
+        self._images: dict[tuple[Scheduler | None, SequenceId], tuple[PromptImage, ...]] = {}
         self._pauses: dict[Scheduler, PauseMode | None] = {}
         self._planner: Scheduler | None = None
         self.num_deaths = 0
         self._encoders: dict[EncodeScheduler, EncodeWatch] = {}
+        self._artists: dict[ImageScheduler, ImageWatch] = {}
         self._paces: dict[Scheduler, PaceWatch] = {}
 
     def note(self, event: Journaled) -> None:
@@ -152,7 +160,9 @@ class CoreWatch:
             case Refused(request_id, error):
                 if request_id in self._live and error.reason != "DUPLICATE_REQUEST":
                     return "refused after it was admitted"
-            case Encoded(request_id) if request_id not in self._live:
+            case Encoded(request_id) | Stepped(request_id) | Drawn(request_id) if (
+                request_id not in self._live
+            ):
                 return "it has ended, or was never admitted"
             case Tokens() | Finished():
                 return self._judge_choice(event)
@@ -184,6 +194,8 @@ class CoreWatch:
             return f"{len(named)} sequences of at most {config.max_num_seqs}"
         if plan.num_tokens > config.max_num_batched_tokens:
             return f"{plan.num_tokens} tokens of at most {config.max_num_batched_tokens}"
+        if (cost := self._image_cost(plan)) > config.max_num_batched_tokens - plan.num_tokens:
+            return f"{cost} for images beside {plan.num_tokens} tokens"
         if set(named) & set(plan.released):
             return "a sequence is released and computed"
         pause = self._pauses.get(self._planner) if self._planner is not None else None
@@ -193,6 +205,18 @@ class CoreWatch:
             return "a start while the engine is paused"
         return ""
 
+    def _image_cost(self, plan: StepPlan) -> int:
+        """Return what encoding the images that begin in a step costs, 0 for one image alone."""
+        own = self._planner
+        self._images |= {(own, one.sequence): one.images for one in plan.admitted if one.images}
+        met = [
+            image.cost
+            for row in plan.rows
+            for image in self._images.get((own, row.sequence), ())
+            if row.start <= image.start < row.start + row.count
+        ]
+        return sum(met) if len(met) > 1 else 0
+
     # ---- the schedulers' verbs
 
     @contextmanager
@@ -200,7 +224,7 @@ class CoreWatch:
         """Watch all schedulers while the block runs.
 
         Every change of a sequence's state is counted by its cause, and so is which text model plans
-        and which is paused. Encoders have a watcher of their own.
+        and which is paused. Encoders and image models have watchers of their own.
         """
         verbs = (
             (Sequence, "advance", self._advance),
@@ -209,6 +233,8 @@ class CoreWatch:
             (Scheduler, "prepare", self._prepare),
             (EncodeScheduler, "apply", self._apply_to_encoder),
             (EncodeScheduler, "plan", self._plan_encoder),
+            (ImageScheduler, "apply", self._apply_to_artist),
+            (ImageScheduler, "plan", self._plan_artist),
         )
         originals = [(owner, name, getattr(owner, name)) for owner, name, _ in verbs]
         for (owner, name, watched), (_, _, original) in zip(verbs, originals, strict=True):
@@ -269,6 +295,29 @@ class CoreWatch:
         text = "no plan" if planned[0] is None else planned[0].journal_line()
         self._tell(self._encode_watch_of(scheduler).planned(planned[0], now), text)
         return planned
+
+    def _apply_to_artist(
+        self,
+        apply: Callable[[InputEvent, float], list[OutputEvent]],
+        scheduler: ImageScheduler,
+        event: InputEvent,
+        now: float,
+    ) -> list[OutputEvent]:
+        events = apply(event, now)
+        wrong = self._image_watch_of(scheduler).applied(event, events, now)
+        self._tell(wrong, event.journal_line())
+        return events
+
+    def _plan_artist(
+        self, plan: Callable[[float], _ImagePlanned], scheduler: ImageScheduler, now: float
+    ) -> _ImagePlanned:
+        planned = plan(now)
+        text = "no plan" if planned[0] is None else planned[0].journal_line()
+        self._tell(self._image_watch_of(scheduler).planned(planned[0], now), text)
+        return planned
+
+    def _image_watch_of(self, scheduler: ImageScheduler) -> ImageWatch:
+        return self._artists.setdefault(scheduler, ImageWatch(scheduler))
 
     def _pace_of(self, scheduler: Scheduler) -> PaceWatch:
         return self._paces.setdefault(scheduler, PaceWatch(scheduler.config))

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from engine.core.common.types import PlanId
 from engine.errors import WorkerLost
 from engine.replica.watchdog import StepWatch, Watchdog
+from engine.worker.fakes.drawing import FakeImageRunner
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner
 from engine.worker.process.answers import GRACE_S, Answer, Answers, OutOfStep
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.core.encode.types import EncodeResult
+    from engine.core.image.types import ImageResult
     from engine.core.text.plan import StepResult
     from engine.replica.replica import AnyRunner
 
@@ -54,6 +57,13 @@ class BreakingEncoder(_Breaking, FakeEncoder):
 
     def _break(self, result: EncodeResult) -> EncodeResult:
         return replace(result, rows=result.rows[1:] + result.rows[:1])
+
+
+class BreakingArtist(_Breaking, FakeImageRunner):
+    """An image model that from then on answers with another plan's id."""
+
+    def _break(self, result: ImageResult) -> ImageResult:
+        return replace(result, plan_id=PlanId(result.plan_id + 1))
 
 
 class WorkerProcess:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
-from tools.simulator import adapters, pool_faults, resumption
+from tools.simulator import adapters, drawings, pool_faults, resumption, seeing
 from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_client
 from tools.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
 from tools.simulator.oracle import MAX_MODEL_LEN
@@ -41,6 +41,8 @@ FAULTS = (
     pool_faults.FAULT,
     resumption.FAULT,
     adapters.FAULT,
+    seeing.FAULT,
+    drawings.FAULT,
 )
 SHARES = {  # of worlds that have the fault; these faults end a world early, or take much from it
     "drain": 0.3,
@@ -49,8 +51,8 @@ SHARES = {  # of worlds that have the fault; these faults end a world early, or 
     "engine_cancelled": 0.1,
     "broken_runner": 0.1,
 }
-# The faults that the world's own numbers draw; the last three are drawn separately.
-DRAWN = FAULTS[:-3]
+# The faults that the world's own numbers draw; the last five are drawn separately.
+DRAWN = FAULTS[:-5]
 LOAD_ERRORS = ("refused", "raised", "exited")
 
 
@@ -92,8 +94,8 @@ def draw_world(
 ) -> World:
     """Draw a world of ``num_requests`` requests to text models.
 
-    Worlds with encoders have three tenths more, for these. ``faults`` None draws a part of
-    `FAULTS`.
+    Worlds with encoders have three tenths more, for these, and worlds with drawings a fifth.
+    ``faults`` None draws a part of `FAULTS`.
     """
     rng = random.Random(seed)
     drawn = frozenset(name for name in DRAWN if rng.random() < SHARES.get(name, 0.5))
@@ -103,6 +105,10 @@ def draw_world(
         drawn |= {resumption.FAULT}
     if adapters.is_drawn(seed):
         drawn |= {adapters.FAULT}
+    if seeing.is_drawn(seed):
+        drawn |= {seeing.FAULT}
+    if drawings.is_drawn(seed):
+        drawn |= {drawings.FAULT}
     active = drawn if faults is None else faults
     block_size = rng.choice([1, 4, 16])
     least = -(-MAX_MODEL_LEN // block_size)
@@ -137,6 +143,12 @@ def draw_world(
         clients = resumption.cut(seed, clients)
     if adapters.FAULT in active:
         config, clients = adapters.add(config), adapters.ask(seed, clients)
+    if seeing.FAULT in active:
+        config, clients = seeing.add(config), seeing.show(seed, clients)
+    if drawings.FAULT in active:
+        config = drawings.add(seed, config)
+        few, buffer = max(1, num_requests // 5), config.stream_buffer
+        clients += drawings.clients(seed, few, active, duration, step_s, buffer)
     return World(
         seed=seed,
         pool=pool,

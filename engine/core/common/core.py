@@ -46,11 +46,12 @@ PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
 class CoreStatistics:
     """A snapshot of one scheduler. A field that a kind of work does not have is 0.
 
-    The first four count sequences or, for an encoder, inputs: those in a step or ready for one,
-    those that wait for their start, those parked because of their reader, and those that have ended
-    while a step still uses what they hold. ``queued_tokens`` are the tokens of those that wait, and
-    ``peak_waiting`` is how many have been in the queue at most. Blocks are of the KV pool. The
-    other fields count since the start; ``late_results`` are results for sequences that had ended.
+    The first four count sequences, inputs of an encoder, or drawings: those in a step or ready for
+    one, those that wait for their start, those parked because of their reader, and those that have
+    ended while a step still uses what they hold. ``queued_tokens`` are the tokens of those that
+    wait, and ``peak_waiting`` is how many have been in the queue at most. Blocks are of the KV
+    pool. The other fields count since the start; ``late_results`` are results for sequences that
+    had ended.
     """
 
     running: int = 0

@@ -36,7 +36,7 @@ def explain(
         pausing = f"resume: the model is paused ({pause.value})"
     if live.started_at is not None:
         others = len(seats) - len(seats.parked) - 1
-        turn = f"its turn: {others} other drawing{'s' * (others != 1)} take one step each"
+        turn = f"its turn: drawings take one step each, and {others} more go on"
         reason = pausing or (turn if others and not live.in_step else "")
         return Explanation("RUNNING", reason, parked_s=live.parked_s)
     before = queue.in_order(now)

@@ -125,7 +125,8 @@ class Drafts:
             return
         rows = step.rows
         num_rows = len(rows)
-        room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - num_rows
+        used = num_rows + step.image_cost
+        room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - used
         if room <= 0 or sum(map(ROW_COUNT, rows)) > num_rows:
             return
         looked_up = [name for name, offer in offers.items() if offer.count]

@@ -30,13 +30,15 @@ class PlannedStep:
     ``sequences`` runs parallel to ``rows``; ``forks`` maps a parent's id to the choices that fork
     in its row; ``started`` are the sequences that this step took from the waiting queue;
     ``pending_keys`` are the prefix-cache keys of the blocks that it computes. ``num_drafts`` counts
-    the drafted tokens of its rows. ``plan`` and ``started_at`` are set by `seal`.
+    the drafted tokens of its rows, and ``image_cost`` what encoding its rows' images may cost, in
+    tokens. ``plan`` and ``started_at`` are set by `seal`.
     """
 
     __slots__ = (
         "_ledger",
         "copies",
         "forks",
+        "image_cost",
         "num_drafts",
         "pending_keys",
         "plan",
@@ -57,6 +59,7 @@ class PlannedStep:
         self.started: list[Sequence] = []
         self.pending_keys: set[bytes] = set()
         self.num_drafts = 0
+        self.image_cost = 0
         self.copies: list[tuple[BlockId, BlockId]] = []
         self.plan = EMPTY_PLAN
 

@@ -234,6 +234,8 @@ class Scheduler:
         whole_s = now - step.started_at
         draft_s = result.timings.draft_s
         self._drafts.note_step(step, draft_s)
+        if step.image_cost:
+            return  # its time tells nothing of the rate: images that are kept cost it none
         seconds = whole_s - draft_s  # what a draft model took is no part of a step's pace
         num_tokens = step.plan.num_tokens - step.num_drafts  # a sum over the rows
         has_prompts = num_tokens > len(step.rows)

@@ -153,6 +153,7 @@ class StepBuilder:
 
     def _use_chunk(self, count: int) -> None:
         self._chunk_left = max(0, self._chunk_room() - count - self._image_cost)
+        self._step.image_cost += self._image_cost
         self._has_chunk = True
 
     # ---- running sequences

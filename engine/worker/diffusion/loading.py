@@ -85,7 +85,7 @@ def load(pipeline: Pipeline, device: torch.device, dtype: torch.dtype) -> Diffus
     }
     encoders = [name for name in ("text_encoder", "text_encoder_2") if name in modules]
     tokenizers = [name.replace("text_encoder", "tokenizer") for name in encoders]
-    # A base of SDXL says nothing of this, and then it is meant.
+    # SDXL's base leaves this setting out; diffusers' default for it is True.
     zeros = bool(pipeline.is_xl and pipeline.index.get("force_zeros_for_empty_prompt", True))
     prompts = Prompts(
         tuple(_load_tokenizer(pipeline, name) for name in tokenizers),

@@ -34,7 +34,8 @@ class Prompts:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of a prompt, with the first and the last one; a longer prompt is cut."""
+        """The most tokens of a prompt, with the first and the last one. Longer prompts are refused
+        before they come here (`engine.requests.prepare_drawing`)."""
         return int(self.tokenizers[0].model_max_length)
 
     def encode(self, drawing: Drawing, *, guided: bool) -> Embeddings:

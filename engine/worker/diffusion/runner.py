@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from engine.worker.interface import MemoryEstimate, RunnerSpec
 
 WARM_UP_PIXELS = 64  # across
+GUIDANCE, XL_GUIDANCE = 7.5, 5.0  # diffusers' defaults of StableDiffusion and of SDXL
 EXTRA_STEPS = (("pndm", 1),)  # its first step is taken twice
 
 log = logging.getLogger(__name__)
@@ -147,8 +148,10 @@ class DiffusionRunner:
             default_width=width,
             default_height=height,
             max_pixels=loading.max_pixels(pipeline),
+            max_image_pixels=spec.max_image_pixels,
             schedulers=tuple(CLASSES),
             default_scheduler=noise.default,
+            default_guidance=XL_GUIDANCE if pipeline.is_xl else GUIDANCE,
             multiple_of=max(8, pipeline.latent_scale),
             prediction_type=noise.prediction_type,
             extra_steps=EXTRA_STEPS,

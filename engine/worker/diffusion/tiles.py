@@ -1,7 +1,7 @@
 """Decodes latents into pixels tile by tile, so that no step of the worker is long.
 
-The tiles overlap by a quarter and are blended there, which is the way of
-diffusers' own autoencoder (0.42); only that each tile is a step of its own here.
+The tiles overlap by a quarter and are blended there, as in the autoencoder of diffusers (0.42). The
+difference is that each tile is a step of its own here.
 """
 
 from __future__ import annotations

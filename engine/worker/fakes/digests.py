@@ -1,4 +1,5 @@
-"""What the fake text model computes: a digest of all tokens up to a position, and the next token.
+"""What the fake text model computes: a digest of all tokens up to a position, the next token, and
+its log-probability.
 
 A position's digest is what a slot of the fake KV pool holds. It depends on the adapter, the tokens
 and the images that these are tokens of.
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 from zlib import crc32
+
+from engine.core.text.types import Alternative, TokenLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,3 +41,10 @@ def next_token(digest: int, seed: int | None, choice: int) -> int:
     sequence."""
     mixed = crc32(f"{digest}/{seed}/{choice}".encode())
     return 1 + mixed % (VOCAB_SIZE - 1)
+
+
+def fake_logprob(token_id: int, alternatives: int) -> TokenLogprob:
+    """Return a token's log-probability, which depends on its id alone. The likeliest tokens are
+    always the ids 1, 2, …"""
+    likely = [Alternative(i + 1, f"<{i + 1}>", -(i + 1) / 8, i) for i in range(alternatives)]
+    return TokenLogprob(token_id, f"<{token_id}>", -(1 + token_id % 8) / 4, tuple(likely))

@@ -10,6 +10,7 @@ another.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
+from random import Random
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -39,7 +40,7 @@ FAKE_INFO = ImageModelInfo(
     memory_bytes=VOCAB_SIZE,
     default_width=32,
     default_height=24,
-    max_pixels=256 * 256,
+    max_pixels=2**19,
     schedulers=("ddim", "euler", SLOW_SCHEDULER),
     default_scheduler="ddim",
     default_steps=4,
@@ -71,10 +72,8 @@ def preview_of(drawing: Drawing, num_steps: int) -> RawImage:
 
 
 def _painted(digest: int, width: int, height: int) -> RawImage:
-    """Return an image in stripes, of which the digest makes the colours."""
-    row = (digest.to_bytes(4, "little") + b"\x55\xaa") * (width // 2 + 1)
-    lines = [bytes([y % 251]) + row[1 : 3 * width] for y in range(height)]
-    return RawImage(width, height, b"".join(lines))
+    """Return an image of noise, which no format makes smaller."""
+    return RawImage(width, height, Random(digest).randbytes(3 * width * height))
 
 
 @dataclass(slots=True)

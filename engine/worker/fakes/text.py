@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING
 from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.common.types import BlockId, EndReason, SequenceId
 from engine.core.text.plan import RowResult, StepResult
-from engine.core.text.types import Alternative, TokenLogprob
+from engine.core.text.types import TokenLogprob
 from engine.worker.fakes.adapters import FakeAdapters
 from engine.worker.fakes.digests import (
     VOCAB_SIZE,
     contents_of,
     digest_after,
+    fake_logprob,
     first_digest,
     next_token,
 )
+from engine.worker.fakes.sight import FakeSight, FakeTower, met_by
 from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
 from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
 
@@ -50,7 +52,7 @@ class FakeScript:
     Costs, in seconds, passed to ``sleep``: a step costs ``step_s``, ``token_s`` for each token, and
     ``step_costs[k]`` more for the k-th step, from 0. ``load_s`` is the cost of a load, ``encode_s``
     that of encoding a text of `engine.worker.fakes.tokenizer.LONG_TEXT_CHARS` or more, ``decode_s``
-    that of decoding an image.
+    that of decoding an image, ``image_s`` that of each token that encoding one costs a text model.
 
     Faults: ``load_error`` is raised by a load, ``step_faults[k]`` by the k-th step before the step
     has any effect. ``row_faults`` maps a sequence to how many tokens it samples before its row
@@ -75,6 +77,7 @@ class FakeScript:
     load_s: float = 0.0
     encode_s: float = 0.0
     decode_s: float = 0.0
+    image_s: float = 0.0
     load_error: BaseException | None = None
     step_costs: dict[int, float] = field(default_factory=dict)
     step_faults: dict[int, BaseException] = field(default_factory=dict)
@@ -119,18 +122,12 @@ class _FakeSequence:
         return len(self.tokens) - len(self.admitted.prompt)
 
 
-def fake_logprob(token_id: int, alternatives: int) -> TokenLogprob:
-    """Return a token's log-probability, which depends on its id alone. The likeliest tokens are
-    always the ids 1, 2, …"""
-    likely = [Alternative(i + 1, f"<{i + 1}>", -(i + 1) / 8, i) for i in range(alternatives)]
-    return TokenLogprob(token_id, f"<{token_id}>", -(1 + token_id % 8) / 4, tuple(likely))
-
-
 class FakeRunner:
     """Implements `engine.worker.interface.TextRunner` without a model.
 
     ``steps`` counts the executed steps. ``is_executing`` is set during one. ``compiled`` are the
-    constraints that were compiled; the fake does not follow them.
+    constraints that were compiled; the fake does not follow them. With ``sees`` it reads images
+    (`engine.worker.fakes.sight`), and ``tower`` counts those that it has encoded.
     """
 
     def __init__(
@@ -141,8 +138,10 @@ class FakeRunner:
         max_model_len: int = 2048,
         script: FakeScript | None = None,
         memory_bytes: int | None = None,
+        sees: bool = False,
     ) -> None:
         self.script = script or FakeScript()
+        self.tower = FakeTower()
         self.steps = 0
         self.is_executing = False
         self.compiled: set[Constraint] = set()
@@ -158,6 +157,7 @@ class FakeRunner:
             eos_token_ids=frozenset({EOS}),
             memory_bytes=num_blocks * block_size if memory_bytes is None else memory_bytes,
             defaults=SamplingDefaults(),
+            images=FakeSight(self.script.decode_s, self.script.sleep) if sees else None,
         )
         self._kv: list[int] = []
         self._sequences: dict[SequenceId, _FakeSequence] = {}
@@ -236,6 +236,9 @@ class FakeRunner:
         draft_s = script.draft_s * max((row.drafts for row in rows if row.by_model), default=0)
         if draft_s:
             script.sleep(draft_s)
+        met = met_by((row, self._sequences[row.sequence].admitted.images) for row in rows)
+        if encoding_s := script.image_s * self.tower.encode(met):
+            script.sleep(encoding_s)
         for row in rows:
             self._forward(row)
         for source, target in plan.copies:
@@ -300,9 +303,8 @@ class FakeRunner:
         digest = first_digest(seq.admitted.adapter)
         if row.start:
             digest = self._kv[self._slot(seq, row.start - 1)]
-        content_at = seq.contents.get
         for position in range(row.start, end):
-            digest = digest_after(digest, tokens[position], content_at(position, b""))
+            digest = digest_after(digest, tokens[position], seq.contents.get(position, b""))
             self._kv[self._slot(seq, position)] = digest
         if row.logits.scores and row.start < seq.scored:
             seq.scored = max(seq.scored, row.start + row.count + 1)
@@ -314,9 +316,9 @@ class FakeRunner:
             KvMismatch: a block holds something else.
         """
         digest, size = first_digest(seq.admitted.adapter), self._info.block_size
-        content_at = seq.contents.get
         for position in range(start):
-            digest = digest_after(digest, seq.tokens[position], content_at(position, b""))
+            content = seq.contents.get(position, b"")
+            digest = digest_after(digest, seq.tokens[position], content)
             is_boundary = position % size == size - 1 or position == start - 1
             if is_boundary and self._kv[self._slot(seq, position)] != digest:
                 raise KvMismatch(

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _WRITTEN = re.compile(r"<(\d+)>")
 BYTE_OFFSET = 1  # ids 1 to 256 are the bytes of text that is not written as <id>
 EOS = 0
+IMAGE_ID = 999  # the token of images, which no text of a client becomes
+IMAGE_TOKEN = f"<{IMAGE_ID}>"
 LONG_TEXT_CHARS = 4096  # from this length on, encoding a text takes the script's ``encode_s``
 
 
@@ -77,8 +79,8 @@ class FakeTokenizer:
         continue_final_message: bool = False,
     ) -> str:
         """Return one line for each message, then the script's ``answer_opening``, unless the last
-        message is continued."""
-        written = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
+        message is continued. An image of a message becomes its token."""
+        written = "\n".join(f"{m.get('role')}: {_written(m.get('content'))}" for m in messages)
         if self._script is None or continue_final_message:
             return written
         return written + self._script.answer_opening
@@ -87,6 +89,10 @@ class FakeTokenizer:
         """Return the script's ``chat_template``."""
         return "" if self._script is None else self._script.chat_template
 
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """Return the ids of a text's bytes, also of one that is written as an id."""
+        return tuple(byte + BYTE_OFFSET for byte in text.encode())
+
     def special_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the empty set."""
         return frozenset()
@@ -94,3 +100,10 @@ class FakeTokenizer:
     def added_id_of(self, text: str) -> int | None:
         """Return None."""
         return None
+
+
+def _written(content: object) -> object:
+    """Return a message's content as text; its images are tokens."""
+    if not isinstance(content, list):
+        return content
+    return "".join(str(part["text"]) if "text" in part else IMAGE_TOKEN for part in content)

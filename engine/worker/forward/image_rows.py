@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 IMAGES = "image_rows"  # the compiled forward's keyword for them
@@ -17,6 +20,22 @@ class ImageRows(NamedTuple):
 
     tokens: torch.Tensor
     rows: torch.Tensor
+
+
+class LaterRows:
+    """Adds the rows that come behind the first layers of a stock module. ``images`` are those of
+    the step that is computed; None without any."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.images: ImageRows | None = None
+        for behind, layer in enumerate(layers, start=1):
+            layer.register_forward_hook(partial(self._add, behind))
+
+    def _add(self, behind: int, _layer: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if self.images is not None:
+            rows = self.images.rows[behind].to(output.dtype)
+            output = output.index_add(1, self.images.tokens, rows[None])
+        return output
 
 
 def embed_with(module: Any, input_ids: torch.Tensor, images: ImageRows) -> torch.Tensor:

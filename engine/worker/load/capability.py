@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # The model types of transformers that put texts and images into one space.
 IMAGE_TEXT_TYPES = ("clip", "siglip", "siglip2")
+# Between these, the operator's word may decide.
+OPEN = (Capability.TEXT_TO_TEXT, Capability.TEXT_EMBEDDING, Capability.RERANK)
 MODULES_NAME = "modules.json"
 OWN_CONFIG_NAME = "config_sentence_transformers.json"
 
@@ -51,6 +53,29 @@ def capability_of(directory: Path) -> Capability:
     return Capability.TEXT_TO_TEXT
 
 
+def fitting(directory: Path, said: Capability | None) -> Capability:
+    """Return the capability of the model in ``directory``: ``said`` by the operator or, if that is
+    None, the one that its files show.
+
+    Raises:
+        Refusal: The files show that it does not have the one that it is said to have.
+    """
+    found = capability_of(directory)
+    if said in (None, found):
+        return found
+    # Whether a model embeds texts or ranks, some files leave open: `CrossEncoder` makes a reranker
+    # of a classifier of any labels, and many embedding models are text models.
+    is_open = said in OPEN and found in OPEN
+    if said is Capability.RERANK and not _is_classifier(_read(directory, "config.json")):
+        is_open = False
+    if not is_open:
+        raise Refusal(
+            f"it is said to have the capability {said.value}, and its files show {found.value}; "
+            "leave the setting out"
+        )
+    return said
+
+
 def first_folder(directory: Path) -> Path:
     """Return the folder of a sentence-transformers model's first module; that of any other model is
     its directory."""
@@ -67,11 +92,15 @@ def _is_cross_encoder(directory: Path) -> bool:
     if _read(directory, OWN_CONFIG_NAME).get("model_type") == "CrossEncoder":
         return True
     config = _read(directory, "config.json")
+    return bool(config.get("architectures")) and _is_classifier(config) and _num_labels(config) == 1
+
+
+def _is_classifier(config: dict[str, object]) -> bool:
+    """Return whether a config leaves it open that the model classifies."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
-        return False
-    is_classifier = str(names[0]).endswith("ForSequenceClassification")
-    return is_classifier and _num_labels(config) == 1
+        return True
+    return str(names[0]).endswith("ForSequenceClassification")
 
 
 def _num_labels(config: dict[str, object]) -> int:

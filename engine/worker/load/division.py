@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from engine.worker.load.architectures import Architecture
     from engine.worker.load.checkpoint import StoredTensor
+    from engine.worker.load.loader import LoadedModel
 
 
 # The fields of a config that are divided, and what they count.
@@ -97,6 +98,10 @@ class Division:
             Refusal: as `DividedCheckpoint`.
         """
         return whole if self.size == 1 else DividedCheckpoint(whole, self, architecture, config)
+
+    def complete(self, model: LoadedModel, directory: Path) -> None:
+        """Give a loaded model what it has beyond its class: nothing, but for models that see
+        (`engine.worker.vision.parts`)."""
 
     def objection_to_decoder(self, architecture: Architecture) -> str:
         """Return why a rank's part of an architecture cannot run compiled; empty if it can."""

@@ -31,6 +31,7 @@ DEMOS = {
     "demo-rerank": "rerank",
     "demo-draft": "draft",  # drafts for the stories
     "demo-clip": "clip",
+    "demo-see": "see",
 }
 DEMO_ROOT = Path(__file__).resolve().parents[2] / "demo"
 

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 class VisionArchitecture:
     """A served class of transformers whose models read images: its name, its module, a name for
     people, its config class, the class of the model without its head, and the module of
-    `engine.worker.vision` that knows it."""
+    `engine.worker.vision` that knows it.
+
+    A text model that has no class of its own is that of ``text``, a name in
+    `engine.worker.load.architectures.SERVED`, with the rotary embedding ``rotary``, a class of the
+    module, which reads three positions."""
 
     name: str
     module: str
@@ -28,6 +32,8 @@ class VisionArchitecture:
     config: str
     base: str
     family: str
+    text: str = ""
+    rotary: str = ""
 
 
 VISION: dict[str, VisionArchitecture] = {
@@ -60,6 +66,44 @@ VISION: dict[str, VisionArchitecture] = {
             "SmolVLMModel",
             "idefics",
         ),
+        VisionArchitecture(
+            "LlavaNextForConditionalGeneration",
+            "llava_next",
+            "LLaVA-Next",
+            "LlavaNextConfig",
+            "LlavaNextModel",
+            "llava_next",
+        ),
+        VisionArchitecture(
+            "Qwen2VLForConditionalGeneration",
+            "qwen2_vl",
+            "Qwen2-VL",
+            "Qwen2VLConfig",
+            "Qwen2VLModel",
+            "qwen",
+            text="Qwen2ForCausalLM",
+            rotary="Qwen2VLRotaryEmbedding",
+        ),
+        VisionArchitecture(
+            "Qwen2_5_VLForConditionalGeneration",
+            "qwen2_5_vl",
+            "Qwen2.5-VL",
+            "Qwen2_5_VLConfig",
+            "Qwen2_5_VLModel",
+            "qwen",
+            text="Qwen2ForCausalLM",
+            rotary="Qwen2_5_VLRotaryEmbedding",
+        ),
+        VisionArchitecture(
+            "Qwen3VLForConditionalGeneration",
+            "qwen3_vl",
+            "Qwen3-VL",
+            "Qwen3VLConfig",
+            "Qwen3VLModel",
+            "qwen",
+            text="Qwen3ForCausalLM",
+            rotary="Qwen3VLTextRotaryEmbedding",
+        ),
     )
 }
 
@@ -74,8 +118,11 @@ WHY_NOT = {
 
 def has_vision(config: Mapping[str, Any]) -> bool:
     """Return whether a parsed config.json describes a model that generates text and has a vision
-    part, served or not."""
-    return isinstance(config.get("vision_config"), dict) and "text_config" in config
+    part, served or not. The first Qwen-VL models have the fields of the text model beside it."""
+    names = config.get("architectures")
+    generates = isinstance(names, list) and any("ConditionalGeneration" in str(n) for n in names)
+    has_part = isinstance(config.get("vision_config"), dict)
+    return has_part and ("text_config" in config or generates)
 
 
 def find_vision(config: Mapping[str, Any]) -> VisionArchitecture:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from engine.images.sight import SeenImage
 
-TEXT_MODULE = "language_model"
-
 
 class Reader:
     """Makes the tower's input of images. ``sight`` says how files become images.
@@ -32,6 +30,8 @@ class Reader:
     Raises:
         Refusal: The images are fitted in a way that is not followed here.
     """
+
+    TEXT_MODULE = "language_model"
 
     def __init__(
         self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int

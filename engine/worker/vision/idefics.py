@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from engine.images.fit import FittedImage
     from engine.images.sight import SeenImage
 
-TEXT_MODULE = "text_model"
-
 
 class Reader:
     """Makes the tower's input of images. ``sight`` says how files become images.
@@ -31,6 +29,8 @@ class Reader:
     Raises:
         Refusal: The images are fitted in a way that is not followed here.
     """
+
+    TEXT_MODULE = "text_model"
 
     def __init__(
         self, directory: Path, config: Any, token_of: Callable[[int], str], max_pixels: int

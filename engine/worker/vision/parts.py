@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.worker.load.architectures import Architecture
+    from engine.worker.load.loader import LoadedModel
     from engine.worker.load.vision_architectures import VisionArchitecture
     from engine.worker.small_weights import Form, SmallWeight
 
@@ -69,6 +70,8 @@ def text_part(vision: VisionArchitecture, config: Any) -> tuple[Architecture, An
         Refusal: The text model is not served.
     """
     text = config.get_text_config()
+    if vision.text:
+        text = _as_text(text, SERVED[vision.text])
     name = next((one.name for one in SERVED.values() if one.config == type(text).__name__), "")
     kind = str(getattr(text, "model_type", "unnamed"))
     if not name:
@@ -76,6 +79,17 @@ def text_part(vision: VisionArchitecture, config: Any) -> tuple[Architecture, An
     find({**text.to_dict(), "architectures": [name]})
     text.tie_word_embeddings = bool(config.tie_word_embeddings or text.tie_word_embeddings)
     return SERVED[name], text
+
+
+def _as_text(config: Any, architecture: Architecture) -> Any:
+    """Return the config of a text model as that of another class, without what says how a rotary
+    embedding reads three positions."""
+    package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
+    fields = config.to_dict()
+    fields.pop("model_type")
+    rope = fields["rope_parameters"]
+    fields["rope_parameters"] = {name: rope[name] for name in rope if not name.startswith("mrope")}
+    return getattr(importlib.import_module(package), architecture.config).from_dict(fields)
 
 
 class PartOfCheckpoint(Checkpoint):
@@ -116,6 +130,14 @@ class TextPart(Division):
     def part_of(self, whole: Checkpoint, architecture: Architecture, config: Any) -> Checkpoint:
         """Return the tensors of the text model."""
         return PartOfCheckpoint(whole, text_name)
+
+    def complete(self, model: LoadedModel, directory: Path) -> None:
+        """Give a text model the rotary embedding that reads three positions, if it has one."""
+        vision, config = read_parts(directory)
+        if vision.rotary:
+            package = f"transformers.models.{vision.module}.modeling_{vision.module}"
+            rotary = getattr(importlib.import_module(package), vision.rotary)
+            model.module.model.rotary_emb = rotary(config.get_text_config()).to(model.device)
 
 
 def text_name(name: str) -> str:

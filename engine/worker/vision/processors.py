@@ -19,6 +19,8 @@ MODULES = {
     "Gemma3ImageProcessor": "gemma3",
     "Idefics3ImageProcessor": "idefics3",
     "SmolVLMImageProcessor": "smolvlm",
+    "Qwen2VLImageProcessor": "qwen2_vl",
+    "LlavaNextImageProcessor": "llava_next",
 }
 
 

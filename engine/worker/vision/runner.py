@@ -18,7 +18,8 @@ import torch
 from engine.images.decode import BYTES_PER_PIXEL
 from engine.worker.failures import load_failures
 from engine.worker.forward.decoder import NativeDecoder
-from engine.worker.forward.image_rows import IMAGES, ImageRows, embed_with
+from engine.worker.forward.image_rows import IMAGES, ImageRows, LaterRows, embed_with
+from engine.worker.load.architectures import context_limit
 from engine.worker.load.loader import pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import resolve, short_name
@@ -30,6 +31,7 @@ from engine.worker.vision.parts import (
     read_parts,
     tower_name,
 )
+from engine.worker.vision.positions import positions_of
 from engine.worker.vision.tower import (
     Tower,
     activation_bytes,
@@ -41,14 +43,21 @@ from engine.worker.vision.tower import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from engine.core.text.plan import Row
     from engine.core.text.types import PromptImage
     from engine.images.sight import Sight
     from engine.worker.forward.attention import AttentionBackend
     from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, RunnerSpec
+    from engine.worker.load.vision_architectures import VisionArchitecture
     from engine.worker.step_batch import Batch
     from engine.worker.text.tokenizer import HfTokenizer
+
+
+# Keeps stock modules from making masks, which they could not do of three positions. Our attention
+# needs none.
+NO_MASKS = {"full_attention": None, "sliding_attention": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +70,22 @@ class RowImage:
     embeddings: np.ndarray[Any, np.dtype[np.int64]]
 
 
+@dataclass(frozen=True, slots=True)
+class StepImages:
+    """What the images of a step's rows put into its forward. ``positions`` are [3, num_tokens]
+    int64; None where they are those of a text."""
+
+    parts: tuple[RowImage, ...]
+    positions: np.ndarray[Any, np.dtype[np.int64]] | None = None
+
+
 class VisionRunner(TorchRunner):
     """A `engine.worker.interface.TextRunner` whose prompts may have images. ``tower`` is None until
     it is loaded."""
 
     tower: Tower | None = None
+    has_grids = False  # its rotary embedding reads the rows and columns of images
+    later: LaterRows | None = None  # of a stock module with rows behind its first layers
 
     def __init__(self, spec: RunnerSpec, backend: AttentionBackend | None = None) -> None:
         super().__init__(spec, backend)
@@ -81,18 +101,19 @@ class VisionRunner(TorchRunner):
         with load_failures(short_name(self._spec.model), self.close, needs="weights"):
             spec = self._spec
             with open_files(spec.model, spec.revision, with_tokenizer=False) as files:
-                _, config = read_parts(files.source.directory)
+                vision, config = read_parts(files.source.directory)
+                sight = self._reader(files.source.directory, vision, config, str).sight
                 with files.open_weights() as whole:
-                    own = PartOfCheckpoint(whole, tower_name)
+                    tower = PartOfCheckpoint(whole, tower_name)
                     dtype = pick_dtype(spec.dtype, whole.main_dtype, pick_device(spec.device))
-                    weights = own.num_values * dtype.itemsize
-            kept = cache_bytes(0, int(config.get_text_config().hidden_size), dtype)
-            decoding = BYTES_PER_PIXEL * spec.max_image_pixels if text.device == "cpu" else 0
-            return replace(text, num_bytes=text.num_bytes + weights + kept + decoding)
+                    own = tower.num_values * dtype.itemsize
+            limit = context_limit(config.get_text_config(), spec.max_model_len)
+            own += self._working_bytes(config, sight, limit, dtype, text.device)
+            return replace(text, num_bytes=text.num_bytes + own)
 
     def close(self) -> None:
         """Free everything, as `TorchRunner.close`, and the tower."""
-        self.tower = None
+        self.tower = self.later = None
         super().close()
 
     def _load(self, progress: Callable[[LoadProgress], None]) -> ModelInfo:
@@ -100,12 +121,11 @@ class VisionRunner(TorchRunner):
         spec = self._spec
         source = resolve(spec.model, spec.revision)
         vision, config = read_parts(source.directory)
-        family = importlib.import_module(f"engine.worker.vision.{vision.family}")
         token_of = partial(_token_of, self.tokenizer, info.vocab_size)
-        reader = family.Reader(source.directory, config, token_of, spec.max_image_pixels)
+        reader = self._reader(source.directory, vision, config, token_of)
         sight: Sight = reader.sight
         _require_budget(sight, spec.max_num_batched_tokens, spec.max_num_seqs)
-        base = build_base(vision, config, family.TEXT_MODULE)
+        base = build_base(vision, config, reader.TEXT_MODULE)
         dtype = getattr(torch, info.dtype)
         with (
             open_files(spec.model, spec.revision, with_tokenizer=False) as files,
@@ -113,13 +133,16 @@ class VisionRunner(TorchRunner):
         ):
             fill(base, PartOfCheckpoint(whole, tower_name), dtype, self._device)
         hidden = int(config.get_text_config().hidden_size)
-        self.tower = Tower(base, reader, hidden)
-        blank = sight.blank()
-        found = self.tower.encode(blank)
+        self.has_grids = bool(vision.rotary)
+        limit = info.max_model_len
+        self.tower = tower = Tower(base, reader, cache_bytes(config, sight, limit, dtype))
+        found = tower.encode(sight.blank())
         if found.shape[2] != hidden or not bool(found.isfinite().all()):
             raise Refusal("its tower makes no finite embeddings of the text model's width")
-        own = self.tower.num_bytes + self.tower.max_bytes
-        own += activation_bytes(config, blank.cost, dtype)
+        module: Any = self._model.module if self._model else None
+        if len(found) > 1 and not isinstance(module, NativeDecoder):
+            self.later = LaterRows(module.model.layers[: len(found) - 1])
+        own = tower.num_bytes + self._working_bytes(config, sight, limit, dtype, info.device)
         return replace(
             info,
             architecture=vision.name,
@@ -127,10 +150,45 @@ class VisionRunner(TorchRunner):
             images=sight,
         )
 
-    def _images_of(self, rows: Sequence[Row]) -> tuple[RowImage, ...]:
-        """Return the parts of images that rows compute."""
+    def _reader(
+        self,
+        directory: Path,
+        vision: VisionArchitecture,
+        config: Any,
+        token_of: Callable[[int], str],
+    ) -> Any:
+        """Return what reads the model's images. ``token_of`` returns the token of an id."""
+        family = importlib.import_module(f"engine.worker.vision.{vision.family}")
+        return family.Reader(directory, config, token_of, self._spec.max_image_pixels)
+
+    def _working_bytes(
+        self, config: Any, sight: Sight, limit: int, dtype: torch.dtype, device: str
+    ) -> int:
+        """Return the bytes that images take beside weights: the embeddings that are kept, encoding
+        one, and decoding one. A prompt has at most ``limit`` tokens."""
+        kept = cache_bytes(config, sight, limit, dtype)
+        encoding = activation_bytes(config, sight.encoding_cost(limit), dtype)
+        decoding = BYTES_PER_PIXEL * self._spec.max_image_pixels if device == "cpu" else 0
+        return kept + encoding + decoding
+
+    def _images_of(self, rows: Sequence[Row]) -> StepImages | None:
+        """Return the parts of images that rows compute, and the positions of their tokens."""
         if self.tower is None:
-            return ()  # the first steps of a load
+            return None  # the first steps of a load
+        states = [self._sequences[row.sequence] for row in rows]
+        if not any(state.images for state in states):
+            return None
+        if not self.has_grids:
+            return StepImages(self._parts(rows))
+        positions = [
+            positions_of(state.images, row.start, row.count)
+            for row, state in zip(rows, states, strict=True)
+        ]
+        return StepImages(self._parts(rows), np.concatenate(positions, axis=1))
+
+    def _parts(self, rows: Sequence[Row]) -> tuple[RowImage, ...]:
+        """Return the parts of images that rows compute."""
+        assert self.tower is not None
         token_id, first, found = self.tower.reader.sight.token_id, 0, []
         for row in rows:
             state = self._sequences[row.sequence]
@@ -153,27 +211,42 @@ class VisionRunner(TorchRunner):
 
     def _with_images(self, batch: Batch) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         """Return a function that puts images' embeddings into a forward's inputs."""
-        images: Any = batch.images
-        if not images or self.tower is None or self._model is None:
+        images = batch.images
+        if self.later is not None:
+            self.later.images = None
+        if not isinstance(images, StepImages) or self._model is None:
             return None
-        module, embeddings = self._model.module, self.tower.embeddings(one.image for one in images)
-        rows = ImageRows(
-            torch.from_numpy(np.concatenate([one.places for one in images])).to(self._device),
-            joined(
-                [
-                    whole[:, torch.from_numpy(one.embeddings).to(whole.device)]
-                    for one, whole in zip(images, embeddings, strict=True)
-                ]
-            ),
-        )
+        module, rows = self._model.module, self._image_rows(images.parts)
 
         def change(inputs: dict[str, Any]) -> dict[str, Any]:
+            if images.positions is not None:
+                positions = torch.from_numpy(images.positions[:, None]).to(self._device)
+                inputs |= {"position_ids": positions, "attention_mask": NO_MASKS}
+            if self.later is not None:
+                self.later.images = rows
+            if rows is None:
+                return inputs
             if isinstance(module, NativeDecoder):
                 return inputs | {IMAGES: rows}
             ids = inputs.pop("input_ids")
             return inputs | {"inputs_embeds": embed_with(module, ids, rows)}
 
         return change
+
+    def _image_rows(self, parts: Sequence[RowImage]) -> ImageRows | None:
+        """Return the embeddings of parts of images; None without any."""
+        if not parts or self.tower is None:
+            return None
+        embeddings = self.tower.embeddings(one.image for one in parts)
+        return ImageRows(
+            torch.from_numpy(np.concatenate([one.places for one in parts])).to(self._device),
+            joined(
+                [
+                    whole[:, torch.from_numpy(one.embeddings).to(whole.device)]
+                    for one, whole in zip(parts, embeddings, strict=True)
+                ]
+            ),
+        )
 
 
 def _token_of(tokenizer: HfTokenizer, vocab_size: int, token_id: int) -> str:

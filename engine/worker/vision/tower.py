@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from engine.core.text.types import PromptImage
-    from engine.images.sight import SeenImage
+    from engine.images.sight import SeenImage, Sight
     from engine.worker.load.checkpoint import Checkpoint
     from engine.worker.load.vision_architectures import VisionArchitecture
 
@@ -101,16 +101,16 @@ def _fill_buffers(module: Any, init: Callable[[Any], None], device: torch.device
 class Tower:
     """A loaded tower with a cache of what it computed, by the digests of images.
 
-    ``num_encoded`` counts the images that it has encoded. The oldest embeddings that were not used
-    for the longest go first; those of the step that is being made stay, so that a step may hold
-    more than ``max_bytes`` while it runs.
+    ``max_bytes`` of embeddings are kept. ``num_encoded`` counts the images that it has encoded. The
+    oldest embeddings that were not used for the longest go first; those of the step that is being
+    made stay, so that a step may hold more than ``max_bytes`` while it runs.
     """
 
-    def __init__(self, base: Any, reader: Any, hidden: int) -> None:
+    def __init__(self, base: Any, reader: Any, max_bytes: int) -> None:
         self.base = base
         self.reader = reader
         self.num_encoded = 0
-        self.max_bytes = cache_bytes(reader.sight.max_tokens, hidden, base.dtype)
+        self.max_bytes = max_bytes
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._num_bytes = 0
 
@@ -156,9 +156,11 @@ class Tower:
                 self._num_bytes -= _bytes_of(self._kept.pop(digest))
 
 
-def cache_bytes(max_tokens: int, width: int, dtype: torch.dtype) -> int:
-    """Return how many bytes of embeddings are kept. ``width`` counts the numbers of one."""
-    return max(KEPT_EMBEDDINGS, 2 * max_tokens) * width * dtype.itemsize
+def cache_bytes(config: Any, sight: Sight, limit: int, dtype: torch.dtype) -> int:
+    """Return how many bytes of embeddings are kept. A prompt has at most ``limit`` tokens."""
+    num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+    width = (1 + num_deep) * int(config.get_text_config().hidden_size)
+    return max(KEPT_EMBEDDINGS, 2 * min(sight.max_tokens, limit)) * width * dtype.itemsize
 
 
 def activation_bytes(config: Any, cost: int, dtype: torch.dtype) -> int:

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from grpc_service._generated.triolet.v1 import common_pb2 as triolet_dot_v1_dot_common__pb2
+from grpc_service._generated.triolet.v1 import images_pb2 as triolet_dot_v1_dot_images__pb2
 from grpc_service._generated.triolet.v1 import inference_pb2 as triolet_dot_v1_dot_inference__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -64,6 +65,11 @@ class InferenceStub:
                 '/triolet.v1.Inference/Rerank',
                 request_serializer=triolet_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
                 response_deserializer=triolet_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+                _registered_method=True)
+        self.GenerateImage = channel.unary_stream(
+                '/triolet.v1.Inference/GenerateImage',
+                request_serializer=triolet_dot_v1_dot_images__pb2.GenerateImageRequest.SerializeToString,
+                response_deserializer=triolet_dot_v1_dot_images__pb2.GenerateImageResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/triolet.v1.Inference/Tokenize',
@@ -134,6 +140,16 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateImage(self, request, context):
+        """Draws images of a prompt. The stream begins with one ImageStarted at admission. ImageProgress
+        follows each denoising step, and the parts of each image's file come as soon as the image is
+        decoded. ImageFinished comes when the client has taken the images. Requests take turns, one
+        denoising step each.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Splits a text or a chat into the tokens that the model would see.
         """
@@ -170,6 +186,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Rerank,
                     request_deserializer=triolet_dot_v1_dot_inference__pb2.RerankRequest.FromString,
                     response_serializer=triolet_dot_v1_dot_inference__pb2.RerankResponse.SerializeToString,
+            ),
+            'GenerateImage': grpc.unary_stream_rpc_method_handler(
+                    servicer.GenerateImage,
+                    request_deserializer=triolet_dot_v1_dot_images__pb2.GenerateImageRequest.FromString,
+                    response_serializer=triolet_dot_v1_dot_images__pb2.GenerateImageResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -300,6 +321,33 @@ class Inference:
             '/triolet.v1.Inference/Rerank',
             triolet_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
             triolet_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateImage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triolet.v1.Inference/GenerateImage',
+            triolet_dot_v1_dot_images__pb2.GenerateImageRequest.SerializeToString,
+            triolet_dot_v1_dot_images__pb2.GenerateImageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,212 @@
+"""The stream of a GenerateImage request: Started, progress, images, and Finished.
+
+Rule 1: images become files in threads, one at a time for each request, in the request's own task.
+What comes meanwhile waits behind them, so that the reader has everything in order. Rule 2: an event
+of the core keeps its slot of the stream's credit until the reader has taken what was made of it.
+Rule 3: a drawing has succeeded once its reader has taken its images. So a reader that takes none
+ends its request by the stall timeout, and images do not gather for clients that have left. The time
+in which images become files does not count as the reader's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from engine.core.common.events import Tick
+from engine.core.common.types import EndReason
+from engine.core.image.types import Drawn, Stepped
+from engine.errors import DeadlineInfeasible
+from engine.images.encode import DEFAULT_QUALITY, encode
+from engine.requests.draw_values import (
+    DrawEvent,
+    DrawingFinished,
+    DrawingStarted,
+    GeneratedImage,
+    ImageUsage,
+    Progress,
+)
+from engine.requests.stream import RequestStream
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from engine.core.common.events import Admitted, Finished, OutputEvent
+    from engine.core.image.types import ImageRequest, RawImage
+    from engine.errors import TrioletError
+    from engine.requests.draw_values import DrawRequest
+    from engine.requests.stream import StreamOptions
+
+    InThread = Callable[[Callable[[], bytes]], Awaitable[bytes]]
+
+
+class DrawStream(RequestStream[DrawEvent]):
+    """A GenerateImage request's life on the Trio thread. ``seed`` is None until it is drawn."""
+
+    def __init__(self, request: DrawRequest, options: StreamOptions[DrawEvent]) -> None:
+        # Started and Finished have no credit.
+        super().__init__(options, num_beside=2, credited=(Progress, GeneratedImage))
+        self.request = request
+        self.seed = request.seed
+        self._scheduler = ""
+        self._prepared: ImageRequest | None = None
+        self._in_thread: InThread | None = None
+        self._waiting: deque[Stepped | Drawn] = deque()  # for a thread, or behind one that does
+        self._finished: Finished | None = None  # of the core; the reader gets it at the end
+        self._news = trio.Event()
+
+    def set_prepared(self, prepared: ImageRequest, scheduler: str, in_thread: InThread) -> None:
+        """Take note of the core's request, and of the name of its scheduler. ``in_thread`` calls a
+        function in a thread and returns its result."""
+        self._prepared, self._scheduler, self._in_thread = prepared, scheduler, in_thread
+
+    @property
+    def _asked(self) -> ImageRequest:
+        assert self._prepared is not None, "the core knows only requests that were prepared"
+        return self._prepared
+
+    # ---- the loop's side
+
+    def push(self, event: OutputEvent) -> None:
+        """Take an event of the core. What needs no thread is passed on at once."""
+        if not isinstance(event, Stepped | Drawn):
+            super().push(event)
+            return
+        if isinstance(event, Stepped):
+            self.phase = "denoise"
+            self.tokens_done = event.step
+        else:
+            self.phase = "decode"
+        if self._first_result_at is None:
+            self._note_first_result()
+        if isinstance(event, Stepped) and event.preview is None and not self._waiting:
+            self._reader.push(Progress(event.step, event.steps))
+            return
+        self._waiting.append(event)
+        self.credit.waits_until = math.inf
+        self._news.set()
+
+    def _admit(self, event: Admitted) -> None:
+        if self._is_begun:
+            return
+        self._is_begun = True
+        assert self.seed is not None
+        drawing = self._asked.drawing
+        self._reader.push(
+            DrawingStarted(
+                *(self.request_id, self.model, self.seed, drawing.width, drawing.height),
+                self._asked.num_steps,
+                self._scheduler,
+            )
+        )
+
+    def _finish(self, event: Finished) -> None:
+        """Leave the end to the request's task, which first hands the images over."""
+        self.phase = "write"
+        self._finished = event
+        self._news.set()
+
+    def _end_early(self, event: Finished) -> None:
+        if event.reason is not EndReason.DEADLINE or not event.detail:
+            super()._end_early(event)
+            return
+        self.phase, self.reason = event.phase, self.reason or event.reason
+        self.close(DeadlineInfeasible(event.detail, phase=event.phase))
+
+    def lose_replica(self, error: TrioletError, *, has_begun: bool) -> None:
+        """Act on the death of the replica, unless it is done with the drawing."""
+        if self._finished is None:
+            super().lose_replica(error, has_begun=has_begun)
+            self._news.set()
+
+    def report_drained(self) -> None:
+        """Let the core and the request's task know that there are free slots again."""
+        super().report_drained()
+        self._news.set()
+
+    def close(self, error: TrioletError | None) -> None:
+        """End the stream: no event follows. Idempotent; the first call decides ``error``."""
+        super().close(error)
+        self._waiting.clear()
+        self._news.set()
+
+    def _progress(self) -> str:
+        total = "" if self._prepared is None else f" of {self._prepared.num_steps}"
+        return f"after {self.tokens_done}{total} steps"
+
+    # ---- the request's task
+
+    async def wait_turn(self) -> None:
+        """Make files of the images as they come, until the stream is closed or has to change its
+        replica.
+
+        Cancellation: at once; a thread that writes an image goes on to its end.
+        """
+        while not self._turn.is_set():
+            if self._waiting:
+                await self._hand_over_first()
+            elif self._finished is None:
+                await self._wait_for_news()
+            elif self.credit.filled:
+                await self._wait_for_reader()
+            else:
+                self._end_well(self._finished)
+
+    async def _hand_over_first(self) -> None:
+        """Pass the first event that waits on to the reader, with its image as a file."""
+        event = self._waiting[0]
+        made: Progress | GeneratedImage
+        if isinstance(event, Drawn):
+            data = await self._file_of(event.image)
+            made = GeneratedImage(event.index, data, self._format)
+        else:
+            data = b"" if event.preview is None else await self._file_of(event.preview)
+            made = Progress(event.step, event.steps, data or None)
+        if not self.is_closed:
+            self._waiting.popleft()
+            self._reader.push(made)
+            if not self._waiting:
+                self._count_stall()
+
+    def _count_stall(self) -> None:
+        """Let the stall timeout of the reader begin now, if it has not begun."""
+        self.credit.waits_until = trio.current_time()
+        if self.credit.starved and self.replica is not None:
+            self.replica.loop.post(Tick())  # so that the loop looks when that is over
+
+    async def _file_of(self, image: RawImage) -> bytes:
+        assert self._in_thread is not None
+        quality = self.request.quality or DEFAULT_QUALITY
+        width, height, pixels = image
+        return await self._in_thread(partial(encode, pixels, width, height, self._format, quality))
+
+    @property
+    def _format(self) -> str:
+        return self.request.format or "png"
+
+    async def _wait_for_news(self) -> None:
+        await self._news.wait()
+        self._news = trio.Event()
+
+    async def _wait_for_reader(self) -> None:
+        """Wait until the reader takes something, or end the request by the stall timeout."""
+        assert self.replica is not None
+        self.credit.mark_starved()
+        with trio.move_on_after(self.replica.loop.core.config.stall_timeout_s) as patience:
+            await self._wait_for_news()
+        if patience.cancelled_caught and not self.is_closed:
+            self.reason = self.reason or EndReason.STALLED
+            self.close(self.early_end(self.reason))
+
+    def _end_well(self, finished: Finished) -> None:
+        assert self.seed is not None
+        request = self._asked
+        usage = ImageUsage(
+            finished.usage.prompt_tokens, request.num_steps, request.drawing.num_images
+        )
+        self._reader.push(DrawingFinished(self.request_id, self.seed, usage, finished.timings))
+        self.close(None)

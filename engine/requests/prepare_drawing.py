@@ -1,0 +1,208 @@
+"""Makes the core's request from a GenerateImage request: its size and steps, its source decoded.
+
+Rule 1: everything that can be wrong in a request is found here, before its first step, and every
+violation names its proto path. Rule 2: one source is decoded at a time, and the memory of the
+decoded ones is bounded (`engine.requests.image_memory`). One image becomes a file at a time, too.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from random import SystemRandom
+from typing import TYPE_CHECKING
+
+from engine.core.image.types import Drawing, ImageRequest
+from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
+from engine.images.errors import BadImage
+from engine.images.fit import read_as
+from engine.images.headers import read_header
+from engine.requests.draw_values import pixel_violations
+from engine.requests.image_memory import ImageMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import ExitStack
+
+    from engine.replica.replica import Replica
+    from engine.requests.draw_stream import DrawStream
+    from engine.requests.draw_values import DrawRequest
+    from engine.requests.tokenizing import Tokenizing
+    from engine.worker.image_interface import ImageModelInfo
+
+    DrawReplica = Replica[ImageModelInfo, None]
+
+DRAWN_SEEDS = 2**32  # of seeds that the server draws: short enough to be typed
+DEFAULT_STRENGTH = 0.8  # diffusers'
+
+
+def draw_seed() -> int:
+    """Return a seed for a request without one."""
+    return SystemRandom().randrange(DRAWN_SEEDS)
+
+
+class DrawPreparer:
+    """Makes the core's requests from GenerateImage requests. Belongs to the Trio thread."""
+
+    def __init__(self, tokenizing: Tokenizing, draw_seed: Callable[[], int] = draw_seed) -> None:
+        self._tokenizing = tokenizing.with_own_limiter()
+        self._encoding = tokenizing.with_own_limiter()
+        self._draw_seed = draw_seed
+        self.image_memory = ImageMemory()
+
+    def holding(self, request: ImageRequest, replica: DrawReplica) -> None:
+        """Return None: an image model has no constraint to hold for a request."""
+
+    async def prepare(
+        self, stream: DrawStream, replica: DrawReplica, held: ExitStack
+    ) -> ImageRequest:
+        """Return the core's request. ``held`` gets the memory of the decoded source.
+
+        Raises:
+            InvalidRequest: Fields are wrong for this model; it lists every one of them. The prompt
+                and the source are only looked at if all else is right.
+            RequestTooLarge: The images have too many pixels, or a prompt has too many tokens.
+
+        Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
+            is dropped.
+        """
+        asked, info = stream.request, replica.info
+        if stream.seed is None:
+            stream.seed = self._draw_seed()
+        width, height = _size_of(asked, info)
+        found = [*_violations(asked, info, width, height)]
+        if found:
+            raise InvalidRequest(found)
+        if too_large := [*_too_large(asked, info, width, height)]:
+            raise RequestTooLarge(too_large)
+        prompt_tokens = await self._count_tokens(replica, "prompt", asked.prompt)
+        await self._count_tokens(replica, "negative_prompt", asked.negative_prompt)
+        source = await self._read_source(stream, width, height, info, held)
+        drawing = _drawing_of(asked, info, stream.seed, (width, height), source)
+        deadline = stream.scope.deadline
+        request = ImageRequest(
+            request_id=stream.core_id,
+            drawing=drawing,
+            arrival=stream.started_at,
+            num_steps=info.num_steps(drawing),
+            num_tiles=info.num_tiles(drawing),
+            preview_every=asked.preview_every or 0,
+            prompt_tokens=prompt_tokens,
+            priority=asked.priority or 0,
+            deadline=None if math.isinf(deadline) else deadline,
+        )
+        scheduler = asked.scheduler or info.default_scheduler
+        stream.set_prepared(request, scheduler, self._encoding.run_in_thread)
+        return request
+
+    async def _count_tokens(self, replica: DrawReplica, field: str, text: str) -> int:
+        """Return the number of a prompt's tokens.
+
+        Raises:
+            InvalidRequest: The prompt cannot be tokenised. RequestTooLarge: It is too long.
+        """
+        try:
+            ids = await self._tokenizing.tokenize(replica, text, add_special_tokens=True)
+        except InvalidRequest as error:
+            [violation] = error.violations
+            raise InvalidRequest.of(field, violation.description) from error
+        most = replica.info.max_model_len
+        if len(ids) > most:
+            raise RequestTooLarge.of(field, f"has {len(ids)} tokens, of at most {most}")
+        return len(ids)
+
+    async def _read_source(
+        self, stream: DrawStream, width: int, height: int, info: ImageModelInfo, held: ExitStack
+    ) -> bytes | None:
+        """Return the pixels of the source in the drawing's size; None without a source.
+
+        Raises:
+            InvalidRequest: The file cannot be read.
+        """
+        data = stream.request.source
+        if data is None:
+            return None
+        stream.phase = "decode image"
+        await self.image_memory.take(3 * width * height, held)
+        job = partial(read_as, data, (width, height), info.max_image_pixels)
+        try:
+            return await self._tokenizing.decode_image(job)
+        except BadImage as error:
+            raise InvalidRequest.of("source.image", str(error)) from None
+
+
+def _size_of(asked: DrawRequest, info: ImageModelInfo) -> tuple[int, int]:
+    """Return the width and height of a request's images.
+
+    Raises:
+        InvalidRequest: They follow from the source, which is no image.
+    """
+    if asked.source is None or asked.width is not None or asked.height is not None:
+        width = info.default_width if asked.width is None else asked.width
+        return width, info.default_height if asked.height is None else asked.height
+    try:
+        header = read_header(asked.source)
+    except BadImage as error:
+        raise InvalidRequest.of("source.image", str(error)) from None
+    sides = (header.width or 1, header.height or 1)
+    if header.orientation >= 5:  # it lies on its side
+        sides = sides[::-1]
+    return _scaled(sides, info)
+
+
+def _scaled(sides: tuple[int, int], info: ImageModelInfo) -> tuple[int, int]:
+    """Return a size in the ratio of ``sides``, with about the pixels of the model's own size."""
+    scale = math.sqrt(info.default_width * info.default_height / (sides[0] * sides[1]))
+    multiple = info.multiple_of
+    width, height = (max(multiple, round(side * scale / multiple) * multiple) for side in sides)
+    return width, height
+
+
+def _violations(
+    asked: DrawRequest, info: ImageModelInfo, width: int, height: int
+) -> Iterator[FieldViolation]:
+    """Yield the fields that are wrong for this model."""
+    for name, side in (("width", width), ("height", height)):
+        if side % info.multiple_of:
+            what = f"is {side}, which is no multiple of {info.multiple_of}, the model's"
+            yield FieldViolation(name, what)
+    name = asked.scheduler or info.default_scheduler
+    steps, most = asked.steps or info.default_steps, dict(info.steps_max).get(name)
+    if asked.scheduler and asked.scheduler not in info.schedulers:
+        what = f"is not one of the model's: {', '.join(info.schedulers)}"
+        yield FieldViolation("scheduler", what)
+    elif most is not None and steps > most:
+        yield FieldViolation("steps", f"is {steps}, and the scheduler {name} takes at most {most}")
+    elif not info.num_steps(_drawing_of(asked, info, 0, (width, height), asked.source)):
+        yield FieldViolation("strength", "leaves no denoising step; ask for more steps")
+
+
+def _too_large(
+    asked: DrawRequest, info: ImageModelInfo, width: int, height: int
+) -> Iterator[FieldViolation]:
+    """Yield a violation if the images together have too many pixels."""
+    yield from pixel_violations(asked.num_images, width, height, info.max_pixels)
+
+
+def _drawing_of(
+    asked: DrawRequest,
+    info: ImageModelInfo,
+    seed: int,
+    size: tuple[int, int],
+    source: bytes | None,
+) -> Drawing:
+    """Return what the worker needs to know, with the model's own values where none are asked."""
+    strength = DEFAULT_STRENGTH if asked.strength is None else asked.strength
+    return Drawing(
+        prompt=asked.prompt,
+        negative_prompt=asked.negative_prompt,
+        width=size[0],
+        height=size[1],
+        steps=info.default_steps if asked.steps is None else asked.steps,
+        guidance_scale=info.default_guidance if asked.guidance is None else asked.guidance,
+        seed=seed,
+        num_images=asked.num_images,
+        scheduler=asked.scheduler,
+        source=source,
+        strength=1.0 if source is None else strength,
+    )

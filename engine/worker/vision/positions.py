@@ -1,0 +1,42 @@
+"""Positions of tokens for rotary embeddings that read three of them: M-RoPE of the Qwen-VL models.
+
+A token of a text has its position three times. The tokens of an image share the position of its
+first one as their time, and count its rows and columns from there. The text behind goes on after
+the longer side of the image, so that it is closer to the text before than the tokens between them
+are many.
+
+Source: Qwen2-VL (arXiv 2409.12191); transformers 5.23, modeling_qwen2_vl.py, get_rope_index.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.core.text.types import PromptImage
+
+    Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def positions_of(images: Sequence[PromptImage], start: int, count: int) -> Ints:
+    """Return the time, row and column of the ``count`` tokens from ``start`` on, [3, count] int64.
+    ``images`` are those of the sequence, in the order of their positions."""
+    tokens = np.arange(start, start + count, dtype=np.int64)
+    found, shift = np.tile(tokens, (3, 1)), 0
+    for image in images:
+        if image.start >= start + count:
+            break
+        content: Any = image.content
+        rows, columns = content.grid
+        own = slice(max(0, image.start - start), max(0, image.end - start))
+        place = tokens[own] - image.start
+        found[:, own] = image.start + shift
+        found[1, own] += place // columns
+        found[2, own] += place % columns
+        shift += max(rows, columns) - image.count
+        found[:, own.stop :] = tokens[own.stop :] + shift
+    return found

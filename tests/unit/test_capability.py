@@ -1,0 +1,64 @@
+"""The capability that an operator says a model has, beside the one that its files show."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+
+import pytest
+
+from engine.config import ConfigError, ModelConfig
+from engine.status import Capability
+from engine.worker.load.capability import fitting
+from engine.worker.load.refusal import Refusal
+
+CONFIGS = {
+    Capability.TEXT_TO_TEXT: {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    Capability.TEXT_EMBEDDING: {"model_type": "bert", "architectures": ["BertModel"]},
+    Capability.RERANK: {
+        "model_type": "bert",
+        "architectures": ["BertForSequenceClassification"],
+        "num_labels": 1,
+    },
+    Capability.IMAGE_EMBEDDING: {"model_type": "clip", "architectures": ["CLIPModel"]},
+    Capability.VISION: {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "vision_config": {},
+        "text_config": {},
+    },
+}
+# What an operator may say of a model that shows another capability.
+OPEN = {
+    Capability.TEXT_TO_TEXT: {Capability.TEXT_EMBEDDING},
+    Capability.TEXT_EMBEDDING: {Capability.TEXT_TO_TEXT},
+    Capability.RERANK: {Capability.TEXT_TO_TEXT, Capability.TEXT_EMBEDDING},
+    Capability.IMAGE_EMBEDDING: set(),
+    Capability.VISION: set(),
+}
+
+
+@pytest.mark.parametrize("shown", CONFIGS)
+def test_a_capability_that_the_files_rule_out_is_refused(shown, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[shown]))
+    if shown is Capability.TEXT_EMBEDDING:
+        (tmp_path / "modules.json").write_text("[]")
+    assert fitting(tmp_path, None) is shown
+    for said in Capability:
+        fits = said is shown or said in OPEN[shown]
+        what = f"said to have the capability {said.value}, and its files show {shown.value}"
+        with nullcontext() if fits else pytest.raises(Refusal, match=what):
+            assert fitting(tmp_path, said) is said
+
+
+def test_a_classifier_of_several_labels_may_be_said_to_rank(tmp_path):
+    config = CONFIGS[Capability.RERANK] | {"num_labels": 3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert fitting(tmp_path, None) is Capability.TEXT_TO_TEXT
+    assert fitting(tmp_path, Capability.RERANK) is Capability.RERANK
+
+
+def test_a_configured_capability_is_a_name():
+    assert ModelConfig("a", capability="vision").capability is Capability.VISION
+    with pytest.raises(ConfigError, match="--capability is 'sight'; use text-to-text, "):
+        ModelConfig("a", capability="sight")
