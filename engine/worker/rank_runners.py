@@ -117,6 +117,8 @@ class FollowingRunner(LeadingRunner):
         state: SequenceState,
         tokens: Drawn,
         scored: object,
+        *,
+        may_offer: bool,
     ) -> RowResult | RowFailure:
         if not isinstance(tokens, RowFailure):
             state.tokens += tokens

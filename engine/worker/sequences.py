@@ -166,14 +166,16 @@ class SequenceState:
         comes first. The draft ends before a token that would end the sequence, and before one that
         the constraint forbids."""
         self.draft = []
-        most = min(DRAFTED_TOKENS_MAX, self.stops.max_tokens - self.position - 1)
-        if self.look_up is None or most < 1:
+        if self.look_up is None:
             return 0
-        forced = [] if self.matching is None else self.matching.forced()[:most]
-        draft = forced
-        if len(forced) < most:
-            draft = [*forced, *self.look_up.draft(self.tokens, forced, most - len(forced))]
-        self.draft = self._possible(draft)
+        forced = [] if self.matching is None else self.matching.forced()[:DRAFTED_TOKENS_MAX]
+        draft, left = forced, DRAFTED_TOKENS_MAX - len(forced)
+        if left:
+            draft = forced + self.look_up.draft(self.tokens, forced, left)
+        if not draft:  # the common case, for which each sequence pays in each step
+            return 0
+        most = max(0, self.stops.max_tokens - self.position - 1)
+        self.draft = self._possible(draft[:most])
         self.num_forced = min(len(forced), len(self.draft))
         return len(self.draft)
 

@@ -429,7 +429,6 @@ class TorchRunner:
     ) -> tuple[RowResult | RowFailure, ...]:
         """Apply the step to the sequences: block tables, children, tokens, text. Never raises."""
         results: list[RowResult | RowFailure] = []
-        drafter = self._drafter if self._drafter and self._drafter.is_working else None
         may_offer = len(rows) < DRAFTING_STEP_MAX  # with more, the next step drafts nothing
         for row, table in zip(rows, batch.tables, strict=True):
             state = self._sequences[row.sequence]
@@ -446,17 +445,13 @@ class TorchRunner:
                 results.append(RowResult(row.sequence))
                 continue
             forks = [(child.sequence, state.fork(child)) for child in row.children]
+            num_forced = state.num_forced  # the next offer changes it
             for sequence, one in [(row.sequence, state), *forks]:
                 scored = scores.tokens.get(sequence, ())
-                result = self._take(sequence, one, drawn[sequence], scored)
-                if isinstance(result, RowResult):
-                    if row.drafts:
-                        forced = min(one.num_forced, row.drafts)
-                        result = result._replace(drafted=row.drafts, forced=forced)
-                    if may_offer and result.finish is None:
-                        offered = offer_of(one)
-                        has_model = drafter is not None and one.look_up is not None
-                        result = result._replace(offered=offered, has_model=has_model)
+                result = self._take(sequence, one, drawn[sequence], scored, may_offer=may_offer)
+                if row.drafts and isinstance(result, RowResult):
+                    forced = min(num_forced, row.drafts)
+                    result = result._replace(drafted=row.drafts, forced=forced)
                 results.append(result)
         return tuple(results)
 
@@ -466,9 +461,11 @@ class TorchRunner:
         state: SequenceState,
         tokens: Drawn,
         scored: tuple[TokenLogprob, ...],
+        *,
+        may_offer: bool,
     ) -> RowResult | RowFailure:
-        """Append the tokens to the sequence, up to one that ends it, and return the row's result. A
-        forked child becomes known to the worker here."""
+        """Append the tokens to the sequence, up to one that ends it, and return the row's result,
+        with what is drafted for the next row. A forked child becomes known to the worker here."""
         if isinstance(tokens, RowFailure):
             return tokens
         told: tuple[TokenLogprob, ...] = ()
@@ -485,8 +482,21 @@ class TorchRunner:
             return RowFailure(sequence, "text", describe(error))
         self._sequences[sequence] = state
         own, replayed = scored[:count], state.take_replayed()
+        offered, has_model = 0, False
+        if may_offer and step.finish is None and state.look_up is not None:
+            has_model = self._drafter is not None and self._drafter.is_working
+            offered = offer_of(state)
         return RowResult(
-            sequence, tokens[:count], text, own, told, step.finish, step.matched, replayed
+            sequence,
+            tokens[:count],
+            text,
+            own,
+            told,
+            step.finish,
+            step.matched,
+            replayed,
+            offered,
+            has_model,
         )
 
 

@@ -16,6 +16,7 @@ from engine.core.common.types import EndReason
 from engine.core.text.draft_counts import DRAFTERS, DraftCounter
 from engine.core.text.draft_lengths import (
     EARNED,
+    EARNED_LEAST,
     PLAIN_EVERY,
     PLAIN_FIRST,
     PURSE_STEPS,
@@ -593,6 +594,71 @@ def test_a_draft_model_that_does_not_pay_switches_itself_off_for_later_requests_
     driver.check_tokens()
     assert 0 < sum(drafted[-10:]) <= 10 * 60 * EARNED
     assert sum(drafted) <= 3 + PURSE_STEPS + 20 * 60 * EARNED
+
+
+def test_where_a_draft_model_has_switched_itself_off_plans_are_prepared_as_without_drafts():
+    """Eight sequences whose model is always wrong: the steps are those of decodes alone."""
+    driver = with_model(drafter(0.0), num_blocks=400, draft_s=1.0)
+    driver.scheduler._drafts.purse.left = -100.0
+    for index in range(8):
+        driver.submit(make_request(str(index), [index + 1, 2], max_tokens=60))
+    kinds = Counter()
+    while (plan := driver.begin_step()) is not None:
+        kinds[plan.num_drafts > 0, driver.scheduler._prepared is not None] += 1
+        driver.now += 1.0
+        driver.end_step()
+    driver.check_tokens()
+    assert kinds[True, False] == kinds[True, True] == 0
+    assert kinds[False, False] <= 1  # the last step, behind which nothing comes
+    assert kinds[False, True] >= 59
+
+
+def test_a_look_up_beside_a_draft_model_drafts_no_more_than_without_one():
+    """One of eight rows was looked up. That the others could use a model makes it gain no more."""
+    planned = []
+    for model in (None, drafter(0.0)):
+        script = FakeScript(draft=_for_the_first, draft_model=model, sleep=lambda _: None)
+        driver = drafting(script=script, num_blocks=400)
+        driver.scheduler._drafts.purse.left = -100.0
+        driver.scheduler._drafts.costs._ratios[0] = 1.3
+        driver.submit(make_request("0", [1, 2], max_tokens=100))
+        planned.append([])
+        while (plan := driver.begin_step()) is not None:
+            planned[-1].append(plan.num_drafts)
+            driver.end_step()
+            if len(planned[-1]) == 20:
+                for index in range(1, 8):
+                    driver.submit(make_request(str(index), [index + 1, 2], max_tokens=60))
+        driver.check_tokens()
+    assert sum(planned[0][:20]) > 10
+    assert sum(planned[0][20:]) <= 2
+    assert planned[0] == planned[1]
+
+
+def _for_the_first(tokens, seed, choice):
+    return right_draft(tokens, seed, choice, 1) if tokens[0] == 1 else []
+
+
+def test_drafts_that_do_not_pay_are_tried_more_seldom_where_more_rows_wait_for_them():
+    one = fed(0)
+    tried = [one.trials.is_due(8) for _ in range(10 * 8 * TRY_EVERY)]
+    assert sum(tried) == 10
+
+
+def test_a_model_that_never_pays_earns_ever_less_and_one_that_pays_again_earns_all():
+    purse, lost = Purse(), []
+    for _ in range(20_000):
+        if purse.is_open:
+            purse.note(0.0, 1.0)
+            lost.append(1.0)
+        else:
+            purse.note_other()
+            lost.append(0.0)
+    assert sum(lost[10_000:]) <= 1 + 10_000 * EARNED_LEAST
+    purse.note(2.0, 1.0)
+    before = purse.left
+    purse.note_other()
+    assert purse.left == pytest.approx(before + EARNED)
 
 
 def test_a_draft_model_does_not_count_in_the_rates_of_steps():

@@ -837,7 +837,7 @@ MUTANTS = (
         drafts.Drafts,
         "widen",
         "min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - used",
-        "DRAFTING_STEP_MAX - len(rows)",
+        "DRAFTING_STEP_MAX - used",
     ),
     Mutant(
         "the step behind a draft is planned ahead",

@@ -9,11 +9,13 @@ Rule 1: the share of a sequence is the mean of its verified tokens, of which eac
 1 / (1 + what the others weigh), and at least `LEAST_WEIGHT`. It begins with an expected share that
 weighs `FIRST_WEIGHT` tokens, so that a few tokens do not decide. Rule 2: a sequence whose drafts do
 not pay tries one token now and then: a look-up's after `TRY_EVERY` offers, because a text may begin
-to repeat itself; a draft model's, of all sequences, after twice as many each time. Rule 3: all
-drafts of a draft model together may cost the share `EARNED` of the time of the other steps, and
-`PURSE_STEPS` steps (`Purse`): whatever the estimates say, a model that does not pay switches itself
-off. Rule 4: costs are measured against steps without drafts. So a draft model waits for
-`PLAIN_FIRST` of them with as many rows, and leaves one out of `PLAIN_EVERY`.
+to repeat itself; a draft model's, of all sequences, after twice as many each time. In a step with
+more rows, it is so many times as many, because all of them wait for it. Rule 3: all drafts of a
+draft model together may cost `PURSE_STEPS` steps and the share `EARNED` of the time of the others
+(`Purse`), or half as much each time that these are spent, down to `EARNED_LEAST`: whatever the
+estimates say, a model that does not pay switches itself off. Rule 4: costs are measured against
+steps without drafts. So a draft model waits for `PLAIN_FIRST` of them with as many rows, and leaves
+one out of `PLAIN_EVERY`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ LEAST_WEIGHT_OF_ALL = 0.01  # guess: of a new token in the mean of all sequences
 TRY_EVERY = 16  # offers; guess: a sequence whose drafts do not pay tries one of so many
 TRY_EVERY_MAX = 256  # guess: of a draft model
 EARNED = 0.01  # guess: steps that a step without a draft model earns for it
+EARNED_LEAST = EARNED / 4  # guess
 PLAIN_FIRST = 3  # guess: the least of a few steps is not one that waited for something else
 PLAIN_EVERY = 32  # guess
 PURSE_STEPS = 20.0  # guess: as much as catching up with a prompt of some thousand tokens costs
@@ -133,10 +136,11 @@ class Trials:
         self._num_declined = 0
         self._wait = TRY_EVERY
 
-    def is_due(self) -> bool:
-        """Count an offer that does not pay, and return whether to try it."""
+    def is_due(self, num_rows: int = 1) -> bool:
+        """Count an offer that does not pay, in a step of ``num_rows``, and return whether to try
+        it. All rows of the step wait for the trial, so each of them has its turn more seldom."""
         self._num_declined += 1
-        if self._num_declined < self._wait:
+        if self._num_declined < self._wait * num_rows:
             return False
         self._num_declined = 0
         if self._slows:
@@ -168,11 +172,12 @@ class Lengths:
         best, best_rate = 0, GAIN_LEAST
         chance, expected, drafting = 1.0, 1.0, 1 + others
         a_pass = costs.pass_ratio if self._is_model else 0.0
+        share, num_rows, ratio = self.share.value, drafting + idle, costs.ratio
         for count in range(1, most + 1):
-            chance *= self.share.value
+            chance *= share
             expected += chance
-            gained = (drafting * expected + idle) / (drafting + idle)
-            rate = gained / (costs.ratio(drafting * count) + a_pass * count)
+            gained = (drafting * expected + idle) / num_rows
+            rate = gained / (ratio(drafting * count) + a_pass * count)
             if rate > best_rate:
                 best, best_rate = count, rate
         if best:
@@ -183,10 +188,11 @@ class Lengths:
 class Purse:
     """What the drafts of a draft model may still cost, in steps without drafts (Rule 3)."""
 
-    __slots__ = ("left",)
+    __slots__ = ("_earned", "left")
 
     def __init__(self) -> None:
         self.left = PURSE_STEPS
+        self._earned = EARNED
 
     @property
     def is_open(self) -> bool:
@@ -197,10 +203,14 @@ class Purse:
         """Count a step in which the model drafted: how many steps its accepted tokens saved, and
         how much longer it took."""
         self.left = min(PURSE_STEPS, self.left + gained - spent)
+        if gained > spent:
+            self._earned = EARNED
+        elif not self.is_open:
+            self._earned = max(EARNED_LEAST, self._earned / 2)
 
     def note_other(self) -> None:
         """Count a step in which it did not."""
-        self.left = min(PURSE_STEPS, self.left + EARNED)
+        self.left = min(PURSE_STEPS, self.left + self._earned)
 
 
 class Drafting:

@@ -29,7 +29,13 @@ from engine.core.text.draft_lengths import (
     StepCosts,
     Trials,
 )
-from engine.core.text.plan import DRAFTED_TOKENS_MAX, DRAFTING_STEP_MAX, BlockDelta, Logits
+from engine.core.text.plan import (
+    DRAFTED_TOKENS_MAX,
+    DRAFTING_STEP_MAX,
+    ROW_COUNT,
+    BlockDelta,
+    Logits,
+)
 
 if TYPE_CHECKING:
     from engine.core.common.types import DraftCounts, SequenceId
@@ -45,6 +51,13 @@ class Offer(NamedTuple):
 
     count: int  # type: ignore[assignment]  # the domain word, over tuple.count
     has_model: bool
+
+
+class Beside(NamedTuple):
+    """The other rows of a step: how many may take drafts of the same drafter, and how many not."""
+
+    others: int
+    idle: int
 
 
 class Draft(NamedTuple):
@@ -70,7 +83,8 @@ class Drafts:
     def offer(self, seq: Sequence, count: int, *, has_model: bool = False) -> None:
         """Note that the worker has ``count`` drafted tokens for the sequence's next row, and
         whether it has a model that may draft them."""
-        self._offers[seq.sequence_id] = Offer(count, has_model)
+        if count or self.purse.is_open:
+            self._offers[seq.sequence_id] = Offer(count, has_model)
 
     def note(
         self, seq: Sequence, drafted: int, accepted: int, *, forced: int, by_model: bool
@@ -110,21 +124,23 @@ class Drafts:
         if step is None or not is_allowed:
             return
         rows = step.rows
-        used = len(rows) + step.image_cost
+        num_rows = len(rows)
+        used = num_rows + step.image_cost
         room = min(DRAFTING_STEP_MAX, self._ledger.config.max_num_batched_tokens) - used
-        if room <= 0 or any(row.count > 1 for row in rows):
+        if room <= 0 or sum(map(ROW_COUNT, rows)) > num_rows:
             return
-        left = num_offers = len(offers)
-        has_model = any(offer.has_model for offer in offers.values())
-        may_model = has_model and self.purse.is_open and self.costs.is_known(len(rows))
+        looked_up = [name for name, offer in offers.items() if offer.count]
+        has_model = self.purse.is_open and any(offer.has_model for offer in offers.values())
+        may_model = has_model and self.costs.is_known(num_rows)
+        left = len(offers) if may_model else len(looked_up)
+        beside = _beside(num_rows, len(looked_up)), _beside(num_rows, len(offers))
         for index, seq in enumerate(step.sequences):
-            if room <= 0:
+            if room <= 0 or not left:
                 return
             offer = offers.get(seq.sequence_id)
-            if offer is None:
+            if offer is None or not (may_model or offer.count):
                 continue
             most, left = -(-room // left), left - 1  # an equal part of what is left
-            beside = (num_offers - 1, max(0, len(rows) - num_offers))
             draft = self._pick(seq, rows[index], offer, most, beside, may_model=may_model)
             if draft.length:
                 rows[index] = self._widened(step, seq, rows[index], draft)
@@ -137,12 +153,13 @@ class Drafts:
         row: Row,
         offer: Offer,
         most: int,
-        beside: tuple[int, int],
+        beside: tuple[Beside, Beside],
         *,
         may_model: bool,
     ) -> Draft:
         """Return what a row should draft: nothing if it is no decode, and never so many tokens that
-        the sequence could become longer than it may."""
+        the sequence could become longer than it may. ``beside`` are the other rows, seen by the
+        look-up and by a draft model."""
         if row.children or row.logits is not Logits.LAST:
             return Draft(0)
         # The planned token is counted as known, so this is how many may still follow it.
@@ -152,18 +169,18 @@ class Drafts:
         if seq.drafting is None:
             seq.drafting = Drafting(Lengths(self._model_share.value, self._model_trials))
         found, models = seq.drafting.by_look_up, seq.drafting.by_model
-        looked_up = min(most, offer.count)
+        looked_up, num_rows = min(most, offer.count), 1 + sum(beside[0])
         has_model = offer.has_model and may_model
-        length, rate = found.best(looked_up, self.costs, *beside) if looked_up else (0, 0.0)
+        length, rate = found.best(looked_up, self.costs, *beside[0]) if looked_up else (0, 0.0)
         if has_model:
-            drawn, rate_of_model = models.best(most, self.costs, *beside)
+            drawn, rate_of_model = models.best(most, self.costs, *beside[1])
             if rate_of_model > rate:
                 return Draft(drawn, by_model=True)
         if length:
             return Draft(length)
-        if looked_up and found.trials.is_due():
+        if looked_up and found.trials.is_due(num_rows):
             return Draft(1)
-        if has_model and models.trials.is_due():
+        if has_model and models.trials.is_due(num_rows):
             return Draft(1, by_model=True)
         return Draft(0)
 
@@ -183,3 +200,8 @@ class Drafts:
             count = min(count, len(seq.blocks) * size - end)
         by_model = draft.by_model and count > 0
         return row._replace(count=1 + count, blocks=delta, drafts=count, by_model=by_model)
+
+
+def _beside(num_rows: int, num_offers: int) -> Beside:
+    """Return what is beside a row of a step, ``num_offers`` of whose rows have offers."""
+    return Beside(max(0, num_offers - 1), max(0, num_rows - max(1, num_offers)))

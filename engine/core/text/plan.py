@@ -98,7 +98,7 @@ class Row(NamedTuple):
     by_model: bool = False
 
 
-_COUNT = itemgetter(Row._fields.index("count"))
+ROW_COUNT = itemgetter(Row._fields.index("count"))
 _DRAFTS = itemgetter(Row._fields.index("drafts"))
 
 
@@ -149,7 +149,7 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         """Tokens that the forward pass computes: the sum over the rows."""
-        return sum(map(_COUNT, self.rows))
+        return sum(map(ROW_COUNT, self.rows))
 
     @property
     def num_drafts(self) -> int:

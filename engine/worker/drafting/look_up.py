@@ -29,34 +29,35 @@ SLOTS_MIN, SLOTS_MAX = 1 << 8, 1 << 14  # of a table; 16,384 places are 64 KiB
 BULK = 64  # guess: so many new tokens are indexed by numpy at once
 # Odd numbers below 2**31; a product with a token id fits int64. Source: the fractional parts of the
 # golden ratio and of the square roots of 2, 3 and 5.
-FACTORS = (0x4F1BBCDD, 0x3504F333, 0x5DB3D743, 0x1E3779B9, 0x52A7FA9D)
+FACTORS = F0, F1, F2, F3, F4 = (0x4F1BBCDD, 0x3504F333, 0x5DB3D743, 0x1E3779B9, 0x52A7FA9D)
 
 
 class LookUp:
     """Where each three and each five of a sequence's tokens stood last. It is given the whole
     sequence at each call, which only grows."""
 
-    __slots__ = ("_long", "_num_seen", "_short")
+    __slots__ = ("_long", "_num_seen", "_short", "_slots_at_end")
 
     def __init__(self) -> None:
         self._num_seen = 0
         self._long = self._short = array("i")
+        self._slots_at_end: tuple[int, int] | None = None  # of the last tokens that were seen
 
     def draft(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
         """Return up to ``most`` tokens that may follow ``tokens`` and then ``behind``, which are
         guesses themselves. The list is empty if the last tokens have not stood before."""
         self._index(tokens)
-        end = [*tokens[-LONG:], *behind]
-        for table, size, limit in (
-            (self._long, LONG, most),
-            (self._short, SHORT, min(most, SHORT_DRAFT_MAX)),
-        ):
-            if len(end) < size:
-                continue
-            last = end[-size:]
-            place = table[_slot(last, len(table))]
-            if place and list(tokens[place - size : place]) == last:
-                return _continued(tokens, place, behind, limit)
+        last = [*tokens[-LONG:], *behind][-LONG:] if behind else list(tokens[-LONG:])
+        if len(last) < SHORT:
+            return []
+        long, short = slots = _slots(last, len(self._long) - 1)
+        self._slots_at_end = None if behind else slots
+        place = self._long[long] if len(last) == LONG else 0
+        if place and list(tokens[place - LONG : place]) == last:
+            return _continued(tokens, place, behind, most)
+        place = self._short[short]
+        if place and list(tokens[place - SHORT : place]) == last[-SHORT:]:
+            return _continued(tokens, place, behind, min(most, SHORT_DRAFT_MAX))
         return []
 
     def _index(self, tokens: Sequence[int]) -> None:
@@ -65,15 +66,20 @@ class LookUp:
         if end > len(self._long) // 2 and len(self._long) < SLOTS_MAX:
             size = min(SLOTS_MAX, max(SLOTS_MIN, 1 << (2 * end).bit_length()))
             self._long, self._short = array("i", bytes(4 * size)), array("i", bytes(4 * size))
-            self._num_seen = 0
+            self._num_seen, self._slots_at_end = 0, None
         begin, self._num_seen = self._num_seen, end
-        for table, size in ((self._long, LONG), (self._short, SHORT)):
-            first = max(begin, size)
-            if end - first > BULK:
-                _index_many(table, tokens, max(first, end - SLOTS_MAX), end, size)
-                continue
-            for place in range(first, end):
-                table[_slot(tokens[place - size : place], len(table))] = place
+        first = max(begin, SHORT)
+        if end - first > BULK:
+            _index_many(self._long, tokens, max(first, LONG, end - SLOTS_MAX), end, LONG)
+            _index_many(self._short, tokens, max(first, end - SLOTS_MAX), end, SHORT)
+            return
+        mask, known = len(self._long) - 1, self._slots_at_end
+        for place in range(first, end):
+            long, short = known or _slots(tokens[max(0, place - LONG) : place], mask)
+            known = None  # it is the slots of the first place, where the last call ended
+            if place >= LONG:
+                self._long[long] = place
+            self._short[short] = place
 
 
 def _continued(tokens: Sequence[int], place: int, behind: Sequence[int], most: int) -> list[int]:
@@ -87,11 +93,14 @@ def _continued(tokens: Sequence[int], place: int, behind: Sequence[int], most: i
     return found[:most]
 
 
-def _slot(last: Sequence[int], num_slots: int) -> int:
-    mixed = 0
-    for token, factor in zip(last, FACTORS, strict=False):
-        mixed += token * factor
-    return (mixed ^ (mixed >> 17)) & (num_slots - 1)
+def _slots(last: Sequence[int], mask: int) -> tuple[int, int]:
+    """Return the slots of the last `LONG` tokens, which says nothing if there are fewer, and of the
+    last `SHORT` ones. Both are written out, because each sequence pays for them in each step."""
+    c, d, e = last[-3:]
+    a, b = last[:2]
+    short = c * F2 + d * F3 + e * F4
+    long = a * F0 + b * F1 + short
+    return (long ^ (long >> 17)) & mask, (short ^ (short >> 17)) & mask
 
 
 def _index_many(table: array[int], tokens: Sequence[int], first: int, end: int, size: int) -> None:
@@ -100,6 +109,6 @@ def _index_many(table: array[int], tokens: Sequence[int], first: int, end: int, 
     count = end - first
     mixed = np.zeros(count, np.int64)
     for index in range(size):
-        mixed += ids[index : index + count] * FACTORS[index]
+        mixed += ids[index : index + count] * FACTORS[index - size]
     slots = (mixed ^ (mixed >> 17)) & (len(table) - 1)
     np.frombuffer(table, np.int32)[slots] = np.arange(first, end, dtype=np.int32)
