@@ -49,7 +49,7 @@ BAD = (  # fields, and the reason with which such a request is refused
     ({"prompt": "x" * 100}, "REQUEST_TOO_LARGE"),
     ({"steps": 0}, "INVALID_REQUEST"),
     ({"guidance": float("nan")}, "INVALID_REQUEST"),
-    ({"width": 2048, "height": 2048}, "REQUEST_TOO_LARGE"),
+    ({"width": 2048, "height": 2048, "n": 1}, "REQUEST_TOO_LARGE"),
     ({"source": b"no image", "strength": 0.5}, "INVALID_REQUEST"),
     ({"scheduler": "nobody's"}, "INVALID_REQUEST"),
     ({"timeout_s": float("nan")}, "INVALID_REQUEST"),

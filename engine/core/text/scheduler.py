@@ -234,8 +234,6 @@ class Scheduler:
         whole_s = now - step.started_at
         draft_s = result.timings.draft_s
         self._drafts.note_step(step, draft_s)
-        if step.image_cost:
-            return  # its time is not used for the rate: images that are kept cost none of it
         seconds = whole_s - draft_s  # what a draft model took is no part of a step's pace
         num_tokens = step.plan.num_tokens - step.num_drafts  # a sum over the rows
         has_prompts = num_tokens > len(step.rows)
@@ -246,7 +244,8 @@ class Scheduler:
             self._recent_rate.note(num_tokens, whole_s)
             if step.num_drafts:  # decodes that verify drafts take longer
                 seconds = self._drafts.costs.without(len(step.rows), step.num_drafts, seconds)
-            self._pace.note(*_prompts_and_decodes(step.plan, num_tokens), seconds)
+            if not step.image_cost:  # images that are kept cost it nothing, and others much
+                self._pace.note(*_prompts_and_decodes(step.plan, num_tokens), seconds)
 
     def _step_failed(self, failure: StepFailure, now: float) -> None:
         step = self._take_step(failure.plan_id)

@@ -207,7 +207,8 @@ class StepBuilder:
     def _plan_running(self, seq: Sequence) -> None:
         """Plan a running sequence's row, if there are tokens, slots and blocks for it."""
         remaining = seq.num_tokens - seq.num_computed
-        count = 1 if remaining == 1 else self._chunk_of(seq, remaining)
+        is_chunk = remaining > 1 or _ends_in_an_image(seq)
+        count = self._chunk_of(seq, remaining) if is_chunk else 1
         if count == 0:
             return
         slots = self._slots_for(seq, count)
@@ -216,7 +217,7 @@ class StepBuilder:
         if not self._try_row(seq, count, may_preempt=self._may_preempt):
             self._lacked_blocks = True
             seq.credit.cancel(slots)
-        elif remaining > 1:
+        elif is_chunk:
             self._use_chunk(count)
 
     # ---- one row: its slots, its blocks, its forks
@@ -414,3 +415,10 @@ class StepBuilder:
 
 def _num_decodes(ledger: Ledger) -> int:
     return sum(1 for seq in ledger.running if seq.num_tokens - seq.num_computed == 1)
+
+
+def _ends_in_an_image(seq: Sequence) -> bool:
+    """Return whether what is left of a prompt is one token that an image begins with. It is planned
+    like a chunk, because it costs the image's encoding."""
+    start = seq.num_computed
+    return start < seq.num_prompt and any(one.start == start for one in seq.live.request.images)
