@@ -85,6 +85,9 @@ class FakeStream:
         self._has_left = False
         trio.lowlevel.spawn_system_task(self._feed)
 
+    def note_taken(self):
+        """Nothing here waits for a reader."""
+
     async def _feed(self):
         for batch in self.batches:
             for event in batch:

@@ -118,6 +118,19 @@ def test_a_stalled_reader_is_ended_and_tells_the_worker():
     assert driver.finished["a"].phase == "parked"
 
 
+def test_a_reader_that_has_taken_something_is_not_stalled_before_its_report_comes():
+    """A loop that was busy takes a tick first, and then the report of a reader that took an image
+    in time."""
+    driver = ImageDriver(stall_timeout_s=30.0)
+    driver.submit("a", steps=5, buffer=1)
+    for _ in range(3):
+        driver.step(read=False)
+    (live,) = driver.scheduler._seats.parked
+    assert live.credit.release()
+    driver.tick(31.0)
+    assert not driver.finished
+
+
 @pytest.mark.parametrize("kind", FailureKind)
 def test_a_failed_step_ends_its_drawing_alone(kind):
     driver = ImageDriver()

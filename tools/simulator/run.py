@@ -769,10 +769,7 @@ class Simulation:
             "ABORTED": False,
             "DEADLINE_EXCEEDED": request.timeout_s is not None,
             "DEADLINE_INFEASIBLE": request.timeout_s is not None,
-            # A drawing with previews may end so although its reader takes all: an open defect.
-            "READER_STALLED": client.stall_after is not None
-            or client.delay_s
-            or bool(getattr(request, "preview_every", None)),
+            "READER_STALLED": client.stall_after is not None or client.delay_s,
             "STEP_FAILED": world.row_fault_share
             or world.step_fault_share
             or world.oom_share

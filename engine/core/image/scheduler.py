@@ -157,7 +157,7 @@ class ImageScheduler:
     def _end_what_is_due(self, now: float) -> None:
         """End the requests that have stalled, and those in the queue that cannot be done in time
         any more."""
-        for live in stalled(self._seats.parked, self.config.stall_timeout_s, now):
+        for live in stalled(self._seats.starved, self.config.stall_timeout_s, now):
             self._end(live, EndReason.STALLED, now)
         for live, error in self._intake.too_late(now):
             self._end(live, EndReason.DEADLINE, now, str(error))
@@ -295,7 +295,7 @@ class ImageScheduler:
         """Return the time at which a `Tick` will have something to do if nothing else happens
         before: the first stall timeout, or the first drawing in the queue that cannot be done in
         time any more. None if there is neither."""
-        stall = next_stall(self._seats.parked, self.config.stall_timeout_s, now)
+        stall = next_stall(self._seats.starved, self.config.stall_timeout_s, now)
         late = self._intake.next_too_late(now)
         return min((time for time in (stall, late) if time is not None), default=None)
 
