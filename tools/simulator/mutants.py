@@ -979,7 +979,7 @@ MUTANTS = (
         "nobody looks at the stall timeout of drawings",
         image_scheduler.ImageScheduler,
         "next_wakeup",
-        "stall = next_stall(self._seats.parked, self.config.stall_timeout_s, now)",
+        "stall = next_stall(self._seats.starved, self.config.stall_timeout_s, now)",
         "stall = None",
         seed=58,
     ),
