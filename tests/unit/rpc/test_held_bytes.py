@@ -402,6 +402,8 @@ async def test_calls_that_wait_for_another_message_are_bounded(autojump_clock):
         assert set(bad.ends.values()) == {str(int(StatusCode.RESOURCE_EXHAUSTED))}
         good.send(talk, framed(b"b"), is_last=True)
         await good.settle()
+        await trio.sleep(1)  # until every task has nothing to do
+        await good.settle()
         assert good.messages[talk] == [b"a", b"b"]
         assert good.ends == {talk: "0"}
         for call in calls:
