@@ -63,6 +63,7 @@ class Driver:
             block_size=self.config.block_size,
             max_model_len=self.config.max_model_len,
             script=FakeScript(),
+            num_states=self.config.num_states,
         )
         self.runner.load(lambda progress: None)
         self.now = 0.0

@@ -6,7 +6,8 @@ choice alone, *as read back from the fake KV pool*. So a wrong block table, or a
 shared too early or freed too soon, gives other tokens or raises `KvMismatch`.
 
 Each slot of the fake KV pool holds a digest of all tokens up to its position, and of the images
-that these are tokens of.
+that these are tokens of. A fake with states (`engine.worker.fakes.states`) keeps the same digest in
+its state slots, as a model with recurrent layers keeps its states.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from engine.worker.fakes.digests import (
     next_token,
 )
 from engine.worker.fakes.sight import FakeSight, FakeTower, met_by
+from engine.worker.fakes.states import FakeStates
 from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
 from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
 
@@ -106,6 +108,7 @@ class _FakeSequence:
     admitted: AdmittedSequence
     tokens: list[int]
     blocks: list[BlockId]
+    state_slot: BlockId | None = None
     text: str = ""
     sent: int = 0
     scored: int = 1  # tokens whose log-probability is known; the first has none
@@ -127,7 +130,8 @@ class FakeRunner:
 
     ``steps`` counts the executed steps. ``is_executing`` is set during one. ``compiled`` are the
     constraints that were compiled; the fake does not follow them. With ``sees`` it reads images
-    (`engine.worker.fakes.sight`), and ``tower`` counts those that it has encoded.
+    (`engine.worker.fakes.sight`), and ``tower`` counts those that it has encoded. With
+    ``num_states`` it has so many state slots, and drafts nothing.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class FakeRunner:
         script: FakeScript | None = None,
         memory_bytes: int | None = None,
         sees: bool = False,
+        num_states: int = 0,
     ) -> None:
         self.script = script or FakeScript()
         self.tower = FakeTower()
@@ -158,7 +163,9 @@ class FakeRunner:
             memory_bytes=num_blocks * block_size if memory_bytes is None else memory_bytes,
             defaults=SamplingDefaults(),
             images=FakeSight(self.script.decode_s, self.script.sleep) if sees else None,
+            num_states=num_states,
         )
+        self._states = FakeStates(num_states)
         self._kv: list[int] = []
         self._sequences: dict[SequenceId, _FakeSequence] = {}
 
@@ -182,6 +189,7 @@ class FakeRunner:
         if self.script.load_error is not None:
             raise self.script.load_error
         self._kv = [-1] * (self._info.num_blocks * self._info.block_size)
+        self._states = FakeStates(self._info.num_states)
         return self._info
 
     def compile(self, constraint: Constraint) -> int:
@@ -241,6 +249,7 @@ class FakeRunner:
             script.sleep(encoding_s)
         for row in rows:
             self._forward(row)
+        self._states.write()
         for source, target in plan.copies:
             size = self._info.block_size
             self._kv[target * size : (target + 1) * size] = self._kv[
@@ -303,9 +312,11 @@ class FakeRunner:
         digest = first_digest(seq.admitted.adapter)
         if row.start:
             digest = self._kv[self._slot(seq, row.start - 1)]
+        seq.state_slot = self._states.begin(row, seq.state_slot, digest)
         for position in range(row.start, end):
             digest = digest_after(digest, tokens[position], seq.contents.get(position, b""))
             self._kv[self._slot(seq, position)] = digest
+        self._states.put(row, seq.state_slot, digest)
         if row.logits.scores and row.start < seq.scored:
             seq.scored = max(seq.scored, row.start + row.count + 1)
 
@@ -335,7 +346,7 @@ class FakeRunner:
             sampling = replace(parent.admitted.sampling, choice=fork.choice)
             admitted = replace(parent.admitted, sequence=fork.sequence, sampling=sampling)
             self._sequences[fork.sequence] = _FakeSequence(
-                admitted, parent.tokens.copy(), list(fork.blocks)
+                admitted, parent.tokens.copy(), list(fork.blocks), fork.state
             )
         ids = [row.sequence, *(fork.sequence for fork in row.children)]
         adapter = parent.admitted.adapter
@@ -366,12 +377,13 @@ class FakeRunner:
             result = result._replace(drafted=row.drafts)
             if result.finish is None:
                 has_model = self.script.draft_model is not None and seq.admitted.speculates
+                has_model = has_model and not self._states.are_there
                 result = result._replace(offered=self._offer(seq), has_model=has_model)
         return result
 
     def _offer(self, seq: _FakeSequence) -> int:
         admitted = seq.admitted
-        if self.script.draft is not None and admitted.speculates:
+        if self.script.draft is not None and admitted.speculates and not self._states.are_there:
             sampling = admitted.sampling
             seq.draft = list(self.script.draft(seq.tokens, sampling.seed, sampling.choice))
         return len(seq.draft)
