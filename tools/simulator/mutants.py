@@ -34,6 +34,8 @@ from engine.core.text import (
     scheduler,
     sequence,
     sequence_keys,
+    snapshots,
+    states,
     step_builder,
 )
 from engine.pool import adapter_version, loads
@@ -1030,6 +1032,69 @@ MUTANTS = (
         'self.phase = "write"',
         "self._waiting.clear()",
         seed=10,
+    ),
+    Mutant(
+        "an ended sequence keeps its state slot",
+        ledger.Ledger,
+        "_give_back_blocks",
+        "self.states.release(seq)",
+        "pass",
+    ),
+    Mutant(
+        "a sequence begins from an empty state behind its cached prefix",
+        states.StepStates,
+        "begin",
+        "return found",
+        "return None",
+    ),
+    Mutant(
+        "a snapshot is kept under the key of another border",
+        snapshots,
+        "end",
+        "// ledger.config.block_size - 1",
+        "// ledger.config.block_size - 2",
+    ),
+    Mutant(
+        "a state is cached wherever a chunk ends",
+        snapshots,
+        "add",
+        "logits.samples or end % size or not",
+        "logits.samples or end < size or not",
+    ),
+    Mutant(
+        "a row that is dropped keeps its snapshot's slot",
+        states.StepStates,
+        "drop",
+        "slots.append(delta.snapshot)",
+        "pass",
+    ),
+    Mutant(
+        "a step that failed keeps its state slots",
+        states.StepStates,
+        "undo",
+        "self._states.pool.rollback",
+        "self._states.pool.commit",
+    ),
+    Mutant(
+        "choices that fork share the state of their parent",
+        step_builder.StepBuilder,
+        "_fork",
+        "self._step.states.give(child)",
+        "parent.state_slot",
+    ),
+    Mutant(
+        "snapshots take the slots of choices that will fork",
+        states.StepStates,
+        "snapshot",
+        "<= num_promised",
+        "<= 0",
+    ),
+    Mutant(
+        "parked sequences keep their state slots from those that would start",
+        admission,
+        "victims_for_first",
+        "if max(lacking, over) > 0 else []",
+        "if lacking > 0 else []",
     ),
 )
 
