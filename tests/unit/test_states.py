@@ -59,11 +59,8 @@ def test_the_snapshot_that_was_used_last_is_overwritten_last():
     assert step.begin(first, b"a") is not None
     assert step.begin(second, b"a") is not None
     step.keep()
-    assert [bool(states.snapshots.match((key,))) for key in (b"a", b"b", b"c")] == [
-        True,
-        False,
-        False,
-    ]
+    left = [key for key in (b"a", b"b", b"c") if states.snapshots.match((key,))]
+    assert left == [b"a"]
     states.release(first)
     states.release(second)
     states.pool.check([])
@@ -102,7 +99,7 @@ def test_a_parked_sequence_gives_its_slot_to_one_that_would_start():
     driver.submit(make_request("c", range(30, 40), max_tokens=2))
     said = driver.scheduler.explain("c", driver.now).waiting_for
     assert said.startswith("state slots: 1 are lacking")
-    driver.step()
-    assert driver.tokens["c", 0] or driver.scheduler.statistics().running
+    driver.step(read=False)
+    assert driver.scheduler.statistics().running == 1
     driver.run()
     driver.check_tokens()
