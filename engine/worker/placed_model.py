@@ -187,7 +187,7 @@ def _prepared(
     division: Division,
 ) -> tuple[KvCache, Execution]:
     """Return the model's cache, and the model as it runs over that cache."""
-    calls = probe(model, shapes)
+    calls, recurrence = probe(model, shapes), RECURRENT.get(model.architecture.name)
     dtype, device = model.dtype, model.device
     cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
     backend, reason = chosen, "it was chosen"
@@ -201,6 +201,7 @@ def _prepared(
         cache,
         quantization=spec.quantization,
         objection=division.objection_to_decoder(model.architecture),
+        recurrent=recurrence.module if recurrence is not None else "",
     )
     return cache, execution
 

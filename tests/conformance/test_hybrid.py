@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,9 +21,11 @@ from engine.core.common.types import RequestId  # noqa: E402
 from engine.core.text import snapshots  # noqa: E402
 from engine.core.text.scheduler import Scheduler  # noqa: E402
 from engine.core.text.types import Request, Sampling, Stops, Tokens  # noqa: E402
+from engine.errors import SpawnFailed  # noqa: E402
 from engine.worker.forward.recurrent import RecurrentLayers  # noqa: E402
 from engine.worker.sequences import SequenceState  # noqa: E402
-from tests.support.model_zoo import WAYS, Zoo  # noqa: E402
+from tests.support.adapters import write_by_hand  # noqa: E402
+from tests.support.model_zoo import WAYS, Zoo, load_runner  # noqa: E402
 from tests.support.parity import Tally  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -254,23 +257,38 @@ def test_a_state_that_is_written_before_the_step_has_succeeded_is_noticed(zoo, n
     loaded = zoo.load(name)
     world = World(loaded)
     world.submit(prompt_of(random.Random(5), 60))
-    stock, failed = loaded.runner._choose, []
-
-    def choose(*arguments):
-        if not failed or len(failed) < len(world.plans):
-            failed.append(True)
-            raise RuntimeError("planted")
-        return stock(*arguments)
-
     execute = loaded.runner.execute
+
+    def choose(*_arguments):
+        raise RuntimeError("planted")
 
     def execute_twice(plan):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loaded.runner, "_choose", choose)
             with pytest.raises(RuntimeError, match="planted"):
                 execute(plan)
-        return execute(replace(plan, admitted=()))
+        return execute(plan)
 
-    world.runner = type("Twice", (), {"execute": staticmethod(execute_twice)})
+    world.runner = SimpleNamespace(execute=execute_twice)
     world.run()
     compare(loaded, world).check()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_an_adapter_of_a_recurrent_layer_is_refused_and_one_of_the_others_is_not(
+    zoo, tmp_path, name
+):
+    loaded, base = zoo.load(name), zoo.directory(name)
+    own = write_by_hand(tmp_path / "own", base, targets=("in_proj",))
+    with pytest.raises(SpawnFailed, match="has no place"):
+        loaded.runner.adapters.load(str(own))
+    other = write_by_hand(tmp_path / "other", base, targets=("q_proj",))
+    loaded.runner.adapters.unload(loaded.runner.adapters.load(str(other)).digest)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_draft_model_is_refused_beside_states_whichever_model_has_them(zoo, name):
+    for model, draft in ((name, "llama"), ("llama", name)):
+        draft_model = str(zoo.directory(draft))
+        with pytest.raises(SpawnFailed, match="recurrent layers, whose states cannot be taken"):
+            load_runner(zoo.directory(model), speculation="model", draft_model=draft_model)

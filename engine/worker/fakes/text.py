@@ -27,6 +27,7 @@ from engine.worker.fakes.digests import (
     digest_after,
     fake_logprob,
     first_digest,
+    held_back,
     next_token,
 )
 from engine.worker.fakes.sight import FakeSight, FakeTower, met_by
@@ -376,15 +377,16 @@ class FakeRunner:
         if isinstance(result, RowResult):
             result = result._replace(drafted=row.drafts)
             if result.finish is None:
-                has_model = self.script.draft_model is not None and seq.admitted.speculates
-                has_model = has_model and not self._states.are_there
+                has_model = self.script.draft_model is not None and self._may_draft(seq)
                 result = result._replace(offered=self._offer(seq), has_model=has_model)
         return result
 
+    def _may_draft(self, seq: _FakeSequence) -> bool:
+        return seq.admitted.speculates and not self._states.are_there
+
     def _offer(self, seq: _FakeSequence) -> int:
-        admitted = seq.admitted
-        if self.script.draft is not None and admitted.speculates and not self._states.are_there:
-            sampling = admitted.sampling
+        if self.script.draft is not None and self._may_draft(seq):
+            sampling = seq.admitted.sampling
             seq.draft = list(self.script.draft(seq.tokens, sampling.seed, sampling.choice))
         return len(seq.draft)
 
@@ -447,16 +449,6 @@ class FakeRunner:
         elif seq.num_output >= stops.max_tokens:
             finish = EndReason.LENGTH
         else:
-            end -= self._held_back(seq.text[seq.sent :], stops.strings)
+            end -= held_back(seq.text[seq.sent :], stops.strings)
         text, seq.sent = seq.text[seq.sent : end], end
         return RowResult(seq.admitted.sequence, (token_id,), text, finish=finish, matched=matched)
-
-    @staticmethod
-    def _held_back(text: str, strings: tuple[str, ...]) -> int:
-        """Return how many characters at the end of ``text`` may still become a stop string."""
-        longest = 0
-        for stop in strings:
-            for size in range(1, min(len(stop), len(text) + 1)):
-                if text.endswith(stop[:size]):
-                    longest = max(longest, size)
-        return longest

@@ -5,7 +5,8 @@ of a step are one row of tokens. So each layer gets the rows of equal length tog
 with a cache of these rows alone.
 
 Rule 1: no other file allocates or indexes state tensors. Rule 2: a forward reads states and keeps
-the new ones beside them; `RecurrentLayers.write` puts them into the slots once the step cannot fail.
+the new ones beside them. `RecurrentLayers.write` puts them into the slots once the step can no
+longer fail.
 
 Index spaces: a *slot* here is a state slot; rows and tokens are those of
 `engine.worker.forward.packing`.
