@@ -280,7 +280,7 @@ def test_an_adapter_of_a_recurrent_layer_is_refused_and_one_of_the_others_is_not
 ):
     loaded, base = zoo.load(name), zoo.directory(name)
     own = write_by_hand(tmp_path / "own", base, targets=("in_proj",))
-    with pytest.raises(SpawnFailed, match="has no place"):
+    with pytest.raises(SpawnFailed, match="name no linear layer of the base model"):
         loaded.runner.adapters.load(str(own))
     other = write_by_hand(tmp_path / "other", base, targets=("q_proj",))
     loaded.runner.adapters.unload(loaded.runner.adapters.load(str(other)).digest)

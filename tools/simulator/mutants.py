@@ -1089,13 +1089,6 @@ MUTANTS = (
         "<= num_promised",
         "<= 0",
     ),
-    Mutant(
-        "parked sequences keep their state slots from those that would start",
-        admission,
-        "victims_for_first",
-        "if max(lacking, over) > 0 else []",
-        "if lacking > 0 else []",
-    ),
 )
 
 
