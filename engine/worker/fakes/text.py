@@ -6,8 +6,7 @@ choice alone, *as read back from the fake KV pool*. So a wrong block table, or a
 shared too early or freed too soon, gives other tokens or raises `KvMismatch`.
 
 Each slot of the fake KV pool holds a digest of all tokens up to its position, and of the images
-that these are tokens of. A fake with states (`engine.worker.fakes.states`) keeps the same digest in
-its state slots, as a model with recurrent layers keeps its states.
+that these are tokens of. A state slot (`engine.worker.fakes.states`) holds one such digest.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class FakeRunner:
     ``steps`` counts the executed steps. ``is_executing`` is set during one. ``compiled`` are the
     constraints that were compiled; the fake does not follow them. With ``sees`` it reads images
     (`engine.worker.fakes.sight`), and ``tower`` counts those that it has encoded. With
-    ``num_states`` it has so many state slots, and drafts nothing.
+    ``num_states`` slots for states, it drafts nothing.
     """
 
     def __init__(
@@ -190,7 +189,6 @@ class FakeRunner:
         if self.script.load_error is not None:
             raise self.script.load_error
         self._kv = [-1] * (self._info.num_blocks * self._info.block_size)
-        self._states = FakeStates(self._info.num_states)
         return self._info
 
     def compile(self, constraint: Constraint) -> int:
@@ -236,9 +234,7 @@ class FakeRunner:
             if admitted.constraint is not None and admitted.constraint not in self.compiled:
                 raise AssertionError(f"{admitted.sequence} needs a constraint that is not compiled")
             self._sequences[admitted.sequence] = self._admit(admitted)
-        fault = script.step_faults.get(step)
-        if fault is None and script.plan_fault is not None:
-            fault = script.plan_fault(plan)
+        fault = script.step_faults.get(step) or (script.plan_fault and script.plan_fault(plan))
         if fault is not None:
             raise fault
         rows = [self._drafted(row) for row in plan.rows]
