@@ -51,12 +51,15 @@ class Family:
     is_fused: bool = False  # queries, keys and values are one matrix, and so are gates and ups
     has_query_bias: bool = False  # queries, keys and values have biases, whatever the config says
     scales_embedding: bool = False  # by the square root of its width
-    activation: str = "hidden_act"  # the field that names it
+    activation: str = "hidden_act"  # the field that names it; "" for the clamped SwiGLU
     window: str = ""  # which layers have a sliding window: "", "all", or "typed" by layer_types
     caps_scores: bool = False  # of the attention, by attn_logit_softcapping
     has_experts: bool = False  # in the layers that `is_mixture` names
     # Of a mixture's experts, whatever the config says; its router comes before its experts.
     shares_are_normed: bool = False
+    router: str = "gate"  # the name of its router
+    has_expert_biases: bool = False  # its experts and its router have biases
+    has_sinks: bool = False  # its heads have sinks
     theta: float = 10_000.0  # the base of the rotary embedding where the config has none
     # In a config without layer types, each layer of this number does not slide; 0: all slide.
     full_each: int = 2
@@ -427,6 +430,32 @@ LISTED: dict[str, Family] = {
         head_norm="head",
         window="typed",
         unrotated="full",
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        _fields(
+            head_dim=Field(64, _is_count),
+            num_key_value_heads=Field(8, OPTIONAL_COUNT),
+            attention_bias=Field(True, _is_flag),
+            sliding_window=Field(128, OPTIONAL_COUNT),
+            layer_types=Field(None, _is_types),
+            num_local_experts=Field(128, _is_count),
+            num_experts_per_tok=Field(4, _is_count),
+            swiglu_alpha=Field(1.702, _is_real),
+            swiglu_limit=Field(7.0, _is_real),
+            output_router_logits=Field(False, _is_off),
+            router_aux_loss_coef=Field(0.001, ANY),  # of training
+            experts_per_token=Field(None, ANY),  # this and the next are not read
+            initial_context_length=Field(None, ANY),
+        ),
+        activation="",
+        window="typed",
+        has_experts=True,
+        shares_are_normed=True,
+        router="router",
+        has_expert_biases=True,
+        has_sinks=True,
+        theta=150_000.0,
     ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
