@@ -22,6 +22,7 @@ from engine.worker.load.generation_config import read_generation
 from engine.worker.load.loader import load_model, pick_dtype, weight_bytes
 from engine.worker.load.probe import probe
 from engine.worker.model_files import open_files
+from engine.worker.outline.families import LISTED
 from engine.worker.text.tokenizer import load_tokenizer
 from engine.worker.warmup import workspace_bytes
 
@@ -93,7 +94,14 @@ def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) ->
         with files.open_weights() as whole:
             checkpoint = division.part_of(whole, architecture, config)
             dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-            num_bytes = weight_bytes(checkpoint, config, dtype, spec.quantization)
+            # The kernels are looked for only where it matters: they may have to be compiled.
+            is_compiled = not checkpoint.quantization or (
+                architecture.name in LISTED
+                and not objection_to_kernels(device, dtype, layer_shapes(config))
+            )
+            num_bytes = weight_bytes(
+                checkpoint, config, dtype, spec.quantization, is_compiled=is_compiled
+            )
     pool = sizing(spec, layer_shapes(config), dtype.itemsize, limit)
     whole_bytes = num_bytes + pool.num_bytes + workspace_bytes(spec, config, dtype)
     return Measured(device, whole_bytes, pool)

@@ -129,7 +129,7 @@ def prepare(
         expand_deferred(model.module, model.dtype, model.device)
         why = f"{name} runs stock with {backend.label} attention{f': {reason}' if reason else ''}"
         stock = StockAdapters(model.module, model.dtype, model.device, places, head)
-        return _logged(Execution(model, backend, why, stock))
+        return _logged(Execution(_with(model, model.module), backend, why, stock))
     library = backend.library
     kind = native.kind(library)
     try:

@@ -32,6 +32,7 @@ from engine.worker.load.joined_experts import is_joined, joining_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 from engine.worker.outline.config import OutlineConfig, read_outline
+from engine.worker.outline.division_plans import is_one_expert
 from engine.worker.outline.modules import Outline
 from engine.worker.small_weights import GROUP, ROUNDED, Form, RoundedLater, defer
 
@@ -159,11 +160,20 @@ def has_bfloat16(device: torch.device) -> bool:
     return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
 
 
-def weight_bytes(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, quantization: str) -> int:
-    """Return an estimate of the memory for a checkpoint's weights."""
-    total = 0
+def weight_bytes(
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: torch.dtype,
+    quantization: str,
+    *,
+    is_compiled: bool = True,
+) -> int:
+    """Return an estimate of the memory for a checkpoint's weights. Those in 8 or 4 bits are
+    expanded in a model that does not run compiled, and in the joined experts of a stock module."""
+    is_outline, total = isinstance(config, OutlineConfig), 0
     for tensor in checkpoint.tensors.values():
-        form = checkpoint.form(tensor.name)
+        is_kept = is_compiled and (is_outline or not is_one_expert(tensor.name))
+        form = checkpoint.form(tensor.name) if is_kept else None
         if form is None and quantization != "none" and len(tensor.shape) == 2:
             is_end = tensor.shape[0] == config.vocab_size
             form = Form(8 if is_end else ROUNDED[quantization], GROUP)

@@ -105,6 +105,10 @@ def _unpack(blocks: torch.Tensor, scales: torch.Tensor, name: str) -> SmallWeigh
     """
     if bool((scales == NO_NUMBER).any()):
         raise Refusal(f"the scales of its {name} hold NaN; the file is damaged")
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
-    exponents = scales.to(torch.int32) - (BIAS + 1)
-    return SmallWeight(codes, torch.ldexp(torch.ones(()), exponents), GROUP, table=DOUBLED)
+    steps = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - (BIAS + 1))
+    return SmallWeight(_codes(blocks), steps, GROUP, table=DOUBLED)
+
+
+def _codes(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the codes of blocks [outputs, groups, 16], as [outputs, inputs] uint8."""
+    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
