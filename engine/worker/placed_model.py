@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.worker.forward.attention import KEYWORD
-from engine.worker.forward.backends import objection_to_kernels, pick_backend, prepare
+from engine.worker.forward.backends import (
+    objection_to_kernels,
+    pick_backend,
+    prepare,
+    runs_compiled,
+)
 from engine.worker.forward.kv_cache import KvCache, size_pool
 from engine.worker.forward.transfer import send
 from engine.worker.interface import LoadProgress
@@ -22,7 +27,6 @@ from engine.worker.load.generation_config import read_generation
 from engine.worker.load.loader import load_model, pick_dtype, weight_bytes
 from engine.worker.load.probe import probe
 from engine.worker.model_files import open_files
-from engine.worker.outline.families import LISTED
 from engine.worker.text.tokenizer import load_tokenizer
 from engine.worker.warmup import workspace_bytes
 
@@ -95,9 +99,8 @@ def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) ->
             checkpoint = division.part_of(whole, architecture, config)
             dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
             # The kernels are looked for only where it matters: they may have to be compiled.
-            is_compiled = not checkpoint.quantization or (
-                architecture.name in LISTED
-                and not objection_to_kernels(device, dtype, layer_shapes(config))
+            is_compiled = not checkpoint.quantization or runs_compiled(
+                architecture.name, device, dtype, layer_shapes(config)
             )
             num_bytes = weight_bytes(
                 checkpoint, config, dtype, spec.quantization, is_compiled=is_compiled

@@ -24,6 +24,7 @@ from engine.worker.forward.native_attention import NativeBackend
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.forward.rewrites import WIDTH_MOST, WIDTH_STEP, NotRewritten, take_apart
 from engine.worker.load.refusal import Refusal
+from engine.worker.outline.families import LISTED
 from engine.worker.small_weights import expand_deferred
 
 if TYPE_CHECKING:
@@ -102,6 +103,13 @@ def objection_to_kernels(
     except native.Unavailable as error:
         return str(error)
     return ""
+
+
+def runs_compiled(
+    architecture: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
+) -> bool:
+    """Return whether a model of a usual form runs as one compiled decoder here."""
+    return architecture in LISTED and not objection_to_kernels(device, dtype, shapes)
 
 
 def prepare(

@@ -275,7 +275,7 @@ def _rotaries(base: Any, config: Any, family: Family) -> tuple[list[int], tuple[
     example = torch.zeros(1)  # the result has its dtype and device
     if not isinstance(rotary.rope_type, dict):
         still = [int(not is_rotated(config, family, layer)) for layer in range(count)]
-        own = (lambda positions: _both_halves(*rotary(example, position_ids=positions), rotary),)
+        own = (lambda positions: _both_halves(rotary, positions),)
         if not any(still):
             return still, own
         width = rotary(example, position_ids=torch.zeros((1, 1), dtype=torch.int64))[0].shape[-1]
@@ -287,11 +287,10 @@ def _rotaries(base: Any, config: Any, family: Family) -> tuple[list[int], tuple[
     return [kinds.index(kind) for kind in config.layer_types], functions
 
 
-def _both_halves(
-    cosines: torch.Tensor, sines: torch.Tensor, rotary: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _both_halves(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines of both halves of a head. GPT-OSS' module computes those of one, for
     each of its frequencies."""
+    cosines, sines = rotary(torch.zeros(1), position_ids=positions)
     waves = getattr(rotary, "inv_freq", None)
     if waves is None or cosines.shape[-1] != waves.numel():
         return cosines, sines

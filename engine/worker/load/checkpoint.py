@@ -105,11 +105,11 @@ class Checkpoint:
             return stored().expand()
         file = self.tensors[name].file
         if name not in self._joined:
-            return self._stored(name, file)
+            return self._view(name, file)
         whole, piece = self._joined[name]
-        return self._joining.take(self._stored(whole, file), piece)
+        return self._joining.take(self._view(whole, file), piece)
 
-    def _stored(self, name: str, file: str) -> torch.Tensor:
+    def _view(self, name: str, file: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[file].get_tensor(self._older.get(name, name))
         return tensor
 

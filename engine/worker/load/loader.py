@@ -375,12 +375,9 @@ def _stored_parts(
     for candidate in (name, name.removeprefix(f"{prefix}.")):
         if candidate in checkpoint.tensors:
             return (checkpoint.tensors[candidate],)
-    if not is_joined(name, shape):
-        return ()
-    names = [piece.name for piece in joining.pieces(name, shape)]
-    if not all(part in checkpoint.tensors for part in names):
-        return ()
-    return tuple(checkpoint.tensors[part] for part in names)
+    names = [one.name for one in joining.pieces(name, shape)] if is_joined(name, shape) else []
+    is_whole = all(part in checkpoint.tensors for part in names)
+    return tuple(checkpoint.tensors[part] for part in names) if is_whole else ()
 
 
 def _check_shapes(want: tuple[int, ...], parts: tuple[StoredTensor, ...]) -> None:

@@ -55,7 +55,7 @@ class Mxfp4Checkpoint(Checkpoint):
             return None
         base, piece = self._packed[name]
         blocks, scales = (
-            self._stored(base + part, file)[piece.expert, piece.outputs]
+            self._view(base + part, file)[piece.expert, piece.outputs]
             for part, file in zip((BLOCKS, SCALES), self._packed_in[base], strict=True)
         )
         return partial(_unpack, blocks, scales, name)

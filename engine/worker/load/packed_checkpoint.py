@@ -152,8 +152,7 @@ class PackedCheckpoint(Checkpoint):
         if name not in self._packed:
             return None
         parts = {
-            part: self._stored(own, self._stored_in[own])
-            for part, own in self._packed[name].items()
+            part: self._view(own, self._stored_in[own]) for part, own in self._packed[name].items()
         }
         return partial(_unpack, self._layout, parts, self.tensors[name].shape,
                        self._group_of(self.tensors[name].shape[1]), name)  # fmt: skip

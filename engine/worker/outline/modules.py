@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.worker.forward.attention import AttentionCall
-from engine.worker.outline.families import LISTED, SILU, is_mixture
+from engine.worker.outline.families import LISTED, is_mixture
 from engine.worker.outline.rotary import Rotary
+from engine.worker.outline.usual_values import SILU
 
 if TYPE_CHECKING:
     from engine.worker.outline.config import OutlineConfig
