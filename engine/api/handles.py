@@ -327,6 +327,11 @@ class Answer:
         """The classes of events that hold a slot of the stream's credit."""
         return self._stream.credited
 
+    @property
+    def num_per_release(self) -> int:
+        """How many taken events give their credit back without delay."""
+        return self._stream.num_per_release
+
     def release(self, num_messages: int) -> None:
         """Give back the credit of ``num_messages`` events."""
         self._stream.release(num_messages)
