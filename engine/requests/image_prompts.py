@@ -127,9 +127,9 @@ def place(
     sight: Sight,
     plain_ids: Callable[[str], Sequence[int]],
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Return the prompt and where its images are, or the pieces of those that are encoded tile by
-    tile. ``ids`` are the tokens of the shown text;
-    ``plain_ids`` returns those of a text without special tokens.
+    """Return the prompt and where its images are; of an image that is encoded tile by tile, where
+    each tile is. ``ids`` are the tokens of the shown text; ``plain_ids`` returns those of a text
+    without special tokens.
 
     Raises:
         InvalidRequest: the text has other image tokens than it should.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 SMALL, LARGE = (640, 480), (4000, 3000)
-WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "6"))
+WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "3"))
 WARM_UP_S = 0.5
 
 

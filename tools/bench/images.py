@@ -17,8 +17,9 @@ request when they have the answer to the last (`tools.bench.image_loads`).
   full. Beside them, a client sends short texts to "clip" at random moments. The time of a full step
   is that of `triolet:step_seconds`, while images alone are sent.
 - seeing: 16 streams of "see" are read, while 4 clients ask it about photographs of both sizes, of
-  which none came before. "One image's piece" is what a step computes of a photograph without other
-  requests: the time from the start of its prompt to the first token.
+  which none came before. "One image's piece" is what a step has room for without other requests,
+  the whole photograph: the time from the start of its prompt to the first token. Beside streams, a
+  step takes one tile of it.
 - chats: the time of the first token behind a photograph of 640 × 480, of at most 64 KB, and 20
   words that came before, against that of a text of as many tokens which came before. "A further
   image" has the same words.
@@ -95,7 +96,7 @@ SEEING_TEXT = {
     "intermediate_size": 1536,
     "max_position_embeddings": 2048,
 }
-TILE, TILE_PATCH = 256, 16
+TILE, TILE_PATCH, TILES = 256, 16, 5
 SEEING_EYES = {
     "num_hidden_layers": 6,
     "hidden_size": 384,
@@ -198,9 +199,14 @@ def embed_of(model: str, **inputs: Any) -> bytes:
 
 
 def story(model: str) -> bytes:
-    """Return a request for a stream of 64 tokens."""
-    sampling = {"max_tokens": 64, "ignore_eos": True}
-    asked = pb.GenerateRequest(model=model, text="Once upon a time", sampling=sampling)
+    """Return a request for a stream of 64 tokens, each of which is a message, also one without
+    text."""
+    asked = pb.GenerateRequest(
+        model=model,
+        text="Once upon a time",
+        sampling={"max_tokens": 64, "ignore_eos": True},
+        output={"token_ids": True},
+    )
     return asked.SerializeToString()
 
 
@@ -331,15 +337,16 @@ def seeing(address: str) -> list[Row]:
     alone, beside = asyncio.run(windows(address, [[streams], [streams, images]]))
     before, then = ([p99_gap_ms(loads[0]) for loads in one] for one in (alone, beside))
     piece = percentile(pieces, 0.5)
-    ratios = [
-        mine / max(BAR_BESIDE * other, piece) for mine, other in zip(then, before, strict=True)
-    ]
+    limits = [max(BAR_BESIDE * other, piece) for other in before]
+    ratios = [mine / limit for mine, limit in zip(then, limits, strict=True)]
+    of_tile = [TILES * mine / piece for mine in then]
     name = f"between tokens of {STREAMS} streams of the model that sees"
     return [
         row_of("one image's piece of the model that sees", pieces, "ms"),
         row_of(f"{name} alone, p99", before, "ms"),
         row_of(f"{name} beside images, p99", then, "ms"),
         row_of(f"{name} against the piece, or {BAR_BESIDE} × of alone", ratios, "×", bar=1.0),
+        row_of(f"{name} against one tile", of_tile, "×"),
         row_of("images beside streams of the model that sees", _rates(beside), "images/s"),
     ]
 
