@@ -141,10 +141,11 @@ def test_a_window_shows_a_query_itself_and_those_before_it():
     assert first_visible(positions, None).tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_reference_is_attention_token_by_token(seed, window, softcap):
+def test_the_reference_is_attention_token_by_token(seed, window, softcap, has_sinks):
     """The rows lie over shuffled blocks; every earlier key is in the cache."""
     rng, block_size = random.Random(seed), 4
     cache = KvCache([LayerShape(2, 8)], 64, block_size, dtype=torch.float64,
@@ -162,7 +163,8 @@ def test_the_reference_is_attention_token_by_token(seed, window, softcap):
     rows = pack(starts, counts, tables, block_size)
     query = torch.randn(rows.num_tokens, 6, 8, dtype=torch.float64)
     key, value = torch.randn(2, rows.num_tokens, 2, 8, dtype=torch.float64)
-    call = AttentionCall(0, 0.4, window, softcap)
+    sinks = 2.0 * torch.randn(6, dtype=torch.float64) if has_sinks else None
+    call = AttentionCall(0, 0.4, window, softcap, sinks)
     out = ReferenceBackend().prepare(rows, cache).attend(call, query, key, value)
     token = 0
     for start, count, table in zip(starts, counts, tables, strict=True):
@@ -174,7 +176,11 @@ def test_the_reference_is_attention_token_by_token(seed, window, softcap):
             scores = torch.einsum("hd,lhd->hl", query[token], keys) * 0.4
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            wanted = torch.einsum("hl,lhd->hd", scores.softmax(-1).double(), values)
+            weights = scores.exp()
+            total = weights.sum(-1, keepdim=True)
+            if sinks is not None:
+                total += sinks.exp()[:, None]
+            wanted = torch.einsum("hl,lhd->hd", weights / total, values)
             torch.testing.assert_close(out[token], wanted, rtol=1e-6, atol=1e-6)
             token += 1
 

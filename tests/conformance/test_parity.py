@@ -38,7 +38,7 @@ NUM_NEW = 64
 ALONE_LENGTHS = (1, 16, 17, 500)
 WINDOWED = [
     *("qwen2, windows above", "mistral", "phi3", "gemma2", "gemma3", "starcoder2"),
-    *("ministral", "olmo3", "cohere2", "exaone4"),
+    *("ministral", "olmo3", "cohere2", "exaone4", "gpt_oss"),
 ]
 
 
@@ -235,6 +235,29 @@ def test_a_dropped_soft_cap_is_noticed(zoo, way):
     loaded = zoo.load("gemma2", way)
     with changed_calls(loaded, lambda call: replace(call, softcap=None)):
         assert_red(loaded)
+
+
+SINK_FAULTS = {
+    "left out": lambda _sinks: None,
+    "of the head beside": lambda sinks: sinks.roll(1),
+    "scaled as the scores of keys": lambda sinks: sinks / 4,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", SINK_FAULTS.values(), ids=SINK_FAULTS)
+def test_a_wrong_sink_is_noticed(zoo, change, way):
+    loaded = zoo.load("gpt_oss", way)
+    with changed_calls(loaded, lambda call: replace(call, sinks=change(call.sinks))):
+        assert_red(loaded)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_whose_gates_are_not_clamped_are_noticed(zoo, monkeypatch, way):
+    loaded = zoo.load("gpt_oss", way)
+    for layer in loaded.runner._model.module.model.layers:
+        monkeypatch.setattr(layer.mlp.experts, "limit", 1e9)
+    assert_red(loaded)
 
 
 @pytest.mark.parametrize("way", WAYS)

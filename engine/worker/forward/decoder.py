@@ -247,7 +247,14 @@ class NativeDecoder(torch.nn.Module):
             int(layer.is_norm_of_heads),
             layer.rotary,
             self._pack_experts(layer.mlp),
-            native_call(layer.call, cache, parts.heads, parts.kv_heads, parts.head_dim),
+            native_call(
+                layer.call,
+                cache,
+                parts.heads,
+                parts.kv_heads,
+                parts.head_dim,
+                packer.keep(layer.call.sinks),
+            ),
         )
 
     def _pack_mlp(self, parts: MlpParts | ExpertParts) -> tuple[native.Linear, native.Linear]:

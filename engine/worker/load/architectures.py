@@ -69,6 +69,7 @@ SERVED: dict[str, Architecture] = {
         ),
         Architecture("Ernie4_5ForCausalLM", "ernie4_5", "ERNIE 4.5 (dense)", "Ernie4_5Config"),
         Architecture("SeedOssForCausalLM", "seed_oss", "Seed-OSS", "SeedOssConfig"),
+        Architecture("GptOssForCausalLM", "gpt_oss", "GPT-OSS", "GptOssConfig"),
     )
 }
 
@@ -86,8 +87,6 @@ UNPAGED_TYPES = {
     "nemotron": "does not pass keywords on to its attention",
     "stablelm": "does not pass keywords on to its attention",
 }
-# Model types whose attention needs a keyword that ours does not support, and the keyword.
-KEYWORD_TYPES = {"gpt_oss": "s_aux"}
 INSTEAD = "docs/features.md lists the models that are served"
 QUANTISED_METHODS = ("gptq", "awq", "compressed-tensors")  # read by packed_checkpoint.py
 MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "image_token_id")
@@ -137,11 +136,6 @@ def _refuse_kinds(config: Mapping[str, Any], name: str, model_type: str) -> None
         raise Refusal(
             f"{name} cannot have a paged cache, because its module in transformers "
             f"{UNPAGED_TYPES[model_type]}; {INSTEAD}"
-        )
-    if model_type in KEYWORD_TYPES:
-        raise Refusal(
-            f"{name} needs the attention keyword {KEYWORD_TYPES[model_type]!r}, which is not "
-            f"supported; {INSTEAD}"
         )
 
 
