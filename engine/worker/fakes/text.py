@@ -28,8 +28,9 @@ from engine.worker.fakes.digests import (
     first_digest,
     next_token,
 )
+from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.sight import FakeSight, FakeTower, met_by
-from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
+from engine.worker.fakes.tokenizer import EOS
 from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -122,12 +123,12 @@ class _FakeSequence:
         return len(self.tokens) - len(self.admitted.prompt)
 
 
-class FakeRunner:
+class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
     """Implements `engine.worker.interface.TextRunner` without a model.
 
-    ``steps`` counts the executed steps. ``is_executing`` is set during one. ``compiled`` are the
-    constraints that were compiled; the fake does not follow them. With ``sees`` it reads images
-    (`engine.worker.fakes.sight`), and ``tower`` counts those that it has encoded.
+    ``compiled`` are the constraints that were compiled; the fake does not follow them. With
+    ``sees`` it reads images (`engine.worker.fakes.sight`), and ``tower`` counts those that it has
+    encoded. `execute` also raises `KvMismatch`: a row reads another prefix.
     """
 
     def __init__(
@@ -140,10 +141,8 @@ class FakeRunner:
         memory_bytes: int | None = None,
         sees: bool = False,
     ) -> None:
-        self.script = script or FakeScript()
+        super().__init__(script or FakeScript())
         self.tower = FakeTower()
-        self.steps = 0
-        self.is_executing = False
         self.compiled: set[Constraint] = set()
         self.adapters = FakeAdapters(self.script)
         self._info = ModelInfo(
@@ -162,11 +161,6 @@ class FakeRunner:
         self._kv: list[int] = []
         self._sequences: dict[SequenceId, _FakeSequence] = {}
 
-    @property
-    def tokenizer(self) -> FakeTokenizer:
-        """A tokenizer that follows the script."""
-        return FakeTokenizer(self.script)
-
     def estimate(self) -> MemoryEstimate:
         """Return the ``memory_bytes`` that the fake was made with."""
         return MemoryEstimate(self._info.memory_bytes)
@@ -177,10 +171,7 @@ class FakeRunner:
         Raises:
             BaseException: the script's ``load_error``.
         """
-        progress(LoadProgress("weights"))
-        self.script.sleep(self.script.load_s)
-        if self.script.load_error is not None:
-            raise self.script.load_error
+        self._sleep_for_load(progress)
         self._kv = [-1] * (self._info.num_blocks * self._info.block_size)
         return self._info
 
@@ -200,38 +191,16 @@ class FakeRunner:
         self._kv = []
         self._sequences.clear()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute a plan, after the costs and faults of the script.
-
-        Raises:
-            KvMismatch: a row reads another prefix. RuntimeError: another step is running.
-                AssertionError: a constraint is not compiled. BaseException: a fault of the script.
-        """
-        if self.is_executing:
-            raise RuntimeError("two steps at once on one worker")
-        self.is_executing = True
-        try:
-            return self._execute(plan)
-        finally:
-            self.is_executing = False
-
     def _execute(self, plan: StepPlan) -> StepResult:
-        script, step = self.script, self.steps
-        self.steps += 1
-        cost = script.step_s + script.token_s * plan.num_tokens + script.step_costs.get(step, 0.0)
-        if cost:
-            script.sleep(cost)
+        script = self.script
+        cost = self._spend(plan.num_tokens)
         for released in plan.released:
             del self._sequences[released]
         for admitted in plan.admitted:
             if admitted.constraint is not None and admitted.constraint not in self.compiled:
                 raise AssertionError(f"{admitted.sequence} needs a constraint that is not compiled")
             self._sequences[admitted.sequence] = self._admit(admitted)
-        fault = script.step_faults.get(step)
-        if fault is None and script.plan_fault is not None:
-            fault = script.plan_fault(plan)
-        if fault is not None:
-            raise fault
+        self._fail(plan, self.script.plan_fault)
         rows = [self._drafted(row) for row in plan.rows]
         draft_s = script.draft_s * max((row.drafts for row in rows if row.by_model), default=0)
         if draft_s:
