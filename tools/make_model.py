@@ -135,6 +135,9 @@ EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "seed_oss": {"attention_out_bias": True},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False,
+    },
 }  # fmt: skip
 
 
@@ -253,7 +256,13 @@ def _scale_logits(model: Any, generator: torch.Generator) -> None:
     import torch
 
     tokens = torch.randint(0, model.config.vocab_size, (1, 24), generator=generator)
-    last = ("model.norm", "transformer.ln_f", "final_layer_norm", "model.final_layernorm")
+    last = (
+        "model.norm",
+        "transformer.ln_f",
+        "final_layer_norm",
+        "model.final_layernorm",
+        "model.embedding_norm",
+    )
     norms = [module for name, module in model.named_modules() if name.endswith(last)]
     if not norms:
         return

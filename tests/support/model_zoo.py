@@ -122,6 +122,7 @@ ZOO: dict[str, Entry] = {
     "ernie4_5": Entry("ernie4_5"),
     "seed_oss": Entry("seed_oss"),
     "gpt_oss": Entry("gpt_oss"),
+    "lfm2": Entry("lfm2"),
 }
 
 
