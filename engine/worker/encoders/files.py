@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MODULES = {
     Capability.TEXT_EMBEDDING: {"Transformer", "Pooling", "Dense", "LayerNorm", "Normalize"},
     Capability.IMAGE_EMBEDDING: {"Transformer", "CLIPModel", "Dense", "LayerNorm", "Normalize"},
-    Capability.RERANK: {"Transformer"},
+    Capability.RERANK: {"Transformer", "LogitScore"},
 }
 # Modules whose output is not one dense vector for each text, and what it is.
 OTHER_OUTPUTS = {

@@ -4,7 +4,8 @@ Rule 1: sentence-transformers interprets the model's files, and its modules comp
 groups and pads inputs and finishes results. Rule 2: the library is imported when an encoder is
 loaded, not before.
 Rule 3: thread-local state is set inside every call. Rule 4: except for rounding, an input's values
-do not depend on its batch: padding is masked, and on the right, or of one length for all texts.
+do not depend on its batch: padding is masked, and on the right, or of one length for all texts, or
+on the left where the score is read at the last place.
 
 The library loads the model in float32, whatever dtype the model computes in. While it loads in
 another dtype, that dtype is torch's default in every thread, also in those that run text models.
@@ -35,8 +36,16 @@ from engine.errors import EngineBug
 from engine.gc_tuning import collect_after_close
 from engine.images.decode import BYTES_PER_PIXEL
 from engine.status import Capability
-from engine.worker.encoders.files import check, check_all_loaded
+from engine.worker.encoders.files import check
 from engine.worker.encoders.images import ImageReader, text_width
+from engine.worker.encoders.library import (
+    check_model_type,
+    check_weights,
+    is_causal,
+    load_model,
+    padding_of,
+    pair_template,
+)
 from engine.worker.encoders.tokenizer import InputTokenizer
 from engine.worker.failures import load_failures, step_failures
 from engine.worker.forward.thread_state import thread_state
@@ -50,7 +59,6 @@ from engine.worker.text.tokenizer import HfTokenizer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from engine.core.encode.types import AnyInput
     from engine.worker.interface import MemoryEstimate, RunnerSpec
@@ -86,6 +94,7 @@ class EncoderRunner:
         self._has_types = False
         self._pad_id = 0
         self._pads_left = False
+        self._is_causal = False  # the scores are logits of the next token
         self._images: ImageReader | None = None
         self._tokenizer: HfTokenizer | None = None
         self._input_tokenizer: InputTokenizer | None = None
@@ -175,11 +184,11 @@ class EncoderRunner:
         dtype = pick_dtype(spec.dtype, main_dtype, device)
         progress(LoadProgress("weights"))
         is_rerank = self._capability is Capability.RERANK
-        self._model = model = _load_model(source.directory, is_rerank=is_rerank)
+        check_model_type(read_json(folder, "config.json"))
+        self._model = model = load_model(source.directory, is_rerank=is_rerank)
         transformer = model[0]
-        names = [name for name, _ in transformer.model.named_parameters()]
         reads_texts = self._capability is Capability.TEXT_EMBEDDING
-        check_all_loaded(names, stored, unused="pooler." if reads_texts else "")
+        check_weights(transformer.model, stored, unused="pooler." if reads_texts else "")
         model.to(device=device, dtype=dtype).eval()
         model.requires_grad_(False)
         max_tokens = _max_tokens(model, spec)
@@ -218,23 +227,27 @@ class EncoderRunner:
         special_ids = frozenset(tokenizer.all_special_ids)
         prompts = {name: text or "" for name, text in model.prompts.items()}
         if model.default_prompt_name is not None:
-            if self._capability is Capability.RERANK:
-                raise Refusal("it has a default prompt, which is not supported for pairs")
             prompts[""] = prompts.get(model.default_prompt_name, "")
+        reads_images = self._capability is Capability.IMAGE_EMBEDDING
         self._input_tokenizer = InputTokenizer(
-            backend, max_tokens=max_tokens, prompts=prompts, special_ids=special_ids
+            backend,
+            max_tokens=max_tokens,
+            prompts=prompts,
+            special_ids=special_ids,
+            template=None if reads_images else pair_template(model[0], prompts.get("", "")),
         )
         self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
         self._has_types = "token_type_ids" in tokenizer.model_input_names
-        self._pad_id = tokenizer.pad_token_id or 0
-        # SigLIP's vector of a text is that of the last place, so that the side matters.
+        is_rerank = self._capability is Capability.RERANK
+        self._pad_id = padding_of(model, is_rerank=is_rerank)
+        # SigLIP's vector of a text is that of the last place, so that the side matters; so is the
+        # score of a model that generates.
+        self._is_causal = is_causal(model[0])
         is_padded = text_width(model[0].model.config) > 0
-        self._pads_left = is_padded and tokenizer.padding_side == "left"
+        self._pads_left = self._is_causal or (is_padded and tokenizer.padding_side == "left")
 
     def _take_modules(self, model: Any, *, is_rerank: bool) -> None:
         self._modules = list(model)
-        if "message" in getattr(model[0], "modality_config", {}):
-            raise Refusal("it reads chat messages, and not plain text")
         if is_rerank:
             return
         last = self._modules[-1]
@@ -317,7 +330,14 @@ class EncoderRunner:
         arrays = {"input_ids": ids, "attention_mask": mask}
         if self._has_types:
             arrays["token_type_ids"] = types
-        return {name: torch.from_numpy(one).to(self._device) for name, one in arrays.items()}
+        if self._is_causal:  # positions count from an input's first token, whatever is before it
+            arrays["position_ids"] = np.maximum(mask.cumsum(axis=1) - 1, 0)
+        made: dict[str, Any] = {
+            name: torch.from_numpy(one).to(self._device) for name, one in arrays.items()
+        }
+        if self._is_causal:
+            made |= {"logits_to_keep": 1, "modality": next(iter(self._model[0].modality_config))}
+        return made
 
     def _finish(
         self, features: dict[str, Any], rows: Sequence[EncodeRow]
@@ -371,23 +391,6 @@ def groups(lengths: Sequence[int]) -> Iterator[slice]:
             start -= 1
         yield slice(start, end)
         end = start
-
-
-def _load_model(directory: Path, *, is_rerank: bool) -> Any:
-    """Load a model by the library, on the CPU in float32, without the network, foreign code or
-    pickled files."""
-    from sentence_transformers import CrossEncoder, SentenceTransformer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # of transformers, for the whole process; the server has its own
-    make = CrossEncoder if is_rerank else SentenceTransformer
-    return make(
-        str(directory),
-        device="cpu",
-        trust_remote_code=False,
-        local_files_only=True,
-        model_kwargs={"dtype": torch.float32, "use_safetensors": True},
-    )
 
 
 def _image_reader(transformer: Any, max_pixels: int) -> ImageReader:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding
 
+    from engine.worker.encoders.pairs import PairTemplate
+
 # Texts passed to the library at once. It divides them among its threads and releases the GIL.
 TEXTS_AT_ONCE = 64  # guess: a millisecond or two
 # A long query is cut after this many times the tokens of a pair. The tokens of a text depend on the
@@ -29,7 +31,8 @@ class InputTokenizer:
     """An `engine.worker.interface.EncoderTokenizer` over a tokenizer of the tokenizers library.
 
     ``prompts`` are the model's prompts by name; "" is the default. ``max_tokens`` is the most that
-    an input may have.
+    an input may have. ``template`` writes pairs, if the model reads them as chats; else the default
+    prompt stands before the query.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class InputTokenizer:
         max_tokens: int,
         prompts: Mapping[str, str],
         special_ids: frozenset[int],
+        template: PairTemplate | None = None,
     ) -> None:
         self._whole = Tokenizer.from_str(backend.to_str())
         self._whole.no_padding()
@@ -46,6 +50,8 @@ class InputTokenizer:
         self._cut = Tokenizer.from_str(self._whole.to_str())
         self._cut.enable_truncation(max_tokens, strategy="longest_first")
         self._max_tokens = max_tokens
+        self._template = template
+        self._end = () if template is None else template.end(self._whole)
         self._prompts = dict(prompts)
         self._prompt_tokens = {
             name: self._length_of(text, special_ids) for name, text in self._prompts.items()
@@ -68,6 +74,8 @@ class InputTokenizer:
         """Return each document with the query as one input."""
         _check_unicode([query], "query")
         _check_unicode(documents)
+        if self._template is None:
+            query = self._prompts.get("", "") + query
         if len(query) <= QUERY_SHARE * self._max_tokens:
             return self._encode([(query, document) for document in documents], 0)
         return self._encode_long(query, documents)
@@ -101,12 +109,27 @@ class InputTokenizer:
         found: list[TokenizedInput] = []
         for start in range(0, len(inputs), TEXTS_AT_ONCE):
             part = inputs[start : start + TEXTS_AT_ONCE]
+            if self._template is not None:
+                found += self._encode_chats([self._template.text_of(*pair) for pair in part])
+                continue
             encodings = self._whole.encode_batch(list(part))
             for one, encoding in zip(part, encodings, strict=True):
                 full = len(encoding.ids)
                 if full > self._max_tokens:
                     encoding = self._cut.encode_batch([one])[0]
                 found.append(TokenizedInput(_input_of(encoding, prompt_tokens), full))
+        return found
+
+    def _encode_chats(self, texts: Sequence[str]) -> list[TokenizedInput]:
+        """Return pairs that the template wrote. The template's end replaces the last tokens of one
+        that is cut, as in sentence-transformers: the score is read behind it."""
+        found = []
+        for encoding in self._whole.encode_batch(list(texts), add_special_tokens=False):
+            ids = tuple(encoding.ids)
+            if len(ids) > self._max_tokens:
+                end = self._end[-self._max_tokens :]
+                ids = ids[: self._max_tokens - len(end)] + end
+            found.append(TokenizedInput(EncodeInput(ids, (), 0), len(encoding.ids)))
         return found
 
 

@@ -1,0 +1,125 @@
+"""Loads a model by sentence-transformers, and checks what the library made of its files.
+
+Rule: no code of a model's author is run, and no setting of its files is dropped silently.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.worker.encoders.files import check_all_loaded
+from engine.worker.encoders.pairs import PairTemplate
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+# Model types of which transformers has a class under another name, for checkpoints in its own form.
+OWN_FORMS = {"new": "gte", "xlm-roberta-flash": "jina_embeddings_v3"}
+# What Transformer does with inputs besides padding and cutting them.
+TEXT_SETTINGS = {"common", "text"}
+
+
+def check_model_type(config: dict[str, Any]) -> None:
+    """Check that transformers has the model's class, for no code of a checkpoint is run.
+
+    Raises:
+        Refusal: It has not; the sentence says which form of the model to take.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    name = str(config.get("model_type"))[:200]
+    if name in CONFIG_MAPPING_NAMES:
+        return
+    form = f"whose model type is {OWN_FORMS[name]!r}" if name in OWN_FORMS else "in their form"
+    raise Refusal(
+        f"its model type {name!r} is none of transformers' and needs the checkpoint's own code, "
+        f"which is never run; choose a checkpoint {form}"
+    )
+
+
+def load_model(directory: Path, *, is_rerank: bool) -> Any:
+    """Load a model by the library, on the CPU in float32, without the network, foreign code or
+    pickled files."""
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of transformers, for the whole process; the server has its own
+    make = CrossEncoder if is_rerank else SentenceTransformer
+    return make(
+        str(directory),
+        device="cpu",
+        trust_remote_code=False,
+        local_files_only=True,
+        model_kwargs={"dtype": torch.float32, "use_safetensors": True},
+    )
+
+
+def check_weights(model: Any, stored: Iterable[str], unused: str) -> None:
+    """Check as `check_all_loaded` does that the checkpoint has every parameter of a model of
+    transformers. Some checkpoints store them under other names, or several as one (Nomic's, GTE's);
+    which ones, transformers itself says.
+
+    Raises:
+        Refusal: The checkpoint lacks a parameter.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    names = [name for name, _ in model.named_parameters()]
+    if getattr(model, "_weight_conversions", None):
+        shapes = {name: one.to("meta") for name, one in model.named_parameters()}
+        names = list(revert_weight_conversion(model, shapes))
+    check_all_loaded(names, stored, unused)
+
+
+def is_causal(transformer: Any) -> bool:
+    """Return whether a model's scores are logits of its next token (Qwen3-Reranker), which
+    LogitScore reads at the last place."""
+    return getattr(transformer, "transformer_task", "") == "text-generation"
+
+
+def padding_of(model: Any, *, is_rerank: bool) -> int:
+    """Return the token that fills a batch: for a classifier that of its config, because those that
+    are made of decoders (Qwen3's) find the end of a text by it.
+
+    Raises:
+        Refusal: Such a classifier names none.
+    """
+    transformer = model[0]
+    config = transformer.model.config
+    if not is_rerank or is_causal(transformer):
+        return int(model.tokenizer.pad_token_id or 0)
+    if config.pad_token_id is None:
+        raise Refusal(
+            "its config.json has no pad_token_id, by which a classifier finds the end of a text; "
+            "add its tokenizer's"
+        )
+    return int(config.pad_token_id)
+
+
+def pair_template(transformer: Any, prompt: str) -> PairTemplate | None:
+    """Return the chat template by which a model reads pairs; None if it reads plain texts.
+
+    Raises:
+        Refusal: The model reads messages otherwise, or its files change how texts are read.
+    """
+    settings = dict(transformer.processing_kwargs)
+    if TEXT_SETTINGS & settings.keys():
+        raise Refusal("its sentence_bert_config.json changes how texts are read")
+    if "message" not in transformer.modality_config:
+        return None
+    if not is_causal(transformer):
+        raise Refusal("it reads chat messages, and not plain text")
+    tokenizer = transformer.tokenizer
+    if not isinstance(tokenizer.chat_template, str):
+        raise Refusal("it reads pairs as chat messages, and has not one chat template for them")
+    return PairTemplate(
+        tokenizer.chat_template,
+        special_tokens=tokenizer.special_tokens_map,
+        settings=settings.get("chat_template", {}),
+        in_parts=transformer.input_formatter.message_format == "structured",
+        prompt=prompt,
+    )

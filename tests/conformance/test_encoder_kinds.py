@@ -1,0 +1,222 @@
+"""Encoders of this year's kinds against sentence-transformers, each with a planted fault.
+
+A text is computed alone by the library, and by us both alone and in a batch of different lengths.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.core.encode.types import EncodeOptions
+from engine.errors import SpawnFailed
+from engine.worker.interface import EncoderKind
+from tests.conformance.test_encoders import PAIRS, QUERY, TEXTS, drop_tensor, embed, execute, load
+from tests.support import encoder_zoo as zoo
+
+pytestmark = pytest.mark.model
+
+FEATURES = Path(__file__).parents[2] / "docs" / "features.md"
+
+
+def distance(got, want):
+    """Return the greatest distance of two lists of vectors, as one minus their cosine."""
+    lengths = np.linalg.norm(got, axis=1) * np.linalg.norm(want, axis=1)
+    return float((1 - (got * want).sum(axis=1) / lengths).max())
+
+
+@pytest.mark.parametrize("name", zoo.EMBEDDERS)
+def test_vectors_are_the_librarys_and_another_pooling_is_seen(name, tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    kind = zoo.EMBEDDERS[name]
+    zoo.write_embedder(tmp_path, kind)
+    oracle = SentenceTransformer(str(tmp_path), device="cpu")
+    runner, _ = load(tmp_path)
+    for prompt in ("query", "document"):
+        want = np.stack([oracle.encode([text], prompt_name=prompt)[0] for text in TEXTS])
+        for alone in (False, True):
+            got = embed(runner, TEXTS, prompt_name=prompt, alone=alone)
+            assert got.shape == want.shape
+            assert distance(got, want) <= 1e-5
+    wrong = "cls" if kind.pooling == "lasttoken" else "lasttoken"
+    runner._modules[1].pooling_mode = wrong
+    assert distance(embed(runner, TEXTS, prompt_name="document"), want) > 1e-3
+    runner.close()
+
+
+def scores(runner, *, alone, raw=True):
+    """Return the scores of all pairs."""
+    inputs = [one.input for one in runner.encoder_tokenizer.encode_pairs(QUERY, TEXTS)]
+    options = EncodeOptions(raw_scores=raw)
+    parts = [[one] for one in inputs] if alone else [inputs]
+    return np.concatenate(
+        [v for part in parts for v in execute(runner, part, [options] * len(part))]
+    )
+
+
+def check_scores(directory):
+    """Compare scores with the library's and return the runner, for a planted fault, and them."""
+    import torch
+    from sentence_transformers import CrossEncoder
+
+    oracle = CrossEncoder(str(directory), device="cpu")
+    runner, info = load(directory)
+    assert info.kind is EncoderKind.RERANK
+    for raw in (False, True):
+        own = {"activation_fn": torch.nn.Identity()} if raw else {}
+        want = np.concatenate([oracle.predict([pair], **own) for pair in PAIRS])
+        for alone in (False, True):
+            np.testing.assert_allclose(scores(runner, alone=alone, raw=raw), want, atol=1e-4)
+    assert np.ptp(want) > 1e-2
+    return runner, want
+
+
+@pytest.mark.parametrize("name", zoo.CLASSIFIERS)
+def test_classifiers_scores_are_the_librarys_and_another_padding_is_seen(name, tmp_path):
+    zoo.write(tmp_path, zoo.CLASSIFIERS[name], "ForSequenceClassification", num_labels=1)
+    runner, want = check_scores(tmp_path)
+    if zoo.CLASSIFIERS[name].ends:
+        runner._pad_id = 7
+    else:
+        runner._pads_left, runner._features_of = False, runner._features
+        runner._features = lambda inputs: {
+            key: one.new_ones(one.shape) if key == "attention_mask" else one
+            for key, one in runner._features_of(inputs).items()
+        }
+    assert np.abs(scores(runner, alone=False) - want).max() > 1e-3
+    runner.close()
+
+
+@pytest.mark.parametrize("name", zoo.GENERATORS)
+def test_generators_scores_are_the_librarys_and_another_side_of_padding_is_seen(name, tmp_path):
+    zoo.write_generator(tmp_path, zoo.GENERATORS[name])
+    runner, want = check_scores(tmp_path)
+    runner._pads_left = False
+    assert np.abs(scores(runner, alone=False) - want).max() > 1e-3
+    runner.close()
+
+
+def test_a_cut_pair_without_its_templates_end_is_seen(tmp_path):
+    zoo.write_generator(tmp_path, zoo.GENERATORS["Qwen3-Reranker"])
+    runner, want = check_scores(tmp_path)
+    runner.encoder_tokenizer._end = ()
+    wrong = np.abs(scores(runner, alone=True) - want) > 1e-3
+    assert wrong.any()
+    assert not wrong[0], "a short pair is not cut"
+    runner.close()
+
+
+def test_positions_that_count_padding_are_seen(tmp_path):
+    zoo.write_generator(tmp_path, zoo.GENERATORS["Rerankers with learnt positions"])
+    runner, want = check_scores(tmp_path)
+    features = runner._features
+
+    def without_positions(inputs):
+        made = features(inputs)
+        del made["position_ids"]
+        return made
+
+    runner._features = without_positions
+    assert np.abs(scores(runner, alone=False) - want).max() > 1e-3
+    runner.close()
+
+
+def test_a_document_that_looks_like_an_image_is_a_text(tmp_path):
+    zoo.write_generator(tmp_path, zoo.GENERATORS["Qwen3-Reranker"])
+    runner, _ = load(tmp_path)
+    [one] = runner.encoder_tokenizer.encode_pairs("a dog", ["https://example.org/dog.png"])
+    assert one.full_tokens > 20
+    runner.close()
+
+
+def test_a_checkpoint_with_code_of_its_own_is_loaded_without_it(tmp_path):
+    zoo.write_embedder(tmp_path, zoo.EMBEDDERS["Nomic"])
+    (tmp_path / "modeling_own.py").write_text("raise SystemExit('this was run')")
+    zoo.edit_config(tmp_path, auto_map={"AutoModel": "modeling_own.Own"})
+    runner, info = load(tmp_path)
+    assert info.architecture == "NomicBertModel"
+    runner.close()
+
+
+# ---- refusals
+
+
+def generator(**fields):
+    """Return a writer of a reranker that generates, with another chat template."""
+
+    def write(directory):
+        zoo.write_generator(directory, zoo.GENERATORS["Qwen3-Reranker"])
+        (directory / "chat_template.jinja").write_text(fields["template"])
+
+    return write
+
+
+def classifier_without_padding(directory):
+    zoo.write(directory, zoo.CLASSIFIERS["Qwen3-Reranker, converted"], "ForSequenceClassification")
+    zoo.edit_config(directory, pad_token_id=None, id2label={"0": "score"})
+
+
+def embedder(name, **fields):
+    """Return a writer of an embedding model with another config."""
+
+    def write(directory):
+        zoo.write_embedder(directory, zoo.EMBEDDERS[name])
+        zoo.edit_config(directory, **fields)
+
+    return write
+
+
+def nomic_without_a_tensor(directory):
+    zoo.write_embedder(directory, zoo.EMBEDDERS["Nomic"])
+    drop_tensor("encoder.layers.1.attn.Wqkv.weight")(directory)
+
+
+def with_text_settings(directory):
+    zoo.write_embedder(directory, zoo.EMBEDDERS["ModernBERT"])
+    path = directory / "sentence_bert_config.json"
+    settings = json.loads(path.read_text()) | {"processing_kwargs": {"text": {"max_length": 9}}}
+    path.write_text(json.dumps(settings))
+
+
+OWN_CODE = (
+    "is none of transformers' and needs the checkpoint's own code, which is never run; choose"
+)
+REFUSED = {
+    "GTE in its first form": (
+        embedder("GTE", model_type="new"), f"'new' {OWN_CODE} a checkpoint whose model type is 'gte'",
+    ),
+    "Jina 3 in its first form": (
+        embedder("Jina 3", model_type="xlm-roberta-flash"),
+        f"{OWN_CODE} a checkpoint whose model type is 'jina_embeddings_v3'",
+    ),
+    "another model with code of its own": (
+        embedder("GTE", model_type="their_own"), f"'their_own' {OWN_CODE} a checkpoint in their form",
+    ),
+    "a template without places": (
+        generator(template=zoo.CHAT_TEMPLATE), "no place for a query and a document; choose",
+    ),
+    "a template that refuses": (
+        generator(template="{{ raise_exception('no') }}"), "no place for a query and a document",
+    ),
+    "a classifier without padding": (classifier_without_padding, "has no pad_token_id"),
+    "a fused tensor is missing": (nomic_without_a_tensor, r"lacks the tensor \S*1\.attn\.Wqkv"),
+    "texts are read otherwise": (with_text_settings, "changes how texts are read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_encoder_is_refused_in_one_sentence(name, tmp_path):
+    write, sentence = REFUSED[name]
+    write(tmp_path)
+    with pytest.raises(SpawnFailed, match=sentence):
+        load(tmp_path)
+
+
+def test_the_table_in_the_docs_has_each_kind_once():
+    page = FEATURES.read_text().partition("## Encoders\n")[2]
+    names = re.findall(r"^\| (?!encoder|---)([^|]+?) \| (?:embeds|ranks)", page, re.MULTILINE)
+    served = [*zoo.EMBEDDERS, *zoo.CLASSIFIERS, *zoo.GENERATORS]
+    assert names == ["BERT and its kin", *served[:9], "BERT rerankers", *served[9:]]
