@@ -155,8 +155,9 @@ def generator(**fields):
 
 
 def classifier_without_padding(directory):
-    zoo.write(directory, zoo.CLASSIFIERS["Qwen3-Reranker, converted"], "ForSequenceClassification")
-    zoo.edit_config(directory, pad_token_id=None, id2label={"0": "score"})
+    kind = zoo.CLASSIFIERS["Qwen3-Reranker, converted"]
+    zoo.write(directory, kind, "ForSequenceClassification", num_labels=1)
+    zoo.edit_config(directory, pad_token_id=None)
 
 
 def embedder(name, **fields):
@@ -186,14 +187,14 @@ OWN_CODE = (
 )
 REFUSED = {
     "GTE in its first form": (
-        embedder("GTE", model_type="new"), f"'new' {OWN_CODE} a checkpoint whose model type is 'gte'",
+        embedder("GTE", model_type="new"), f"{OWN_CODE} a checkpoint whose model type is 'gte'",
     ),
     "Jina 3 in its first form": (
         embedder("Jina 3", model_type="xlm-roberta-flash"),
         f"{OWN_CODE} a checkpoint whose model type is 'jina_embeddings_v3'",
     ),
     "another model with code of its own": (
-        embedder("GTE", model_type="their_own"), f"'their_own' {OWN_CODE} a checkpoint in their form",
+        embedder("GTE", model_type="their_own"), f"{OWN_CODE} a checkpoint in their form",
     ),
     "a template without places": (
         generator(template=zoo.CHAT_TEMPLATE), "no place for a query and a document; choose",
@@ -213,6 +214,12 @@ def test_an_encoder_is_refused_in_one_sentence(name, tmp_path):
     write(tmp_path)
     with pytest.raises(SpawnFailed, match=sentence):
         load(tmp_path)
+
+
+def test_a_text_model_that_is_said_to_rank_is_refused_with_what_to_take(tmp_path):
+    zoo.write(tmp_path, zoo.GENERATORS["Rerankers without a template"], "ForCausalLM")
+    with pytest.raises(SpawnFailed, match="neither a classifier nor a LogitScore; choose"):
+        load(tmp_path, capability="rerank")
 
 
 def test_the_table_in_the_docs_has_each_kind_once():

@@ -66,14 +66,24 @@ def fitting(directory: Path, said: Capability | None) -> Capability:
     # Whether a model embeds texts or ranks, some files leave open: `CrossEncoder` makes a reranker
     # of a classifier of any labels, and many embedding models are text models.
     is_open = said in OPEN and found in OPEN
-    if said is Capability.RERANK and not _is_classifier(_read(directory, "config.json")):
-        is_open = False
+    if is_open and said is Capability.RERANK:
+        _check_can_rank(directory)
     if not is_open:
         raise Refusal(
             f"it is said to have the capability {said.value}, and its files show {found.value}; "
             "leave the setting out"
         )
     return said
+
+
+def _check_can_rank(directory: Path) -> None:
+    """Raise Refusal for a model that is said to rank and has nothing that makes a score."""
+    if not _is_classifier(_read(directory, "config.json")):
+        raise Refusal(
+            "it is said to have the capability rerank, and its files have neither a classifier nor "
+            "a LogitScore; choose a checkpoint that CrossEncoder saved or that was converted to a "
+            "classifier"
+        )
 
 
 def first_folder(directory: Path) -> Path:
