@@ -67,7 +67,7 @@ def fitting(directory: Path, said: Capability | None) -> Capability:
     # of a classifier of any labels, and many embedding models are text models.
     is_open = said in OPEN and found in OPEN
     if is_open and said is Capability.RERANK:
-        _check_can_rank(directory)
+        _check_can_rank(directory, found)
     if not is_open:
         raise Refusal(
             f"it is said to have the capability {said.value}, and its files show {found.value}; "
@@ -76,13 +76,13 @@ def fitting(directory: Path, said: Capability | None) -> Capability:
     return said
 
 
-def _check_can_rank(directory: Path) -> None:
+def _check_can_rank(directory: Path, found: Capability) -> None:
     """Raise Refusal for a model that is said to rank and has nothing that makes a score."""
     if not _is_classifier(_read(directory, "config.json")):
         raise Refusal(
-            "it is said to have the capability rerank, and its files have neither a classifier nor "
-            "a LogitScore; choose a checkpoint that CrossEncoder saved or that was converted to a "
-            "classifier"
+            f"it is said to have the capability rerank, and its files show {found.value}, with "
+            "neither a classifier nor a LogitScore; choose a checkpoint that CrossEncoder saved or "
+            "that was converted to a classifier"
         )
 
 
