@@ -82,7 +82,8 @@ def _stock_config(raw: dict[str, Any], architecture: Architecture) -> Any:
     package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
     config_class = getattr(importlib.import_module(package), architecture.config)
     try:
-        return config_class.from_dict(raw)
+        # JSON has no infinity, so transformers writes {"__float__": "Infinity"}.
+        return config_class.from_dict(config_class._decode_special_floats(raw))
     except Exception as error:  # its validators raise several kinds
         raise Refusal(
             f"its config.json is not valid for {architecture.name} ({first_line(error)})",
@@ -416,12 +417,14 @@ def _set_parameter(module: Any, name: str, parameter: torch.nn.Parameter) -> Non
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
     """Allocate the buffers on the device and have the model compute them."""
-    for owner in module.modules():
-        empty = [name for name, b in owner.named_buffers(recurse=False) if b.is_meta]
-        for name in empty:
-            setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
-        if empty:
-            module._init_weights(owner)
+    owners = [one for one in module.modules() if any(b.is_meta for b in one.buffers(recurse=False))]
+    for owner in owners:
+        for name, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                setattr(owner, name, torch.empty_like(buffer, device=device))
+    # Falcon-H1's base model computes buffers of its layers.
+    for owner in (*owners, module.base_model) if owners else ():
+        module._init_weights(owner)
 
 
 def _refuse_unfilled(module: Any) -> None:
