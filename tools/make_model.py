@@ -151,7 +151,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 32,
         "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128,
         "attention_multiplier": 0.2, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
-        "logits_scaling": 4.0,
+        "logits_scaling": 4.0, "position_embedding_type": "rope",
     },
     "bamba": {
         "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
@@ -294,7 +294,8 @@ def _scale_logits(model: Any, generator: torch.Generator) -> None:
         return
     # OLMo's norms have no weights: its head is scaled.
     weight = getattr(norms[-1], "weight", model.get_output_embeddings().weight)
-    offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
+    adds_one = model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+    offset = 1.0 if adds_one else 0.0
     for _ in range(3):  # a cap on the logits makes it less than linear
         factor = LOGIT_STD / model.eval()(tokens, use_cache=False).logits.std()
         weight.copy_((weight + offset) * factor - offset)

@@ -30,7 +30,7 @@ from tests.support.parity import Tally  # noqa: E402
 
 pytestmark = pytest.mark.model
 
-HYBRIDS = ["lfm2"]
+HYBRIDS = ["lfm2", "qwen3_next", "qwen3_5", "granite, hybrid", "bamba", "falcon_h1"]
 NUM_NEW = 12
 
 

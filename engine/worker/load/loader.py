@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 DEVICES = "--device takes auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Tensors of old checkpoints that current models compute instead of reading: rotary frequencies and
-# causal masks. Source: transformers' `_keys_to_ignore_on_load_unexpected` over the years.
-COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
+# causal masks; and Qwen's layers of multi-token prediction, which only draft. Source: transformers'
+# `_keys_to_ignore_on_load_unexpected` over the years.
+COMPUTED = re.compile(r"^mtp\.|(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
 
 
 @dataclass(frozen=True, slots=True)
