@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.worker.forward.attention import KEYWORD
-from engine.worker.forward.backends import objection_to_kernels, pick_backend, prepare
+from engine.worker.forward.backends import (
+    objection_to_kernels,
+    pick_backend,
+    prepare,
+    runs_compiled,
+)
 from engine.worker.forward.kv_cache import KvCache, size_pool
 from engine.worker.forward.recurrent import RecurrentLayers
 from engine.worker.forward.transfer import send
@@ -98,7 +103,13 @@ def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) ->
         with files.open_weights() as whole:
             checkpoint = division.part_of(whole, architecture, config)
             dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-            num_bytes = weight_bytes(checkpoint, config, dtype, spec.quantization)
+            # The kernels are looked for only where it matters: they may have to be compiled.
+            is_compiled = not checkpoint.quantization or runs_compiled(
+                architecture.name, device, dtype, layer_shapes(config)
+            )
+            num_bytes = weight_bytes(
+                checkpoint, config, dtype, spec.quantization, is_compiled=is_compiled
+            )
     states = state_shapes(architecture.name, config)
     pool = sizing(spec, layer_shapes(config), dtype.itemsize, limit, state_bytes(states, dtype))
     whole_bytes = num_bytes + pool.num_bytes + workspace_bytes(spec, config, dtype)

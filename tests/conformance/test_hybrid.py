@@ -197,7 +197,7 @@ def test_a_hit_ends_where_there_is_a_snapshot_and_the_next_one_where_prefixes_pa
 def assert_red(zoo, name):
     """Check that parity fails."""
     loaded = zoo.load(name)
-    assert compare(loaded, run_world(loaded)).wrong
+    assert any(compare(loaded, run_world(loaded, seed, 8)).wrong for seed in range(3, 11))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)

@@ -6,6 +6,7 @@ compiled kernels, and by the stock modules with the reference attention. With a 
 comparison fails.
 """
 
+import ctypes
 import random
 from contextlib import contextmanager
 from dataclasses import replace
@@ -190,19 +191,35 @@ def changed_calls(loaded, change):
         for step in (reference_attention.ReferenceStep, NativeStep):
             patch.setattr(step, "attend", _with_changed_call(step.attend, change))
         layers = module._layers if isinstance(module, NativeDecoder) else ()
-        stock = [(one.window, one.softcap, one.scaling) for one in (a.attention for a in layers)]
+        stock = [
+            (one.window, one.softcap, one.scaling, one.sinks)
+            for one in (layer.attention for layer in layers)
+        ]
+        kept = []  # the sinks whose addresses the layers have
         for index, layer in enumerate(layers):
             own = layer.attention
-            call = AttentionCall(index, own.scaling, own.window or None, own.softcap or None)
+            call = AttentionCall(
+                index, own.scaling, own.window or None, own.softcap or None, sinks_at(own)
+            )
             new = change(call)
             own.window, own.softcap = new.sliding_window or 0, new.softcap or 0.0
             own.scaling = new.scaling
+            kept.append(new.sinks)
+            own.sinks = None if new.sinks is None else new.sinks.data_ptr()
         try:
             yield
         finally:
             for layer, values in zip(layers, stock, strict=True):
                 own = layer.attention
-                own.window, own.softcap, own.scaling = values
+                own.window, own.softcap, own.scaling, own.sinks = values
+
+
+def sinks_at(attention):
+    """Return a copy of a compiled layer's sinks, or None."""
+    if attention.sinks is None:
+        return None
+    found = (ctypes.c_float * attention.heads).from_address(attention.sinks)
+    return torch.tensor(list(found))
 
 
 def _with_changed_call(stock, change):
@@ -255,8 +272,12 @@ def test_a_wrong_sink_is_noticed(zoo, change, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_whose_gates_are_not_clamped_are_noticed(zoo, monkeypatch, way):
     loaded = zoo.load("gpt_oss", way)
-    for layer in loaded.runner._model.module.model.layers:
-        monkeypatch.setattr(layer.mlp.experts, "limit", 1e9)
+    module = loaded.runner._model.module
+    if isinstance(module, NativeDecoder):
+        monkeypatch.setattr(module._model, "gate_limit", 1e9)
+    else:
+        for layer in module.model.layers:
+            monkeypatch.setattr(layer.mlp.experts, "limit", 1e9)
     assert_red(loaded)
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.core.text.types import Sampling  # noqa: E402
 from engine.errors import EngineBug, SpawnFailed  # noqa: E402
+from engine.requests import image_prompts  # noqa: E402
 from engine.worker.factory import runner_spec  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
@@ -37,6 +38,7 @@ from tools.make_vision import RECIPES  # noqa: E402
 pytestmark = pytest.mark.model
 
 NUM_NEW = 24
+TILES = 5  # of the image of the chat "before", with the copy of the whole
 ESTIMATE_OFF_MOST = 0.02
 
 
@@ -229,6 +231,17 @@ def test_a_config_of_the_first_kind_is_read_the_same(seeing, expected, tmp_path)
         assert run(other, ["turns"]) == {"turns": expected["turns"]}
     finally:
         runner.close()
+
+
+def test_tiles_of_one_image_that_are_not_told_apart_are_seen(tmp_path, monkeypatch):
+    tiled = load(tmp_path, "smolvlm")
+    wanted = tiled.expected(CHATS["before"], NUM_NEW)
+    assert len(tiled.prompt(CHATS["before"])[1]) == TILES
+    assert run(tiled, ["before"])["before"] == wanted
+    assert tiled.runner.tower.num_encoded == TILES
+    monkeypatch.setattr(image_prompts, "digest_of_piece", lambda digest, number: digest)
+    assert run(tiled, ["before"])["before"] != wanted
+    tiled.runner.close()
 
 
 def test_a_plan_that_cuts_an_image_is_not_computed(whole):

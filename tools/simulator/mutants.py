@@ -182,7 +182,7 @@ MUTANTS = (
         "a start takes a seat that nobody left",
         step_builder.StepBuilder,
         "_start_waiting",
-        "if ledger.seats_over(seq) > 0:",
+        "if not admission.has_seats(ledger, seq):",
         "if False:",
     ),
     Mutant(
@@ -901,7 +901,7 @@ MUTANTS = (
         "the worker is not told that a drawing has ended",
         image_scheduler.ImageScheduler,
         "_end",
-        "self._untold.append(live.sequence)",
+        "self._ended.append(live.sequence)",
         "pass",
         seed=1,
     ),
@@ -981,7 +981,7 @@ MUTANTS = (
         "nobody looks at the stall timeout of drawings",
         image_scheduler.ImageScheduler,
         "next_wakeup",
-        "stall = next_stall(self._seats.starved, self.config.stall_timeout_s, now)",
+        "stall = next_stall(self._seats.parked, self.config.stall_timeout_s, now)",
         "stall = None",
         seed=58,
     ),
@@ -1039,6 +1039,7 @@ MUTANTS = (
         "_give_back_blocks",
         "self.states.release(seq)",
         "pass",
+        seed=13,
     ),
     Mutant(
         "a sequence begins from an empty state behind its cached prefix",
@@ -1046,6 +1047,7 @@ MUTANTS = (
         "begin",
         "return found",
         "return None",
+        seed=13,
     ),
     Mutant(
         "a snapshot is kept under the key of another border",
@@ -1053,13 +1055,7 @@ MUTANTS = (
         "end",
         "// ledger.config.block_size - 1",
         "// ledger.config.block_size - 2",
-    ),
-    Mutant(
-        "a state is cached wherever a chunk ends",
-        snapshots,
-        "add",
-        "logits.samples or end % size or not",
-        "logits.samples or end < size or not",
+        seed=13,
     ),
     Mutant(
         "a row that is dropped keeps its snapshot's slot",
@@ -1067,6 +1063,7 @@ MUTANTS = (
         "drop",
         "slots.append(delta.snapshot)",
         "pass",
+        seed=47,
     ),
     Mutant(
         "a step that failed keeps its state slots",
@@ -1074,6 +1071,7 @@ MUTANTS = (
         "undo",
         "self._states.pool.rollback",
         "self._states.pool.commit",
+        seed=13,
     ),
     Mutant(
         "choices that fork share the state of their parent",
@@ -1081,6 +1079,7 @@ MUTANTS = (
         "_fork",
         "self._step.states.give(child)",
         "parent.state_slot",
+        seed=13,
     ),
     Mutant(
         "snapshots take the slots of choices that will fork",
@@ -1088,6 +1087,7 @@ MUTANTS = (
         "snapshot",
         "<= num_promised",
         "<= 0",
+        seed=7,
     ),
 )
 

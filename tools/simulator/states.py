@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 FAULT = "states"
-SHARE = 0.15  # of worlds
+SHARE = 0.12  # of worlds
 
 
 def is_drawn(seed: int) -> bool:

@@ -6,8 +6,7 @@ choice alone, *as read back from the fake KV pool*. So a wrong block table, or a
 shared too early or freed too soon, gives other tokens or raises `KvMismatch`.
 
 Each slot of the fake KV pool holds a digest of all tokens up to its position, and of the images
-that these are tokens of. A fake with states (`engine.worker.fakes.states`) keeps the same digest in
-its state slots, as a model with recurrent layers keeps its states.
+that these are tokens of. A state slot (`engine.worker.fakes.states`) holds one such digest.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ from engine.worker.fakes.digests import (
     held_back,
     next_token,
 )
+from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.sight import FakeSight, FakeTower, met_by
 from engine.worker.fakes.states import FakeStates
-from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
+from engine.worker.fakes.tokenizer import EOS
 from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -126,13 +126,13 @@ class _FakeSequence:
         return len(self.tokens) - len(self.admitted.prompt)
 
 
-class FakeRunner:
+class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
     """Implements `engine.worker.interface.TextRunner` without a model.
 
-    ``steps`` counts the executed steps. ``is_executing`` is set during one. ``compiled`` are the
-    constraints that were compiled; the fake does not follow them. With ``sees`` it reads images
-    (`engine.worker.fakes.sight`), and ``tower`` counts those that it has encoded. With
-    ``num_states`` it has so many state slots, and drafts nothing.
+    ``compiled`` are the constraints that were compiled; the fake does not follow them. With
+    ``sees`` it reads images (`engine.worker.fakes.sight`), and ``tower`` counts those that it has
+    encoded. `execute` also raises `KvMismatch`: a row reads another prefix. With ``num_states``
+    slots for states, it drafts nothing.
     """
 
     def __init__(
@@ -146,10 +146,8 @@ class FakeRunner:
         sees: bool = False,
         num_states: int = 0,
     ) -> None:
-        self.script = script or FakeScript()
+        super().__init__(script or FakeScript())
         self.tower = FakeTower()
-        self.steps = 0
-        self.is_executing = False
         self.compiled: set[Constraint] = set()
         self.adapters = FakeAdapters(self.script)
         self._info = ModelInfo(
@@ -170,11 +168,6 @@ class FakeRunner:
         self._kv: list[int] = []
         self._sequences: dict[SequenceId, _FakeSequence] = {}
 
-    @property
-    def tokenizer(self) -> FakeTokenizer:
-        """A tokenizer that follows the script."""
-        return FakeTokenizer(self.script)
-
     def estimate(self) -> MemoryEstimate:
         """Return the ``memory_bytes`` that the fake was made with."""
         return MemoryEstimate(self._info.memory_bytes)
@@ -185,12 +178,8 @@ class FakeRunner:
         Raises:
             BaseException: the script's ``load_error``.
         """
-        progress(LoadProgress("weights"))
-        self.script.sleep(self.script.load_s)
-        if self.script.load_error is not None:
-            raise self.script.load_error
+        self._sleep_for_load(progress)
         self._kv = [-1] * (self._info.num_blocks * self._info.block_size)
-        self._states = FakeStates(self._info.num_states)
         return self._info
 
     def compile(self, constraint: Constraint) -> int:
@@ -209,38 +198,16 @@ class FakeRunner:
         self._kv = []
         self._sequences.clear()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute a plan, after the costs and faults of the script.
-
-        Raises:
-            KvMismatch: a row reads another prefix. RuntimeError: another step is running.
-                AssertionError: a constraint is not compiled. BaseException: a fault of the script.
-        """
-        if self.is_executing:
-            raise RuntimeError("two steps at once on one worker")
-        self.is_executing = True
-        try:
-            return self._execute(plan)
-        finally:
-            self.is_executing = False
-
     def _execute(self, plan: StepPlan) -> StepResult:
-        script, step = self.script, self.steps
-        self.steps += 1
-        cost = script.step_s + script.token_s * plan.num_tokens + script.step_costs.get(step, 0.0)
-        if cost:
-            script.sleep(cost)
+        script = self.script
+        cost = self._spend(plan.num_tokens)
         for released in plan.released:
             del self._sequences[released]
         for admitted in plan.admitted:
             if admitted.constraint is not None and admitted.constraint not in self.compiled:
                 raise AssertionError(f"{admitted.sequence} needs a constraint that is not compiled")
             self._sequences[admitted.sequence] = self._admit(admitted)
-        fault = script.step_faults.get(step)
-        if fault is None and script.plan_fault is not None:
-            fault = script.plan_fault(plan)
-        if fault is not None:
-            raise fault
+        self._fail(plan, self.script.plan_fault)
         rows = [self._drafted(row) for row in plan.rows]
         draft_s = script.draft_s * max((row.drafts for row in rows if row.by_model), default=0)
         if draft_s:

@@ -13,7 +13,7 @@ model's forward to each layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class AttentionCall:
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)  # tensors have no truth value
 
 
 class PreparedStep(Protocol):

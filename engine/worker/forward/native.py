@@ -130,6 +130,8 @@ class Model(Structure):
                 "residual_scale",
                 "logits_scale",
                 "logits_softcap",
+                "gate_alpha",
+                "gate_limit",
             )
         ),
         ("is_packed", c_int32),

@@ -99,7 +99,8 @@ UNPAGED_TYPES = {
     "stablelm": "does not pass keywords on to its attention",
 }
 INSTEAD = "docs/features.md lists the models that are served"
-QUANTISED_METHODS = ("gptq", "awq", "compressed-tensors")  # read by packed_checkpoint.py
+# Read by packed_checkpoint.py and mxfp4_checkpoint.py.
+QUANTISED_METHODS = ("gptq", "awq", "compressed-tensors", "mxfp4")
 MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "image_token_id")
 # Rotary embeddings whose frequencies depend on the config alone. The type "dynamic" computes them
 # from the longest position of the batch, so that one request would change another's output.
