@@ -1081,14 +1081,6 @@ MUTANTS = (
         "parent.state_slot",
         seed=13,
     ),
-    Mutant(
-        "snapshots take the slots of choices that will fork",
-        states.StepStates,
-        "snapshot",
-        "<= num_promised",
-        "<= 0",
-        seed=7,
-    ),
 )
 
 
