@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DIGEST_BYTES = 32
+# Bytes of decoded images that may come again, of all models. A guess: four images of SmolVLM at its
+# largest, or 190 of LLaVA 1.5.
+KEPT_BYTES_MAX = 64 * 2**20
 SIDE_MAX = 4096  # of transformers' Idefics 3: the most pixels of a resized image's side
 
 
