@@ -47,9 +47,8 @@ if TYPE_CHECKING:
 
 DEVICES = "--device takes auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Tensors of old checkpoints that current models compute instead of reading: rotary frequencies and
-# causal masks; and Qwen's layers of multi-token prediction, which only draft. Source: transformers'
-# `_keys_to_ignore_on_load_unexpected` over the years.
+# Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
+# and layers that only draft. Source: transformers' `_keys_to_ignore_on_load_unexpected`.
 COMPUTED = re.compile(r"^mtp\.|(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
 
 
@@ -86,8 +85,7 @@ def _stock_config(raw: dict[str, Any], architecture: Architecture) -> Any:
     package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
     config_class = getattr(importlib.import_module(package), architecture.config)
     try:
-        # JSON has no infinity, so transformers writes {"__float__": "Infinity"}.
-        return config_class.from_dict(config_class._decode_special_floats(raw))
+        return config_class.from_dict(config_class._decode_special_floats(raw))  # of infinities
     except Exception as error:  # its validators raise several kinds
         raise Refusal(
             f"its config.json is not valid for {architecture.name} ({first_line(error)})",
@@ -418,21 +416,20 @@ def _owner(module: Any, name: str) -> Any:
 
 
 def _set_parameter(module: Any, name: str, parameter: torch.nn.Parameter) -> None:
-    attribute = name.rpartition(".")[2]
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # what _init_weights reads
-    setattr(_owner(module, name), attribute, parameter)
+    setattr(_owner(module, name), name.rpartition(".")[2], parameter)
 
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
     """Allocate the buffers on the device and have the model compute them."""
-    owners = [one for one in module.modules() if any(b.is_meta for b in one.buffers(recurse=False))]
-    for owner in owners:
-        for name, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_meta:
-                setattr(owner, name, torch.empty_like(buffer, device=device))
-    # Falcon-H1's base model computes buffers of its layers.
-    for owner in (*owners, module.base_model) if owners else ():
-        module._init_weights(owner)
+    for owner in module.modules():
+        empty = [name for name, b in owner.named_buffers(recurse=False) if b.is_meta]
+        for name in empty:
+            setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
+        if empty:
+            module._init_weights(owner)
+    if not isinstance(module, Outline):  # Falcon-H1's base model computes buffers of its layers
+        module._init_weights(module.base_model)
 
 
 def _refuse_unfilled(module: Any) -> None:
