@@ -91,6 +91,18 @@ def test_the_arithmetic_counts_a_partly_used_last_block():
         size_pool(RunnerSpec("m", kv_bytes=3 * 512 - 1, **fields), SHAPES, 2, 9)
 
 
+def test_up_to_half_of_the_pool_is_for_states():
+    fields = {"block_size": 4, "kv_bytes": 10_000}
+    few = size_pool(RunnerSpec("m", max_num_seqs=3, **fields), SHAPES, 2, 64, 600)
+    assert (few.num_states, few.num_blocks) == (6, (10_000 - 6 * 600) // 512)
+    many = size_pool(RunnerSpec("m", max_num_seqs=100, **fields), SHAPES, 2, 32, 600)
+    assert (many.num_states, many.num_blocks) == (8, (10_000 - 8 * 600) // 512)
+    assert many.num_bytes == many.num_blocks * 512 + 8 * 600
+    assert few.new_state_bytes(RunnerSpec("m", max_num_seqs=3)) == 3 * 600
+    with pytest.raises(Refusal, match="less than the 6,000 bytes that the states"):
+        size_pool(RunnerSpec("m", **fields), SHAPES, 2, 64, 6_000)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_written_values_are_read_back(dtype):
     cache = make_cache(dtype=dtype)

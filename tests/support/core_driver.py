@@ -57,6 +57,7 @@ class Driver(StepDriver):
             block_size=self.config.block_size,
             max_model_len=self.config.max_model_len,
             script=FakeScript(),
+            num_states=self.config.num_states,
         )
         super().__init__(Scheduler(self.config), runner)
         self.runner.load(lambda progress: None)

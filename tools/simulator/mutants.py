@@ -34,6 +34,8 @@ from engine.core.text import (
     scheduler,
     sequence,
     sequence_keys,
+    snapshots,
+    states,
     step_builder,
 )
 from engine.pool import adapter_version, loads
@@ -180,7 +182,7 @@ MUTANTS = (
         "a start takes a seat that nobody left",
         step_builder.StepBuilder,
         "_start_waiting",
-        "if ledger.seats_over(seq) > 0:",
+        "if not admission.has_seats(ledger, seq):",
         "if False:",
     ),
     Mutant(
@@ -1030,6 +1032,54 @@ MUTANTS = (
         'self.phase = "write"',
         "self._waiting.clear()",
         seed=10,
+    ),
+    Mutant(
+        "an ended sequence keeps its state slot",
+        ledger.Ledger,
+        "_give_back_blocks",
+        "self.states.release(seq)",
+        "pass",
+        seed=13,
+    ),
+    Mutant(
+        "a sequence begins from an empty state behind its cached prefix",
+        states.StepStates,
+        "begin",
+        "return found",
+        "return None",
+        seed=13,
+    ),
+    Mutant(
+        "a snapshot is kept under the key of another border",
+        snapshots,
+        "end",
+        "// ledger.config.block_size - 1",
+        "// ledger.config.block_size - 2",
+        seed=13,
+    ),
+    Mutant(
+        "a row that is dropped keeps its snapshot's slot",
+        states.StepStates,
+        "drop",
+        "slots.append(delta.snapshot)",
+        "pass",
+        seed=47,
+    ),
+    Mutant(
+        "a step that failed keeps its state slots",
+        states.StepStates,
+        "undo",
+        "self._states.pool.rollback",
+        "self._states.pool.commit",
+        seed=13,
+    ),
+    Mutant(
+        "choices that fork share the state of their parent",
+        step_builder.StepBuilder,
+        "_fork",
+        "self._step.states.give(child)",
+        "parent.state_slot",
+        seed=13,
     ),
 )
 

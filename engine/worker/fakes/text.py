@@ -6,7 +6,7 @@ choice alone, *as read back from the fake KV pool*. So a wrong block table, or a
 shared too early or freed too soon, gives other tokens or raises `KvMismatch`.
 
 Each slot of the fake KV pool holds a digest of all tokens up to its position, and of the images
-that these are tokens of.
+that these are tokens of. A state slot (`engine.worker.fakes.states`) holds one such digest.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from engine.worker.fakes.digests import (
     digest_after,
     fake_logprob,
     first_digest,
+    held_back,
     next_token,
 )
 from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.sight import FakeSight, FakeTower, met_by
+from engine.worker.fakes.states import FakeStates
 from engine.worker.fakes.tokenizer import EOS
 from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
 
@@ -107,6 +109,7 @@ class _FakeSequence:
     admitted: AdmittedSequence
     tokens: list[int]
     blocks: list[BlockId]
+    state_slot: BlockId | None = None
     text: str = ""
     sent: int = 0
     scored: int = 1  # tokens whose log-probability is known; the first has none
@@ -128,7 +131,8 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
 
     ``compiled`` are the constraints that were compiled; the fake does not follow them. With
     ``sees`` it reads images (`engine.worker.fakes.sight`), and ``tower`` counts those that it has
-    encoded. `execute` also raises `KvMismatch`: a row reads another prefix.
+    encoded. `execute` also raises `KvMismatch`: a row reads another prefix. With ``num_states``
+    slots for states, it drafts nothing.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         script: FakeScript | None = None,
         memory_bytes: int | None = None,
         sees: bool = False,
+        num_states: int = 0,
     ) -> None:
         super().__init__(script or FakeScript())
         self.tower = FakeTower()
@@ -157,7 +162,9 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
             memory_bytes=num_blocks * block_size if memory_bytes is None else memory_bytes,
             defaults=SamplingDefaults(),
             images=FakeSight(self.script.decode_s, self.script.sleep) if sees else None,
+            num_states=num_states,
         )
+        self._states = FakeStates(num_states)
         self._kv: list[int] = []
         self._sequences: dict[SequenceId, _FakeSequence] = {}
 
@@ -210,6 +217,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
             script.sleep(encoding_s)
         for row in rows:
             self._forward(row)
+        self._states.write()
         for source, target in plan.copies:
             size = self._info.block_size
             self._kv[target * size : (target + 1) * size] = self._kv[
@@ -272,9 +280,11 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         digest = first_digest(seq.admitted.adapter)
         if row.start:
             digest = self._kv[self._slot(seq, row.start - 1)]
+        seq.state_slot = self._states.begin(row, seq.state_slot, digest)
         for position in range(row.start, end):
             digest = digest_after(digest, tokens[position], seq.contents.get(position, b""))
             self._kv[self._slot(seq, position)] = digest
+        self._states.put(row, seq.state_slot, digest)
         if row.logits.scores and row.start < seq.scored:
             seq.scored = max(seq.scored, row.start + row.count + 1)
 
@@ -304,7 +314,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
             sampling = replace(parent.admitted.sampling, choice=fork.choice)
             admitted = replace(parent.admitted, sequence=fork.sequence, sampling=sampling)
             self._sequences[fork.sequence] = _FakeSequence(
-                admitted, parent.tokens.copy(), list(fork.blocks)
+                admitted, parent.tokens.copy(), list(fork.blocks), fork.state
             )
         ids = [row.sequence, *(fork.sequence for fork in row.children)]
         adapter = parent.admitted.adapter
@@ -334,14 +344,16 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         if isinstance(result, RowResult):
             result = result._replace(drafted=row.drafts)
             if result.finish is None:
-                has_model = self.script.draft_model is not None and seq.admitted.speculates
+                has_model = self.script.draft_model is not None and self._may_draft(seq)
                 result = result._replace(offered=self._offer(seq), has_model=has_model)
         return result
 
+    def _may_draft(self, seq: _FakeSequence) -> bool:
+        return seq.admitted.speculates and not self._states.are_there
+
     def _offer(self, seq: _FakeSequence) -> int:
-        admitted = seq.admitted
-        if self.script.draft is not None and admitted.speculates:
-            sampling = admitted.sampling
+        if self.script.draft is not None and self._may_draft(seq):
+            sampling = seq.admitted.sampling
             seq.draft = list(self.script.draft(seq.tokens, sampling.seed, sampling.choice))
         return len(seq.draft)
 
@@ -404,16 +416,6 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         elif seq.num_output >= stops.max_tokens:
             finish = EndReason.LENGTH
         else:
-            end -= self._held_back(seq.text[seq.sent :], stops.strings)
+            end -= held_back(seq.text[seq.sent :], stops.strings)
         text, seq.sent = seq.text[seq.sent : end], end
         return RowResult(seq.admitted.sequence, (token_id,), text, finish=finish, matched=matched)
-
-    @staticmethod
-    def _held_back(text: str, strings: tuple[str, ...]) -> int:
-        """Return how many characters at the end of ``text`` may still become a stop string."""
-        longest = 0
-        for stop in strings:
-            for size in range(1, min(len(stop), len(text) + 1)):
-                if text.endswith(stop[:size]):
-                    longest = max(longest, size)
-        return longest

@@ -121,15 +121,17 @@ def prepare(
     *,
     quantization: str = "none",
     objection: str = "",
+    recurrent: str = "",
 ) -> Execution:
     """Prepare the model to run over ``cache``. A stock module that is compiled cannot be used
     afterwards. ``objection`` says why the model cannot run compiled as a whole; empty if it can.
+    ``recurrent`` is the class of its recurrent layers, which adapters cannot change.
 
     Raises:
         Refusal: ``quantization`` is not supported here.
     """
     name = model.architecture.name
-    places, head = linear_places(model.module), head_name(model.module)
+    places, head = linear_places(model.module, recurrent), head_name(model.module)
     is_rounded = quantization != "none"
     if not isinstance(backend, NativeBackend):
         if is_rounded:
