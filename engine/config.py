@@ -197,6 +197,7 @@ class SchedulerConfig:
     prefix_cache: bool = True  # blocks of equal prefixes are shared
     prepared_plans: bool = True  # the next step is planned while one runs
     cache_namespace: str = ""  # keeps the prefixes of different models apart
+    num_states: int = 0  # state slots of a model with recurrent layers; 0: it has none
 
     def __post_init__(self) -> None:
         _at_least("block-size", self.block_size, 1)
@@ -205,6 +206,11 @@ class SchedulerConfig:
         _at_least("max-queued-requests", self.max_queued_requests, 1)
         _at_least("max-queued-tokens", self.max_queued_tokens, 1)
         _require_room_for_prompts(self.max_num_batched_tokens, self.max_num_seqs)
+        if 0 < self.num_states < self.max_num_seqs:
+            raise ConfigError(
+                f"the model's states have {self.num_states} slots, but --max-num-seqs is "
+                f"{self.max_num_seqs}, and each sequence that runs needs one"
+            )
         needed = -(-self.max_model_len // self.block_size)
         if self.num_blocks < needed:
             raise ConfigError(

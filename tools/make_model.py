@@ -73,7 +73,8 @@ PRESETS = {
 }
 
 # What an architecture needs beside the shape. Windows are shorter than the test prompts, and caps
-# are near the spread of the numbers that they cap; otherwise neither would change any output.
+# and limits are near the spread of the numbers that they cap; otherwise none would change an
+# output.
 EXTRA: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "phi3": {"sliding_window": 24},
@@ -94,7 +95,13 @@ EXTRA: dict[str, dict[str, Any]] = {
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
         "norm_topk_prob": True,
     },
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "swiglu_limit": 1.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 256,
+        },
+    },
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "ministral": {
@@ -128,6 +135,35 @@ EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "seed_oss": {"attention_out_bias": True},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 96,
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 32,
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128,
+        "attention_multiplier": 0.2, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
+        "logits_scaling": 4.0, "position_embedding_type": "rope",
+    },
+    "bamba": {
+        "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+        "mamba_chunk_size": 32,
+    },
+    "falcon_h1": {
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16,
+        "mamba_chunk_size": 32, "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False,
+    },
 }  # fmt: skip
 
 
@@ -198,20 +234,29 @@ def fill(model: Any, generator: torch.Generator) -> None:
     import torch
 
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    # GPT-2's Conv1D stores its weight transposed: inputs first.
-    flipped = {id(m.weight) for m in model.modules() if type(m).__name__ == "Conv1D"}
+    # GPT-2's Conv1D and GPT-OSS' experts store their weights transposed: inputs first.
+    flipped = {
+        id(parameter)
+        for module in model.modules()
+        if type(module).__name__ in ("Conv1D", "GptOssExperts")
+        for parameter in module.parameters()
+    }
     scale = _embedding_scale(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if id(parameter) in embedded:
                 parameter.copy_(noise * (0.1 / scale))  # see Rule 2
+            elif name.endswith("sinks"):
+                parameter.copy_(1.0 + 1.5 * noise)  # about the best scores of a few keys
             elif parameter.dim() == 1 or name.endswith("_norm.weight"):  # Cohere's are [heads, dim]
                 # Norm weights near their initial value (1, or 0 if the model adds the 1).
                 start = parameter.mean().round() if "bias" not in name else 0.0
                 parameter.copy_(start + 0.1 * noise)
+            elif name.endswith("_proj_bias"):  # of experts, [experts, outputs]
+                parameter.copy_(0.3 * noise)
             else:
-                inputs = parameter.shape[0 if id(parameter) in flipped else -1]
+                inputs = parameter.shape[-2 if id(parameter) in flipped else -1]
                 parameter.copy_(noise * _gain(name) / inputs**0.5)
         _scale_logits(model, generator)
 
@@ -237,13 +282,20 @@ def _scale_logits(model: Any, generator: torch.Generator) -> None:
     import torch
 
     tokens = torch.randint(0, model.config.vocab_size, (1, 24), generator=generator)
-    last = ("model.norm", "transformer.ln_f", "final_layer_norm", "model.final_layernorm")
+    last = (
+        "model.norm",
+        "transformer.ln_f",
+        "final_layer_norm",
+        "model.final_layernorm",
+        "model.embedding_norm",
+    )
     norms = [module for name, module in model.named_modules() if name.endswith(last)]
     if not norms:
         return
     # OLMo's norms have no weights: its head is scaled.
     weight = getattr(norms[-1], "weight", model.get_output_embeddings().weight)
-    offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
+    adds_one = model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+    offset = 1.0 if adds_one else 0.0
     for _ in range(3):  # a cap on the logits makes it less than linear
         factor = LOGIT_STD / model.eval()(tokens, use_cache=False).logits.std()
         weight.copy_((weight + offset) * factor - offset)

@@ -158,7 +158,7 @@ class Engine(_Block):
         crossing = self._crossings.get(loop)
         if crossing is None:
             crossing = self._crossings[loop] = Crossing(self._portal, loop)
-        return Stream(crossing, self.config.in_process_buffer, owner, make_source)
+        return Stream(crossing, owner, make_source)
 
     # ---- handles
 

@@ -164,19 +164,13 @@ class Stream(_Closing, Generic[EventT]):
     goes to one of them, and the end to all.
     """
 
-    def __init__(
-        self,
-        caller: _Caller,
-        buffer: int,
-        owner: object,
-    ) -> None:
+    def __init__(self, caller: _Caller, owner: object) -> None:
         self._caller = caller
         self._owner = owner  # a dropped handle closes, but not while its stream is read
         self._feed = _Feed(caller.portal)
         self._lock = threading.Lock()
         self._num_taken = 0
         self._released_at = time.monotonic()
-        self._release_at = portal.release_threshold(buffer)
 
     def __iter__(self) -> Iterator[EventT]:
         return self
@@ -219,7 +213,7 @@ class Stream(_Closing, Generic[EventT]):
         self.close()
 
     def _count_taken(self) -> None:
-        """Give credit back in portions (`portal.release_threshold`). A slow reader gives back the
+        """Give credit back in portions (`Feed.num_per_release`). A slow reader gives back the
         credit of each event."""
         if self._feed.has_ended:
             return  # the stream has ended and needs no credit
@@ -227,7 +221,7 @@ class Stream(_Closing, Generic[EventT]):
         with self._lock:
             self._num_taken += 1
             is_late = time.monotonic() - self._released_at >= portal.RELEASE_AFTER_S
-            if is_late or self._num_taken >= self._release_at:
+            if is_late or self._num_taken >= self._feed.num_per_release:
                 taken = self._count_anew()
         self._give_back(taken)
 
@@ -308,8 +302,8 @@ class Engine(_Closing):
         return self._submit(draw_request(request))
 
     def _submit(self, request: ClientRequest) -> Stream[Any]:
+        stream: Stream[Any] = Stream(self._caller, self)
         buffer = self.config.in_process_buffer
-        stream: Stream[Any] = Stream(self._caller, buffer, self)
         with _raised_here():
             self._portal.open_stream(
                 stream._feed,
@@ -481,8 +475,8 @@ class Chat(_Handle[handles.Chat]):
         Raises:
             InvalidRequest, ShuttingDown: as `engine.api.handles.Chat.ask`.
         """
-        buffer, handle = self._engine.config.in_process_buffer, self._handle
-        stream: Stream[StreamEvent] = Stream(self._caller, buffer, self)
+        handle = self._handle
+        stream: Stream[StreamEvent] = Stream(self._caller, self)
         portal, feed = self._caller.portal, stream._feed
         portal.wait_as(feed)
         try:

@@ -220,14 +220,12 @@ class Stream(Generic[EventT]):
     def __init__(
         self,
         crossing: Crossing,
-        buffer: int,
         owner: object,
         make_source: Callable[[api.Engine, portal.Feed], Source],
     ) -> None:
         self._crossing = crossing
         self._owner = owner  # a dropped handle closes, but not while its stream is read
         self._feed = _Feed(crossing)
-        self._release_at = portal.release_threshold(buffer)
         try:
             crossing.portal.open_stream(self._feed, make_source)
         except ShuttingDown as error:
@@ -255,7 +253,7 @@ class Stream(Generic[EventT]):
             if isinstance(item.error, ShuttingDown):
                 await _end_silently_at_exit()
             raise item.error
-        if isinstance(item, feed.credited) and crossing.take(feed) >= self._release_at:
+        if isinstance(item, feed.credited) and crossing.take(feed) >= feed.num_per_release:
             crossing.release()
             # So that a stream that always has events lets other tasks of the loop run, too.
             await self._or_close(asyncio.sleep(0))

@@ -237,6 +237,7 @@ class Answer:
     def __init__(self, chat: Chat, question: str, stream: TextStream) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._stream = stream
+        self.credited, self.num_per_release = stream.credited, stream.num_per_release  # `Source`
         self._chat = chat
         self.question = question
         self.text = ""
@@ -321,11 +322,6 @@ class Answer:
                 self._token.run_sync_soon(stream.cancel, EndReason.CANCELLED)
 
     # ---- for a façade, whose reader gets the events (`engine.api.portal.Source`)
-
-    @property
-    def credited(self) -> tuple[type, ...]:
-        """The classes of events that hold a slot of the stream's credit."""
-        return self._stream.credited
 
     def release(self, num_messages: int) -> None:
         """Give back the credit of ``num_messages`` events."""

@@ -53,13 +53,6 @@ log = logging.getLogger(__name__)
 
 EXIT_LIMIT_S = 30.0  # guess: importing torch on a busy machine; a thread that hangs is left to die
 RELEASE_AFTER_S = 0.1  # guess: far below any stall timeout, far above what waking Trio costs
-RELEASE_SHARE = 4  # credit goes back at the latest when this part of the buffer was taken
-
-
-def release_threshold(buffer: int) -> int:
-    """Return how many taken events give their credit back without delay. Waking the Trio thread
-    for every token would cost more than the token."""
-    return max(1, buffer // RELEASE_SHARE)
 
 
 # ---- who waits
@@ -118,6 +111,11 @@ class Source(Protocol):
         """The classes of events that hold a slot of the stream's credit."""
         ...
 
+    @property
+    def num_per_release(self) -> int:
+        """How many taken events give their credit back without delay."""
+        ...
+
     def release(self, num_messages: int) -> None:
         """Give back the credit of ``num_messages`` events."""
         ...
@@ -131,12 +129,13 @@ class Feed:
     """The engine's half of a façade's stream. The engine knows the feed and not the stream, so that
     a stream that the program has dropped can be collected.
 
-    All methods run on the Trio thread. Any thread may read ``credited``, the kinds of events that
-    hold a slot of the stream's credit, after the first event, and ``has_ended``.
+    All methods run on the Trio thread. Any thread may read ``credited`` and ``num_per_release``, of
+    its `Source`, after the first event, and ``has_ended``.
     """
 
     def __init__(self, portal: Portal) -> None:
         self.credited: tuple[type, ...] = ()
+        self.num_per_release = 1
         self.has_ended = False
         self._portal = portal
         self._source: Source | None = None
@@ -160,7 +159,7 @@ class Feed:
 
     def follow(self, source: Source) -> None:
         """Use ``source``, whose events go to this feed, to give credit back and to leave."""
-        self.credited = source.credited
+        self.credited, self.num_per_release = source.credited, source.num_per_release
         if not self.has_ended:
             self._source = source
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DIGEST_BYTES = 32
+# Bytes of decoded images that may come again, of all models. A guess: four images of SmolVLM at its
+# largest, or 190 of LLaVA 1.5.
+KEPT_BYTES_MAX = 64 * 2**20
 SIDE_MAX = 4096  # of transformers' Idefics 3: the most pixels of a resized image's side
 
 
@@ -29,7 +32,8 @@ class SeenImage(NamedTuple):
     """An image as a model reads it: some tiles, the text that stands for it in the prompt, how many
     of that text's tokens are those of the image, and what encoding it costs, in tokens. ``grid`` is
     how many rows and columns of tokens it has, (0, 0) where positions do not depend on that.
-    ``size`` is the height and width of the file, (0, 0) where embeddings do not depend on that."""
+    ``size`` is the height and width of the file, (0, 0) where embeddings do not depend on that.
+    ``is_divisible``: its tiles have as many tokens each, and are encoded without one another."""
 
     tiles: tuple[FittedImage, ...]
     text: str
@@ -37,6 +41,18 @@ class SeenImage(NamedTuple):
     cost: int
     grid: tuple[int, int] = (0, 0)
     size: tuple[int, int] = (0, 0)
+    is_divisible: bool = False
+
+    @property
+    def pieces(self) -> tuple[SeenImage, ...]:
+        """The parts that are encoded by themselves, in the order of their tokens."""
+        count = len(self.tiles)
+        if not self.is_divisible or count == 1:
+            return (self,)
+        return tuple(
+            SeenImage((tile,), "", self.num_tokens // count, self.cost // count)
+            for tile in self.tiles
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -98,6 +114,11 @@ class Sight(Protocol):
 def digest_of(data: bytes) -> bytes:
     """Return the digest of an image file."""
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def digest_of_piece(digest: bytes, number: int) -> bytes:
+    """Return the digest of one of an image's pieces, by the digest of its file."""
+    return digest_of(digest + number.to_bytes(4, "little"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +277,8 @@ class TiledSight:
         fitted = tuple(FittedImage(one.height, one.width, one.tobytes()) for one in tiles)
         count = len(fitted)
         text = self._text(rows, columns)
-        return SeenImage(fitted, text, count * self.tile_tokens, count * self.tile_cost)
+        tokens, cost = count * self.tile_tokens, count * self.tile_cost
+        return SeenImage(fitted, text, tokens, cost, is_divisible=True)
 
     def _text(self, rows: int, columns: int) -> str:
         tokens = self.token * self.tile_tokens

@@ -108,7 +108,7 @@ static void run_decode(const Attention &call, const Rows &rows, const AttentionP
         if (task.num_parts == 1) {
             for (long i = 0; i < heads; i++)
                 join_parts(partials + i, has.out + i * width, 1, 1, width,
-                           out + token * ldo + (head + i) * width);
+                           sink_of(call, head + i), out + token * ldo + (head + i) * width);
             continue;
         }
         const long place = (task.place + task.part) * call.heads + head;
@@ -138,7 +138,8 @@ static void attend_decodes(const Attention &call, const Rows &rows, const Attent
         for (long head = 0; head < call.heads; head++)
             join_parts<T>(plan.partials + task.place * call.heads + head,
                           plan.sums_ + (task.place * call.heads + head) * call.width,
-                          task.num_parts, call.heads, call.width, to + head * call.width);
+                          task.num_parts, call.heads, call.width, sink_of(call, head),
+                          to + head * call.width);
     }
 }
 
@@ -172,8 +173,9 @@ static void attend_chunk(const Attention &call, const Rows &rows, const Attentio
             const long block = blocks - 1 - i / (own * group), head = i % (own * group);
             const long begin = block * QUERIES, at = (token + begin) * ldq;
             const long column = (low * group + head) * width;
-            attend_queries<T>(call, packed(head / group), rows.starts[row] + begin,
-                              rows.untils + token + begin, smaller(QUERIES, count - begin),
+            attend_queries<T>(call, packed(head / group), sink_of(call, low * group + head),
+                              rows.starts[row] + begin, rows.untils + token + begin,
+                              smaller(QUERIES, count - begin),
                               queries + at + column, ldq,
                               out + (token + begin) * ldo + column, ldo, has);
         }

@@ -204,13 +204,14 @@ static void attend_part(const Attention &call, const Stream<T> &stream, long key
         }
 }
 
-// Joins the parts of one head in order, and divides by the total: ``out`` [width].
+// Joins the parts of one head in order, and divides by the total, which the head's ``sink`` is part
+// of: ``out`` [width].
 template <class T>
 static void join_parts(const Partial *partials, const float *sums_, long parts, long heads,
-                       long width, T *out) {
-    float best = -INFINITY, total = 0.0f;
+                       long width, float sink, T *out) {
+    float best = sink;
     for (long p = 0; p < parts; p++) best = fmaxf(best, partials[p * heads].best);
-    float factors[parts];
+    float factors[parts], total = sink == -INFINITY ? 0.0f : expf(sink - best);
     for (long p = 0; p < parts; p++) {
         const Partial &one = partials[p * heads];
         factors[p] = one.best == -INFINITY ? 0.0f : expf(one.best - best);

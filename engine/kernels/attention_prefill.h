@@ -115,11 +115,11 @@ static void weigh_query(const Attention &call, Gathered<T> &has, long query, lon
         for (long d = 0; d < width; d += LANES) store(out + d, load(out + d) * keep);
 }
 
-// Computes ``count`` queries of one head, from position ``first`` on, which see positions before
-// their ``untils``. They are float32 and ``ldq`` numbers apart in ``query``; their results are
+// Computes ``count`` queries of one head, from position ``first`` on, which see its ``sink`` and the
+// positions before their ``untils``. They are float32 and ``ldq`` numbers apart in ``query``; their results are
 // ``ldo`` numbers apart in ``out``.
 template <class T>
-static void attend_queries(const Attention &call, const Packed<T> &packed, long first,
+static void attend_queries(const Attention &call, const Packed<T> &packed, float sink, long first,
                            const int64_t *untils, long count, const float *query, long ldq, T *out,
                            long ldo, Gathered<T> &has) {
     const long width = call.width, depth = Packed<T>::depth(width);
@@ -129,8 +129,8 @@ static void attend_queries(const Attention &call, const Packed<T> &packed, long 
     for (long i = 0; i < count; i++) {
         for (long d = 0; d < width; d += LANES)
             store(has.query + i * depth + d, load(query + i * ldq + d));
-        has.best[i] = -INFINITY;
-        has.total[i] = 0.0f;
+        has.best[i] = sink;
+        has.total[i] = sink == -INFINITY ? 0.0f : 1.0f;
     }
     long last = first;
     for (long i = 0; i < count; i++) last = larger(last, untils[i] - 1);

@@ -16,7 +16,7 @@
 
 namespace triolet {
 
-enum Activation { SILU = 0, GELU_TANH = 1 };
+enum Activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
 // Mirrored by `engine.worker.forward.native.Layer`. A norm that the layer does not have is null. If
 // ``is_norm_of_heads``, the norms of queries and keys are those of each head; otherwise they are
@@ -39,6 +39,7 @@ struct Model {
     const Layer *layers;
     int64_t num_layers, hidden, mlp, vocab, activation;
     float eps, embedding_scale, residual_scale, logits_scale, logits_softcap;
+    float gate_alpha, gate_limit;  // of CLAMPED_SWIGLU
     int32_t is_packed;
     const void *embedding;  // [vocab][hidden], or null if is_packed
     Linear table;           // the embedding in panels if is_packed, such as the head
@@ -266,6 +267,15 @@ static inline v16 activate(int64_t kind, v16 x) {
     return 0.5f * x * (1.0f + tanh16(inner));
 }
 
+// Returns what a gate lets through of an up.
+static inline v16 gated(const Model &model, v16 gate, v16 up) {
+    if (model.activation != CLAMPED_SWIGLU) return activate(model.activation, gate) * up;
+    const v16 limit = splat(model.gate_limit);
+    gate = -max16(-gate, -limit);
+    up = max16(-max16(-up, -limit), -limit);
+    return (up + 1.0f) * gate / (1.0f + exp16(-model.gate_alpha * gate));
+}
+
 // Calls ``each`` with every vector of a block's sums, [rows][panels x 16].
 template <class Each>
 static inline void each_vector(const float *sums_, long rows, long panels, Each each) {
@@ -368,20 +378,20 @@ static void end_branch(const Model &model, long rows, const Linear &layer, const
     add_branch(model, rows, after, has);
 }
 
-// Returns a function that takes the sums of gates and ups, whose panels alternate, and stores
-// activation(gate) * up in ``gated``, [rows][depth], of which the first ``width`` are in use.
+// Returns a function that takes the sums of gates and ups, whose panels alternate, and stores what
+// they become in ``to``, [rows][depth], of which the first ``width`` are in use.
 template <class T>
-static inline auto store_gated(int64_t activation, long width, T *gated, long depth) {
-    return [=](long row, long count, long panel, long panels, const float *sums_) {
+static inline auto store_gated(const Model &model, long width, T *to, long depth) {
+    return [=, &model](long row, long count, long panel, long panels, const float *sums_) {
         for (long m = 0; m < count; m++)
             for (long n = 0; n < panels; n += 2) {
                 const float *at = sums_ + (m * panels + n) * PANEL;
-                v16 value = activate(activation, load(at)) * load(at + PANEL);
+                v16 value = gated(model, load(at), load(at + PANEL));
                 const long column = (panel + n) / 2 * PANEL;
-                T *to = gated + (row + m) * depth + column;
-                if (width - column >= PANEL) store(to, value);
+                T *own = to + (row + m) * depth + column;
+                if (width - column >= PANEL) store(own, value);
                 else
-                    for (long i = 0; i < width - column; i++) store_one(to + i, value[i]);
+                    for (long i = 0; i < width - column; i++) store_one(own + i, value[i]);
             }
     };
 }
@@ -394,7 +404,7 @@ static void mix(const Model &model, const Layer &layer, long rows, const Buffers
     const Routing<T> &own = has.routing;
     route(experts, has.normed, rows, own, scratch);
     linear_of_experts(experts.gate_up, experts, own.starts, own.inputs, own.input_depth, scratch,
-                      store_gated(model.activation, experts.down[0].inputs, own.gated,
+                      store_gated(model, experts.down[0].inputs, own.gated,
                                   own.gated_depth));
     linear_of_experts(experts.down, experts, own.starts, own.gated, own.gated_depth, scratch,
                       store_sums(model.hidden, own.outputs));
@@ -446,7 +456,7 @@ static void run_layer(const Model &model, long index, const Step &step, const Bu
         return;
     }
     linear(layer.gate_up, has.normed, has.normed_depth, rows, scratch,
-           store_gated(model.activation, model.mlp, has.gated, has.gated_depth),
+           store_gated(model, model.mlp, has.gated, has.gated_depth),
            adapters.of(product + 2, is_last));
     end_branch(model, rows, layer.down, has.gated, has.gated_depth, layer.after_mlp, has, scratch,
                adapters.of(product + 3, is_last));

@@ -20,6 +20,7 @@ struct Rows {
 // Mirrored by `engine.worker.forward.native.Attention`. A window or softcap of 0 means none.
 struct Attention {
     void *keys, *values;  // [num_blocks][block_size][kv_heads][width]
+    const float *sinks;   // [heads] the score of a key whose value is 0; null: there is none
     int64_t heads, kv_heads, width, window;
     float scaling, softcap;
 };
@@ -40,6 +41,11 @@ static inline const T *at_position(const void *cache, const Attention &call, con
     long block = rows.tables[row * rows.table_width + position / rows.block_size];
     long slot = block * rows.block_size + position % rows.block_size;
     return (const T *)cache + slot * call.kv_heads * call.width;
+}
+
+// Returns the score of a head's sink. That of a head without one adds nothing.
+static inline float sink_of(const Attention &call, long head) {
+    return call.sinks ? call.sinks[head] : -INFINITY;
 }
 
 // Scales scores and caps them, if the layer does that.

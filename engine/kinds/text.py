@@ -35,12 +35,15 @@ class TextKind:
 
     def make_core(self, info: ModelInfo, config: EngineConfig, name: str) -> Scheduler:
         """Return the scheduler of one replica. Replicas of one ``name`` share prefix-cache keys."""
+        seats = config.max_num_seqs
+        if info.num_states:  # each sequence that runs has a state
+            seats = min(seats, info.num_states)
         return Scheduler(
             SchedulerConfig(
                 num_blocks=info.num_blocks,
                 block_size=info.block_size,
                 max_model_len=info.max_model_len,
-                max_num_seqs=config.max_num_seqs,
+                max_num_seqs=seats,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_queued_requests=config.max_queued_requests,
                 max_queued_tokens=config.max_queued_tokens,
@@ -50,6 +53,7 @@ class TextKind:
                 prefix_cache=config.prefix_cache,
                 prepared_plans=config.prepared_plans,
                 cache_namespace=name,
+                num_states=info.num_states,
             )
         )
 

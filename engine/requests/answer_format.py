@@ -8,6 +8,8 @@ The formats:
     MISTRAL    [TOOL_CALLS][{"name": …, "arguments": {…}}, …] or         Mistral
                [TOOL_CALLS]name[ARGS]{…}
     reasoning  <think>…</think> as the answer's beginning; the template may have opened it
+    CHANNELS   messages with headers, <|channel|>NAME<|message|>…<|end|>,  GPT-OSS
+               whose channel says what is reasoning (engine.requests.channel_parser)
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from enum import Enum
 THINK, END_THINK = "<think>", "</think>"
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
+# Of messages in channels ("harmony").
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+CHANNEL_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+RECIPIENT, FUNCTIONS = "to=", "functions."
 MISTRAL_OPEN, MISTRAL_ID, MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
@@ -27,6 +33,7 @@ class ToolFormat(Enum):
     HERMES = "hermes"
     LLAMA = "llama"
     MISTRAL = "mistral"
+    CHANNELS = "channels"
 
 
 _OPENINGS = {
@@ -44,26 +51,31 @@ _MARKERS = {
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """Says what to look for in an answer. ``begins_inside``: the prompt ends with the marker that
-    opens the reasoning, so that the answer begins inside it."""
+    opens the reasoning, so that the answer begins inside it. ``has_channels``: the answer is
+    messages in channels, the first of which begins with ``opened``, at the prompt's end."""
 
     tools: ToolFormat | None = None
     reasons: bool = False
     begins_inside: bool = False
+    has_channels: bool = False
+    opened: str = ""
 
     @property
     def is_plain(self) -> bool:
         """Whether the whole answer is text, so that no parser is needed."""
-        return self.tools is None and not self.reasons
+        return self.tools is None and not self.reasons and not self.has_channels
 
     @property
     def opening(self) -> str:
         """The marker that opens a tool call, or "" if there are no calls to parse."""
-        return "" if self.tools is None else _OPENINGS[self.tools]
+        return "" if self.tools is None else _OPENINGS.get(self.tools, "")
 
     @property
     def markers(self) -> tuple[str, ...]:
         """The strings to look for. Where the model has one as a special token, the detokeniser
         must not leave it out."""
+        if self.has_channels:
+            return (START, CHANNEL, MESSAGE, CONSTRAIN, *CHANNEL_ENDS)
         of_tools = () if self.tools is None else _MARKERS[self.tools]
         return of_tools + ((THINK, END_THINK) if self.reasons else ())
 
@@ -79,12 +91,17 @@ def detect_format(
     Tool calls are parsed only if the request offers tools. ``prompt`` is the text that the template
     rendered for the request: if it ends with the marker that opens the reasoning, the answer begins
     inside the reasoning. ``constraint`` is the source of the answer's grammar: the whole answer is
-    then text, unless the source contains the marker that ends the reasoning.
+    then text, unless the source contains the marker that ends the reasoning or names a channel.
     """
+    has_channels = CHANNEL in template and MESSAGE in template
     if constraint is not None:
         has_tools = False
-        if END_THINK not in constraint:
+        if (CHANNEL if has_channels else END_THINK) not in constraint:
             return PLAIN
+    if has_channels:
+        opened = START + prompt.rpartition(START)[2] if START in prompt else ""
+        tools = ToolFormat.CHANNELS if has_tools else None
+        return AnswerFormat(tools, has_channels=True, opened=opened)
     reasons = END_THINK in template
     return AnswerFormat(
         tools=_tool_format(template) if has_tools else None,

@@ -11,13 +11,20 @@ from hashlib import blake2b
 from operator import add
 from typing import TYPE_CHECKING
 
-from engine.requests.answer_parser import AnswerParser, Parts
+from engine.requests.answer_parser import AnswerParser
+from engine.requests.answer_reader import Parts
+from engine.requests.channel_parser import ChannelParser
 from engine.requests.text_values import AnswerTokens, ToolCallDelta
 
 if TYPE_CHECKING:
     from engine.core.text.types import Tokens
     from engine.requests.answer_format import AnswerFormat
-    from engine.requests.answer_parser import ToolCall
+    from engine.requests.answer_reader import AnswerReader, ToolCall
+
+
+def parser_of(form: AnswerFormat) -> AnswerReader:
+    """Return a parser of one answer in a format."""
+    return ChannelParser(form) if form.has_channels else AnswerParser(form)
 
 
 class ChoiceParser:
@@ -25,7 +32,7 @@ class ChoiceParser:
     choice has."""
 
     def __init__(self, form: AnswerFormat, name: str) -> None:
-        self._parser = AnswerParser(form)
+        self._parser = parser_of(form)
         self._name = name
         self._num_calls = 0
 

@@ -11,9 +11,9 @@ import math
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from engine.errors import FieldViolation, InvalidRequest
+from engine.errors import FieldViolation
 from engine.images.encode import FORMATS
-from engine.requests.field_types import DATA, NAME, NUMBER, WHOLE, convert_fields
+from engine.requests.field_types import DATA, NAME, NUMBER, WHOLE, CheckedFields, convert_fields
 from engine.requests.text_values import common_violations
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ DRAW_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class DrawRequest:
+class DrawRequest(CheckedFields):
     """One GenerateImage call: ``n`` images of a prompt.
 
     ``width`` and ``height`` are pixels; unset, they are the model's own or, with a source, its
@@ -87,16 +87,6 @@ class DrawRequest:
     def num_images(self) -> int:
         """How many images are drawn."""
         return 1 if self.n is None else self.n
-
-    def validate(self) -> None:
-        """Check every range that needs no model.
-
-        Raises:
-            InvalidRequest: It lists one violation per broken field.
-        """
-        found = list(self.violations())
-        if found:
-            raise InvalidRequest(found)
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""

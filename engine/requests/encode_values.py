@@ -12,7 +12,7 @@ from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from engine.core.common.events import Finished
-from engine.errors import FieldViolation, InvalidRequest
+from engine.errors import FieldViolation
 from engine.requests.field_types import (
     INPUTS,
     NAME,
@@ -20,6 +20,7 @@ from engine.requests.field_types import (
     SWITCH,
     TEXTS,
     WHOLE,
+    CheckedFields,
     convert_fields,
 )
 from engine.requests.text_values import GenerateRequest, Started, common_violations
@@ -52,7 +53,7 @@ RERANK_TYPES = COMMON_TYPES | {
 
 
 @dataclass(frozen=True, slots=True)
-class EmbedRequest:
+class EmbedRequest(CheckedFields):
     """One Embed call. An input is a text, a tuple of token ids that are used unchanged, or the
     bytes of an image file (JPEG, PNG, WebP or GIF), for models that embed images.
 
@@ -88,16 +89,6 @@ class EmbedRequest:
         """The bytes of the files of its images."""
         return sum(len(one) for one in self.inputs if isinstance(one, bytes))
 
-    def validate(self) -> None:
-        """Check every range that needs no model.
-
-        Raises:
-            InvalidRequest: It lists one violation per broken field.
-        """
-        found = list(self.violations())
-        if found:
-            raise InvalidRequest(found)
-
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""
         yield from count_violations("inputs", len(self.inputs))
@@ -114,7 +105,7 @@ class EmbedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class RerankRequest:
+class RerankRequest(CheckedFields):
     """One Rerank call. ``raw_scores`` leaves out the model's activation function. With ``top_n``,
     only that many of the best scores are sent, sorted, at the end. The other fields are as in
     `EmbedRequest`."""
@@ -134,16 +125,6 @@ class RerankRequest:
         convert_fields(self, RERANK_TYPES)
         if check:
             self.validate()
-
-    def validate(self) -> None:
-        """Check every range that needs no model.
-
-        Raises:
-            InvalidRequest: It lists one violation per broken field.
-        """
-        found = list(self.violations())
-        if found:
-            raise InvalidRequest(found)
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""

@@ -13,10 +13,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from numbers import Real
 from operator import index
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from engine.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.errors import FieldViolation
 
 _Bytes = bytes | bytearray | memoryview
 SHOWN_CHARS_MAX = 60  # of a wrong value in a message
+
+
+class CheckedFields:
+    """A request that can say which of its fields are broken."""
+
+    __slots__ = ()
+
+    def violations(self) -> Iterator[FieldViolation]:
+        """Yield every broken field, by proto path."""
+        raise NotImplementedError
+
+    def validate(self) -> None:
+        """Check every range that needs no model.
+
+        Raises:
+            InvalidRequest: It lists one violation per broken field.
+        """
+        found = list(self.violations())
+        if found:
+            raise InvalidRequest(found)
 
 
 class FieldType(NamedTuple):

@@ -11,14 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from engine.core.text.types import PromptImage
 from engine.errors import InvalidRequest
+from engine.images.sight import digest_of_piece
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from engine.images.sight import SeenImage, Sight
     from engine.requests.chat_values import Chat
@@ -125,8 +127,9 @@ def place(
     sight: Sight,
     plain_ids: Callable[[str], Sequence[int]],
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Return the prompt and where its images are. ``ids`` are the tokens of the shown text;
-    ``plain_ids`` returns those of a text without special tokens.
+    """Return the prompt and where its images are; of an image that is encoded tile by tile, where
+    each tile is. ``ids`` are the tokens of the shown text; ``plain_ids`` returns those of a text
+    without special tokens.
 
     Raises:
         InvalidRequest: the text has other image tokens than it should.
@@ -146,17 +149,28 @@ def place(
             places[owner].append(len(prompt))
             prompt.append(one)
     found = [
-        PromptImage(
-            start=own[0],
-            count=own[-1] + 1 - own[0],
-            cost=image.seen.cost,
-            digest=image.digest,
-            is_whole=sight.is_whole,
-            content=image.seen,
-        )
+        one
         for own, image in zip(places, images, strict=True)
+        for one in _pieces(own, image, is_whole=sight.is_whole)
     ]
     return tuple(prompt), tuple(found)
+
+
+def _pieces(places: Sequence[int], image: ReadImage, *, is_whole: bool) -> Iterator[PromptImage]:
+    """Yield what is encoded of an image, each part by itself, so that a step need not encode all of
+    an image. ``places`` are the positions of its tokens."""
+    pieces = image.seen.pieces
+    left = iter(places)
+    for number, seen in enumerate(pieces):
+        own = tuple(islice(left, seen.num_tokens))
+        yield PromptImage(
+            start=own[0],
+            count=own[-1] + 1 - own[0],
+            cost=seen.cost,
+            digest=image.digest if len(pieces) == 1 else digest_of_piece(image.digest, number),
+            is_whole=is_whole,
+            content=seen,
+        )
 
 
 def place_spans(

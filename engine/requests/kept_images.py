@@ -1,7 +1,8 @@
 """Keeps images that were read, so that one which comes again is not decoded again.
 
 Rule: an image is found by the digest of its file, and by how the model reads it. What is kept is
-bounded in bytes; those that were not used for the longest go first.
+bounded in bytes, which are part of what each model that sees reserves; those images that were not
+used for the longest go first.
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ from collections import OrderedDict
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from engine.images.sight import digest_of
+from engine.images.sight import KEPT_BYTES_MAX, digest_of
 from engine.requests.image_prompts import ReadImage
 
 if TYPE_CHECKING:
     from engine.images.sight import Sight
-
-# Of all models. A guess: four images of SmolVLM at its largest, or 190 of LLaVA 1.5.
-KEPT_BYTES_MAX = 64 * 2**20
 
 
 class KeptImages:

@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 
 DEADLINE_MARGIN_S = 0.020  # D18: with 0.010, some clients saw a bare reset; with this, none did
 DEADLINE_MARGIN_SHARE = 0.10
+# A reader on another thread gives credit back when it has taken this part of the buffer: waking the
+# Trio thread for every token would cost more than the token.
+RELEASE_SHARE = 4
 
 
 def server_deadline(now: float, timeout_s: float | None) -> float:
@@ -157,7 +160,8 @@ class RequestStream(Generic[EventT]):
     """One request's life on the Trio thread, whatever its kind.
 
     ``credit`` bounds the events that wait for the reader. ``credited`` are the classes of events
-    that hold a slot of it; at most ``num_beside`` other events come.
+    that hold a slot of it; at most ``num_beside`` other events come. A reader on another thread
+    gives credit back when it has taken ``num_per_release`` of them, or after a while.
 
     ``error`` is None for a request that succeeded; it is meaningful once ``is_closed`` is set.
     ``closed_at`` is when that was, on Trio's clock.
@@ -187,6 +191,7 @@ class RequestStream(Generic[EventT]):
         self.adapter = ""  # the digest of the adapter that it is computed with
         self.credited = credited
         self.credit = Credit(options.buffer)
+        self.num_per_release = max(1, options.buffer // RELEASE_SHARE)
         self.holder = options.quota
         self.queued = QueuedTokens(options.quota)
         self._channel: ChannelReader[EventT] | None = None

@@ -31,6 +31,7 @@ from engine.requests.field_types import (
     TEXT,
     TEXTS,
     WHOLE,
+    CheckedFields,
     convert_fields,
     instance,
     options,
@@ -207,7 +208,7 @@ GENERATE_TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(CheckedFields):
     """One Generate call. Exactly one of ``text``, ``token_ids`` and ``chat`` must be set.
 
     ``sampling``, ``prompt`` and ``output`` may also be given as mappings of their fields.
@@ -258,16 +259,6 @@ class GenerateRequest:
     def image_bytes(self) -> int:
         """The bytes of its images' files."""
         return 0 if self.chat is None else sum([len(data) for _, data in self.chat.images])
-
-    def validate(self) -> None:
-        """Check every range that needs no model.
-
-        Raises:
-            InvalidRequest: It lists one violation per broken field.
-        """
-        found = list(self.violations())
-        if found:
-            raise InvalidRequest(found)
 
     def violations(self) -> Iterator[FieldViolation]:
         """Yield every broken field, by proto path."""

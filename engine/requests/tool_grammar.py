@@ -15,16 +15,23 @@ from typing import TYPE_CHECKING, Any
 from engine.core.text.types import TOOLS_KIND, Constraint
 from engine.errors import InvalidRequest, Unsupported
 from engine.requests.answer_format import (
+    CHANNEL,
+    CHANNEL_ENDS,
+    CONSTRAIN,
     END_THINK,
+    FUNCTIONS,
     HERMES_CLOSE,
     HERMES_OPEN,
+    MESSAGE,
     MISTRAL_ARGS,
     MISTRAL_ID,
     MISTRAL_OPEN,
+    RECIPIENT,
+    START,
     THINK,
     ToolFormat,
 )
-from engine.requests.answer_parser import NAME_CHARS_MAX
+from engine.requests.answer_reader import NAME_CHARS_MAX
 from engine.requests.chat_values import function_of
 from engine.requests.text_values import MAX_CONSTRAINT_CHARS
 
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
 OTHER_CALLS = ("<function=", "<arg_key>")
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_ARGUMENTS = frozenset({"type", "properties"})  # the keys of a schema that asks for nothing
-MISTRAL_NAME = re.compile(rf"[\w.-]{{1,{NAME_CHARS_MAX}}}")
+PLAIN_NAME = re.compile(rf"[\w.-]{{1,{NAME_CHARS_MAX}}}")
 
 
 def tool_constraint(
@@ -80,17 +87,25 @@ def tool_constraint(
 
 def _lead(form: AnswerFormat, find_id: FindId) -> list[str]:
     """Return the rules of the whole answer and of the reasoning before the calls."""
+    if form.has_channels:
+        begin = f'{_marker(CHANNEL, find_id)} "analysis" {_marker(MESSAGE, find_id)}'
+        again = f'{_marker(START, find_id)} "assistant"'
+        return [f"start: ({begin} thought {again})? calls", _thought(CHANNEL_ENDS[0], find_id)]
     if not form.reasons:
         return ["start: calls"]
-    end = find_id(END_THINK)
-    escaped = END_THINK.replace("/", r"\/")
-    rules = [
-        r"reasoning: thought /[ \n]{1,4}/?",
-        rf"thought[lazy]: /(.|\n)*{escaped}/" if end is None else rf"thought: /(.|\n)*/ <[{end}]>",
-    ]
+    rules = [r"reasoning: thought /[ \n]{1,4}/?", _thought(END_THINK, find_id)]
     if form.begins_inside:
         return ["start: reasoning calls", *rules]
     return [f"start: ({_marker(THINK, find_id)} reasoning)? calls", *rules]
+
+
+def _thought(end: str, find_id: FindId) -> str:
+    """Return the rule of any text up to a marker, with the marker."""
+    token_id = find_id(end)
+    if token_id is not None:
+        return rf"thought: /(.|\n)*/ <[{token_id}]>"
+    escaped = end.replace("/", r"\/").replace("|", r"\|")
+    return rf"thought[lazy]: /(.|\n)*{escaped}/"
 
 
 def _calls(template: str, kind: ToolFormat, find_id: FindId, *, is_one: bool) -> str:
@@ -101,6 +116,8 @@ def _calls(template: str, kind: ToolFormat, find_id: FindId, *, is_one: bool) ->
         return call if is_one else f'{call} ("\\n" {call})*'
     if kind is ToolFormat.LLAMA:  # whose templates take one call in a turn
         return "one"
+    if kind is ToolFormat.CHANNELS:  # after each of whose calls the answer ends
+        return f"{_marker(CHANNEL, find_id)} one"
     opening = _marker(MISTRAL_OPEN, find_id)
     if MISTRAL_ARGS in template:
         return f"{opening} one" if is_one else f"({opening} one)+"
@@ -111,12 +128,13 @@ def _function(index: int, function: Tool, template: str, kind: ToolFormat, find_
     """Return the right side of the rule of a call of one function, which names the rule of its
     arguments by the function's index."""
     name: str = function["name"]
+    if kind is ToolFormat.CHANNELS:
+        _check_name(index, name)
+        to = _literal(f"commentary {RECIPIENT}{FUNCTIONS}{name} ")
+        markers = _marker(CONSTRAIN, find_id), _marker(MESSAGE, find_id)
+        return f'{to} {markers[0]} "json" {markers[1]} a{index}'
     if kind is ToolFormat.MISTRAL and MISTRAL_ARGS in template:
-        if not MISTRAL_NAME.fullmatch(name):
-            raise InvalidRequest.of(
-                f"chat.tools[{index}].name",
-                "must be letters, digits, _, - and . for tool_choice to be enforced",
-            )
+        _check_name(index, name)
         call_id = ""
         if MISTRAL_ID in template:
             call_id = f"({_marker(MISTRAL_ID, find_id)} /[a-zA-Z0-9]{{9}}/)?"
@@ -124,6 +142,15 @@ def _function(index: int, function: Tool, template: str, kind: ToolFormat, find_
     key = "parameters" if kind is ToolFormat.LLAMA else "arguments"
     written = json.dumps(name, ensure_ascii=False)
     return f'{_literal(f"""{{"name": {written}, "{key}": """)} a{index} "}}"'
+
+
+def _check_name(index: int, name: str) -> None:
+    """Check a function's name where the model writes it without quotes."""
+    if not PLAIN_NAME.fullmatch(name):
+        raise InvalidRequest.of(
+            f"chat.tools[{index}].name",
+            "must be letters, digits, _, - and . for tool_choice to be enforced",
+        )
 
 
 def _arguments(index: int, function: Tool) -> str:

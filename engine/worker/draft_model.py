@@ -258,9 +258,20 @@ def _size_pool(
     shapes: Sequence[LayerShape],
     element_size: int,
     limit: int,
+    bytes_per_state: int = 0,
 ) -> PoolSize:
     """Return the size of the draft model's KV cache beside that of the ``larger`` one. It holds at
-    least one sequence, as long as both models can have it."""
+    least one sequence, as long as both models can have it.
+
+    Raises:
+        Refusal: one of the models has recurrent layers.
+    """
+    if bytes_per_state or larger.num_states:
+        who = "it" if bytes_per_state else "the model that it would draft for"
+        raise Refusal(
+            f"{who} has recurrent layers, whose states cannot be taken back behind a draft that is "
+            "rejected; leave --draft-model out"
+        )
     limit = min(limit, larger.max_model_len)
     blocks = -(-limit // spec.block_size)
     one = blocks * spec.block_size * element_size * sum(s.numbers_per_token for s in shapes)

@@ -41,7 +41,7 @@ class ImageModelInfo:
     max_pixels: int
     schedulers: tuple[str, ...]
     default_scheduler: str
-    default_steps: int = 50
+    default_steps: int
     default_guidance: float = 7.5
     multiple_of: int = 8
     prediction_type: str = "epsilon"

@@ -331,6 +331,7 @@ class ModelInfo:
     quantization: str = ""  # the form of the linear layers' weights; "": that of the dtype
     tp: int = 1  # processes that the model is divided among
     images: Sight | None = None  # how it reads images; None: it reads none
+    num_states: int = 0  # slots for states of recurrent layers, snapshots included; 0: it has none
 
     @property
     def capability(self) -> Capability:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.worker.load.checkpoint import Checkpoint
 from engine.worker.load.gguf_file import GgufFile
+from engine.worker.load.mxfp4_checkpoint import Mxfp4Checkpoint, is_mxfp4
 from engine.worker.load.packed_checkpoint import PackedCheckpoint, read_layout
 from engine.worker.load.resolve import read_json, resolve
 from engine.worker.text.gguf_tokenizer import write_tokenizer
@@ -40,7 +41,10 @@ class ModelFiles:
         """
         if self.gguf is not None:
             return self.gguf
-        layout = read_layout(read_json(self.source.directory, "config.json"))
+        config = read_json(self.source.directory, "config.json")
+        if is_mxfp4(config):
+            return Mxfp4Checkpoint(self.source.directory)
+        layout = read_layout(config)
         if layout is not None:
             return PackedCheckpoint(self.source.directory, layout)
         return Checkpoint(self.source.directory)

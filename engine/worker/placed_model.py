@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.worker.forward.attention import KEYWORD
-from engine.worker.forward.backends import objection_to_kernels, pick_backend, prepare
+from engine.worker.forward.backends import (
+    objection_to_kernels,
+    pick_backend,
+    prepare,
+    runs_compiled,
+)
 from engine.worker.forward.kv_cache import KvCache, size_pool
+from engine.worker.forward.recurrent import RecurrentLayers
 from engine.worker.forward.transfer import send
 from engine.worker.interface import LoadProgress
 from engine.worker.load.architectures import context_limit, layer_shapes
@@ -21,12 +27,13 @@ from engine.worker.load.division import pick_rank_device
 from engine.worker.load.generation_config import read_generation
 from engine.worker.load.loader import load_model, pick_dtype, weight_bytes
 from engine.worker.load.probe import probe
+from engine.worker.load.recurrent import RECURRENT, state_shapes
 from engine.worker.model_files import open_files
 from engine.worker.text.tokenizer import load_tokenizer
 from engine.worker.warmup import workspace_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from engine.worker.forward.adapters import AdapterGroup
     from engine.worker.forward.attention import AttentionBackend
@@ -37,9 +44,10 @@ if TYPE_CHECKING:
     from engine.worker.load.architectures import Architecture, LayerShape
     from engine.worker.load.division import Division
     from engine.worker.load.loader import LoadedModel
+    from engine.worker.load.recurrent import StateShape
     from engine.worker.text.tokenizer import HfTokenizer
 
-    Sizing = Callable[[RunnerSpec, Sequence[LayerShape], int, int], PoolSize]
+    Sizing = Callable[[RunnerSpec, Sequence[LayerShape], int, int, int], PoolSize]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,7 @@ class PlacedModel:
     defaults: SamplingDefaults
     ends: frozenset[int]
     is_demo: bool
+    recurrent: RecurrentLayers | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -76,6 +85,7 @@ class PlacedModel:
         """Return what the model takes: weights, pool, and a step's own memory."""
         activations = self.execution.activation_bytes(spec, self.pool)
         workspace = workspace_bytes(spec, self.config, self.dtype, activations)
+        workspace += self.pool.new_state_bytes(spec)
         return self.execution.model.num_bytes + self.pool.num_bytes + workspace
 
 
@@ -93,9 +103,17 @@ def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) ->
         with files.open_weights() as whole:
             checkpoint = division.part_of(whole, architecture, config)
             dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-            num_bytes = weight_bytes(checkpoint, config, dtype, spec.quantization)
-    pool = sizing(spec, layer_shapes(config), dtype.itemsize, limit)
+            # The kernels are looked for only where it matters: they may have to be compiled.
+            is_compiled = not checkpoint.quantization or runs_compiled(
+                architecture.name, device, dtype, layer_shapes(config)
+            )
+            num_bytes = weight_bytes(
+                checkpoint, config, dtype, spec.quantization, is_compiled=is_compiled
+            )
+    states = state_shapes(architecture.name, config)
+    pool = sizing(spec, layer_shapes(config), dtype.itemsize, limit, state_bytes(states, dtype))
     whole_bytes = num_bytes + pool.num_bytes + workspace_bytes(spec, config, dtype)
+    whole_bytes += pool.new_state_bytes(spec)
     return Measured(device, whole_bytes, pool)
 
 
@@ -119,12 +137,12 @@ def place(
         source = files.source
         architecture, config = division.read_config(source.directory)
         limit = context_limit(config, spec.max_model_len)
-        shapes = layer_shapes(config)
+        shapes, states = layer_shapes(config), state_shapes(architecture.name, config)
         defaults, ends = read_generation(source, config)
         with files.open_weights() as whole:
             checkpoint = division.part_of(whole, architecture, config)
             dtype = pick_dtype(spec.dtype, checkpoint.main_dtype, device)
-            pool = sizing(spec, shapes, dtype.itemsize, limit)
+            pool = sizing(spec, shapes, dtype.itemsize, limit, state_bytes(states, dtype))
             tokenizer = load_tokenizer(source.directory)
             if (
                 chosen is not None
@@ -144,6 +162,12 @@ def place(
         division.complete(model, source.directory)
     progress(LoadProgress("warm-up"))
     cache, execution = _prepared(spec, model, shapes, pool, chosen, division)
+    recurrent = None
+    if states:
+        module, own = execution.model.module, RECURRENT[architecture.name]
+        recurrent = RecurrentLayers(
+            module, own, states, pool.num_states, dtype=dtype, device=device
+        )
     return PlacedModel(
         architecture,
         config,
@@ -156,7 +180,13 @@ def place(
         defaults,
         ends,
         source.is_demo,
+        recurrent,
     )
+
+
+def state_bytes(states: Mapping[int, StateShape], dtype: torch.dtype) -> int:
+    """Return the bytes of one sequence's states in all layers; 0 for a model without."""
+    return sum(shape.num_bytes(dtype.itemsize) for shape in states.values())
 
 
 def _prepared(
@@ -168,7 +198,7 @@ def _prepared(
     division: Division,
 ) -> tuple[KvCache, Execution]:
     """Return the model's cache, and the model as it runs over that cache."""
-    calls = probe(model, shapes)
+    calls, recurrence = probe(model, shapes), RECURRENT.get(model.architecture.name)
     dtype, device = model.dtype, model.device
     cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
     backend, reason = chosen, "it was chosen"
@@ -182,6 +212,7 @@ def _prepared(
         cache,
         quantization=spec.quantization,
         objection=division.objection_to_decoder(model.architecture),
+        recurrent=recurrence.module if recurrence is not None else "",
     )
     return cache, execution
 

@@ -20,6 +20,7 @@ from engine.core.text.types import TokenLogprob
 from engine.errors import EngineBug, FieldViolation
 from engine.worker.drafting.look_up import LookUp
 from engine.worker.failures import describe
+from engine.worker.forward.recurrent import RowState
 from engine.worker.sampling.edits import make_edits
 from engine.worker.sampling.sampler import SampleRow
 from engine.worker.text.detokenizer import TextState
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork, Row
+    from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork, Row, StateDelta
     from engine.core.text.types import PromptImage, Sampling, Stops
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.edits import Edits
@@ -63,6 +64,7 @@ class SequenceState:
     num_forced: int = 0  # of the draft; the constraint leaves nothing else
     adapter: str = ""  # the digest of the adapter that computes it; "": the base model alone
     images: tuple[PromptImage, ...] = ()  # of the prompt
+    state_slot: int | None = None  # where its state is, if the model has recurrent layers
 
     @classmethod
     def admit(
@@ -229,9 +231,26 @@ class SequenceState:
             raise EngineBug(f"sequence {row.sequence} has {len(table)} blocks for {end} tokens")
         return table
 
-    def place(self, blocks: Ints) -> None:
-        """Set the block table of a step that took effect."""
+    def row_state(self, row: Row) -> RowState:
+        """Return where the state before a planned row is, and where those after it go.
+
+        Raises:
+            EngineBug: the sequence has no state slot.
+        """
+        own, source, snapshot = row.state or (self.state_slot, None, None)
+        if own is None:
+            raise EngineBug(f"sequence {row.sequence} has no state slot")
+        targets = [own, *[child.state for child in row.children], snapshot]
+        begins = source if source is not None else own
+        return RowState(
+            begins if row.start else None, tuple([one for one in targets if one is not None])
+        )
+
+    def place(self, blocks: Ints, state: StateDelta | None) -> None:
+        """Set the block table, and the state slot, of a step that took effect."""
         self.blocks = blocks
+        if state is not None:
+            self.state_slot = state.slot
 
     def note_scores(self, scores: Sequence[TokenLogprob]) -> None:
         """Append the prompt's log-probabilities that a step computed, which took effect."""
@@ -273,6 +292,7 @@ class SequenceState:
             adapter=self.adapter,
             images=self.images,
             look_up=None if self.look_up is None else LookUp(),
+            state_slot=child.state,
         )
 
 

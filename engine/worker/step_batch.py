@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.core.text.types import TokenLogprob
     from engine.worker.forward.adapters import AdapterGroup
     from engine.worker.forward.packing import Ints, PackedRows
+    from engine.worker.forward.recurrent import RowState
     from engine.worker.sampling.constraint_compiler import Matching
     from engine.worker.sampling.masks import Mask
     from engine.worker.sampling.sampler import SampleRow
@@ -70,6 +71,7 @@ class Batch:
     scored: tuple[ScoredRow, ...]
     masks: tuple[tuple[Matching, Mask], ...]  # each is filled before the choices are drawn
     groups: tuple[AdapterGroup, ...]  # the tokens that have adapters
+    states: tuple[RowState, ...] = ()  # of the rows, if the model has recurrent layers
     images: object = None  # what the rows' images put into the forward, as the runner has it
 
 

@@ -17,6 +17,7 @@ from engine.core.text.plan import (
     BlockDelta,
     Logits,
     Row,
+    StateDelta,
     StepPlan,
 )
 from engine.core.text.types import Sampling, Stops
@@ -53,8 +54,9 @@ def warm_up(execute: Callable[[StepPlan], StepResult], pool: PoolSize) -> None:
         WARM_UP_SEQUENCE, (0,) * count, Sampling(temperature=0.0), Stops(max_tokens=2)
     )
     blocks = BlockDelta(0, tuple(BlockId(i) for i in range(min(2, pool.num_blocks))))
-    _check(execute(StepPlan(WARM_UP_PLAN, (Row(new.sequence, 0, count, blocks, Logits.LAST),),
-                            admitted=(new,))))  # fmt: skip
+    state = StateDelta(BlockId(0)) if pool.num_states else None
+    first = Row(new.sequence, 0, count, blocks, Logits.LAST, state=state)
+    _check(execute(StepPlan(WARM_UP_PLAN, (first,), admitted=(new,))))
     if len(blocks.append) * pool.block_size > count:
         kept = BlockDelta(len(blocks.append))
         row = Row(new.sequence, count, 1, kept, Logits.LAST)

@@ -5,7 +5,8 @@ client's window, and output that a client's connection does not accept. One obje
 all connections. Beyond `Limits.held_bytes`
 
 1. calls of connections without progress for `Limits.held_stall_s` are ended, those of the address
-   with the most bytes first (they are ended as well while a request waits for room);
+   with the most bytes first, and there those of the connection with the most, so that a client pays
+   before others behind the same proxy (calls are ended as well while a request waits for room);
 2. incomplete requests get no larger window, with two exceptions: the one that asked first, so that
    one can always be completed, and those whose address holds less than its share even when they are
    complete, so that nobody waits for a client that sends slowly. The others wait in their order.
@@ -39,13 +40,15 @@ CALL_BYTES = 2**14  # what a call takes without its messages, about. Measured wi
 
 
 class Holder:
-    """One connection. ``progressed_at`` is when it had last delivered `PROGRESS_BYTES` of requests,
-    or taken so many of answers or the end of one, in the clock's seconds."""
+    """One connection, for which ``num_bytes`` are kept. ``progressed_at`` is when it had last
+    delivered `PROGRESS_BYTES` of requests, or taken so many of answers or the end of one, in the
+    clock's seconds."""
 
-    __slots__ = ("_num_moved", "address", "progressed_at")
+    __slots__ = ("_num_moved", "address", "num_bytes", "progressed_at")
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.num_bytes = 0
         self.progressed_at = -math.inf
         self._num_moved = 0  # bytes since then
 
@@ -127,6 +130,7 @@ class HeldBytes:
     def _count(self, holding: Holding, num_bytes: int) -> None:
         change = num_bytes - holding.num_bytes
         self.num_bytes += change
+        holding.holder.num_bytes += change
         address = holding.holder.address
         self._by_address[address] += change
         if not self._by_address[address]:
@@ -171,20 +175,24 @@ class HeldBytes:
 
     def _evict(self, holdings: list[Holding], max_bytes: int, max_ends: float = math.inf) -> None:
         """End calls until no more than ``max_bytes`` are kept, or ``max_ends`` have ended: those of
-        the address with most bytes first, and of those the largest."""
-        by_address: dict[str, deque[Holding]] = {}
+        the address with most bytes first, there of the connection with most, and of those the
+        largest."""
+        by_holder: dict[Holder, deque[Holding]] = {}
         for one in sorted(holdings, key=lambda one: -one.num_bytes):
-            by_address.setdefault(one.holder.address, deque()).append(one)
+            by_holder.setdefault(one.holder, deque()).append(one)
         num_ended = 0
-        while by_address and self.num_bytes > max_bytes and num_ended < max_ends:
-            address = max(by_address, key=self._by_address.__getitem__)
-            one = by_address[address].popleft()
-            if not by_address[address]:
-                del by_address[address]
+        while by_holder and self.num_bytes > max_bytes and num_ended < max_ends:
+            holder = max(by_holder, key=self._bytes_of)
+            one = by_holder[holder].popleft()
+            if not by_holder[holder]:
+                del by_holder[holder]
             if one.num_bytes:  # `evict` may have ended others
                 self._count(one, 0)
                 one.evict()
                 num_ended += 1
+
+    def _bytes_of(self, holder: Holder) -> tuple[int, int]:
+        return self._by_address[holder.address], holder.num_bytes
 
     def _let_grow(self) -> None:
         """Let those requests grow that may, of the first ones that wait."""

@@ -318,6 +318,13 @@ def test_a_variant_of_16_bits_is_read_where_there_is_no_other(sd):
     )
 
 
+def test_a_model_of_few_steps_takes_few_unless_a_request_says_more(sd):
+    assert loaded(sd)[0].default_steps == 50
+    edit(sd / "model_index.json", scheduler=["diffusers", "LCMScheduler"])
+    edit(sd / "scheduler" / "scheduler_config.json", _class_name="LCMScheduler")
+    assert loaded(sd)[0].default_steps == 4
+
+
 def test_an_autoencoder_that_overflows_in_16_bits_stays_in_32(sd):
     edit(sd / "vae" / "config.json", force_upcast=True)
     _, found = loaded(sd, dtype="bfloat16")

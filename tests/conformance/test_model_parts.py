@@ -91,6 +91,18 @@ def test_the_arithmetic_counts_a_partly_used_last_block():
         size_pool(RunnerSpec("m", kv_bytes=3 * 512 - 1, **fields), SHAPES, 2, 9)
 
 
+def test_up_to_half_of_the_pool_is_for_states():
+    fields = {"block_size": 4, "kv_bytes": 10_000}
+    few = size_pool(RunnerSpec("m", max_num_seqs=3, **fields), SHAPES, 2, 64, 600)
+    assert (few.num_states, few.num_blocks) == (6, (10_000 - 6 * 600) // 512)
+    many = size_pool(RunnerSpec("m", max_num_seqs=100, **fields), SHAPES, 2, 32, 600)
+    assert (many.num_states, many.num_blocks) == (8, (10_000 - 8 * 600) // 512)
+    assert many.num_bytes == many.num_blocks * 512 + 8 * 600
+    assert few.new_state_bytes(RunnerSpec("m", max_num_seqs=3)) == 3 * 600
+    with pytest.raises(Refusal, match="less than the 6,000 bytes that the states"):
+        size_pool(RunnerSpec("m", **fields), SHAPES, 2, 64, 6_000)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_written_values_are_read_back(dtype):
     cache = make_cache(dtype=dtype)
@@ -141,10 +153,11 @@ def test_a_window_shows_a_query_itself_and_those_before_it():
     assert first_visible(positions, None).tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 3, 40])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_reference_is_attention_token_by_token(seed, window, softcap):
+def test_the_reference_is_attention_token_by_token(seed, window, softcap, has_sinks):
     """The rows lie over shuffled blocks; every earlier key is in the cache."""
     rng, block_size = random.Random(seed), 4
     cache = KvCache([LayerShape(2, 8)], 64, block_size, dtype=torch.float64,
@@ -162,7 +175,8 @@ def test_the_reference_is_attention_token_by_token(seed, window, softcap):
     rows = pack(starts, counts, tables, block_size)
     query = torch.randn(rows.num_tokens, 6, 8, dtype=torch.float64)
     key, value = torch.randn(2, rows.num_tokens, 2, 8, dtype=torch.float64)
-    call = AttentionCall(0, 0.4, window, softcap)
+    sinks = 2.0 * torch.randn(6, dtype=torch.float64) if has_sinks else None
+    call = AttentionCall(0, 0.4, window, softcap, sinks)
     out = ReferenceBackend().prepare(rows, cache).attend(call, query, key, value)
     token = 0
     for start, count, table in zip(starts, counts, tables, strict=True):
@@ -174,7 +188,11 @@ def test_the_reference_is_attention_token_by_token(seed, window, softcap):
             scores = torch.einsum("hd,lhd->hl", query[token], keys) * 0.4
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            wanted = torch.einsum("hl,lhd->hd", scores.softmax(-1).double(), values)
+            weights = scores.exp()
+            total = weights.sum(-1, keepdim=True)
+            if sinks is not None:
+                total += sinks.exp()[:, None]
+            wanted = torch.einsum("hl,lhd->hd", weights / total, values)
             torch.testing.assert_close(out[token], wanted, rtol=1e-6, atol=1e-6)
             token += 1
 

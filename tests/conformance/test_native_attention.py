@@ -103,6 +103,21 @@ MIXED = [(0, 1), (20, 1), (0, 33), (700, 1), (90, 50), (511, 1), (512, 1), (1100
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 24, 600])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sinks_take_their_share(backend, shape, window, dtype):
+    """Those far above and far below all scores, too."""
+    case = make_case(2, shape, dtype, MIXED)
+    sinks = torch.linspace(-60.0, 60.0, shape[0]).to(dtype)
+    call = AttentionCall(0, 2.0 * shape[2] ** -0.5, window, sinks=sinks)
+    out, wanted = attend(backend, case, call).double(), in_float64(case, call)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, wanted, rtol=0, atol=5 * TOLERANCE[dtype])
+    bare = attend(backend, case, replace(call, sinks=None)).double()
+    assert (bare - out).norm() > 0.1 * bare.norm()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 24, 600])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -152,6 +152,15 @@ PUBLISHED = {
         "SeedOssForCausalLM", head_dim=128, attention_bias=True, attention_out_bias=False,
         mlp_bias=False, residual_dropout=0.1, rope_theta=10000000.0, pretraining_tp=1,
         rope_scaling={"rope_type": "default"}),
+    "GPT-OSS": published(
+        "GptOssForCausalLM", attention_bias=True, experts_per_token=4, head_dim=64,
+        hidden_act="silu", initial_context_length=4096, num_experts_per_tok=4, sliding_window=128,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        max_position_embeddings=131072, num_local_experts=8, output_router_logits=False,
+        router_aux_loss_coef=0.9, swiglu_limit=7.0, rope_theta=150000, pad_token_id=9,
+        tie_word_embeddings=False, rope_scaling={
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+            "original_max_position_embeddings": 4096, "truncate": False}),
     "Granite, left out": published("GraniteForCausalLM", num_key_value_heads=REQUIRED),
 }  # fmt: skip
 
@@ -172,21 +181,26 @@ def stock_of(raw, directory):
 
 def named_shapes(module):
     """Return the names and shapes of a module's parameters. The experts of a layer, which
-    transformers joins and an outline does not, are joined."""
+    transformers joins and an outline does not, are joined; GPT-OSS' weights have inputs before
+    outputs."""
     shapes = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        match = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.weight", name)
+        match = re.fullmatch(r"(.*\.experts)\.\d+\.(gate|up|down)_proj\.(weight|bias)", name)
         if match is None:
             shapes[name] = parameter.shape
             continue
         whole = f"{match[1]}.{'down' if match[2] == 'down' else 'gate_up'}_proj"
+        whole += "_bias" if match[3] == "bias" else ""
         shapes.setdefault(whole, []).append(parameter.shape)
     for name, parts in shapes.items():
         if isinstance(parts, list):
             experts = len(module.get_submodule(name.rpartition(".")[0]))
             outputs = sum(part[0] for part in parts) // experts
-            assert {part[1] for part in parts} == {parts[0][1]}
-            shapes[name] = torch.Size((experts, outputs, parts[0][1]))
+            assert {part[1:] for part in parts} == {parts[0][1:]}
+            joined = (outputs, *parts[0][1:])
+            if f"{name.removesuffix('_bias')}_bias" in shapes:
+                joined = joined[::-1]
+            shapes[name] = torch.Size((experts, *joined))
     return list(shapes.items())
 
 
@@ -214,6 +228,8 @@ def compare(raw, directory):
     assert outline.all_tied_weights_keys == stock.all_tied_weights_keys
     assert outline.base_model_prefix == stock.base_model_prefix
     assert outline.calls == calls
+    for own, other in zip(outline.calls, calls, strict=True):
+        assert (own.sinks is None) == (other.sinks is None)
     ours, theirs = take_apart(outline, calls), take_apart(stock, calls)
     for number in (
         *("heads", "kv_heads", "head_dim", "mlp", "activation", "eps", "embedding_scale"),
@@ -313,6 +329,7 @@ UNUSUAL = {
     "Gemma 3's rotary for all layers": published(
         "Gemma3ForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 1e6}
     ),
+    "GPT-OSS without rotary settings": published("GptOssForCausalLM"),
     "Gemma 3's yarn": published("Gemma3ForCausalLM", rope_scaling=YARN_ROPE),
 }
 

@@ -37,8 +37,8 @@ REFUSED = {
         "MambaForCausalLM has recurrent layers",
     ),
     "recurrent by layers": (
-        {"architectures": ["Qwen3NextForCausalLM"], "layer_types": ["linear_attention"]},
-        "Qwen3NextForCausalLM has recurrent layers (linear_attention)",
+        {"architectures": ["OlmoHybridForCausalLM"], "layer_types": ["linear_attention"]},
+        "OlmoHybridForCausalLM has recurrent layers (linear_attention)",
     ),
     "recurrent layers in a served one": (
         LLAMA | {"layer_types": ["mamba", "full_attention"]},
@@ -69,10 +69,6 @@ REFUSED = {
             "StableLm": "does not pass keywords on to its attention",
         }.items()
     },
-    "attention sinks": (
-        {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"},
-        "GptOssForCausalLM needs the attention keyword 's_aux'",
-    ),
     "unknown": (
         {"architectures": ["CTRLLMHeadModel"], "model_type": "ctrl"},
         "the architecture CTRLLMHeadModel is not served; docs/features.md lists those that are",
@@ -198,7 +194,6 @@ def serve_anyway(monkeypatch, name, module, config):
     """Treat the architecture as a served one."""
     entry = Architecture(name, module, module, config)
     monkeypatch.setitem(architectures.SERVED, name, entry)
-    monkeypatch.setattr(architectures, "KEYWORD_TYPES", {})
     monkeypatch.setattr(architectures, "UNPAGED_TYPES", {})
 
 
@@ -210,11 +205,11 @@ def refusal_of(directory):
     return str(failed.value)
 
 
-def test_the_probe_refuses_gpt_oss_for_its_sinks(monkeypatch, tmp_path):
-    serve_anyway(monkeypatch, "GptOssForCausalLM", "gpt_oss", "GptOssConfig")
-    make(tmp_path, "gpt_oss", TINY)
+def test_the_probe_refuses_a_model_for_a_keyword_that_is_not_listed(monkeypatch, tmp_path):
+    monkeypatch.delitem(HARMLESS, "dropout")
+    make(tmp_path, "starcoder2", TINY)
     said = refusal_of(tmp_path)
-    assert "GptOssForCausalLM is not served: it needs the attention keyword 's_aux'" in said
+    assert "Starcoder2ForCausalLM is not served: it needs the attention keyword 'dropout'" in said
 
 
 @pytest.mark.parametrize("name", ["StableLm", "Nemotron"])

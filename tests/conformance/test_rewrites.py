@@ -137,11 +137,19 @@ class SeparateExperts(torch.nn.Module):
 
     def __init__(self, stock):
         super().__init__()
-        self.act_fn = stock.act_fn
+        self.act_fn = getattr(stock, "act_fn", None)
+        self.apply_gate = getattr(stock, "_apply_gate", None)  # GPT-OSS
+        is_joined = hasattr(stock, "act_fn")
         self.layers = torch.nn.ModuleList(
-            torch.nn.ModuleList(linear_of(weight) for weight in (*gate_up.chunk(2), down))
-            for gate_up, down in zip(stock.gate_up_proj, stock.down_proj, strict=True)
+            torch.nn.ModuleList(parts)
+            for parts in (joined_parts(stock) if is_joined else alternating_parts(stock))
         )
+
+    def gated(self, gate, up):
+        """Return what a gate lets through of an up."""
+        if self.act_fn is not None:
+            return self.act_fn(gate) * up
+        return self.apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
 
     def forward(self, hidden, chosen, shares):
         """Return the shared sum of each row's experts."""
@@ -150,15 +158,31 @@ class SeparateExperts(torch.nn.Module):
             parts = []
             for expert, share in zip(experts, own, strict=True):
                 gate, up, down = self.layers[expert]
-                parts.append(share * down(self.act_fn(gate(row)) * up(row)))
+                parts.append(share * down(self.gated(gate(row), up(row))))
             rows.append(sum(parts))
         return torch.cat(rows)
 
 
-def linear_of(weight):
+def joined_parts(stock):
+    """Yield gate, up and down of each expert."""
+    for gate_up, down in zip(stock.gate_up_proj, stock.down_proj, strict=True):
+        yield [linear_of(weight) for weight in (*gate_up.chunk(2), down)]
+
+
+def alternating_parts(stock):
+    """Yield gate, up and down of each of GPT-OSS' experts."""
+    joined = (stock.gate_up_proj, stock.gate_up_proj_bias, stock.down_proj, stock.down_proj_bias)
+    for gate_up, bias, down, down_bias in zip(*joined, strict=True):
+        pair = [linear_of(gate_up.T[first::2], bias[first::2]) for first in (0, 1)]
+        yield [*pair, linear_of(down.T, down_bias)]
+
+
+def linear_of(weight, bias=None):
     """Return a linear layer with this weight."""
-    layer = torch.nn.Linear(*weight.T.shape, bias=False)
+    layer = torch.nn.Linear(*weight.T.shape, bias=bias is not None)
     layer.weight = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+    if bias is not None:
+        layer.bias = torch.nn.Parameter(bias.detach().clone(), requires_grad=False)
     return layer
 
 
@@ -251,7 +275,7 @@ def test_a_compiled_decoder_is_the_stock_one_at_the_width_of_real_layers(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "qwen3_moe", "gpt_oss"])
 def test_a_row_gives_the_same_bits_whatever_rows_are_beside_it(zoo, name, dtype):
     built = Built(zoo.directory(name), dtype, is_stock=False)
     together = built.logits()
@@ -278,7 +302,7 @@ def test_a_weight_is_held_once(zoo):
 
 
 SMALL_ROWS = ["llama", "llama, untied, biases", "qwen2", "phi3", "gemma3", "olmo2", "granite",
-              "qwen3_moe", "smollm3", "mixtral", "exaone4", "seed_oss"]  # fmt: skip
+              "qwen3_moe", "smollm3", "mixtral", "exaone4", "seed_oss", "gpt_oss"]  # fmt: skip
 
 
 def check_rounded_alike(small, exact):

@@ -24,16 +24,18 @@ from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
+from engine.core.text.types import Constraint
 from engine.errors import InvalidRequest, Unsupported
 from engine.requests.answer_format import AnswerFormat, detect_format
-from engine.requests.answer_parser import AnswerParser
 from engine.requests.chat_values import Chat
+from engine.requests.choice_parser import parser_of
 from engine.requests.text_values import AnswerTokens, GenerateRequest, Tokens
 from engine.requests.tool_grammar import tool_constraint
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler
 from engine.worker.text.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
 from tests.support.model_zoo import Zoo
+from tools.make_model import EOS
 
 pytestmark = pytest.mark.model
 
@@ -57,7 +59,8 @@ TOOLS = [
     for name, schema in SCHEMAS.items()
 ]
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>")
-MARKERS += ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+MARKERS += ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|start|>", "<|channel|>", "<|message|>")
+MARKERS += ("<|end|>", "<|constrain|>", "<|call|>")
 TEMPLATES = {
     "hermes": "<tool_call></tool_call>",
     "hermes, reasoning": "<think></think><tool_call></tool_call>",
@@ -66,6 +69,7 @@ TEMPLATES = {
     "mistral": "[TOOL_CALLS]",
     "mistral, named": "[TOOL_CALLS][ARGS]",
     "mistral, named with ids": "[TOOL_CALLS][CALL_ID][ARGS]",
+    "channels": "<|start|><|channel|><|message|>",
 }
 
 
@@ -106,7 +110,7 @@ def walk(matching, seed, begin):
 
 def parse(form, text):
     """Return an answer's text, reasoning and calls."""
-    parser = AnswerParser(form)
+    parser = parser_of(form)
     parts = [parser.feed(text), parser.close()]
     calls = [call for part in parts for call in part.calls]
     return "".join(p.text for p in parts), "".join(p.reasoning for p in parts), calls
@@ -130,6 +134,7 @@ def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
     tokenizer, grammars = compiler
     template = TEMPLATES[name]
     prompts = ["", "<think>\n"] if "reasoning" in name else [""]
+    prompts = ["<|start|>assistant"] if name == "channels" else prompts
     named = set()
     for prompt in prompts:
         form = detect_format(template, has_tools=True, prompt=prompt)
@@ -141,6 +146,9 @@ def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
             begins = [call, "<think>\nhm</think>"]
         if form.begins_inside:
             begins = ["hm <b> </ hm</think>\n\n"]
+        if form.has_channels:
+            thought = "<|channel|>analysis<|message|>hm <b> <|<|end|><|start|>assistant"
+            begins = [f"{lead}<|channel|>commentary" for lead in ("", thought)]
         for seed in range(8):
             written = begins[seed % len(begins)]
             begin = tokenizer.encode(written, add_special_tokens=False) if written else ()
@@ -149,7 +157,7 @@ def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
                 form, tokenizer.decode(tokens, skip_special_tokens=False)
             )
             assert text == ""
-            assert bool(reasoning) == ("</think>" in written)
+            assert bool(reasoning) == ("hm" in written)
             check(calls, only)
             named |= {call.name for call in calls}
         grammars.forget(constraint)
@@ -175,6 +183,7 @@ def test_a_format_that_is_not_known_cannot_be_enforced():
         ("<tool_call>", {"name": "f", "parameters": True}, "chat.tools[0].parameters"),
         ("<tool_call>", {"name": "f", "parameters": {"enum": {1}}}, "chat.tools[0].parameters"),
         ("[TOOL_CALLS][ARGS]", {"name": "get it"}, "chat.tools[0].name"),
+        ("<|channel|><|message|>", {"name": "get it"}, "chat.tools[0].name"),
         ("<tool_call>", {"name": "f" * 70_000}, "chat.tools"),
     ],
 )
@@ -212,16 +221,23 @@ def test_a_tokenizer_that_cannot_be_constrained_names_the_choice():
 # ---- by a model ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """Return the tiny Llama model with a template that takes tools, in Hermes' format."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    made = tmp_path_factory.mktemp("model") / "caller"
-    shutil.copytree(zoo.load("llama").directory, made)
-    zoo.close()
+# What is added to the template of a tiny model, so that it takes tools in this format.
+TAKES_TOOLS = {
+    "llama": "{% if tools %}<tool_call></tool_call>{% endif %}",
+    "gpt_oss": "{% if tools %}f{% endif %}<|channel|>final<|message|>?<|end|><|start|>assistant",
+}
+
+
+@pytest.fixture(scope="module", params=TAKES_TOOLS)
+def directory(request, tmp_path_factory):
+    """Return a tiny model with a template that takes tools, in Hermes' format or in channels."""
+    made = tmp_path_factory.mktemp("model") / request.param
+    shutil.copytree(Zoo(tmp_path_factory.mktemp("zoo")).directory(request.param), made)
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # their end is a marker of channels
+        (made / name).write_text((made / name).read_text().replace(EOS, "<|eos|>"))
     path = made / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    config["chat_template"] += "{% if tools %}<tool_call></tool_call>{% endif %}"
+    config["chat_template"] += TAKES_TOOLS[request.param]
     path.write_text(json.dumps(config))
     return made
 
@@ -229,7 +245,7 @@ def directory(tmp_path_factory):
 async def answer(eng, chat, **fields):
     """Return each choice's text, calls and end."""
     found = [["", [], None] for _ in range(fields.get("n", 1))]
-    sampling = {"max_tokens": 400, "temperature": 1.5, "seed": 1}
+    sampling = {"max_tokens": 400, "temperature": 3.0, "seed": 1}
     async with eng.generate(GenerateRequest(chat=chat, sampling=sampling, **fields)) as stream:
         async for event in stream:
             if isinstance(event, Finished):
@@ -248,7 +264,7 @@ def test_a_random_model_calls_what_it_must(directory):
     async def main():
         async with open_engine(config) as eng:
             for choice in ("get_weather", "now", "required"):
-                found = await answer(eng, Chat(ask, TOOLS, tool_choice=choice), n=3)
+                found = await answer(eng, Chat(ask, TOOLS, tool_choice=choice), n=8)
                 for text, calls, reason in found:
                     if reason is EndReason.STOP:
                         assert text == ""
@@ -258,5 +274,29 @@ def test_a_random_model_calls_what_it_must(directory):
                 [(text, calls, _)] = await answer(eng, Chat(ask, TOOLS, tool_choice=choice))
                 assert text
                 assert calls == []
+
+    trio.run(main)
+
+
+SAID = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello!"
+
+
+def test_channels_come_as_reasoning_and_text(directory):
+    """The constraint makes the model write messages in channels; those of other models are text."""
+    constraint = Constraint("choice", SAID)
+    chat = Chat([{"role": "user", "content": "Hi"}])
+    config = EngineConfig(models=(ModelConfig(str(directory)),), check_level=2)
+
+    async def main():
+        async with open_engine(config) as eng:
+            request = GenerateRequest(
+                chat=chat, constraint=constraint, sampling={"max_tokens": 200}
+            )
+            async with eng.generate(request) as stream:
+                events = [event async for event in stream if isinstance(event, Tokens)]
+        text = "".join(event.text for event in events)
+        reasoning = "".join(e.reasoning for e in events if isinstance(e, AnswerTokens))
+        is_parsed = directory.name == "gpt_oss"
+        assert (text, reasoning) == (("Hello!", "Hm.") if is_parsed else (SAID, ""))
 
     trio.run(main)

@@ -46,6 +46,7 @@ def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **keywords):
     left, right = keywords["window_size"]
     assert right == 0
     out = torch.full_like(query, math.nan)
+    sums = query.new_full((query.shape[1], query.shape[0]), math.nan)
     offsets = zip(cu_seq_q.tolist(), cu_seq_k.tolist(), strict=True)
     low_q, low_k = next(offsets)
     for high_q, high_k in offsets:
@@ -56,14 +57,19 @@ def stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **keywords):
             values = value[first:end].repeat_interleave(groups, 1)
             scores = torch.einsum("hd,lhd->hl", query[token], keys) * keywords["scale"]
             out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
+            sums[:, token] = scores.logsumexp(-1)
         low_q, low_k = high_q, high_k
-    return out
+    return (out, sums) if keywords["return_aux"].lse else out
 
 
 def check_arguments(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, keywords):
     """Check what the kernel checks, and what it assumes."""
     tensors = [one.to("meta") for one in (query, key, value, cu_seq_q, cu_seq_k)]
-    assert varlen_attn(*tensors, max_q, max_k, **keywords).shape == query.shape
+    told = varlen_attn(*tensors, max_q, max_k, **keywords)
+    if keywords["return_aux"].lse:
+        told, sums = told
+        assert sums.shape == (query.shape[1], query.shape[0])
+    assert told.shape == query.shape
     assert query.dtype == key.dtype == value.dtype
     assert key.shape == value.shape
     assert all(one.stride(-1) == 1 for one in (query, key, value))
@@ -110,6 +116,11 @@ SHAPES = st.sampled_from([(1, 1, 8), (4, 4, 16), (4, 2, 8), (6, 2, 24), (9, 3, 8
 WINDOWS = st.sampled_from([None, 1, 2, 7, 40, 600])
 
 
+def draw_sinks(seed, heads):
+    """Return the sinks of every second seed, and None."""
+    return 2.0 * torch.randn(heads, dtype=torch.float64) if seed % 2 else None
+
+
 @given(layout=layouts(), shape=SHAPES, windows=st.tuples(WINDOWS, WINDOWS), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=150)
 def test_any_step_is_the_references(layout, shape, windows, seed):
@@ -122,10 +133,10 @@ def test_any_step_is_the_references(layout, shape, windows, seed):
         patch.setattr(varlen_attention, "varlen_attn", stand_in)
         step, oracle = VarlenBackend().prepare(rows, cache), ReferenceBackend().prepare(rows, other)
         for layer, window in enumerate(windows):
-            call = AttentionCall(layer, 0.3, window)
+            call = AttentionCall(layer, 0.3, window, sinks=draw_sinks(seed, shape[0]))
             inputs = numbers(rows, shape, torch.float64)
             out = step.attend(call, *inputs)
-            torch.testing.assert_close(out, oracle.attend(call, *inputs), rtol=0, atol=1e-12)
+            torch.testing.assert_close(out, oracle.attend(call, *inputs), rtol=0, atol=1e-6)
     for own, wanted in zip((*cache.keys, *cache.values), (*other.keys, *other.values), strict=True):
         assert torch.equal(own, wanted) or torch.equal(own.isnan(), wanted.isnan())
 
@@ -242,10 +253,11 @@ if torch.cuda.is_available():  # without a GPU these tests do not exist
         torch.manual_seed(seed)
         rows, num_blocks = lay_out(layout, random.Random(seed))
         near, exact = caches(rows, num_blocks, shape, (torch.bfloat16, CUDA), (torch.float64, CPU))
-        call = AttentionCall(0, 0.3, window)
+        call = AttentionCall(0, 0.3, window, sinks=draw_sinks(seed, shape[0]))
         inputs = numbers(rows, shape, torch.bfloat16)
         on_gpu, wide = [one.to(CUDA) for one in inputs], [one.double() for one in inputs]
-        out = VarlenBackend().prepare(rows, near).attend(call, *on_gpu)
+        sent = replace(call, sinks=None if call.sinks is None else call.sinks.to(CUDA))
+        out = VarlenBackend().prepare(rows, near).attend(sent, *on_gpu)
         wanted = ReferenceBackend().prepare(rows, exact).attend(call, *wide)
         torch.testing.assert_close(out.cpu().double(), wanted, rtol=0, atol=6e-2)
 

@@ -11,7 +11,10 @@ import json
 import math
 import random
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from engine.config import EngineConfig, ModelConfig  # noqa: E402
 from engine.core.text.types import Sampling  # noqa: E402
 from engine.errors import EngineBug, SpawnFailed  # noqa: E402
+from engine.requests import image_prompts  # noqa: E402
 from engine.worker.factory import runner_spec  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
@@ -32,12 +36,16 @@ from engine.worker.vision import runner as runner_module  # noqa: E402
 from engine.worker.vision.positions import positions_of  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.vision import CHATS, load, runner_of  # noqa: E402
+from tools import make_vision  # noqa: E402
 from tools.make_vision import RECIPES  # noqa: E402
 
 pytestmark = pytest.mark.model
 
 NUM_NEW = 24
+TILES = 5  # of the image of the chat "before", with the copy of the whole
 ESTIMATE_OFF_MOST = 0.02
+MEMORY_PROBE = Path(__file__).parents[1] / "support" / "vision_memory.py"
+GRID_TOKENS = 900  # of the largest image of a Qwen3-VL there
 
 
 @pytest.fixture(scope="module", params=sorted(RECIPES))
@@ -208,6 +216,22 @@ def test_what_is_loaded_takes_what_was_estimated(seeing):
     assert abs(seeing.info.memory_bytes / estimate - 1) <= ESTIMATE_OFF_MOST
 
 
+@pytest.mark.parametrize("arch", ["smolvlm", "qwen3_vl"])
+def test_the_estimate_holds_what_images_take(tmp_path, arch, monkeypatch):
+    """In a process of its own: as many decoded images as are kept, and the largest image that a
+    prompt can have. Red if the estimate does not count what is kept decoded."""
+    monkeypatch.setitem(make_vision.TEXT, "max_position_embeddings", 2048)
+    monkeypatch.setitem(make_vision.GRID_SIZE, "longest_edge", GRID_TOKENS * 16**2)
+    directory = make_vision.make(tmp_path, arch)
+    done = subprocess.run(
+        [sys.executable, str(MEMORY_PROBE), str(directory)],
+        capture_output=True, text=True, check=False, timeout=240, cwd=MEMORY_PROBE.parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    estimate, taken = map(int, done.stdout.split()[-2:])
+    assert taken <= estimate <= 4 * taken, (estimate, taken)
+
+
 def test_a_config_of_the_first_kind_is_read_the_same(seeing, expected, tmp_path):
     """Qwen2-VL's own config.json has the text model's fields beside the others, and names its
     rotary embedding's type after its positions."""
@@ -229,6 +253,17 @@ def test_a_config_of_the_first_kind_is_read_the_same(seeing, expected, tmp_path)
         assert run(other, ["turns"]) == {"turns": expected["turns"]}
     finally:
         runner.close()
+
+
+def test_tiles_of_one_image_that_are_not_told_apart_are_seen(tmp_path, monkeypatch):
+    tiled = load(tmp_path, "smolvlm")
+    wanted = tiled.expected(CHATS["before"], NUM_NEW)
+    assert len(tiled.prompt(CHATS["before"])[1]) == TILES
+    assert run(tiled, ["before"])["before"] == wanted
+    assert tiled.runner.tower.num_encoded == TILES
+    monkeypatch.setattr(image_prompts, "digest_of_piece", lambda digest, number: digest)
+    assert run(tiled, ["before"])["before"] != wanted
+    tiled.runner.close()
 
 
 def test_a_plan_that_cuts_an_image_is_not_computed(whole):

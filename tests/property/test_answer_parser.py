@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.requests.answer_format import AnswerFormat, ToolFormat, detect_format
-from engine.requests.answer_parser import DEPTH_MAX, AnswerParser, ToolCall
+from engine.requests.answer_parser import AnswerParser
+from engine.requests.answer_reader import DEPTH_MAX, ToolCall
 
 PIECES = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
@@ -18,10 +19,11 @@ PIECES = [
     *('{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "parameters": {}}', '{"name": 1}'),
     *('{"name":"a<b","arguments":{"t":"</tool_call> \\" }"}}', "get_it", "tool_call", "é🌶", "a"),
 ]
+INSIDE = (ToolFormat.HERMES, ToolFormat.LLAMA, ToolFormat.MISTRAL)  # calls marked inside the text
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
 formats = st.builds(
     AnswerFormat,
-    tools=st.sampled_from([None, *ToolFormat]),
+    tools=st.sampled_from([None, *INSIDE]),
     reasons=st.booleans(),
 ).flatmap(
     lambda form: st.sampled_from(
@@ -100,7 +102,7 @@ def test_plain_text_comes_at_once(form, text):
 
 CALL = '{"name": "add", "arguments": {"a": 1.0, "b": "}</tool_call>"}}'
 ADD = ToolCall("add", '{"a": 1.0, "b": "}</tool_call>"}')
-HERMES, LLAMA, MISTRAL = (AnswerFormat(tools) for tools in ToolFormat)
+HERMES, LLAMA, MISTRAL = (AnswerFormat(tools) for tools in INSIDE)
 THINKING = AnswerFormat(ToolFormat.HERMES, reasons=True)
 
 

@@ -78,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         buffer=st.sampled_from([1, 2, 5, 1000]),
         ends_every=st.sampled_from([None, 4, 11]),
         acceptance=st.sampled_from([None, 0.0, 0.7, 1.0]),
+        spare_states=st.none() | st.integers(0, 4),
     )
     def start(
         self,
@@ -90,6 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         buffer,
         ends_every,
         acceptance,
+        spare_states,
     ):
         max_model_len = 96
         self.buffer, self.budget = buffer, budget
@@ -102,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_queued_requests=8,
             prefix_cache=prefix_cache,
             prepared_plans=prepared_plans,
+            num_states=0 if spare_states is None else max_num_seqs + spare_states,
         )
         self.observer = Observer(block_size)
         self.driver.apply(ObservePrefixes(self.observer))

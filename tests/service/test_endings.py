@@ -230,6 +230,7 @@ def in_phase(place, *, spares_others=True, **more):
             now = wait_until(lambda: (s := stats(channel)).waiting == 0 and s, 2)
             assert (now.running, now.parked) == (num_others, 0)
     wait_idle(channel)
+    wait_until(lambda: server.ask("image_bytes") == 0, 5, "the memory of images")
     assert generate(channel, max_tokens=3).error is None
 
 
@@ -409,6 +410,39 @@ def check_deadline(place):
             info = details(heard.error)["ErrorInfo"]
             assert info.metadata["phase"] == name
             assert int(info.metadata["tokens_done"]) == sum(map(len, map(heard.ids, range(2))))
+
+
+@pytest.mark.parametrize("name", ["decode image", "encode image"])
+def test_a_drain_lets_a_request_with_images_end_whole_and_refuses_new_ones(name):
+    """R167."""
+    phase, fields = PHASES[name], {"chat": shown(), "n": 2, "max_tokens": 5, "request_id": "x"}
+    with fake(models=SEES) as other:
+        wait_serving(other.channel)
+        wanted = generate(other.channel, **fields)
+    with fake(**phase.server) as server:
+        channel = server.channel
+        wait_serving(channel)
+        wait_idle(channel)
+        before, living = stats(channel), server.ask("tasks")
+        with Generation(channel, **fields) as call:
+            wait_until(lambda: phase.is_there(server, before, fields), 15, name)
+            assert server.ask("image_bytes")
+            drain = control(channel).Drain.future(pb.DrainRequest(), timeout=30)
+            refused = wait_until(lambda: generate(channel, max_tokens=1).error, 10, "the drain")
+            assert (refused.code(), reason(refused)) == (Code.UNAVAILABLE, "SHUTTING_DOWN")
+            heard = call.finish()
+            assert heard.error is None
+            assert [heard.ids(choice) for choice in range(2)] == [
+                wanted.ids(choice) for choice in range(2)
+            ]
+        drain.result()
+        after = stats(channel)
+        assert not after.running + after.waiting + after.parked
+        assert after.free_blocks == after.total_blocks
+        assert ended(channel).keys() == {"finished", "refused"}
+        wait_until(lambda: server.ask("image_bytes") == 0, 5, "the memory of images")
+        wait_until(lambda: server.ask("tasks")["trio_tasks"] <= living["trio_tasks"], 5, "tasks")
+        assert server.stop() == 0
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "reset", "abort", "pause", "deadline"])

@@ -10,22 +10,17 @@ from engine.config import SchedulerConfig
 from engine.core.common.credit import Credit
 from engine.core.common.events import (
     Admitted,
-    Cancel,
     Finished,
-    ReaderDrained,
     Refused,
-    StepDone,
-    StepFailed,
     Submit,
-    Tick,
 )
-from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason, RequestId
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.worker.fakes.digests import contents_of, digest_after, next_token
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import EOS
+from tests.support.step_driver import StepDriver
 from tools.simulator.watch import gave_way_for_nobody
 
 
@@ -52,27 +47,21 @@ def make_request(name, prompt, *, max_tokens=8, arrival=0.0, **fields):
     return Request(RequestId(name), tuple(prompt), sampling, stops, arrival, **fields)
 
 
-class Driver:
-    """A scheduler, a fake runner, readers that read on command, and a clock."""
+class Driver(StepDriver):
+    """Drives a `Scheduler` with a fake text model."""
 
     def __init__(self, *, runner=None, **config):
         self.config = SchedulerConfig(**{"num_blocks": 64, "max_model_len": 256, **config})
-        self.scheduler = Scheduler(self.config)
-        self.runner = runner or FakeRunner(
+        runner = runner or FakeRunner(
             num_blocks=self.config.num_blocks,
             block_size=self.config.block_size,
             max_model_len=self.config.max_model_len,
             script=FakeScript(),
+            num_states=self.config.num_states,
         )
+        super().__init__(Scheduler(self.config), runner)
         self.runner.load(lambda progress: None)
-        self.now = 0.0
-        self.requests: dict[str, Request] = {}
-        self.credits: dict[str, Credit] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.finished: dict[tuple[str, int], Finished] = {}
-        self.refused: dict[str, Refused] = {}
-        self.unread: dict[str, int] = {}
-        self.in_flight = None
         self.log: list[object] = []
 
     # ---- inputs
@@ -84,27 +73,7 @@ class Driver:
             self.requests[request.request_id] = request
             self.credits[request.request_id] = credit
             self.unread[request.request_id] = 0
-        self._take(self.scheduler.apply(Submit(request, credit), self.now))
-
-    def cancel(self, name, reason=EndReason.CANCELLED):
-        """Apply Cancel."""
-        self._take(self.scheduler.apply(Cancel(RequestId(name), reason), self.now))
-
-    def read(self, name, count=None):
-        """Let the reader take ``count`` messages, or all."""
-        count = self.unread[name] if count is None else min(count, self.unread[name])
-        self.unread[name] -= count
-        if self.credits[name].release(count):
-            self._take(self.scheduler.apply(ReaderDrained(RequestId(name)), self.now))
-
-    def apply(self, event):
-        """Apply any event at the present time."""
-        self._take(self.scheduler.apply(event, self.now))
-
-    def tick(self, seconds):
-        """Advance the clock, and apply Tick."""
-        self.now += seconds
-        self._take(self.scheduler.apply(Tick(), self.now))
+        self.apply(Submit(request, credit))
 
     # ---- steps
 
@@ -127,39 +96,6 @@ class Driver:
         for live in self.scheduler._ledger.requests.values():
             if live.parent.sequence_id in starts and live.request.deadline is not None:
                 assert live.request.deadline > self.now, f"{live.request} is started too late"
-
-    def end_step(self):
-        """Execute the step in flight, apply its result or failure, and return the event."""
-        plan, self.in_flight = self.in_flight, None
-        try:
-            event = StepDone(self.runner.execute(plan))
-        except MemoryError as error:
-            event = StepFailed(StepFailure(plan.plan_id, FailureKind.OUT_OF_MEMORY, repr(error)))
-        except RuntimeError as error:
-            event = StepFailed(StepFailure(plan.plan_id, FailureKind.ERROR, repr(error)))
-        self._take(self.scheduler.apply(event, self.now))
-        return event
-
-    def step(self, *, read=True):
-        """Do one step; the readers then take everything. Return False if there was nothing to
-        compute.
-        """
-        if self.begin_step() is None:
-            return False
-        self.now += 0.01
-        self.end_step()
-        if read:
-            for name in self.requests:
-                self.read(name)
-        self.scheduler.check()
-        return True
-
-    def run(self, *, max_steps=10_000):
-        """Step until nothing is left to compute, and return the number of steps."""
-        for steps in range(max_steps):
-            if not self.step():
-                return steps
-        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler}")
 
     # ---- outputs
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from io import BytesIO
 
-import grpc
 from PIL import Image
 
 from engine.core.image.types import Drawing
 from engine.worker.fakes.drawing import FAKE_INFO, image_of
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
-from tests.support.wire import CALL_LIMIT_S, timeout_metadata
+from tests.support.wire import StreamingCall
 
 ARTIST = {"name": "artist", "capability": "text-to-image"}
 
@@ -22,41 +20,13 @@ def draw_request(prompt="a cat", **fields):
     return pb.GenerateImageRequest(**{"prompt": prompt, "seed": 5} | fields)
 
 
-class Draw:
-    """A GenerateImage call that the test reads at its pace. Leaving its context cancels it.
-
-    ``server_timeout`` is a timeout for the server alone (`tests.support.wire.timeout_metadata`).
-    """
+class Draw(StreamingCall):
+    """A GenerateImage call."""
 
     def __init__(self, channel, request, *, timeout=None, server_timeout=None):
         self.request = request
         method = stubs.InferenceStub(channel).GenerateImage
-        self.call = method(request, timeout=timeout, metadata=timeout_metadata(server_timeout))
-        self.messages = []
-        self.error = None
-        self._limit = threading.Timer(CALL_LIMIT_S, self.call.cancel)
-        self._limit.daemon = True
-        self._limit.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.call.cancel()
-        self._limit.cancel()
-        self._limit.join()
-
-    def read(self):
-        """Return the next message, or None at the end."""
-        try:
-            message = next(self.call)
-        except StopIteration:
-            return None
-        except grpc.RpcError as error:
-            self.error = error
-            return None
-        self.messages.append(message)
-        return message
+        super().__init__(method, request, timeout=timeout, server_timeout=server_timeout)
 
     def read_until(self, name):
         """Read until a message of this kind has come, and return it; None if none comes."""
@@ -64,12 +34,6 @@ class Draw:
             if message.WhichOneof("event") == name:
                 return message
         return None
-
-    def finish(self):
-        """Read to the end."""
-        while self.read() is not None:
-            pass
-        return self
 
     def of(self, name):
         """Return the events of one kind that have come."""

@@ -13,21 +13,16 @@ from engine.config import EncoderConfig
 from engine.core.common.credit import Credit
 from engine.core.common.events import (
     Admitted,
-    Cancel,
     Finished,
-    ReaderDrained,
     Refused,
-    StepDone,
-    StepFailed,
     Submit,
-    Tick,
 )
-from engine.core.common.steps import FailureKind, StepFailure
-from engine.core.common.types import EndReason, RequestId
+from engine.core.common.types import RequestId
 from engine.core.encode.scheduler import EncodeScheduler
 from engine.core.encode.types import Encoded, EncodeInput, EncodeRequest, ImageInput
 from engine.images.fit import FittedImage
 from engine.worker.fakes.encoder import FakeEncoder, ids_of, vector_of
+from tests.support.step_driver import StepDriver
 
 
 class Picture(NamedTuple):
@@ -36,21 +31,13 @@ class Picture(NamedTuple):
     num_tokens: int
 
 
-class EncodeDriver:
-    """A scheduler, a fake encoder, readers that read on command, and a clock."""
+class EncodeDriver(StepDriver):
+    """Drives an `EncodeScheduler` with a fake encoder."""
 
     def __init__(self, *, runner=None, **config):
         self.config = EncoderConfig(**{"max_model_len": 64, **config})
-        self.scheduler = EncodeScheduler(self.config)
-        self.runner = runner or FakeEncoder(max_model_len=64)
-        self.now = 0.0
-        self.requests = {}
-        self.credits = {}
+        super().__init__(EncodeScheduler(self.config), runner or FakeEncoder(max_model_len=64))
         self.got = {}
-        self.unread = {}
-        self.finished = {}
-        self.refused = {}
-        self.in_flight = None
         self.plans = []
         self._next_token = 1
 
@@ -77,32 +64,6 @@ class EncodeDriver:
     def _tokens(self, length):
         self._next_token += 1
         return [self._next_token, *range(length - 1)]
-
-    def apply(self, event):
-        """Apply any event at the present time."""
-        self._take(self.scheduler.apply(event, self.now))
-
-    def cancel(self, name, reason=EndReason.CANCELLED):
-        """Apply Cancel."""
-        self.apply(Cancel(RequestId(name), reason))
-
-    def end_late(self):
-        """End the requests whose deadlines have passed, as their own scopes do."""
-        for name, request in self.requests.items():
-            if request.deadline is not None and request.deadline <= self.now:
-                self.cancel(name, EndReason.DEADLINE)
-
-    def read(self, name, count=None):
-        """Let the reader take ``count`` messages, or all."""
-        count = self.unread[name] if count is None else min(count, self.unread[name])
-        self.unread[name] -= count
-        if self.credits[name].release(count):
-            self.apply(ReaderDrained(RequestId(name)))
-
-    def tick(self, seconds):
-        """Advance the clock, and apply Tick."""
-        self.now += seconds
-        self.apply(Tick())
 
     # ---- steps
 
@@ -176,39 +137,6 @@ class EncodeDriver:
             others = lefts[id(live)].keys() - {kind}
             could = not self._is_barred(live) and live.credit.free + (id(live) in rows) > 0
             assert not (others and could), f"{live} waits for a second step of the other kind"
-
-    def end_step(self):
-        """Execute the step in flight, apply its result or failure, and return the event."""
-        plan, self.in_flight = self.in_flight, None
-        try:
-            event = StepDone(self.runner.execute(plan))
-        except MemoryError as error:
-            event = StepFailed(StepFailure(plan.plan_id, FailureKind.OUT_OF_MEMORY, repr(error)))
-        except RuntimeError as error:
-            event = StepFailed(StepFailure(plan.plan_id, FailureKind.ERROR, repr(error)))
-        self.apply(event)
-        return event
-
-    def step(self, *, read=True):
-        """Do one step; the readers then take everything. Return False if there was nothing to
-        compute.
-        """
-        if self.begin_step() is None:
-            return False
-        self.now += 0.01
-        self.end_step()
-        if read:
-            for name in self.requests:
-                self.read(name)
-        self.scheduler.check()
-        return True
-
-    def run(self, *, max_steps=10_000):
-        """Step until nothing is left to compute, and return the number of steps."""
-        for steps in range(max_steps):
-            if not self.step():
-                return steps
-        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler}")
 
     # ---- outputs
 

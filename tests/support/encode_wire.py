@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
-import grpc
-
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
-from tests.support.wire import CALL_LIMIT_S, stats, timeout_metadata, wait_until
+from tests.support.wire import StreamingCall, stats, wait_until
 
 ENCODERS = (
     {"name": "fake"},
@@ -34,47 +30,13 @@ def rerank_request(query, documents, **fields):
     return pb.RerankRequest(query=query, documents=documents, **fields)
 
 
-class Encode:
-    """An Embed or Rerank call that the test reads at its pace. Leaving its context cancels it.
-
-    ``server_timeout`` is a timeout for the server alone (`tests.support.wire.timeout_metadata`).
-    """
+class Encode(StreamingCall):
+    """An Embed or Rerank call."""
 
     def __init__(self, channel, request, *, timeout=None, server_timeout=None):
         stub = stubs.InferenceStub(channel)
         method = stub.Embed if isinstance(request, pb.EmbedRequest) else stub.Rerank
-        self.call = method(request, timeout=timeout, metadata=timeout_metadata(server_timeout))
-        self.messages = []
-        self.error = None
-        self._limit = threading.Timer(CALL_LIMIT_S, self.call.cancel)
-        self._limit.daemon = True
-        self._limit.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.call.cancel()
-        self._limit.cancel()
-        self._limit.join()
-
-    def read(self):
-        """Return the next message, or None at the end."""
-        try:
-            message = next(self.call)
-        except StopIteration:
-            return None
-        except grpc.RpcError as error:
-            self.error = error
-            return None
-        self.messages.append(message)
-        return message
-
-    def finish(self):
-        """Read to the end."""
-        while self.read() is not None:
-            pass
-        return self
+        super().__init__(method, request, timeout=timeout, server_timeout=server_timeout)
 
     def by_index(self):
         """Return the messages in the order of their inputs, of which each has exactly one."""

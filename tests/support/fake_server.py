@@ -245,6 +245,7 @@ class Counter(trio.abc.Instrument):
     "tasks" is the number of Trio's tasks and of threads, "calls" that of the gRPC calls that run.
     "deadlines" is how many requests were ended by their deadline, by phase. "loads" is how many
     loads of each model have begun, "peak" the most memory that was ever reserved at once.
+    "image_bytes" is the memory that requests hold for images, as files and decoded.
     "computed" is the number of token positions that the real model has computed.
     """
 
@@ -258,6 +259,7 @@ class Counter(trio.abc.Instrument):
         """Answer questions about the engine from now on."""
         self.questions["deadlines"] = lambda: engine.telemetry().deadlines_missed
         self.questions["peak"] = lambda: engine._pool.memory.peak()
+        self.questions["image_bytes"] = lambda: image_bytes(engine._supervisor)
 
     def before_task_step(self, task):
         self.task_steps += 1
@@ -278,6 +280,13 @@ def living():
     """Return the numbers of Trio's tasks and of Python's threads."""
     num_tasks = trio.lowlevel.current_statistics().tasks_living
     return {"trio_tasks": num_tasks, "threads": threading.active_count()}
+
+
+def image_bytes(supervisor):
+    """Return the bytes that the requests of an engine hold for images: as files and decoded."""
+    preparers = set(supervisor._preparers.values())
+    decoded = sum(one.image_memory.num_bytes for one in preparers)
+    return supervisor.image_files.num_bytes + decoded
 
 
 def count_calls():

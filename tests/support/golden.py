@@ -205,12 +205,21 @@ def _plan(plan):
     for row in plan.rows:
         if row.blocks is not None:
             lines.append(f"  table {row.sequence}: keep {row.blocks.keep} + {[*row.blocks.append]}")
+        if row.state is not None:
+            lines.append(f"  {_state(row)}")
         lines += [f"  fork {row.sequence} → {c.sequence}: {[*c.blocks]}" for c in row.children]
     if plan.copies:
         lines.append("  copy " + " ".join(f"{source}→{target}" for source, target in plan.copies))
     if plan.released:
         lines.append("  released " + " ".join(map(str, plan.released)))
     return lines
+
+
+def _state(row):
+    slot, source, snapshot = row.state
+    said = f"state {row.sequence}: in slot {slot}"
+    said += f", from {source}" * (source is not None)
+    return said + f", snapshot in {snapshot}" * (snapshot is not None)
 
 
 def _event(event):

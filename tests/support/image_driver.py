@@ -12,41 +12,28 @@ from engine.config import ImageConfig
 from engine.core.common.credit import Credit
 from engine.core.common.events import (
     Admitted,
-    Cancel,
     Finished,
-    ReaderDrained,
     Refused,
-    StepDone,
-    StepFailed,
     Submit,
-    Tick,
 )
-from engine.core.common.steps import FailureKind, StepFailure
-from engine.core.common.types import EndReason, RequestId
+from engine.core.common.types import RequestId
 from engine.core.image.scheduler import ImageScheduler
 from engine.core.image.types import Drawing, Drawn, ImageRequest, Stepped
 from engine.worker.fakes.drawing import FakeImageRunner, image_of, preview_of
+from tests.support.step_driver import StepDriver
 from tools.simulator.image_watch import ImageWatch
 
 SIZES = (8, 16, 72, 120)
 
 
-class ImageDriver:
-    """A scheduler, a fake image model, readers that read on command, and a clock."""
+class ImageDriver(StepDriver):
+    """Drives an `ImageScheduler` with a fake image model, beside a watcher."""
 
     def __init__(self, *, runner=None, **config):
         self.config = ImageConfig(**config)
-        self.scheduler = ImageScheduler(self.config)
+        super().__init__(ImageScheduler(self.config), runner or FakeImageRunner())
         self.watch = ImageWatch(self.scheduler)
-        self.runner = runner or FakeImageRunner()
-        self.now = 0.0
-        self.requests = {}
-        self.credits = {}
         self.got = {}
-        self.unread = {}
-        self.finished = {}
-        self.refused = {}
-        self.in_flight = None
         self.plans = []
 
     # ---- inputs
@@ -79,27 +66,9 @@ class ImageDriver:
         assert not (wrong := self.watch.applied(event, events, self.now)), wrong
         self._take(events)
 
-    def cancel(self, name, reason=EndReason.CANCELLED):
-        """Apply Cancel."""
-        self.apply(Cancel(RequestId(name), reason))
-
-    def end_late(self):
-        """End the requests whose deadlines have passed, as their own scopes do."""
-        for name, request in self.requests.items():
-            if request.deadline is not None and request.deadline <= self.now:
-                self.cancel(name, EndReason.DEADLINE)
-
-    def read(self, name, count=None):
-        """Let the reader take ``count`` messages, or all."""
-        count = self.unread[name] if count is None else min(count, self.unread[name])
-        self.unread[name] -= count
-        if self.credits[name].release(count):
-            self.apply(ReaderDrained(RequestId(name)))
-
     def tick(self, seconds):
-        """Advance the clock, and apply Tick."""
-        self.now += seconds
-        self.apply(Tick())
+        """Advance the clock, apply Tick, and check that nothing is due any more."""
+        super().tick(seconds)
         due = self.scheduler.next_wakeup(self.now)
         assert due is None or due > self.now, "a Tick leaves something to do"
 
@@ -114,39 +83,6 @@ class ImageDriver:
         if plan is not None:
             self.plans.append(plan)
         return plan
-
-    def end_step(self):
-        """Execute the step in flight, apply its result or failure, and return the event."""
-        plan, self.in_flight = self.in_flight, None
-        try:
-            event = StepDone(self.runner.execute(plan))
-        except MemoryError as error:
-            event = StepFailed(StepFailure(plan.plan_id, FailureKind.OUT_OF_MEMORY, repr(error)))
-        except RuntimeError as error:
-            event = StepFailed(StepFailure(plan.plan_id, FailureKind.ERROR, repr(error)))
-        self.apply(event)
-        return event
-
-    def step(self, *, read=True, seconds=0.01):
-        """Do one step; the readers then take everything. Return False if there was nothing to
-        compute.
-        """
-        if self.begin_step() is None:
-            return False
-        self.now += seconds
-        self.end_step()
-        if read:
-            for name in self.requests:
-                self.read(name)
-        self.scheduler.check()
-        return True
-
-    def run(self, *, max_steps=10_000):
-        """Step until nothing is left to compute, and return the number of steps."""
-        for steps in range(max_steps):
-            if not self.step():
-                return steps
-        raise AssertionError(f"not idle after {max_steps} steps: {self.scheduler}")
 
     # ---- outputs
 

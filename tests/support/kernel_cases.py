@@ -104,10 +104,12 @@ def attention_cases(count: int) -> Iterator[bytes]:
         shape = rng.choice([(4, 4, 16), (9, 3, 64), (2, 1, 80)])
         case = attention.make_case(seed, shape, dtype, rng.sample(LENGTHS, 4))
         window, softcap = rng.choice([0, 24]), rng.choice([0.0, 1.5])
-        call = AttentionCall(0, shape[2] ** -0.5, window or None, softcap or None)
+        sinks = torch.randn(shape[0]) if rng.random() < 0.5 else None
+        call = AttentionCall(0, shape[2] ** -0.5, window or None, softcap or None, sinks)
         wanted = attention.in_float64(case, call)
         step = NativeStep(None, case.rows, case.cache)
         tensors = (case.cache.keys[0], case.cache.values[0], case.query, case.key, case.value)
+        own = b"" if sinks is None else raw(sinks)
         yield b"".join(
             (
                 array(f"attention, {shape}, window {window}, cap {softcap}, {dtype}".encode()),
@@ -115,7 +117,7 @@ def attention_cases(count: int) -> Iterator[bytes]:
                 struct.pack("<dd", call.scaling, softcap),
                 *(array(one.tobytes()) for one in step._arrays),
                 wholes(case.rows.block_size),
-                *map(array, map(raw, (*tensors, wanted))),
+                *map(array, (*map(raw, tensors), own, raw(wanted))),
                 struct.pack("<d", attention.TOLERANCE[dtype]),
             )
         )

@@ -180,10 +180,12 @@ static std::string replay_attention(Reader &from, void *arena) {
               (int64_t)slots.size()};
     auto keys = from.array<uint8_t>(), values = from.array<uint8_t>();
     auto query = from.array<uint8_t>(), key = from.array<uint8_t>(), value = from.array<uint8_t>();
+    const auto sinks = from.array<float>();
     const auto wanted = from.array<double>();
     const double tolerance = from.number();
     call.keys = keys.data();
     call.values = values.data();
+    call.sinks = sinks.empty() ? nullptr : sinks.data();
     Raw out(query.size());
     if (find<decltype(&triolet_attend)>("triolet_attend")(kind, &call, &rows, query.data(),
                                                           key.data(), value.data(), out.data(), 1,

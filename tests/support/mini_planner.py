@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import BlockId, PlanId, SequenceId
-from engine.core.text.plan import AdmittedSequence, BlockDelta, ChildFork, Logits, Row, StepPlan
+from engine.core.text.plan import (
+    AdmittedSequence,
+    BlockDelta,
+    ChildFork,
+    Logits,
+    Row,
+    StateDelta,
+    StepPlan,
+)
 from engine.core.text.types import Sampling, Stops
 
 if TYPE_CHECKING:
@@ -45,6 +53,7 @@ class Planned:
     failure: RowFailure | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    state: BlockId | None = None  # its slot, if the model has states
 
     @property
     def output(self) -> list[int]:
@@ -69,6 +78,8 @@ class MiniPlanner:
         self.random = random.Random(seed)
         self.free = [BlockId(i) for i in range(info.num_blocks)]
         self.random.shuffle(self.free)
+        self.free_states = [BlockId(i) for i in range(info.num_states)]
+        self.random.shuffle(self.free_states)
         self.sequences: dict[SequenceId, Planned] = {}
         self.plans: list[StepPlan] = []
         self._admitted: list[AdmittedSequence] = []
@@ -138,14 +149,27 @@ class MiniPlanner:
         self.free.extend(one.blocks)
         self.random.shuffle(self.free)
         one.blocks, one.computed, one.keep = [], 0, 0
+        self._drop_state(one)
 
     def release(self, one: Planned) -> None:
         """Give the sequence's blocks back."""
         shared = {b for other in self.sequences.values() if other is not one for b in other.blocks}
         self.free.extend(b for b in one.blocks if b not in shared)
         one.blocks = []
+        self._drop_state(one)
         del self.sequences[one.id]
         self._released.append(one.id)
+
+    def _drop_state(self, one: Planned) -> None:
+        if one.state is not None:
+            self.free_states.append(one.state)
+            self.random.shuffle(self.free_states)
+            one.state = None
+
+    def _take_state(self, one: Planned) -> BlockId | None:
+        if one.state is None and self.info.num_states:
+            one.state = self.free_states.pop()
+        return one.state
 
     def _plan(self, rows: tuple[Row, ...], copies: tuple[tuple[BlockId, BlockId], ...]) -> StepPlan:
         plan = StepPlan(
@@ -187,7 +211,9 @@ class MiniPlanner:
         else:
             logits = Logits.LAST if is_last else Logits.NONE
         delta = BlockDelta(one.keep, tuple(one.blocks[one.keep :]))
-        return Row(one.id, one.computed, count, delta, logits, children)
+        slot = self._take_state(one)
+        state = None if slot is None else StateDelta(slot)
+        return Row(one.id, one.computed, count, delta, logits, children, state=state)
 
     def _grow(self, one: Planned, end: int) -> None:
         while len(one.blocks) * self.info.block_size < end:
@@ -209,6 +235,7 @@ class MiniPlanner:
                 child.blocks.append(self.free.pop())
                 copies.append((one.blocks[full], child.blocks[full]))
             forks.setdefault(one.id, []).append(child)
-            children.append(ChildFork(child.id, choice, tuple(child.blocks)))
+            state = self._take_state(child)
+            children.append(ChildFork(child.id, choice, tuple(child.blocks), state))
         one.choices = 1
         return tuple(children)

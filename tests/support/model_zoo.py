@@ -1,7 +1,7 @@
 """Tiny checkpoints of every served architecture, made once for a test run.
 
 The shapes are those of `tools.make_model`: three layers, hidden 64, windows of 24 tokens and
-soft caps low enough that dropping one shows.
+soft caps and limits low enough that dropping one shows.
 """
 
 from __future__ import annotations
@@ -121,6 +121,14 @@ ZOO: dict[str, Entry] = {
     ),
     "ernie4_5": Entry("ernie4_5"),
     "seed_oss": Entry("seed_oss"),
+    "gpt_oss": Entry("gpt_oss"),
+    "lfm2": Entry("lfm2"),
+    "qwen3_next": Entry("qwen3_next"),
+    "qwen3_5": Entry("qwen3_5_text"),
+    "granite, hybrid": Entry("granitemoehybrid"),
+    "granite, hybrid, no positions": Entry("granitemoehybrid", {"position_embedding_type": None}),
+    "bamba": Entry("bamba"),
+    "falcon_h1": Entry("falcon_h1"),
 }
 
 

@@ -49,11 +49,11 @@ TALLIES: dict[str, Tally] = {}
 class Oracle:
     """The stock model of a checkpoint."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, **options: Any) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(
-            directory, attn_implementation="eager", dtype=torch.float32
+            directory, attn_implementation="eager", dtype=torch.float32, **options
         )
         self._routers = [m for m in self.model.modules() if type(m).__name__.endswith("Router")]
 

@@ -158,20 +158,18 @@ def timeout_metadata(timeout_s):
     return [] if timeout_s is None else [("grpc-timeout", f"{round(timeout_s * 1000)}m")]
 
 
-class Generation:
-    """A Generate call under way, read at the test's pace. Leaving its context cancels the call.
+class StreamingCall:
+    """A call under way, read at the test's pace. Leaving its context cancels the call.
 
-    Token ids are requested unless ``output`` is given. ``server_timeout`` is a timeout for the
-    server alone (`timeout_metadata`).
+    ``server_timeout`` is a timeout for the server alone (`timeout_metadata`). The messages and the
+    error of the call become attributes of ``heard``, which is the call itself unless one is given.
     """
 
-    def __init__(self, channel, *, timeout=None, server_timeout=None, **fields):
-        fields.setdefault("output", {"token_ids": True})
-        self.heard = Heard()
-        stub = stubs.InferenceStub(channel)
-        self.call = stub.Generate(
-            generate_request(**fields), timeout=timeout, metadata=timeout_metadata(server_timeout)
-        )
+    def __init__(self, method, request, *, timeout=None, server_timeout=None, heard=None):
+        self.messages = []
+        self.error = None
+        self.heard = heard or self
+        self.call = method(request, timeout=timeout, metadata=timeout_metadata(server_timeout))
         self._limit = threading.Timer(CALL_LIMIT_S, self.call.cancel)
         self._limit.daemon = True
         self._limit.start()
@@ -200,12 +198,6 @@ class Generation:
         self.heard.messages.append(message)
         return message
 
-    def read_deltas(self, count):
-        """Read until ``count`` Deltas have come in all."""
-        while len(self.heard.deltas) < count:
-            assert self.read() is not None, f"ended: {self.heard.error}"
-        return self
-
     def finish(self):
         """Read to the end."""
         try:
@@ -215,6 +207,26 @@ class Generation:
             self._limit.cancel()
             self._limit.join()
         return self.heard
+
+
+class Generation(StreamingCall):
+    """A Generate call. Token ids are requested unless ``output`` is given."""
+
+    def __init__(self, channel, *, timeout=None, server_timeout=None, **fields):
+        fields.setdefault("output", {"token_ids": True})
+        super().__init__(
+            stubs.InferenceStub(channel).Generate,
+            generate_request(**fields),
+            timeout=timeout,
+            server_timeout=server_timeout,
+            heard=Heard(),
+        )
+
+    def read_deltas(self, count):
+        """Read until ``count`` Deltas have come in all."""
+        while len(self.heard.deltas) < count:
+            assert self.read() is not None, f"ended: {self.heard.error}"
+        return self
 
 
 def generate(channel, *, timeout=None, **fields):

@@ -12,6 +12,7 @@ import trio
 
 from engine import DrawingFinished, DrawingStarted, DrawRequest, GeneratedImage, Progress, blocking
 from engine import aio as engine_aio
+from engine.api import portal
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import (
@@ -97,14 +98,19 @@ async def test_a_text_is_a_prompt():
         engine.draw(3)
 
 
-def test_asyncio_programs_and_threads_get_the_same():
+def test_asyncio_programs_and_threads_get_the_same(monkeypatch):
+    """Red if a drawing's end waits for the timer by which readers give credit back: that cost each
+    drawing 0.1 s, a tenth of its time (`python -m tools.bench drawing`)."""
+    monkeypatch.setattr(portal, "RELEASE_AFTER_S", 1e9)
+    asked = config(stall_timeout_s=2.0)
+
     async def in_asyncio():
         runner = FakeImageRunner()
-        async with engine_aio.open_engine(config(), make_runner=lambda *_: runner) as engine:
+        async with engine_aio.open_engine(asked, make_runner=lambda *_: runner) as engine:
             return [event async for event in engine.draw(ASKED)]
 
     check(asyncio.run(in_asyncio()))
-    with blocking.open_engine(config(), make_runner=lambda *_: FakeImageRunner()) as engine:
+    with blocking.open_engine(asked, make_runner=lambda *_: FakeImageRunner()) as engine:
         check(list(engine.draw(ASKED)))
 
 

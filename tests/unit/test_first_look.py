@@ -32,7 +32,7 @@ DIRECTORIES = {
     ),
     "recurrent": (
         {"config.json": {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}},
-        "MambaForCausalLM has recurrent layers, whose state the paged cache cannot hold; "
+        "MambaForCausalLM has recurrent layers of a kind that is not served; "
         "docs/features.md lists the models that are served",
     ),
     "dynamic": (

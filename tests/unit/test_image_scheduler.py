@@ -231,6 +231,14 @@ def test_least_times_compare_only_with_smaller_steps():
 # ---- refusals and pauses
 
 
+def test_a_full_queue_counts_denoising_steps():
+    """Red if the refusal speaks of tokens, of which a client of drawings knows nothing."""
+    driver = ImageDriver(max_queued_requests=9, max_queued_tokens=5, max_drawings=1)
+    driver.submit("a", steps=3)
+    driver.submit("b", steps=3)
+    assert str(driver.refused["b"].error) == "the queue holds its 5 denoising steps"
+
+
 def test_refusals_that_all_kinds_share():
     driver = ImageDriver(max_queued_requests=1, max_queued_tokens=5, max_drawings=1)
     driver.submit("a", steps=3)

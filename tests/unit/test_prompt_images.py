@@ -7,6 +7,9 @@ import pytest
 from engine.core.text.prefix import extend_keys
 from engine.core.text.prompt_images import contents_of_blocks, cut_chunk
 from engine.core.text.types import PromptImage
+from engine.images.sight import TiledSight, digest_of
+from engine.requests.image_prompts import ImageText, ReadImage, place
+from tests.support.images import picture
 
 SIZE = 4
 TOKENS = [7] * 20
@@ -88,3 +91,57 @@ def test_a_step_takes_two_images_only_with_room_for_both():
     two = image(2, 3, b"a"), image(8, 3, b"b")
     assert cut(*two, room=50) == (20, 20)
     assert cut(*two, room=22) == (8, 10)
+
+
+# ---- images of several tiles
+
+TOKEN = 9
+TILES, TILE_TOKENS, TILE_COST = 5, 4, 16  # of an image of 64 × 48 pixels
+SIGHT = TiledSight(
+    max_pixels=2**20,
+    longest_edge=64,
+    side=32,
+    tile_tokens=TILE_TOKENS,
+    tile_cost=TILE_COST,
+    splits=True,
+    resample=3,
+    token="<image>",
+    token_id=TOKEN,
+)
+
+
+def tiles_of(*files):
+    """Return where the tiles of images are, of a prompt with two words before each tile."""
+    images = [ReadImage(SIGHT.read(data), digest_of(data)) for data in files]
+    ids, owners = [], []
+    for number in range(len(images)):
+        ids += ([1, 2] + [TOKEN] * TILE_TOKENS) * TILES
+        owners += [number] * TILE_TOKENS * TILES
+    _, found = place(ids, ImageText("", tuple(owners)), images, SIGHT, lambda text: ())
+    return found
+
+
+def test_a_tile_that_is_encoded_alone_is_a_piece_of_its_own():
+    first, second = picture(64, 48, seed=1), picture(64, 48, seed=2)
+    tiles = tiles_of(first, second, first)
+    assert [one.start for one in tiles] == [2 + 6 * number for number in range(3 * TILES)]
+    assert {(one.count, one.cost) for one in tiles} == {(TILE_TOKENS, TILE_COST)}
+    digests = [one.digest for one in tiles]
+    assert len(set(digests)) == 2 * TILES
+    assert digests[:TILES] == digests[2 * TILES :]
+    assert [one.content.num_tokens for one in tiles] == [TILE_TOKENS] * 3 * TILES
+
+
+def test_a_step_encodes_as_many_tiles_of_an_image_as_it_has_room_for():
+    """Red if an image of several tiles is one piece, which a step encodes whole."""
+    images, end = tiles_of(picture(64, 48)), TILES * (2 + TILE_TOKENS)
+    for room, most in ((18, 1), (45, 2), (1000, TILES)):
+        start, costs = 0, []
+        while start < end:
+            count, cost = cut_chunk(
+                images, start, end - start, room, begins=not start, is_first=True
+            )
+            start += count
+            costs.append(cost)
+        assert max(costs) == most * TILE_COST, room
+        assert sum(costs) == TILES * TILE_COST, room

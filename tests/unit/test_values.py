@@ -36,7 +36,7 @@ VALUES = [
                 p.Logits.LAST,
                 (p.ChildFork(SequenceId(2), 1, (BlockId(4),)),),
             ),
-            p.Row(SequenceId(9), 8, 1, None, p.Logits.ALL),
+            p.Row(SequenceId(9), 8, 1, None, p.Logits.ALL, state=p.StateDelta(BlockId(2))),
         ),
         ((BlockId(3), BlockId(4)),),
         (

@@ -1,23 +1,31 @@
-"""Measures images: the throughput of image embeddings against sentence-transformers' own, and what
-images cost the texts beside them.
+"""Measures images: the throughput of image embeddings against sentence-transformers' own, what
+images cost the texts beside them, and chats with images.
 
-The model is a CLIP of random weights, of 6 layers of width 384, that reads 224 × 224 pixels in 49
-patches. Throughput: 64 gRPC requests at once, of one JPEG of 640 × 480 pixels each, against one
-call of ``encode`` for all. The library decodes them, too, and runs in the bench's own process with
-as many threads as the encoder's worker: one. The measurements alternate, so that a drift of the
-machine affects both alike.
+All models have random weights. "clip" has 6 layers of width 384 and reads 224 × 224 pixels in 49
+patches. "see" is a SmolVLM whose text model has 12 layers of width 576 and whose tower has 6 layers
+of width 384; it reads a photograph in five tiles of 256 × 256 pixels, which are 320 tokens of 1,280
+patches. Photographs have 640 × 480 pixels or, as a phone's, 12 million. Clients send their next
+request when they have the answer to the last (`tools.bench.image_loads`).
 
-What images cost: four clients send one JPEG after the other, each as soon as they have the vector
-of the last, half of them of 640 × 480 pixels and half of 12 million, as a phone's. Beside them,
-eight clients send 16 short texts at a time to an embedding model of MiniLM-L6's shape; or 16
-streams of the shipped story model are read. Both are measured alone and beside the images, in turn.
+- throughput: 64 requests at once, of one photograph of 640 × 480 each, against one call of
+  ``encode`` for all. The library decodes them, too, and runs in the bench's own process with as
+  many threads as the encoder's worker: one.
+- beside: 4 clients send photographs of both sizes in turn to "clip". Beside them, 8 clients send 16
+  short texts at a time to an embedding model of MiniLM-L6's shape; or 16 streams of the shipped
+  story model are read.
+- same: 16 clients send 8 photographs of 640 × 480 at a time to "clip", so that each of its steps is
+  full. Beside them, a client sends short texts to "clip" at random moments. The time of a full step
+  is that of `triolet:step_seconds`, while images alone are sent.
+- seeing: 16 streams of "see" are read, while 4 clients ask it about photographs of both sizes, of
+  which none came before. "One image's piece" is what a step has room for without other requests,
+  the whole photograph: the time from the start of its prompt to the first token. Beside streams, a
+  step takes one tile of it.
+- chats: the time of the first token behind a photograph of 640 × 480, of at most 64 KB, and 20
+  words that came before, against that of a text of as many tokens which came before. "A further
+  image" has the same words.
 
-Images in chats: a SmolVLM of random weights whose text model has 12 layers of width 576, and a JPEG
-of 640 × 480 pixels and at most 64 KB. "The same image again": the time of the first token behind an
-image and 20 words that came before, against that of a text of as many tokens which came before. "A
-further image" has the same words.
-
-`BENCH_ONLY` is a regular expression that selects among throughput, beside and chats.
+Each of them alternates what it compares, so that a drift of the machine affects both alike.
+`BENCH_ONLY` is a regular expression that selects among these five names.
 """
 
 from __future__ import annotations
@@ -26,11 +34,14 @@ import asyncio
 import io
 import os
 import re
+import socket
 import tempfile
 import time
+import urllib.request
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import grpc
@@ -39,33 +50,43 @@ from grpc_service.client import messages as pb
 from tools import make_vision
 from tools.bench.embed import EMBED, Client, texts
 from tools.bench.frame import REPEATS, Row, percentile, repeat_in_turn, row_of
+from tools.bench.image_loads import (
+    SMALL,
+    Load,
+    mixed,
+    never_the_same,
+    photographs,
+    windows,
+)
 from tools.bench.served import served
 from tools.bench.wire import GENERATE, NO_PROXY
 from tools.make_encoder import PRESETS, Shape, make_embedder, make_image_embedder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 MEASURES = (
     "engine/core/common",
     "engine/core/encode",
+    "engine/core/text",
     "engine/images",
     "engine/replica",
     "engine/requests",
     "engine/worker",
     "grpc_service/rpc",
     "grpc_service/services",
+    "tools/bench/image_loads.py",
 )
 
 COUNT = 64
-SMALL, LARGE = (640, 480), (4000, 3000)
 SHAPE = Shape(layers=6, hidden=384, heads=12, mlp=1536, vocab=30522, max_len=77)
-WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "8"))
-WARM_UP_S = 0.5
 IMAGE_CLIENTS, EMBED_CLIENTS, STREAMS = 4, 8, 16
+BATCH_CLIENTS, BATCH_IMAGES = 16, 8  # three full steps wait while one runs
+TEXT_PAUSE_S = 0.5
 BAR, BAR_BESIDE, BAR_AGAIN = 0.85, 2.2, 1.15
 AGAIN = 20  # times that an image comes again
 BLOCK = 16  # tokens, which may be the same before the image
+WORDS = "What is this? " * 5
 SEEING_TEXT = {
     "num_hidden_layers": 12,
     "hidden_size": 576,
@@ -73,21 +94,51 @@ SEEING_TEXT = {
     "num_key_value_heads": 3,
     "head_dim": 64,
     "intermediate_size": 1536,
+    "max_position_embeddings": 2048,
+}
+TILE, TILE_PATCH, TILES = 256, 16, 5
+SEEING_EYES = {
+    "num_hidden_layers": 6,
+    "hidden_size": 384,
+    "num_attention_heads": 6,
+    "intermediate_size": 1536,
+    "image_size": TILE,
+    "patch_size": TILE_PATCH,
 }
 
 
-def photographs(count: int, size: tuple[int, int]) -> list[bytes]:
-    """Return JPEGs of noise that is as smooth as a photograph."""
-    import numpy as np
-    from PIL import Image
+def run() -> list[Row]:
+    """Return the bench's rows."""
+    wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
+    rows: list[Row] = []
+    with ExitStack() as held:
+        clip, minilm, see = (
+            held.enter_context(tempfile.TemporaryDirectory()) for _ in ("clip", "minilm", "see")
+        )
+        make_image_embedder(clip, "clip", SHAPE, side=224, patch=32)
+        make_embedder(minilm, PRESETS["minilm"], normalize=True)
+        seeing_model(see)
+        if wanted.search("throughput") or wanted.search("beside"):
+            models = [("demo-stories", "stories"), (minilm, "minilm"), (clip, "clip")]
+            with served(models) as address:
+                rows += throughput(address, clip) if wanted.search("throughput") else []
+                rows += beside(address) if wanted.search("beside") else []
+        rows += same_model(clip) if wanted.search("same") else []
+        if wanted.search("seeing") or wanted.search("chats"):
+            with served([(see, "see")]) as address:
+                rows += seeing(address) if wanted.search("seeing") else []
+                rows += again(address) if wanted.search("chats") else []
+    return rows
 
-    rng, made = np.random.default_rng(0), []
-    for _ in range(count):
-        small = Image.fromarray(rng.integers(0, 256, (size[1] // 16, size[0] // 16, 3), np.uint8))
-        file = io.BytesIO()
-        small.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=85)
-        made.append(file.getvalue())
-    return made
+
+def seeing_model(directory: str) -> None:
+    """Write the model that sees."""
+    with (
+        patch.dict(make_vision.TEXT, SEEING_TEXT),
+        patch.dict(make_vision.EYES, SEEING_EYES),
+        patch.multiple(make_vision, SIDE=TILE, PATCH=TILE_PATCH),
+    ):
+        make_vision.make(directory, "smolvlm")
 
 
 # ---- throughput
@@ -122,124 +173,143 @@ def throughput(address: str, directory: str) -> list[Row]:
     ]
 
 
-# ---- what images cost others
-
-
-@dataclass
-class Load:
-    """Clients that each send ``requests`` in turn, the next one when they have the answer to the
-    last. ``times`` are those of whole requests, ``gaps`` those between two messages of one."""
-
-    method: str
-    requests: Sequence[Any]
-    clients: int
-    times: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-
-    async def run(self, channel: Any) -> None:
-        """Send requests for `WINDOW_S`, and until one counts; those of the first `WARM_UP_S` do
-        not."""
-        start, call = time.perf_counter(), channel.unary_stream(self.method)
-        asked = [one.SerializeToString() for one in self.requests]
-
-        async def client(number: int) -> None:
-            while (begin := time.perf_counter()) - start < WINDOW_S or not self.times:
-                last = 0.0
-                async for _ in call(asked[number % len(asked)]):
-                    now = time.perf_counter()
-                    if last > start + WARM_UP_S:
-                        self.gaps.append(now - last)
-                    last = now
-                if begin > start + WARM_UP_S:
-                    self.times.append(time.perf_counter() - begin)
-                number += 1
-
-        await asyncio.gather(*map(client, range(self.clients)))
-
-
-def loads() -> dict[str, Load]:
-    """Return the loads by name."""
-    pictures = [
-        one
-        for pair in zip(photographs(8, SMALL), photographs(8, LARGE), strict=True)
-        for one in pair
-    ]
-    story = {"max_tokens": 64, "ignore_eos": True}
-    return {
-        "images": Load(
-            EMBED,
-            [pb.EmbedRequest(model="clip", inputs=[{"image": one}]) for one in pictures],
-            IMAGE_CLIENTS,
-        ),
-        "embed": Load(
-            EMBED,
-            [pb.EmbedRequest(model="minilm", inputs=[{"text": text} for text in texts()[:16]])],
-            EMBED_CLIENTS,
-        ),
-        "generate": Load(
-            GENERATE,
-            [pb.GenerateRequest(model="stories", text="Once upon a time", sampling=story)],
-            STREAMS,
-        ),
-    }
-
-
-@dataclass
-class Seen:
-    """The figures of all windows, in ms, and the images in a second."""
-
-    alone: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)
-    images: list[float] = field(default_factory=list)
-
-
-async def measure(address: str) -> dict[str, Seen]:
-    """Return what each load saw alone and beside images."""
-    seen = {"embed": Seen(), "generate": Seen()}
-    async with grpc.aio.insecure_channel(address, options=NO_PROXY) as channel:
-        for turn in range(REPEATS + 1):
-            for name, one in seen.items():
-                for figures, names in ((one.alone, [name]), (one.beside, [name, "images"])):
-                    found = loads()
-                    await asyncio.gather(*(found[each].run(channel) for each in names))
-                    load = found[name]
-                    taken, share = (load.times, 0.5) if name == "embed" else (load.gaps, 0.99)
-                    if turn:  # the first turn only warms up
-                        figures.append(1e3 * percentile(taken, share))
-                        if "images" in names:
-                            number = len(found["images"].times)
-                            one.images.append(number / (WINDOW_S - WARM_UP_S))
-    return seen
+# ---- what images cost other models
 
 
 def beside(address: str) -> list[Row]:
-    """Return the rows of texts beside images."""
-    seen = asyncio.run(measure(address))
-    embed, generate = seen["embed"], seen["generate"]
+    """Return the rows of other models' texts beside images."""
+    pictures = [embed_of("clip", image=one) for one in mixed(8)]
+    short = pb.EmbedRequest(model="minilm", inputs=[{"text": text} for text in texts()[:16]])
+    images = partial(Load, EMBED, cycle(pictures), IMAGE_CLIENTS)
+    embeds = partial(Load, EMBED, cycle([short.SerializeToString()]), EMBED_CLIENTS)
+    streams = partial(Load, GENERATE, cycle([story("stories")]), STREAMS)
+    sets = [[embeds], [embeds, images], [streams], [streams, images]]
+    alone, mixed_with, read, read_beside = asyncio.run(windows(address, sets))
     return [
-        row_of("another model's Embed alone, p50", embed.alone, "ms"),
-        row_of("another model's Embed beside images, p50", embed.beside, "ms"),
-        row_of("another model's Embed against alone", _ratios(embed), "×", bar=BAR_BESIDE),
-        row_of("images beside another model's Embed", embed.images, "images/s", better="higher"),
-        row_of(f"between tokens of {STREAMS} streams alone, p99", generate.alone, "ms"),
-        row_of(f"between tokens of {STREAMS} streams beside images, p99", generate.beside, "ms"),
-        row_of(
-            f"between tokens of {STREAMS} streams against alone",
-            _ratios(generate),
-            "×",
-            bar=BAR_BESIDE,
-        ),
-        row_of(f"images beside {STREAMS} streams", generate.images, "images/s", better="higher"),
+        *_compared("another model's Embed{}, p50", alone, mixed_with, median_ms),
+        row_of("images beside another model's Embed", _rates(mixed_with), "images/s"),
+        *_compared(f"between tokens of {STREAMS} streams{{}}, p99", read, read_beside, p99_gap_ms),
+        row_of(f"images beside {STREAMS} streams", _rates(read_beside), "images/s"),
     ]
 
 
+def embed_of(model: str, **inputs: Any) -> bytes:
+    """Return a request for the vector of a text or an image."""
+    return pb.EmbedRequest(model=model, inputs=[inputs]).SerializeToString()
+
+
+def story(model: str) -> bytes:
+    """Return a request for a stream of 64 tokens, each of which is a message, also one without
+    text."""
+    asked = pb.GenerateRequest(
+        model=model,
+        text="Once upon a time",
+        sampling={"max_tokens": 64, "ignore_eos": True},
+        output={"token_ids": True},
+    )
+    return asked.SerializeToString()
+
+
+def median_ms(load: Load) -> float:
+    """Return the median time of a load's requests."""
+    return 1e3 * percentile(load.times, 0.5)
+
+
+def p99_gap_ms(load: Load) -> float:
+    """Return the 99th percentile of the times between a load's tokens."""
+    return 1e3 * percentile(load.gaps, 0.99)
+
+
+def _compared(
+    name: str,
+    alone: Sequence[list[Load]],
+    beside: Sequence[list[Load]],
+    figure: Callable[[Load], float],
+) -> list[Row]:
+    """Return the rows of a figure of each window's first load, alone and beside images. ``name``
+    has braces where this is said."""
+    before, then = ([figure(loads[0]) for loads in one] for one in (alone, beside))
+    ratios = [mine / other for mine, other in zip(then, before, strict=True)]
+    return [
+        row_of(name.format(" alone"), before, "ms"),
+        row_of(name.format(" beside images"), then, "ms"),
+        row_of(name.format(" against alone"), ratios, "×", bar=BAR_BESIDE),
+    ]
+
+
+def _rates(beside: Sequence[list[Load]]) -> list[float]:
+    return [images.rate for _, images in beside]
+
+
+# ---- what images cost texts of the same encoder
+
+
+class Steps(NamedTuple):
+    """The steps of a model: their seconds together, and how many there were."""
+
+    seconds: float
+    count: float
+
+
+def same_model(directory: str) -> list[Row]:
+    """Return the rows of texts of an encoder whose steps are full of images."""
+    port = free_port()
+    with served([(directory, "clip")], "--metrics-port", str(port)) as address:
+        return asyncio.run(_same_model(address, port))
+
+
+async def _same_model(address: str, port: int) -> list[Row]:
+    batches = [photographs(BATCH_IMAGES, SMALL)]
+    asked = pb.EmbedRequest(model="clip", inputs=[{"image": one} for one in batches[0]])
+    images = partial(Load, EMBED, cycle([asked.SerializeToString()]), BATCH_CLIENTS)
+    words = cycle([embed_of("clip", text=one) for one in texts()[:64]])
+    text = partial(Load, EMBED, words, 1, TEXT_PAUSE_S)
+    alone, waits, steps, ratios, rates = [], [], [], [], []
+    async with grpc.aio.insecure_channel(address, options=NO_PROXY) as channel:
+        for turn in range(REPEATS + 1):
+            first, only, mine, beside = text(), images(), text(), images()
+            await first.run(channel)
+            before = steps_of(port)
+            await only.run(channel)
+            after = steps_of(port)
+            await asyncio.gather(mine.run(channel), beside.run(channel))
+            if not turn:
+                continue
+            steps.append(1e3 * (after.seconds - before.seconds) / (after.count - before.count))
+            alone.append(1e3 * percentile(first.times, 0.5))
+            waits.append(1e3 * percentile(mine.times, 0.99))
+            ratios.append(waits[-1] / (alone[-1] + steps[-1]))
+            rates.append(BATCH_IMAGES * beside.rate)
+    return [
+        row_of("a text alone, p50", alone, "ms"),
+        row_of("a full step of images", steps, "ms"),
+        row_of("a text beside images of the same model, p99", waits, "ms"),
+        row_of("such a text against one alone and a step of images", ratios, "×", bar=1.0),
+        row_of("images beside texts of the same model", rates, "images/s"),
+    ]
+
+
+def free_port() -> int:
+    """Return a port that no program listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def steps_of(port: int) -> Steps:
+    """Return the steps that a server's metrics name, of its only model."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    found = {
+        key: float(value)
+        for key, value in re.findall(
+            r"^triolet:step_seconds_(sum|count)\{[^}]*\} (\S+)", text, re.M
+        )
+    }
+    return Steps(found["sum"], found["count"])
+
+
 # ---- images in chats
-
-
-def seeing_model(directory: str) -> None:
-    """Write the model that sees."""
-    with patch.dict(make_vision.TEXT, SEEING_TEXT):
-        make_vision.make(directory, "smolvlm")
 
 
 def chat_of(image: bytes | None, words: str) -> pb.GenerateRequest:
@@ -251,36 +321,72 @@ def chat_of(image: bytes | None, words: str) -> pb.GenerateRequest:
     )
 
 
-def first_token(call: Any, request: pb.GenerateRequest) -> tuple[float, int, int]:
-    """Return the seconds to a request's end, and its prompt's tokens and those that were cached."""
-    asked, start = request.SerializeToString(), time.perf_counter()
-    *_, last = [pb.GenerateResponse.FromString(one) for one in call(asked)]
-    usage = last.finished.usage
-    return time.perf_counter() - start, usage.prompt_tokens, usage.cached_tokens
+def finished(call: Any, request: pb.GenerateRequest) -> Any:
+    """Return the last event of a request."""
+    *_, last = [pb.GenerateResponse.FromString(one) for one in call(request.SerializeToString())]
+    return last.finished
+
+
+def seeing(address: str) -> list[Row]:
+    """Return the rows of streams of a model that sees, beside images that it is asked about."""
+    new = never_the_same(mixed(8))
+    asked = (chat_of(image, WORDS).SerializeToString() for image in new)
+    streams = partial(Load, GENERATE, cycle([story("see")]), STREAMS)
+    images = partial(Load, GENERATE, asked, IMAGE_CLIENTS)
+    pieces = one_piece(address, new)
+    alone, beside = asyncio.run(windows(address, [[streams], [streams, images]]))
+    before, then = ([p99_gap_ms(loads[0]) for loads in one] for one in (alone, beside))
+    piece = percentile(pieces, 0.5)
+    limits = [max(BAR_BESIDE * other, piece) for other in before]
+    ratios = [mine / limit for mine, limit in zip(then, limits, strict=True)]
+    of_tile = [TILES * mine / piece for mine in then]
+    name = f"between tokens of {STREAMS} streams of the model that sees"
+    return [
+        row_of("one image's piece of the model that sees", pieces, "ms"),
+        row_of(f"{name} alone, p99", before, "ms"),
+        row_of(f"{name} beside images, p99", then, "ms"),
+        row_of(f"{name} against the piece, or {BAR_BESIDE} × of alone", ratios, "×", bar=1.0),
+        row_of(f"{name} against one tile", of_tile, "×"),
+        row_of("images beside streams of the model that sees", _rates(beside), "images/s"),
+    ]
+
+
+def one_piece(address: str, new: Iterator[bytes]) -> list[float]:
+    """Return the times in ms in which a photograph that is new and some words are computed."""
+    with grpc.insecure_channel(address, options=NO_PROXY) as channel:
+        call = channel.unary_stream(GENERATE)
+        found = [finished(call, chat_of(next(new), WORDS)) for _ in range(2 * REPEATS)]
+    return [1e3 * one.timings.prefill.ToTimedelta().total_seconds() for one in found[REPEATS:]]
 
 
 def again(address: str) -> list[Row]:
     """Return the rows of an image that comes again."""
     images = photographs(2 * AGAIN, SMALL)
     assert max(map(len, images)) <= 64 * 1024
-    words = "What is this? " * 5
     with grpc.insecure_channel(address, options=NO_PROXY) as channel:
         call = channel.unary_stream(GENERATE)
-        first_token(call, chat_of(images[0], words))
-        _, length, _ = first_token(call, chat_of(images[0], words))
+        first_token(call, chat_of(images[0], WORDS))
+        _, length, _ = first_token(call, chat_of(images[0], WORDS))
         text = _text_of_length(call, length)
         shown, said, ratios, hits = [], [], [], []
         for number in range(AGAIN):
             said.append(first_token(call, text)[0])
-            shown.append(first_token(call, chat_of(images[0], words))[0])
+            shown.append(first_token(call, chat_of(images[0], WORDS))[0])
             ratios.append(shown[-1] / said[-1])
-            hits.append(float(first_token(call, chat_of(images[1 + number], words))[2]))
+            hits.append(float(first_token(call, chat_of(images[1 + number], WORDS))[2]))
     return [
         row_of(f"a cached text of {length} tokens, first token", [1e3 * s for s in said], "ms"),
         row_of("the same image and words again, first token", [1e3 * s for s in shown], "ms"),
         row_of("the same image against the text", ratios, "×", bar=BAR_AGAIN),
         row_of("cached tokens behind a further image", hits, "", bar=float(BLOCK)),
     ]
+
+
+def first_token(call: Any, request: pb.GenerateRequest) -> tuple[float, int, int]:
+    """Return the seconds to a request's end, and its prompt's tokens and those that were cached."""
+    start = time.perf_counter()
+    usage = finished(call, request).usage
+    return time.perf_counter() - start, usage.prompt_tokens, usage.cached_tokens
 
 
 def _text_of_length(call: Any, length: int) -> pb.GenerateRequest:
@@ -290,28 +396,3 @@ def _text_of_length(call: Any, length: int) -> pb.GenerateRequest:
         words += "and "
     first_token(call, chat_of(None, words))
     return chat_of(None, words)
-
-
-def _ratios(seen: Seen) -> list[float]:
-    return [beside / alone for beside, alone in zip(seen.beside, seen.alone, strict=True)]
-
-
-def run() -> list[Row]:
-    """Return the bench's rows."""
-    wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
-    rows: list[Row] = []
-    with ExitStack() as held:
-        clip, minilm, see = (
-            held.enter_context(tempfile.TemporaryDirectory()) for _ in ("clip", "minilm", "see")
-        )
-        if wanted.search("throughput") or wanted.search("beside"):
-            make_image_embedder(clip, "clip", SHAPE, side=224, patch=32)
-            make_embedder(minilm, PRESETS["minilm"], normalize=True)
-            models = [("demo-stories", "stories"), (minilm, "minilm"), (clip, "clip")]
-            address = held.enter_context(served(models))
-            rows += throughput(address, clip) if wanted.search("throughput") else []
-            rows += beside(address) if wanted.search("beside") else []
-        if wanted.search("chats"):
-            seeing_model(see)
-            rows += again(held.enter_context(served([(see, "see")])))
-    return rows

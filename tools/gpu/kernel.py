@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,9 +59,11 @@ def _difference(seed: int, dtype: torch.dtype, device: torch.device) -> float:
     shape = draw.choice(SHAPES)
     cpu = torch.device("cpu")
     near, exact = caches(rows, num_blocks, shape, (dtype, device), (torch.float64, cpu))
-    call = AttentionCall(0, shape[2] ** -0.5, draw.choice(WINDOWS))
+    sinks = torch.randn(shape[0]) if draw.random() < 0.5 else None
+    call = AttentionCall(0, shape[2] ** -0.5, draw.choice(WINDOWS), sinks=sinks)
+    sent = replace(call, sinks=None if sinks is None else sinks.to(device))
     inputs = numbers(rows, shape, dtype)
-    out = _backend(device).prepare(rows, near).attend(call, *(one.to(device) for one in inputs))
+    out = _backend(device).prepare(rows, near).attend(sent, *(one.to(device) for one in inputs))
     wanted = ReferenceBackend().prepare(rows, exact).attend(call, *(one.double() for one in inputs))
     difference = (out.cpu().double() - wanted).abs().max()
     return float(difference.nan_to_num(torch.inf))

@@ -229,6 +229,7 @@ class Simulation:
             max_model_len=world.config.max_model_len or 0,
             script=script,
             sees=seeing.FAULT in world.faults and model.name == MODEL,
+            num_states=world.num_states,
         )
         runner.broken_at = world.broken_at_step
         return runner

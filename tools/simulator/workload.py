@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
-from tools.simulator import adapters, drawings, pool_faults, resumption, seeing
+from tools.simulator import adapters, drawings, pool_faults, resumption, seeing, states
 from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_client
 from tools.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
 from tools.simulator.oracle import MAX_MODEL_LEN
@@ -43,6 +43,7 @@ FAULTS = (
     adapters.FAULT,
     seeing.FAULT,
     drawings.FAULT,
+    states.FAULT,
 )
 SHARES = {  # of worlds that have the fault; these faults end a world early, or take much from it
     "drain": 0.3,
@@ -51,8 +52,8 @@ SHARES = {  # of worlds that have the fault; these faults end a world early, or 
     "engine_cancelled": 0.1,
     "broken_runner": 0.1,
 }
-# The faults that the world's own numbers draw; the last five are drawn separately.
-DRAWN = FAULTS[:-5]
+# The faults that the world's own numbers draw; the last six are drawn separately.
+DRAWN = FAULTS[:-6]
 LOAD_ERRORS = ("refused", "raised", "exited")
 
 
@@ -87,6 +88,7 @@ class World:
     has_images: bool = False  # the embedding model reads images, too
     pool: pool_faults.PoolFaults = field(default_factory=pool_faults.PoolFaults)
     adapters: tuple[adapters.Operation, ...] = ()
+    num_states: int = 0  # state slots of the text model
 
 
 def draw_world(
@@ -109,6 +111,8 @@ def draw_world(
         drawn |= {seeing.FAULT}
     if drawings.is_drawn(seed):
         drawn |= {drawings.FAULT}
+    if states.is_drawn(seed):
+        drawn |= {states.FAULT}
     active = drawn if faults is None else faults
     block_size = rng.choice([1, 4, 16])
     least = -(-MAX_MODEL_LEN // block_size)
@@ -178,6 +182,7 @@ def draw_world(
         quota_tokens=rng.choice([None, 2000]) if "bursts" in active else None,
         has_images=has_images,
         adapters=adapters.operations(seed, duration) if adapters.FAULT in active else (),
+        num_states=states.num_slots(seed, config.max_num_seqs) if states.FAULT in active else 0,
     )
 
 

@@ -51,10 +51,11 @@ def queue_full(
     *,
     queued_tokens: int,
     tokens_per_s: float,
+    unit: str = "tokens",
 ) -> Overloaded | None:
     """Refuse a request of ``num_tokens`` tokens if the queue, which holds ``num_requests`` requests
     and ``queued_tokens`` tokens, has no room for it. A request of any size fits in a queue without
-    tokens."""
+    tokens. ``unit`` is what the refusal calls a token of this kind of work."""
     is_full = num_requests >= limits.max_queued_requests
     if not is_full and queued_tokens + num_tokens <= max(limits.max_queued_tokens, num_tokens):
         return None
@@ -62,7 +63,7 @@ def queue_full(
     bound = (
         f"{limits.max_queued_requests} request{plural}"
         if is_full
-        else f"{limits.max_queued_tokens} tokens"
+        else f"{limits.max_queued_tokens} {unit}"
     )
     wait = retry_after(queued_tokens, tokens_per_s)
     return Overloaded(f"the queue holds its {bound}", retry_after_s=wait)

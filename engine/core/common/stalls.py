@@ -46,7 +46,8 @@ def stalled(parked: Iterable[ParkableT], timeout_s: float, now: float) -> list[P
 
 
 def _stalls_at(one: Parkable, timeout_s: float) -> float:
-    """Return when a request stalls; infinity if it is not parked."""
-    if one.parked_since is None:
+    """Return when a request stalls; infinity if it is not parked, or if its reader has taken
+    something since, whose report is on its way."""
+    if one.parked_since is None or not one.credit.starved:
         return math.inf
     return max(one.parked_since, one.credit.waits_until) + timeout_s

@@ -55,6 +55,7 @@ class Intake:
                 request.num_steps,
                 queued_tokens=queue.num_steps,
                 tokens_per_s=self._rate.tokens_per_s,
+                unit="denoising steps",
             )
             or self._infeasible(request, now)
         )

@@ -80,7 +80,7 @@ class ImageScheduler:
         self._queue = WaitingQueue(config.aging_s)
         self._seats = Seats(config.max_drawings)
         self._step: _Step | None = None
-        self._untold: list[SequenceId] = []  # that ended, and that no plan has named as such
+        self._ended: list[SequenceId] = []  # since the last plan, which is to name them
         self._pause: PauseMode | None = None
         self._events: list[OutputEvent] = []
         self._ties, self._plan_ids = count(), count(1)
@@ -157,7 +157,7 @@ class ImageScheduler:
     def _end_what_is_due(self, now: float) -> None:
         """End the requests that have stalled, and those in the queue that cannot be done in time
         any more."""
-        for live in stalled(self._seats.starved, self.config.stall_timeout_s, now):
+        for live in stalled(self._seats.parked, self.config.stall_timeout_s, now):
             self._end(live, EndReason.STALLED, now)
         for live, error in self._intake.too_late(now):
             self._end(live, EndReason.DEADLINE, now, str(error))
@@ -178,7 +178,7 @@ class ImageScheduler:
             self._queue.remove(live)
         else:
             self._seats.remove(live)
-            self._untold.append(live.sequence)
+            self._ended.append(live.sequence)
         live.is_ended = True
         del self._requests[live.request.request_id]
         usage = Usage(live.request.prompt_tokens, 0, 0)
@@ -215,7 +215,7 @@ class ImageScheduler:
         """Return the plan of a drawing's next step, which is in flight from now on."""
         assert live.sequence is not None
         part = live.part
-        ended, self._untold = tuple(self._untold), []
+        ended, self._ended = tuple(self._ended), []
         plan = ImagePlan(
             plan_id=PlanId(next(self._plan_ids)),
             sequence=live.sequence,
@@ -295,7 +295,7 @@ class ImageScheduler:
         """Return the time at which a `Tick` will have something to do if nothing else happens
         before: the first stall timeout, or the first drawing in the queue that cannot be done in
         time any more. None if there is neither."""
-        stall = next_stall(self._seats.starved, self.config.stall_timeout_s, now)
+        stall = next_stall(self._seats.parked, self.config.stall_timeout_s, now)
         late = self._intake.next_too_late(now)
         return min((time for time in (stall, late) if time is not None), default=None)
 
@@ -366,7 +366,7 @@ class ImageScheduler:
             assert live.sequence is None, f"{live} waits and has begun"
             assert live.parked_since is None, f"{live} is parked for nothing"
         for live in self._seats:
-            assert live.sequence not in self._untold, f"{live} lives and is to be named as ended"
+            assert live.sequence not in self._ended, f"{live} lives and is to be named as ended"
         for live in self._requests.values():
             assert not live.is_ended, f"{live} has ended"
             assert live.num_done < live.num_parts, f"{live} is done and has not ended"

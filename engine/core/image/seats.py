@@ -44,12 +44,6 @@ class Seats:
         """The drawings that wait for their readers."""
         return [live for live in self._seated if live.parked_since is not None]
 
-    @property
-    def starved(self) -> list[LiveDrawing]:
-        """The parked drawings whose readers have taken nothing since. Those of the others have, and
-        the report of that is on its way."""
-        return [live for live in self.parked if live.credit.starved]
-
     def fill(self, queue: WaitingQueue, now: float) -> bool:
         """Give free seats to the first in the queue. Return whether anyone got one."""
         num_before = len(self._seated)

@@ -29,10 +29,21 @@ if TYPE_CHECKING:
 
 def match(ledger: Ledger, seq: Sequence) -> tuple[BlockId, ...]:
     """Return the cached blocks of the sequence's prefix; at least one token is left to compute."""
+    keys = _matchable_keys(ledger, seq)
+    return ledger.match(keys) if keys else ()
+
+
+def cached_keys_and_values(ledger: Ledger, seq: Sequence) -> int:
+    """Return up to which position the sequence's keys and values are cached, whether or not a state
+    is, too."""
+    return ledger.config.block_size * len(ledger.cache.match(_matchable_keys(ledger, seq)))
+
+
+def _matchable_keys(ledger: Ledger, seq: Sequence) -> list[bytes]:
     if not ledger.keys.uses_cache(seq.live.request) or not len(ledger.cache) or seq.is_scoring:
-        return ()
+        return []
     usable = seq.num_tokens - 1
-    return ledger.cache.match(ledger.keys.extend(seq, usable)[: usable // ledger.config.block_size])
+    return ledger.keys.extend(seq, usable)[: usable // ledger.config.block_size]
 
 
 def next_key(ledger: Ledger, seq: Sequence, matched: tuple[BlockId, ...]) -> bytes | None:
@@ -111,7 +122,32 @@ def _promised(ledger: Ledger, first: Sequence) -> int:
     return needed
 
 
+# ---- how many state slots are missing
+
+
+def states_over(ledger: Ledger, seq: Sequence) -> int:
+    """Return how many state slots are lacking for a sequence and its choices to start; 0 or less if
+    none are."""
+    if ledger.states is None:
+        return 0
+    return ledger.seats_of(seq) + promised_states(ledger) - ledger.states.pool.num_free
+
+
+def promised_states(ledger: Ledger) -> int:
+    """Return how many state slots the choices will take that are still to fork from sequences with
+    blocks."""
+    parked = [seq for live in ledger.parked.values() for seq in live.sequences]
+    residents = [seq for seq in (*ledger.running, *parked) if seq.state_slot is not None]
+    return sum([ledger.seats_of(seq) - 1 for seq in residents])
+
+
 # ---- who may start
+
+
+def has_seats(ledger: Ledger, seq: Sequence) -> bool:
+    """Return whether there are seats, and state slots if the model has states, for a sequence and
+    its choices to start."""
+    return ledger.seats_over(seq) <= 0 and states_over(ledger, seq) <= 0
 
 
 def has_slots(ledger: Ledger, seq: Sequence, prompt_limit: int) -> bool:
@@ -180,7 +216,9 @@ def victims_for_first(
         return []
     matched = match(ledger, first)
     lacking, seats_over = shortfall(ledger, first, matched), ledger.seats_over(first)
-    if (lacking <= 0 and seats_over <= 0) or _will_be_pending(ledger, first, matched, prompt_limit):
+    over = states_over(ledger, first)
+    is_free = max(lacking, seats_over, over) <= 0
+    if is_free or _will_be_pending(ledger, first, matched, prompt_limit):
         return []
     key = first.waiting_key
     later = [
@@ -188,23 +226,23 @@ def victims_for_first(
         for seq in ledger.running
         if seq.rank > first.rank and ledger.waiting.key_of(seq, now) > key
     ]
-    parked = _parked_residents(ledger) if lacking > 0 else []
+    parked = _parked_residents(ledger) if max(lacking, over) > 0 else []
     victims: list[Sequence] = []
     released: Counter[BlockId] = Counter()
     shared = frozenset(matched)
     for victim in order_victims(parked, later, first.rank):
-        if lacking <= 0 and seats_over <= 0:
+        if max(lacking, seats_over, over) <= 0:
             break
-        if lacking <= 0 and victim.state is not State.RUNNING:
+        if max(lacking, over) <= 0 and victim.state is not State.RUNNING:
             continue  # a parked sequence has no seat to give back
         victims.append(victim)
         lacking -= _frees(ledger, victim, released, but=shared)
+        over -= ledger.seats_of(victim)
         if victim.state is State.RUNNING:
             lacking -= still_needs(ledger, victim)
             seats_over -= ledger.seats_of(victim)
-    if lacking > 0 or seats_over > 0 or not _has_tokens_left(ledger, victims, prompt_limit):
-        return []
-    return victims
+    is_free = max(lacking, seats_over, over) <= 0
+    return victims if is_free and _has_tokens_left(ledger, victims, prompt_limit) else []
 
 
 def _has_tokens_left(ledger: Ledger, victims: list[Sequence], prompt_limit: int) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.core.common.steps import RowFailure
 from engine.core.common.types import EndReason
+from engine.core.text import snapshots
 from engine.core.text.lifecycle import State
 from engine.core.text.plan import RowResult
 from engine.core.text.types import Replayed, Tokens
@@ -55,7 +56,7 @@ class Committer:
             if got.__class__ is RowResult and seq.phase == "decode" and seq.state is is_running:
                 name, tokens, text, logprobs, prompt_logprobs, finish = got[:6]
                 offered, has_model = got[8:10]
-                _, start, computed, _, _, _, _, _ = row
+                _, start, computed, _, _, _, _, _, _ = row
                 if len(tokens) == computed == 1 and finish is None and name == seq.sequence_id:
                     end = start + 1
                     if end % size == 0:
@@ -89,8 +90,10 @@ class Committer:
             raise EngineBug(f"a result for {result.sequence} came in the row of {seq}")
         if not row.logits.samples:
             seq.num_chunks -= 1
-        if seq.state is State.RUNNING and isinstance(result, RowResult):
+        is_computed = seq.state is State.RUNNING and isinstance(result, RowResult)
+        if is_computed:
             self._ledger.publish_computed(seq, row.start, row.start + row.count - row.drafts)
+        snapshots.end(self._ledger, seq, row, is_computed=is_computed)
         self._take_result(seq, result, now, row=row, has_slot=row.logits.samples)
 
     def _take_result(

@@ -86,6 +86,8 @@ class Explainer:
         head = ledger.waiting.sequences[0]
         if ledger.seats_over(head) > 0:
             return f"seats: {ledger.num_seats} of {ledger.config.max_num_seqs} sequences run"
+        if (over := admission.states_over(ledger, head)) > 0:
+            return f"state slots: {over} are lacking, parked requests or a step have them"
         lacking = admission.lacks(ledger, head)
         if lacking > 0:
             return f"KV blocks: {lacking} are lacking, {ledger.pool.num_free} are free"

@@ -21,6 +21,7 @@ from engine.core.text.lifecycle import Event, State
 from engine.core.text.prefix import PrefixCache
 from engine.core.text.sequence import LiveRequest, Sequence
 from engine.core.text.sequence_keys import SequenceKeys
+from engine.core.text.states import States
 from engine.core.text.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Ledger:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self.cache = PrefixCache(self.pool)
+        self.states = States(config.num_states) if config.num_states else None
         self.requests: dict[RequestId, LiveRequest] = {}
         self.keys = SequenceKeys(config)
         self.waiting = WaitingQueue(config.aging_s)
@@ -166,9 +168,20 @@ class Ledger:
         self.cache.forget(self.pool.drain_reused())
         return taken
 
+    def match(self, keys: list[bytes]) -> tuple[BlockId, ...]:
+        """Return the blocks of the longest prefix with these keys that need not be computed."""
+        found = self.cache.match(keys)
+        return found if self.states is None else self.states.cut(keys, found)
+
     def cached_tokens(self, keys: list[bytes]) -> int:
         """Return how many tokens of the prefix with these keys need not be computed."""
-        return self.config.block_size * len(self.cache.match(keys))
+        return self.config.block_size * len(self.match(keys))
+
+    def reset_cache(self) -> None:
+        """Forget every cached prefix; live sequences keep what they hold."""
+        self.cache.reset()
+        if self.states is not None:
+            self.states.snapshots.reset()
 
     def publish_computed(self, seq: Sequence, start: int, end: int) -> None:
         """Publish the blocks that computing positions ``start … end - 1`` completed."""
@@ -207,6 +220,8 @@ class Ledger:
     def _give_back_blocks(self, seq: Sequence) -> None:
         self.pool.release(seq.blocks)
         seq.blocks = []
+        if self.states is not None:
+            self.states.release(seq)
         seq.num_computed = 0
 
     def _phase_of_waiting(self, seq: Sequence) -> str:

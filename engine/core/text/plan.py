@@ -71,6 +71,21 @@ class BlockDelta(NamedTuple):
     append: tuple[BlockId, ...] = ()
 
 
+class StateDelta(NamedTuple):
+    """Where the worker keeps a sequence's state from this step on, for models with recurrent layers
+    (`engine.core.text.states`).
+
+    The row's last state goes to ``slot``, and a copy of it to ``snapshot``. The row begins from the
+    state in ``source``; None: from that in ``slot``. A row from position 0 begins from nothing. A
+    step reads all states before it writes any, so the slot that one row begins from may be one that
+    another row writes.
+    """
+
+    slot: BlockId
+    source: BlockId | None = None
+    snapshot: BlockId | None = None
+
+
 class Row(NamedTuple):
     """One sequence's part of a step: positions ``start … start + count - 1`` are computed.
 
@@ -86,6 +101,9 @@ class Row(NamedTuple):
     last result (`RowResult.offered`). It samples behind each of them, too, and keeps what it
     sampled up to the first token that differs from the draft. ``by_model``: the draft model of the
     worker drafts these tokens in this step; they may become fewer (`RowResult.drafted`).
+
+    ``state`` None: the sequence's state is read from and written to its slot, as the last step left
+    it. A model without recurrent layers has none.
     """
 
     sequence: SequenceId
@@ -96,6 +114,7 @@ class Row(NamedTuple):
     children: tuple[ChildFork, ...] = ()
     drafts: int = 0
     by_model: bool = False
+    state: StateDelta | None = None
 
 
 ROW_COUNT = itemgetter(Row._fields.index("count"))
@@ -104,11 +123,13 @@ _DRAFTS = itemgetter(Row._fields.index("drafts"))
 
 class ChildFork(NamedTuple):
     """A choice that starts as a copy of its parent's prompt. ``blocks`` is its whole block table
-    after the step: the full blocks, which it shares, then its own copy of the last one."""
+    after the step: the full blocks, which it shares, then its own copy of the last one. ``state``
+    is the slot that a copy of the parent's last state goes to, if there are states."""
 
     sequence: SequenceId
     choice: int
     blocks: tuple[BlockId, ...]
+    state: BlockId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +158,7 @@ class StepPlan:
 
     The worker applies ``released``, then ``admitted``, then the block tables, then the forward pass
     over ``rows``, then ``copies``, then it samples. A copy goes from the first block to the second:
-    a child's last block is copied after the parent has written it.
+    a child's last block is copied after the parent has written it. States are written last.
     """
 
     plan_id: PlanId

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from engine.core.common.types import PlanId
 from engine.core.text.lifecycle import State
 from engine.core.text.plan import AdmittedSequence, StepPlan
+from engine.core.text.states import StepStates
 
 if TYPE_CHECKING:
     from engine.core.common.types import BlockId, SequenceId
@@ -31,7 +32,8 @@ class PlannedStep:
     in its row; ``started`` are the sequences that this step took from the waiting queue;
     ``pending_keys`` are the prefix-cache keys of the blocks that it computes. ``num_drafts`` counts
     the drafted tokens of its rows, and ``image_cost`` what encoding its rows' images may cost, in
-    tokens. ``plan`` and ``started_at`` are set by `seal`.
+    tokens. ``states`` are the state slots that it takes; None if the model has no states. ``plan``
+    and ``started_at`` are set by `seal`.
     """
 
     __slots__ = (
@@ -47,11 +49,13 @@ class PlannedStep:
         "sequences",
         "started",
         "started_at",
+        "states",
     )
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self.reservation = ledger.pool.open()
+        self.states = None if ledger.states is None else StepStates(ledger.states)
         self.started_at = 0.0
         self.rows: list[Row] = []
         self.sequences: list[Sequence] = []
@@ -82,6 +86,8 @@ class PlannedStep:
         """End a step that succeeded: its blocks belong to their sequences, and the worker knows the
         choices that forked."""
         self._ledger.pool.commit(self.reservation)
+        if self.states is not None:
+            self.states.keep()
         for forks in self.forks.values():
             for child in forks:
                 child.is_known_to_worker = True
@@ -99,7 +105,7 @@ class PlannedStep:
             for child in forks:
                 child.blocks = []
                 child.count_back(0, samples=True)
-        self._ledger.pool.rollback(self.reservation)
+        self._roll_back()
         for seq in self.sequences:
             for child in self.forks.get(seq.sequence_id, []):
                 self._settle(child, now, is_fork=True)
@@ -129,8 +135,15 @@ class PlannedStep:
             self._drop(index)
             del self.sequences[index], self.rows[index]
         if not self.rows:
-            self._ledger.pool.rollback(self.reservation)
+            self._roll_back()
         return bool(self.rows)
+
+    def _roll_back(self) -> None:
+        """Give back every block and every state slot that the step took."""
+        self._ledger.pool.rollback(self.reservation)
+        if self.states is not None:
+            forked = [child for forks in self.forks.values() for child in forks]
+            self.states.undo((*self.started, *forked))
 
     def _drop(self, index: int) -> None:
         """Give back what one row reserved. The choices that were to fork in the row have ended,
@@ -144,6 +157,8 @@ class PlannedStep:
         self.copies = [copy for copy in self.copies if copy[1] not in own]
         seq.credit.cancel((1 + len(forks)) if row.logits.samples else 0)
         self._ledger.pool.give_back(self.reservation, taken)
+        if self.states is not None:
+            self.states.drop(row.state, [*forks, *([seq] if seq in self.started else ())])
         for child in forks:
             child.count_back(0, samples=True)
             self._ledger.finish(child)

@@ -121,7 +121,7 @@ class Scheduler:
             case Resume():
                 self._pause = None
             case ResetPrefixCache():
-                self._ledger.cache.reset()
+                self._ledger.reset_cache()
             case ObservePrefixes():
                 self._ledger.cache.observer = event.observer
         return self._take_events()
@@ -348,6 +348,9 @@ class Scheduler:
         self._ledger.check()
         steps = self._planned_steps()
         assert self._ledger.pool.num_open == len(steps)
+        if (states := self._ledger.states) is not None:
+            states.check(self._ledger.live_sequences(), [one.states for one in steps if one.states])
+            assert states.pool.num_open == len(steps)
         rows = Counter(seq for step in steps for seq in step.sequences)
         rows.update(seq for step in steps for forks in step.forks.values() for seq in forks)
         for seq in self._ledger.live_sequences():

@@ -30,16 +30,19 @@ class Sequence:
     (`count_ahead`); undoing it takes both back (`count_back`). ``num_pending`` rows in flight
     sample a token; ``num_chunks`` compute a chunk of a prompt and sample none.
 
-    ``blocks`` is the block table, empty unless the sequence holds blocks. ``keys`` are the
-    prefix-cache keys of its full blocks, computed as needed. ``is_attached``: this is a further
-    choice of n > 1, and its parent still computes their prompt. ``wants_scores``: the prompt's
-    log-probabilities are asked for, and this choice computes them. ``num_resumed`` tokens of a
-    continued choice's output are older than the request. ``drafting`` is how its drafts have fared,
-    from the first one on.
+    ``blocks`` is the block table, empty unless the sequence holds blocks. ``keys`` are the prefix-
+    cache keys of its full blocks, computed as needed. ``state_slot`` is where its state is, as long
+    as it has blocks, if its model has recurrent layers; ``branch`` is up to where its keys and
+    values were cached when it started, as far as it had to compute them again for its state.
+    ``is_attached``: this is a further choice of n > 1, and its parent still computes their prompt.
+    ``wants_scores``: the prompt's log-probabilities are asked for, and this choice computes them.
+    ``num_resumed`` tokens of a continued choice's output are older than the request. ``drafting``
+    is how its drafts have fared, from the first one on.
     """
 
     __slots__ = (
         "blocks",
+        "branch",
         "cached_tokens",
         "choice",
         "credit",
@@ -63,6 +66,7 @@ class Sequence:
         "request_id",
         "sequence_id",
         "state",
+        "state_slot",
         "waiting_key",
         "wants_scores",
     )
@@ -79,6 +83,8 @@ class Sequence:
         self.is_known_to_worker = False
         self.blocks: list[BlockId] = []
         self.keys: list[bytes] = []
+        self.state_slot: BlockId | None = None
+        self.branch = 0
         outputs = live.request.outputs
         self.output: list[int] = list(outputs[choice] or ()) if outputs else []
         self.num_resumed = len(self.output)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.core.text import admission
+from engine.core.text import admission, snapshots
 from engine.core.text.blocks import blocks_for
 from engine.core.text.lifecycle import State
 from engine.core.text.plan import SCORED_TOKENS_MAX, BlockDelta, ChildFork, Logits, Row
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from engine.core.common.types import BlockId
     from engine.core.text.ledger import Ledger
+    from engine.core.text.plan import StateDelta
     from engine.core.text.sequence import Sequence
 
 
@@ -97,7 +98,7 @@ class StepBuilder:
         The rows of a failed step run again in this way. No plan is in flight."""
         if seq.state is State.RUNNING:
             self._plan_running(seq)
-        elif self._ledger.seats_over(seq) <= 0:
+        elif admission.has_seats(self._ledger, seq):
             matched = admission.match(self._ledger, seq)
             if admission.shortfall(self._ledger, seq, matched) <= 0:
                 self._start(seq, matched)
@@ -149,6 +150,8 @@ class StepBuilder:
                 begins=seq.state is not State.RUNNING,
                 is_first=not self._has_chunk,
             )
+        if self._ledger.states is not None and count > 1:
+            count = snapshots.cut_chunk(self._ledger, seq, count)
         return count
 
     def _use_chunk(self, count: int) -> None:
@@ -187,7 +190,8 @@ class StepBuilder:
                         credit.cancel()
                         self._plan_running(seq)
                         continue
-                rows.append(make(Row, (seq.sequence_id, start, 1, delta, last, (), 0, False)))
+                values = (seq.sequence_id, start, 1, delta, last, (), 0, False, None)
+                rows.append(make(Row, values))
                 sequences.append(seq)
                 seq.num_computed = known
                 seq.num_tokens = known + 1
@@ -238,7 +242,9 @@ class StepBuilder:
             self._ledger.park(seq.live, self._now)
         return False
 
-    def _try_row(self, seq: Sequence, count: int, *, may_preempt: bool) -> bool:
+    def _try_row(
+        self, seq: Sequence, count: int, *, may_preempt: bool, state: StateDelta | None = None
+    ) -> bool:
         """Add a row with its blocks; without enough blocks, add nothing and return False."""
         completes = seq.num_computed + count == seq.num_tokens
         forks = seq.live.attached if completes and seq.choice == 0 else []
@@ -257,7 +263,7 @@ class StepBuilder:
             logits = Logits.ALL if completes else Logits.PROMPT
         else:
             logits = Logits.LAST if completes else Logits.NONE
-        self._add_row(seq, count, delta, logits, children)
+        self._add_row(seq, count, delta, logits, children, state)
         return True
 
     def _add_row(
@@ -267,10 +273,14 @@ class StepBuilder:
         delta: BlockDelta | None,
         logits: Logits,
         children: tuple[ChildFork, ...],
+        state: StateDelta | None,
     ) -> None:
         step, start = self._step, seq.num_computed
         end = start + count
-        step.rows.append(Row(seq.sequence_id, start, count, delta, logits, children))
+        if step.states is not None:
+            state = snapshots.add(self._ledger, step.states, seq, end, logits, state)
+        row = Row(seq.sequence_id, start, count, delta, logits, children, state=state)
+        step.rows.append(row)
         step.sequences.append(seq)
         if count > 1 and self._ledger.keys.uses_cache(seq.live.request):
             keys = self._ledger.keys.extend(seq, end)
@@ -312,7 +322,9 @@ class StepBuilder:
             if copies:
                 self._step.copies.append((parent.blocks[len(full)], copies[index]))
                 child.blocks.append(copies[index])
-            children.append(ChildFork(child.sequence_id, child.choice, tuple(child.blocks)))
+            state = None if self._step.states is None else self._step.states.give(child)
+            blocks = tuple(child.blocks)
+            children.append(ChildFork(child.sequence_id, child.choice, blocks, state))
             child.keys = parent.keys.copy()
             self._ledger.start(child, self._now)
             child.count_ahead(parent.num_tokens, samples=True)
@@ -361,7 +373,7 @@ class StepBuilder:
                 continue
             if seq.state is not State.WAITING:
                 continue  # it was parked a moment ago, with a choice of its request
-            if ledger.seats_over(seq) > 0:
+            if not admission.has_seats(ledger, seq):
                 return
             if seq.is_late(self._now):
                 continue  # its deadline is about to end it, so it is never started (D18)
@@ -390,6 +402,8 @@ class StepBuilder:
         ledger, step = self._ledger, self._step
         start = len(matched) * self._size
         seq.num_computed = start
+        if ledger.states is not None:
+            seq.branch = admission.cached_keys_and_values(ledger, seq)
         count = self._chunk_of(seq, seq.num_tokens - start)
         if count == 0:
             seq.num_computed = 0
@@ -400,9 +414,12 @@ class StepBuilder:
             return
         ledger.pool.share(step.reservation, matched)
         seq.blocks = list(matched)
+        state = None
+        if step.states is not None:
+            state = snapshots.begin(ledger, step.states, seq, matched)
         ledger.start(seq, self._now)
         step.started.append(seq)
-        if not self._try_row(seq, count, may_preempt=False):
+        if not self._try_row(seq, count, may_preempt=False, state=state):
             raise EngineBug(f"{seq} was started without room for it")
         self._use_chunk(count)
         step.rows[-1] = step.rows[-1]._replace(blocks=BlockDelta(0, tuple(seq.blocks)))

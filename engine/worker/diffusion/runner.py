@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 WARM_UP_PIXELS = 64  # across
 GUIDANCE, XL_GUIDANCE = 7.5, 5.0  # diffusers' defaults of StableDiffusion and of SDXL
+STEPS, FEW_STEPS = 50, {"lcm": 4}  # diffusers' defaults, by the checkpoint's own scheduler
 EXTRA_STEPS = (("pndm", 1),)  # its first step is taken twice
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ class DiffusionRunner:
             max_image_pixels=spec.max_image_pixels,
             schedulers=tuple(CLASSES),
             default_scheduler=noise.default,
+            default_steps=FEW_STEPS.get(noise.default, STEPS),
             default_guidance=XL_GUIDANCE if pipeline.is_xl else GUIDANCE,
             multiple_of=max(8, pipeline.latent_scale),
             prediction_type=noise.prediction_type,

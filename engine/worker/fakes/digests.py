@@ -1,5 +1,5 @@
-"""What the fake text model computes: a digest of all tokens up to a position, the next token, and
-its log-probability.
+"""What the fake text model computes: a digest of all tokens up to a position, the next token, its
+log-probability, and how much of a text cannot be sent yet.
 
 A position's digest is what a slot of the fake KV pool holds. It depends on the adapter, the tokens
 and the images that these are tokens of.
@@ -41,6 +41,17 @@ def next_token(digest: int, seed: int | None, choice: int) -> int:
     sequence."""
     mixed = crc32(f"{digest}/{seed}/{choice}".encode())
     return 1 + mixed % (VOCAB_SIZE - 1)
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Return how many characters at the end of ``text`` may still become one of the stop
+    strings."""
+    longest = 0
+    for stop in stops:
+        for size in range(1, min(len(stop), len(text) + 1)):
+            if text.endswith(stop[:size]):
+                longest = max(longest, size)
+    return longest
 
 
 def fake_logprob(token_id: int, alternatives: int) -> TokenLogprob:

@@ -17,8 +17,8 @@ from zlib import crc32
 from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.image.types import ImageResult, ImageRowResult, ImageVerb, RawImage
 from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
+from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.text import FakeScript
-from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.image_interface import ImageModelInfo
 from engine.worker.interface import LoadProgress, MemoryEstimate
 
@@ -86,26 +86,19 @@ class _FakeDrawing:
     tiles: int = 0
 
 
-class FakeImageRunner:
+class FakeImageRunner(ScriptedRunner["ImagePlan", "ImageResult"]):
     """Implements `engine.worker.image_interface.ImageRunner` without a model.
 
-    ``steps`` counts the executed steps. ``is_executing`` is set during one. ``drawings`` are the
-    states that it keeps.
+    ``drawings`` are the states that it keeps. `execute` also raises an AssertionError for a step
+    that is not the drawing's next one.
     """
 
     def __init__(
         self, info: ImageModelInfo = FAKE_INFO, *, script: FakeScript | None = None
     ) -> None:
         self.info = info
-        self.script = script or FakeScript()
-        self.steps = 0
-        self.is_executing = False
+        super().__init__(script or FakeScript())
         self.drawings: dict[SequenceId, _FakeDrawing] = {}
-
-    @property
-    def tokenizer(self) -> FakeTokenizer:
-        """A tokenizer that follows the script."""
-        return FakeTokenizer(self.script)
 
     def estimate(self) -> MemoryEstimate:
         """Return the memory of the info that the fake was made with."""
@@ -117,44 +110,19 @@ class FakeImageRunner:
         Raises:
             BaseException: the script's ``load_error``.
         """
-        progress(LoadProgress("weights"))
-        self.script.sleep(self.script.load_s)
-        if self.script.load_error is not None:
-            raise self.script.load_error
+        self._sleep_for_load(progress)
         return self.info
 
     def close(self) -> None:
         """Forget every drawing."""
         self.drawings.clear()
 
-    def execute(self, plan: ImagePlan) -> ImageResult:
-        """Compute a plan's step, after the costs and faults of the script.
-
-        Raises:
-            RuntimeError: another step is running. AssertionError: the step is not the drawing's
-                next one. BaseException: a fault of the script.
-        """
-        if self.is_executing:
-            raise RuntimeError("two steps at once on one worker")
-        self.is_executing = True
-        try:
-            return self._execute(plan)
-        finally:
-            self.is_executing = False
-
     def _execute(self, plan: ImagePlan) -> ImageResult:
-        script, step = self.script, self.steps
-        self.steps += 1
+        script = self.script
         for sequence in plan.ended:
             self.drawings.pop(sequence, None)
-        cost = script.step_s + script.token_s * plan.num_tokens + script.step_costs.get(step, 0.0)
-        if cost:
-            script.sleep(cost)
-        fault = script.step_faults.get(step)
-        if fault is None and script.image_fault is not None:
-            fault = script.image_fault(plan)
-        if fault is not None:
-            raise fault
+        cost = self._spend(plan.num_tokens)
+        self._fail(plan, self.script.image_fault)
         timings = StepTimings(forward_s=cost)
         phase = script.sample_fault() if script.sample_fault is not None else None
         if phase is not None:

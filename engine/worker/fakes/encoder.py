@@ -25,6 +25,7 @@ from engine.core.encode.types import (
 from engine.errors import FieldViolation, InvalidRequest
 from engine.images.fit import FittedImage, ImageFit
 from engine.worker.fakes.digests import VOCAB_SIZE, digest_after
+from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.text import FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.interface import EncoderInfo, EncoderKind, LoadProgress, MemoryEstimate
@@ -125,10 +126,11 @@ class FakeInputTokenizer:
         return TokenizedInput(EncodeInput(ids[: self._max_tokens], (), prompt_tokens), len(ids))
 
 
-class FakeEncoder:
+class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
     """Implements `engine.worker.interface.EncodeRunner` without a model.
 
-    ``steps`` counts the executed steps. ``is_executing`` is set during one.
+    `execute` also raises an AssertionError for rows that are not sorted by length, or not of one
+    kind.
     """
 
     def __init__(
@@ -139,17 +141,10 @@ class FakeEncoder:
         script: FakeScript | None = None,
         memory_bytes: int = VOCAB_SIZE,
     ) -> None:
-        self.script = script or FakeScript()
-        self.steps = 0
-        self.is_executing = False
+        super().__init__(script or FakeScript())
         self._max_model_len = max_model_len
         self._kind = kind
         self._memory_bytes = memory_bytes
-
-    @property
-    def tokenizer(self) -> FakeTokenizer:
-        """A tokenizer that follows the script."""
-        return FakeTokenizer(self.script)
 
     @property
     def encoder_tokenizer(self) -> FakeInputTokenizer:
@@ -166,10 +161,7 @@ class FakeEncoder:
         Raises:
             BaseException: the script's ``load_error``.
         """
-        progress(LoadProgress("weights"))
-        self.script.sleep(self.script.load_s)
-        if self.script.load_error is not None:
-            raise self.script.load_error
+        self._sleep_for_load(progress)
         is_embedding = self._kind is not EncoderKind.RERANK
         reads_images = self._kind is EncoderKind.IMAGE_EMBEDDING
         return EncoderInfo(
@@ -188,32 +180,9 @@ class FakeEncoder:
     def close(self) -> None:
         """Do nothing, because the fake holds nothing."""
 
-    def execute(self, plan: EncodePlan) -> EncodeResult:
-        """Compute the values of a plan's rows, after the costs and faults of the script.
-
-        Raises:
-            RuntimeError: another step is running. AssertionError: the rows are not sorted by
-                length, or not of one kind. BaseException: a fault of the script.
-        """
-        if self.is_executing:
-            raise RuntimeError("two steps at once on one worker")
-        self.is_executing = True
-        try:
-            return self._execute(plan)
-        finally:
-            self.is_executing = False
-
     def _execute(self, plan: EncodePlan) -> EncodeResult:
-        script, step = self.script, self.steps
-        self.steps += 1
-        cost = script.step_s + script.token_s * plan.num_tokens + script.step_costs.get(step, 0.0)
-        if cost:
-            script.sleep(cost)
-        fault = script.step_faults.get(step)
-        if fault is None and script.encode_fault is not None:
-            fault = script.encode_fault(plan)
-        if fault is not None:
-            raise fault
+        cost = self._spend(plan.num_tokens)
+        self._fail(plan, self.script.encode_fault)
         kinds = {row.input.kind for row in plan.rows}
         if len(kinds) > 1:
             raise AssertionError(f"the rows are of several kinds: {kinds}")

@@ -6,7 +6,7 @@ choice alone, *as read back from the fake KV pool*. So a wrong block table, or a
 shared too early or freed too soon, gives other tokens or raises `KvMismatch`.
 
 Each slot of the fake KV pool holds a digest of all tokens up to its position, and of the images
-that these are tokens of.
+that these are tokens of. A state slot (`engine.worker.fakes.states`) holds one such digest.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from engine.worker.fakes.digests import (
     digest_after,
     fake_logprob,
     first_digest,
+    held_back,
     next_token,
 )
+from engine.worker.fakes.scripted import ScriptedRunner
 from engine.worker.fakes.sight import FakeSight, FakeTower, met_by
-from engine.worker.fakes.tokenizer import EOS, FakeTokenizer
+from engine.worker.fakes.states import FakeStates
+from engine.worker.fakes.tokenizer import EOS
 from engine.worker.interface import LoadProgress, MemoryEstimate, ModelInfo, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -106,6 +109,7 @@ class _FakeSequence:
     admitted: AdmittedSequence
     tokens: list[int]
     blocks: list[BlockId]
+    state_slot: BlockId | None = None
     text: str = ""
     sent: int = 0
     scored: int = 1  # tokens whose log-probability is known; the first has none
@@ -122,12 +126,13 @@ class _FakeSequence:
         return len(self.tokens) - len(self.admitted.prompt)
 
 
-class FakeRunner:
+class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
     """Implements `engine.worker.interface.TextRunner` without a model.
 
-    ``steps`` counts the executed steps. ``is_executing`` is set during one. ``compiled`` are the
-    constraints that were compiled; the fake does not follow them. With ``sees`` it reads images
-    (`engine.worker.fakes.sight`), and ``tower`` counts those that it has encoded.
+    ``compiled`` are the constraints that were compiled; the fake does not follow them. With
+    ``sees`` it reads images (`engine.worker.fakes.sight`), and ``tower`` counts those that it has
+    encoded. `execute` also raises `KvMismatch`: a row reads another prefix. With ``num_states``
+    slots for states, it drafts nothing.
     """
 
     def __init__(
@@ -139,11 +144,10 @@ class FakeRunner:
         script: FakeScript | None = None,
         memory_bytes: int | None = None,
         sees: bool = False,
+        num_states: int = 0,
     ) -> None:
-        self.script = script or FakeScript()
+        super().__init__(script or FakeScript())
         self.tower = FakeTower()
-        self.steps = 0
-        self.is_executing = False
         self.compiled: set[Constraint] = set()
         self.adapters = FakeAdapters(self.script)
         self._info = ModelInfo(
@@ -158,14 +162,11 @@ class FakeRunner:
             memory_bytes=num_blocks * block_size if memory_bytes is None else memory_bytes,
             defaults=SamplingDefaults(),
             images=FakeSight(self.script.decode_s, self.script.sleep) if sees else None,
+            num_states=num_states,
         )
+        self._states = FakeStates(num_states)
         self._kv: list[int] = []
         self._sequences: dict[SequenceId, _FakeSequence] = {}
-
-    @property
-    def tokenizer(self) -> FakeTokenizer:
-        """A tokenizer that follows the script."""
-        return FakeTokenizer(self.script)
 
     def estimate(self) -> MemoryEstimate:
         """Return the ``memory_bytes`` that the fake was made with."""
@@ -177,10 +178,7 @@ class FakeRunner:
         Raises:
             BaseException: the script's ``load_error``.
         """
-        progress(LoadProgress("weights"))
-        self.script.sleep(self.script.load_s)
-        if self.script.load_error is not None:
-            raise self.script.load_error
+        self._sleep_for_load(progress)
         self._kv = [-1] * (self._info.num_blocks * self._info.block_size)
         return self._info
 
@@ -200,38 +198,16 @@ class FakeRunner:
         self._kv = []
         self._sequences.clear()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute a plan, after the costs and faults of the script.
-
-        Raises:
-            KvMismatch: a row reads another prefix. RuntimeError: another step is running.
-                AssertionError: a constraint is not compiled. BaseException: a fault of the script.
-        """
-        if self.is_executing:
-            raise RuntimeError("two steps at once on one worker")
-        self.is_executing = True
-        try:
-            return self._execute(plan)
-        finally:
-            self.is_executing = False
-
     def _execute(self, plan: StepPlan) -> StepResult:
-        script, step = self.script, self.steps
-        self.steps += 1
-        cost = script.step_s + script.token_s * plan.num_tokens + script.step_costs.get(step, 0.0)
-        if cost:
-            script.sleep(cost)
+        script = self.script
+        cost = self._spend(plan.num_tokens)
         for released in plan.released:
             del self._sequences[released]
         for admitted in plan.admitted:
             if admitted.constraint is not None and admitted.constraint not in self.compiled:
                 raise AssertionError(f"{admitted.sequence} needs a constraint that is not compiled")
             self._sequences[admitted.sequence] = self._admit(admitted)
-        fault = script.step_faults.get(step)
-        if fault is None and script.plan_fault is not None:
-            fault = script.plan_fault(plan)
-        if fault is not None:
-            raise fault
+        self._fail(plan, self.script.plan_fault)
         rows = [self._drafted(row) for row in plan.rows]
         draft_s = script.draft_s * max((row.drafts for row in rows if row.by_model), default=0)
         if draft_s:
@@ -241,6 +217,7 @@ class FakeRunner:
             script.sleep(encoding_s)
         for row in rows:
             self._forward(row)
+        self._states.write()
         for source, target in plan.copies:
             size = self._info.block_size
             self._kv[target * size : (target + 1) * size] = self._kv[
@@ -303,9 +280,11 @@ class FakeRunner:
         digest = first_digest(seq.admitted.adapter)
         if row.start:
             digest = self._kv[self._slot(seq, row.start - 1)]
+        seq.state_slot = self._states.begin(row, seq.state_slot, digest)
         for position in range(row.start, end):
             digest = digest_after(digest, tokens[position], seq.contents.get(position, b""))
             self._kv[self._slot(seq, position)] = digest
+        self._states.put(row, seq.state_slot, digest)
         if row.logits.scores and row.start < seq.scored:
             seq.scored = max(seq.scored, row.start + row.count + 1)
 
@@ -335,7 +314,7 @@ class FakeRunner:
             sampling = replace(parent.admitted.sampling, choice=fork.choice)
             admitted = replace(parent.admitted, sequence=fork.sequence, sampling=sampling)
             self._sequences[fork.sequence] = _FakeSequence(
-                admitted, parent.tokens.copy(), list(fork.blocks)
+                admitted, parent.tokens.copy(), list(fork.blocks), fork.state
             )
         ids = [row.sequence, *(fork.sequence for fork in row.children)]
         adapter = parent.admitted.adapter
@@ -365,14 +344,16 @@ class FakeRunner:
         if isinstance(result, RowResult):
             result = result._replace(drafted=row.drafts)
             if result.finish is None:
-                has_model = self.script.draft_model is not None and seq.admitted.speculates
+                has_model = self.script.draft_model is not None and self._may_draft(seq)
                 result = result._replace(offered=self._offer(seq), has_model=has_model)
         return result
 
+    def _may_draft(self, seq: _FakeSequence) -> bool:
+        return seq.admitted.speculates and not self._states.are_there
+
     def _offer(self, seq: _FakeSequence) -> int:
-        admitted = seq.admitted
-        if self.script.draft is not None and admitted.speculates:
-            sampling = admitted.sampling
+        if self.script.draft is not None and self._may_draft(seq):
+            sampling = seq.admitted.sampling
             seq.draft = list(self.script.draft(seq.tokens, sampling.seed, sampling.choice))
         return len(seq.draft)
 
@@ -435,16 +416,6 @@ class FakeRunner:
         elif seq.num_output >= stops.max_tokens:
             finish = EndReason.LENGTH
         else:
-            end -= self._held_back(seq.text[seq.sent :], stops.strings)
+            end -= held_back(seq.text[seq.sent :], stops.strings)
         text, seq.sent = seq.text[seq.sent : end], end
         return RowResult(seq.admitted.sequence, (token_id,), text, finish=finish, matched=matched)
-
-    @staticmethod
-    def _held_back(text: str, strings: tuple[str, ...]) -> int:
-        """Return how many characters at the end of ``text`` may still become a stop string."""
-        longest = 0
-        for stop in strings:
-            for size in range(1, min(len(stop), len(text) + 1)):
-                if text.endswith(stop[:size]):
-                    longest = max(longest, size)
-        return longest

@@ -64,10 +64,14 @@ class AdapterHost(Protocol):
         ...
 
 
-def linear_places(module: Any) -> dict[str, tuple[int, int]]:
-    """Return the inputs and outputs of a stock model's linear layers, by their names."""
-    found = {}
+def linear_places(module: Any, recurrent: str = "") -> dict[str, tuple[int, int]]:
+    """Return the inputs and outputs of a stock model's linear layers, by their names, but for those
+    in modules of the class called ``recurrent``: they do not compute a step's tokens in order."""
+    found: dict[str, tuple[int, int]] = {}
+    without = [name for name, one in module.named_modules() if type(one).__name__ == recurrent]
     for name, child in module.named_modules():
+        if name.startswith(tuple(f"{one}." for one in without)):
+            continue
         if isinstance(child, torch.nn.Linear):
             found[name] = (child.in_features, child.out_features)
         elif type(child).__name__ == "Conv1D":  # GPT-2's linear layers, with transposed weights

@@ -13,7 +13,7 @@ model's forward to each layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -48,12 +48,15 @@ class UnsupportedAttention(Exception):
 class AttentionCall:
     """The attention parameters of one layer. A query at position p sees the keys
     p - ``sliding_window`` + 1 … p (None: all up to p). A ``softcap`` c turns each score s into
-    c · tanh(s / c)."""
+    c · tanh(s / c). ``sinks`` [num_heads] are scores of one more key of each head, which every
+    query sees whatever its window, and whose value is zero: they take their share of the weights,
+    and are neither scaled nor capped."""
 
     layer: int
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)  # tensors have no truth value
 
 
 class PreparedStep(Protocol):
@@ -86,6 +89,7 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,  # transformers' name of the sinks, [num_heads]
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute one layer's attention, called by transformers.
@@ -108,7 +112,7 @@ def paged_attention(
     if not isinstance(layer, int):
         raise UnsupportedAttention("its attention layers carry no layer_idx")
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    call = AttentionCall(layer, scale, sliding_window, softcap)
+    call = AttentionCall(layer, scale, sliding_window, softcap, s_aux)
     out = step.attend(
         call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     )

@@ -24,6 +24,7 @@ from engine.worker.forward.native_attention import NativeBackend
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.forward.rewrites import WIDTH_MOST, WIDTH_STEP, NotRewritten, take_apart
 from engine.worker.load.refusal import Refusal
+from engine.worker.outline.families import LISTED
 from engine.worker.small_weights import expand_deferred
 
 if TYPE_CHECKING:
@@ -104,6 +105,13 @@ def objection_to_kernels(
     return ""
 
 
+def runs_compiled(
+    architecture: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
+) -> bool:
+    """Return whether a model of a usual form runs as one compiled decoder here."""
+    return architecture in LISTED and not objection_to_kernels(device, dtype, shapes)
+
+
 def prepare(
     model: LoadedModel,
     backend: AttentionBackend,
@@ -113,15 +121,17 @@ def prepare(
     *,
     quantization: str = "none",
     objection: str = "",
+    recurrent: str = "",
 ) -> Execution:
     """Prepare the model to run over ``cache``. A stock module that is compiled cannot be used
     afterwards. ``objection`` says why the model cannot run compiled as a whole; empty if it can.
+    ``recurrent`` is the class of its recurrent layers, which adapters cannot change.
 
     Raises:
         Refusal: ``quantization`` is not supported here.
     """
     name = model.architecture.name
-    places, head = linear_places(model.module), head_name(model.module)
+    places, head = linear_places(model.module, recurrent), head_name(model.module)
     is_rounded = quantization != "none"
     if not isinstance(backend, NativeBackend):
         if is_rounded:
@@ -129,7 +139,7 @@ def prepare(
         expand_deferred(model.module, model.dtype, model.device)
         why = f"{name} runs stock with {backend.label} attention{f': {reason}' if reason else ''}"
         stock = StockAdapters(model.module, model.dtype, model.device, places, head)
-        return _logged(Execution(model, backend, why, stock))
+        return _logged(Execution(_with(model, model.module), backend, why, stock))
     library = backend.library
     kind = native.kind(library)
     try:

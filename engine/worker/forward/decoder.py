@@ -247,7 +247,14 @@ class NativeDecoder(torch.nn.Module):
             int(layer.is_norm_of_heads),
             layer.rotary,
             self._pack_experts(layer.mlp),
-            native_call(layer.call, cache, parts.heads, parts.kv_heads, parts.head_dim),
+            native_call(
+                layer.call,
+                cache,
+                parts.heads,
+                parts.kv_heads,
+                parts.head_dim,
+                packer.keep(layer.call.sinks),
+            ),
         )
 
     def _pack_mlp(self, parts: MlpParts | ExpertParts) -> tuple[native.Linear, native.Linear]:
@@ -299,12 +306,14 @@ class NativeDecoder(torch.nn.Module):
             hidden,
             parts.mlp,
             self._vocab,
-            parts.activation,
+            parts.activation.kind,
             parts.eps,
             parts.embedding_scale,
             parts.residual_scale,
             parts.logits_scale,
             parts.logits_softcap,
+            parts.activation.alpha,
+            parts.activation.limit,
             int(plain is None),
             None if plain is None else plain.data_ptr(),
             table,

@@ -28,28 +28,43 @@ if TYPE_CHECKING:
 
 # Upper limit of the pool's default size, which the help of --kv-cache-memory states; a guess.
 DEFAULT_KV_BYTES = 4 << 30
+STATES_PER_SEQUENCE = 2  # a guess: as many snapshots as sequences
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The pool's number and size of blocks, and the longest sequence that is served."""
+    """The pool's number and size of blocks, and the longest sequence that is served; and the number
+    and size of state slots, for a model with recurrent layers."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
     bytes_per_block: int
+    num_states: int = 0
+    bytes_per_state: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """The size of the whole pool."""
-        return self.num_blocks * self.bytes_per_block
+        """The size of the whole pool, state slots included."""
+        return self.num_blocks * self.bytes_per_block + self.num_states * self.bytes_per_state
+
+    def new_state_bytes(self, spec: RunnerSpec) -> int:
+        """Return what the new states of a step take until they are written into their slots."""
+        return min(spec.max_num_seqs, self.num_states) * self.bytes_per_state
 
 
 def size_pool(
-    spec: RunnerSpec, shapes: Sequence[LayerShape], element_size: int, context_limit: int
+    spec: RunnerSpec,
+    shapes: Sequence[LayerShape],
+    element_size: int,
+    context_limit: int,
+    bytes_per_state: int = 0,
 ) -> PoolSize:
     """Return how many blocks fit into the memory of ``spec``, ``element_size`` bytes per number. A
     rank of a divided model has its part of that memory.
+
+    With ``bytes_per_state``, up to half of the memory is for state slots: two for each sequence
+    that may run, one for its state and one for a snapshot.
 
     A sequence of max_model_len tokens must fit if ``spec`` sets that length. Otherwise the length
     is ``context_limit``, or as much of it as the pool holds.
@@ -61,9 +76,17 @@ def size_pool(
     per_token = element_size * sum(shape.numbers_per_token for shape in shapes)
     per_block = per_token * block_size
     wanted = spec.max_num_seqs * _ceil_div(context_limit, block_size) * per_block
-    whole = wanted * spec.tp
+    wanted_states = STATES_PER_SEQUENCE * spec.max_num_seqs
+    whole = (wanted + wanted_states * bytes_per_state) * spec.tp
     budget = spec.kv_bytes if spec.kv_bytes is not None else _default_budget(spec, whole)
     budget //= spec.tp
+    num_states = min(wanted_states, budget // 2 // bytes_per_state) if bytes_per_state else 0
+    if bytes_per_state and not num_states:
+        raise Refusal(
+            f"half of the KV pool of {budget:,} bytes is less than the {bytes_per_state:,} bytes "
+            "that the states of one sequence take; raise --kv-cache-memory"
+        )
+    budget -= num_states * bytes_per_state
     num_blocks = min(budget, wanted) // per_block
     length = context_limit
     if spec.max_model_len is None:
@@ -76,7 +99,7 @@ def size_pool(
             f"{needed} blocks, {needed * per_block:,} bytes; raise --kv-cache-memory"
             + (" or lower --max-model-len" if spec.max_model_len is not None else "")
         )
-    return PoolSize(num_blocks, block_size, length, per_block)
+    return PoolSize(num_blocks, block_size, length, per_block, num_states, bytes_per_state)
 
 
 def _default_budget(spec: RunnerSpec, wanted: int) -> int:

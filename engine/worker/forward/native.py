@@ -67,11 +67,11 @@ class Rows(Structure):
 
 
 class Attention(Structure):
-    """One layer's cache and attention parameters. A window or softcap of 0 means none."""
+    """One layer's cache and attention parameters. A window or softcap of 0 means none, and so do
+    sinks of null."""
 
     _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
+        *((name, c_void_p) for name in ("keys", "values", "sinks")),
         *((name, c_int64) for name in ("heads", "kv_heads", "width", "window")),
         ("scaling", c_float),
         ("softcap", c_float),
@@ -130,6 +130,8 @@ class Model(Structure):
                 "residual_scale",
                 "logits_scale",
                 "logits_softcap",
+                "gate_alpha",
+                "gate_limit",
             )
         ),
         ("is_packed", c_int32),

@@ -61,7 +61,15 @@ class NativeStep:
         library, dtype = self.backend.library, self.cache.keys[call.layer].dtype
         query, key, value = (one.contiguous() for one in (query, key, value))
         out = torch.empty_like(query)
-        asked = native_call(call, self.cache, query.shape[1], key.shape[1], query.shape[2])
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        asked = native_call(
+            call,
+            self.cache,
+            query.shape[1],
+            key.shape[1],
+            query.shape[2],
+            None if sinks is None else sinks.data_ptr(),
+        )
         status = library.triolet_attend(
             native.KINDS[dtype],
             ctypes.byref(asked),
@@ -79,13 +87,20 @@ class NativeStep:
 
 
 def native_call(
-    call: AttentionCall, cache: KvCache, heads: int, kv_heads: int, head_dim: int
+    call: AttentionCall,
+    cache: KvCache,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    sinks: int | None,
 ) -> native.Attention:
-    """Return the attention parameters of one layer for the kernels. Their addresses are valid as
-    long as ``cache`` lives."""
+    """Return the attention parameters of one layer for the kernels, with ``sinks``, the
+    address of the call's in float32. Its addresses are valid as long as ``cache`` and the sinks
+    live."""
     return native.Attention(
         cache.keys[call.layer].data_ptr(),
         cache.values[call.layer].data_ptr(),
+        sinks,
         heads,
         kv_heads,
         head_dim,

@@ -141,8 +141,8 @@ def attend_group(
 ) -> torch.Tensor:
     """Compute a group's attention, [num_rows, num_queries, num_heads, head_dim]."""
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    if call.softcap is not None:
-        return _capped_attention(call, query, keys, values, context.visible)
+    if call.softcap is not None or call.sinks is not None:
+        return _explicit_attention(call, query, keys, values, context.visible)
     visible = None if context.visible is None else context.visible[:, None]
     if query.shape[1] == 1:
         # One query: the heads that share a key head become its queries, so that no key is copied.
@@ -155,24 +155,28 @@ def attend_group(
     return out.transpose(1, 2)
 
 
-def _capped_attention(
+def _explicit_attention(
     call: AttentionCall,
     query: torch.Tensor,  # [num_rows, num_queries, num_heads, head_dim]
     keys: torch.Tensor,  # [num_rows, num_kv_heads, length, head_dim]
     values: torch.Tensor,  # as keys
     visible: torch.Tensor | None,  # [num_rows, num_queries, length] bool
 ) -> torch.Tensor:
-    """Compute a group's attention with capped scores, which SDPA does not support. The softmax is
-    in float32 and the rest in the model's dtype, as in transformers' eager attention."""
+    """Compute a group's attention with capped scores or sinks, which SDPA does not support. The
+    softmax is in float32 and the rest in the model's dtype, as in transformers' eager attention."""
     num_rows, num_queries, num_heads, head_dim = query.shape
     num_kv_heads = keys.shape[1]
     # [num_rows, num_kv_heads, heads per kv head, num_queries, head_dim]
     grouped = query.view(num_rows, num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     scores = torch.matmul(grouped, keys[:, :, None].transpose(-1, -2)) * call.scaling
-    assert call.softcap is not None
-    scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     if visible is not None:
         scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    if call.sinks is not None:
+        sinks = call.sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1)
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = weights[..., : keys.shape[2]]  # without those of the sinks
     out = torch.matmul(weights, values[:, :, None])
     return out.permute(0, 3, 1, 2, 4).reshape(num_rows, num_queries, num_heads, head_dim)

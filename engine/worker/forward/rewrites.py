@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from engine.worker.forward.attention import AttentionCall
     from engine.worker.outline.families import Family
 
-ACTIVATIONS = {"SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1}
+# GPT-OSS' activation is that of its experts' module, which has its numbers.
+ACTIVATIONS = {
+    "SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "ClampedSwiGLU": 2, "GptOssExperts": 2,
+}  # fmt: skip
 WIDTH_MOST = 256  # of a head; WIDTH_MOST in engine/kernels/paged_cache.h
 WIDTH_STEP = 16  # LANES in engine/kernels/simd.h
 
@@ -68,6 +71,16 @@ class LayerParts:
 
 
 @dataclass(frozen=True, slots=True)
+class Activation:
+    """The activation of a model's MLPs: its number in the kernels, and the numbers of the clamped
+    SwiGLU."""
+
+    kind: int
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderParts:
     """The parts of a stock model. Their tensors still belong to the module."""
 
@@ -79,7 +92,7 @@ class DecoderParts:
     kv_heads: int
     head_dim: int
     mlp: int
-    activation: int
+    activation: Activation
     eps: float
     embedding_scale: float
     residual_scale: float
@@ -177,24 +190,39 @@ def _take_mlp(mlp: Any) -> MlpParts:
 
 def _take_experts(mixture: Any, family: Family) -> ExpertParts:
     """Return the parts of a mixture. The experts of a stock one are views of its two tensors."""
-    experts, router = mixture.experts, mixture.gate
-    router.register_parameter("bias", None)
+    experts, router = mixture.experts, getattr(mixture, family.router)
+    if not family.has_expert_biases:
+        router.register_parameter("bias", None)
     chosen = int(router.top_k)
     is_normalised = family.shares_are_normed or bool(router.norm_topk_prob)
     if isinstance(experts, torch.nn.ModuleList):
         parts = tuple(_take_mlp(expert) for expert in experts)
         return ExpertParts(router, parts, chosen, is_normalised)
-    parts = tuple(
-        MlpParts((_linear_of(gate_up),), _linear_of(down))
-        for gate_up, down in zip(experts.gate_up_proj, experts.down_proj, strict=True)
-    )
+    of_one = _alternating_expert if family.has_expert_biases else _joined_expert
+    parts = tuple(of_one(experts, index) for index in range(len(experts.down_proj)))
     return ExpertParts(router, parts, chosen, is_normalised, experts)
 
 
-def _linear_of(weight: torch.Tensor) -> torch.nn.Linear:
+def _joined_expert(experts: Any, index: int) -> MlpParts:
+    gate_up, down = experts.gate_up_proj[index], experts.down_proj[index]
+    return MlpParts((_linear_of(gate_up),), _linear_of(down))
+
+
+def _alternating_expert(experts: Any, index: int) -> MlpParts:
+    """Return an expert whose weights are [inputs, outputs], and whose gates and ups alternate."""
+    weight, bias = experts.gate_up_proj[index].T, experts.gate_up_proj_bias[index]
+    gate, up = (_linear_of(weight[first::2], bias[first::2]) for first in (0, 1))
+    return MlpParts(
+        (gate, up), _linear_of(experts.down_proj[index].T, experts.down_proj_bias[index])
+    )
+
+
+def _linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.nn.Linear:
     """Return a linear layer with this weight [outputs, inputs]."""
-    linear = Linear(weight.shape[1], weight.shape[0])
+    linear = Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     linear.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = torch.nn.Parameter(bias.detach(), requires_grad=False)
     return linear
 
 
@@ -211,16 +239,17 @@ def _norm(module: Any, family: Family) -> torch.Tensor:
     return module.weight.detach().to(torch.float32) + family.norm_offset
 
 
-def _activation(mlp: Any) -> int:
-    """Return the number of the activation of an MLP, or of a mixture's experts."""
+def _activation(mlp: Any) -> Activation:
+    """Return the activation of an MLP, or of a mixture's experts."""
     experts = getattr(mlp, "experts", None)
     if experts is not None:
         mlp = experts[0] if isinstance(experts, torch.nn.ModuleList) else experts
-    function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None) or mlp
     name = type(function).__name__
     if name not in ACTIVATIONS:
         raise NotRewritten(f"its activation is {name}")
-    return ACTIVATIONS[name]
+    numbers = (float(getattr(function, number, 0.0)) for number in ("alpha", "limit"))
+    return Activation(ACTIVATIONS[name], *numbers)
 
 
 def _epsilon(base: Any) -> float:
@@ -246,7 +275,7 @@ def _rotaries(base: Any, config: Any, family: Family) -> tuple[list[int], tuple[
     example = torch.zeros(1)  # the result has its dtype and device
     if not isinstance(rotary.rope_type, dict):
         still = [int(not is_rotated(config, family, layer)) for layer in range(count)]
-        own = (lambda positions: rotary(example, position_ids=positions),)
+        own = (lambda positions: _both_halves(rotary, positions),)
         if not any(still):
             return still, own
         width = rotary(example, position_ids=torch.zeros((1, 1), dtype=torch.int64))[0].shape[-1]
@@ -256,6 +285,16 @@ def _rotaries(base: Any, config: Any, family: Family) -> tuple[list[int], tuple[
         (lambda positions, kind=kind: rotary(example, positions, kind)) for kind in kinds
     )
     return [kinds.index(kind) for kind in config.layer_types], functions
+
+
+def _both_halves(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of both halves of a head. GPT-OSS' module computes those of one, for
+    each of its frequencies."""
+    cosines, sines = rotary(torch.zeros(1), position_ids=positions)
+    waves = getattr(rotary, "inv_freq", None)
+    if waves is None or cosines.shape[-1] != waves.numel():
+        return cosines, sines
+    return torch.cat((cosines, cosines), dim=-1), torch.cat((sines, sines), dim=-1)
 
 
 def _unturned(positions: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,9 +10,10 @@ error (torch's pull request 175924), and FlashAttention's own check requires blo
 256 tokens, where ours hold 16 by default. FlashAttention 3, which takes one, is a separate package.
 
 Causality is aligned to the lower right: the last query of a row is at its last key. A window
-(left, right) counts the keys beside the query's own, so a window of w tokens is (w - 1, 0). A step
-in which tokens see later ones, those of their image, is the reference's: one call has one window
-for all its tokens.
+(left, right) counts the keys beside the query's own, so a window of w tokens is (w - 1, 0). The
+kernel has no sinks, but tells the logarithm of the sum of each query's weights, from which follows
+the share that a sink leaves to the keys. A step in which tokens see later ones, those of their
+image, is the reference's: one call has one window for all its tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.forward.transfer import send
@@ -108,7 +109,7 @@ class VarlenStep:
         """Write keys and values into the cache and compute the attention in one call."""
         self.cache.write(call.layer, self.slots, key, value)
         keys, values = self.cache.read(call.layer, self.context_slots)
-        out = varlen_attn(
+        found = varlen_attn(
             query,
             keys,
             values,
@@ -119,9 +120,15 @@ class VarlenStep:
             scale=call.scaling,
             window_size=(-1 if call.sliding_window is None else call.sliding_window - 1, 0),
             enable_gqa=True,
+            return_aux=AuxRequest(lse=call.sinks is not None),
         )
-        assert isinstance(out, torch.Tensor)  # `varlen_attn` returns a pair only on request
-        return out
+        if call.sinks is None:
+            assert isinstance(found, torch.Tensor)  # a pair is returned only on request
+            return found
+        out, sums = found
+        # sums: [num_heads, num_tokens], as in the kernel's meta function, not as in its docstring.
+        share = torch.sigmoid(sums - call.sinks.float()[:, None]).T[..., None]
+        return (out * share).to(out.dtype)
 
 
 def _contexts(rows: PackedRows) -> tuple[Ints, Ints]:

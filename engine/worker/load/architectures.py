@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine.worker.load.recurrent import KEYLESS_TYPES, RECURRENT
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -69,11 +70,22 @@ SERVED: dict[str, Architecture] = {
         ),
         Architecture("Ernie4_5ForCausalLM", "ernie4_5", "ERNIE 4.5 (dense)", "Ernie4_5Config"),
         Architecture("SeedOssForCausalLM", "seed_oss", "Seed-OSS", "SeedOssConfig"),
+        Architecture("GptOssForCausalLM", "gpt_oss", "GPT-OSS", "GptOssConfig"),
+        Architecture("Lfm2ForCausalLM", "lfm2", "LFM2", "Lfm2Config"),
+        Architecture("Qwen3NextForCausalLM", "qwen3_next", "Qwen3-Next", "Qwen3NextConfig"),
+        Architecture("Qwen3_5ForCausalLM", "qwen3_5", "Qwen3.5 (text)", "Qwen3_5TextConfig"),
+        Architecture(
+            "GraniteMoeHybridForCausalLM",
+            "granitemoehybrid",
+            "Granite 4 (hybrid)",
+            "GraniteMoeHybridConfig",
+        ),
+        Architecture("BambaForCausalLM", "bamba", "Bamba", "BambaConfig"),
+        Architecture("FalconH1ForCausalLM", "falcon_h1", "Falcon-H1", "FalconH1Config"),
     )
 }
 
-# Model types with recurrent or state-space layers. Their state is not keys and values, so that the
-# paged cache cannot hold it.
+# Model types with recurrent or state-space layers. Those of `RECURRENT` are served.
 RECURRENT_TYPES = (
     "mamba", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba", "xlstm", "falcon_h1", "lfm2",
     "qwen3_next", "granitemoehybrid", "nemotron_h", "plamo2", "minimax", "kimi_linear",
@@ -86,10 +98,9 @@ UNPAGED_TYPES = {
     "nemotron": "does not pass keywords on to its attention",
     "stablelm": "does not pass keywords on to its attention",
 }
-# Model types whose attention needs a keyword that ours does not support, and the keyword.
-KEYWORD_TYPES = {"gpt_oss": "s_aux"}
 INSTEAD = "docs/features.md lists the models that are served"
-QUANTISED_METHODS = ("gptq", "awq", "compressed-tensors")  # read by packed_checkpoint.py
+# Read by packed_checkpoint.py and mxfp4_checkpoint.py.
+QUANTISED_METHODS = ("gptq", "awq", "compressed-tensors", "mxfp4")
 MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "image_token_id")
 # Rotary embeddings whose frequencies depend on the config alone. The type "dynamic" computes them
 # from the longest position of the batch, so that one request would change another's output.
@@ -128,20 +139,13 @@ def _refuse_kinds(config: Mapping[str, Any], name: str, model_type: str) -> None
         raise Refusal(f"{name} is a multimodal model of a kind that is not served; {INSTEAD}")
     layer_types = config.get("layer_types") or config.get("layers_block_type") or ()
     layers = [kind for kind in layer_types if any(w in str(kind) for w in RECURRENT_LAYERS)]
-    if layers or any(word in model_type for word in RECURRENT_TYPES):
+    if name not in RECURRENT and (layers or any(w in model_type for w in RECURRENT_TYPES)):
         what = f" ({layers[0]})" if layers else ""
-        raise Refusal(
-            f"{name} has recurrent layers{what}, whose state the paged cache cannot hold; {INSTEAD}"
-        )
+        raise Refusal(f"{name} has recurrent layers{what} of a kind that is not served; {INSTEAD}")
     if model_type in UNPAGED_TYPES:
         raise Refusal(
             f"{name} cannot have a paged cache, because its module in transformers "
             f"{UNPAGED_TYPES[model_type]}; {INSTEAD}"
-        )
-    if model_type in KEYWORD_TYPES:
-        raise Refusal(
-            f"{name} needs the attention keyword {KEYWORD_TYPES[model_type]!r}, which is not "
-            f"supported; {INSTEAD}"
         )
 
 
@@ -261,9 +265,14 @@ class LayerShape:
         return 2 * self.num_kv_heads * self.head_dim
 
 
+NO_KEYS = LayerShape(0, 0)  # of a recurrent layer
+
+
 def layer_shapes(config: Any) -> tuple[LayerShape, ...]:
     """Return the shape of each layer by the config. The probe compares them with the model."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return (LayerShape(kv_heads, head_dim),) * int(config.num_hidden_layers)
+    count, own = int(config.num_hidden_layers), LayerShape(kv_heads, head_dim)
+    kinds = getattr(config, "layer_types", None) or ("full_attention",) * count
+    return tuple(NO_KEYS if kind in KEYLESS_TYPES else own for kind in kinds[:count])

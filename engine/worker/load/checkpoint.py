@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from engine.worker.load.joined_experts import Joining, is_joined, joining_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import weight_files
 
@@ -25,14 +26,12 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from engine.worker.load.joined_experts import Piece
     from engine.worker.small_weights import Form, SmallWeight
 
 # Bytes of a number, by safetensors' name of its type. Checkpoints with other types (integers, 8-bit
 # floats) are quantised and are refused.
 FLOAT_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
-# A tensor [experts, outputs, inputs] of a layer's experts, and the weights that each has in it.
-JOINED_EXPERTS = re.compile(r"(?P<base>.*\.experts)\.(?P<part>gate_up_proj|down_proj)")
-EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Names in published checkpoints of Mixtral and GPT-NeoX, and those of transformers' modules.
 # Source: transformers' table of conversions.
 OLDER_NAMES = (
@@ -75,13 +74,15 @@ class Checkpoint:
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
-        self._joined: dict[str, tuple[str, int, slice]] = {}  # where an expert's weight lies
+        self._joined: dict[str, tuple[str, Piece]] = {}  # where an expert's weight or bias lies
+        self._joining = Joining()
         self._older: dict[str, str] = {}  # what a renamed tensor is called in its file
 
     def __enter__(self) -> Checkpoint:
         try:
             for name in self._names or weight_files(self._directory):
                 self._open(name)
+            self._split_experts()
         except BaseException:
             self._stack.close()
             raise
@@ -97,12 +98,20 @@ class Checkpoint:
         self._stack.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor as it is stored: a view of the mapped file, valid even after closing."""
-        file = self._files[self.tensors[name].file]
+        """Return a tensor as it is stored: a view of the mapped file, valid even after closing. One
+        that is kept in 8 or 4 bits is expanded to float32."""
+        stored = self.small(name)
+        if stored is not None:
+            return stored().expand()
+        file = self.tensors[name].file
         if name not in self._joined:
-            return file.get_tensor(self._older.get(name, name))
-        whole, expert, rows = self._joined[name]
-        return file.get_tensor(self._older.get(whole, whole))[expert, rows]
+            return self._view(name, file)
+        whole, piece = self._joined[name]
+        return self._joining.take(self._view(whole, file), piece)
+
+    def _view(self, name: str, file: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[file].get_tensor(self._older.get(name, name))
+        return tensor
 
     def form(self, name: str) -> Form | None:
         """Return the form of a tensor that is kept in 8 or 4 bits, or None for one of floats."""
@@ -158,7 +167,7 @@ class Checkpoint:
                 own = current_name(key)
                 if own != key:
                     self._older[own] = key
-                self._note(StoredTensor(own, shape, part.get_dtype(), name))
+                self.tensors[own] = StoredTensor(own, shape, part.get_dtype(), name)
         except (SafetensorError, OSError, ValueError) as error:
             raise Refusal(
                 f"its weight file {name} is cut short or is not a safetensors file",
@@ -166,20 +175,15 @@ class Checkpoint:
             ) from error
         self._files[name] = file
 
-    def _note(self, tensor: StoredTensor) -> None:
-        """Note a tensor; one that joins the experts of a layer, as the weights of each."""
-        match = JOINED_EXPERTS.fullmatch(tensor.name)
-        if match is None or len(tensor.shape) != 3:
-            self.tensors[tensor.name] = tensor
-            return
-        parts = EXPERT_PARTS[match["part"]]
-        outputs = tensor.shape[1] // len(parts)
-        for expert in range(tensor.shape[0]):
-            for index, part in enumerate(parts):
-                name = f"{match['base']}.{expert}.{part}.weight"
-                self.tensors[name] = replace(tensor, name=name, shape=(outputs, tensor.shape[2]))
-                rows = slice(index * outputs, (index + 1) * outputs)
-                self._joined[name] = tensor.name, expert, rows
+    def _split_experts(self) -> None:
+        """Replace the tensors that join the experts of a layer by those of each expert."""
+        self._joining = joining_of(self.tensors)
+        for whole in [one for one in self.tensors.values() if is_joined(one.name, one.shape)]:
+            del self.tensors[whole.name]
+            shape = self._joining.shape(whole.name, whole.shape)
+            for piece in self._joining.pieces(whole.name, whole.shape):
+                self.tensors[piece.name] = replace(whole, name=piece.name, shape=shape)
+                self._joined[piece.name] = whole.name, piece
 
 
 def current_name(name: str) -> str:

@@ -27,10 +27,12 @@ from engine.memory_limit import LIMIT_FRACTION
 from engine.worker.forward import attention
 from engine.worker.interface import LoadProgress, MemoryEstimate
 from engine.worker.load.architectures import find
-from engine.worker.load.checkpoint import EXPERT_PARTS, FLOAT_SIZES, JOINED_EXPERTS, is_finite
+from engine.worker.load.checkpoint import FLOAT_SIZES, is_finite
+from engine.worker.load.joined_experts import is_joined, joining_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
 from engine.worker.outline.config import OutlineConfig, read_outline
+from engine.worker.outline.division_plans import is_one_expert
 from engine.worker.outline.modules import Outline
 from engine.worker.small_weights import GROUP, ROUNDED, Form, RoundedLater, defer
 
@@ -40,13 +42,14 @@ if TYPE_CHECKING:
 
     from engine.worker.load.architectures import Architecture
     from engine.worker.load.checkpoint import Checkpoint, StoredTensor
+    from engine.worker.load.joined_experts import Joining
     from engine.worker.small_weights import SmallWeight
 
 DEVICES = "--device takes auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Tensors of old checkpoints that current models compute instead of reading: rotary frequencies and
-# causal masks. Source: transformers' `_keys_to_ignore_on_load_unexpected` over the years.
-COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
+# Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
+# and layers that only draft. Source: transformers' `_keys_to_ignore_on_load_unexpected`.
+COMPUTED = re.compile(r"^mtp\.|(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def _stock_config(raw: dict[str, Any], architecture: Architecture) -> Any:
     package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
     config_class = getattr(importlib.import_module(package), architecture.config)
     try:
-        return config_class.from_dict(raw)
+        return config_class.from_dict(config_class._decode_special_floats(raw))  # of infinities
     except Exception as error:  # its validators raise several kinds
         raise Refusal(
             f"its config.json is not valid for {architecture.name} ({first_line(error)})",
@@ -157,11 +160,20 @@ def has_bfloat16(device: torch.device) -> bool:
     return any(able.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
 
 
-def weight_bytes(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, quantization: str) -> int:
-    """Return an estimate of the memory for a checkpoint's weights."""
-    total = 0
+def weight_bytes(
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: torch.dtype,
+    quantization: str,
+    *,
+    is_compiled: bool = True,
+) -> int:
+    """Return an estimate of the memory for a checkpoint's weights. Those in 8 or 4 bits are
+    expanded in a model that does not run compiled, and in the joined experts of a stock module."""
+    is_outline, total = isinstance(config, OutlineConfig), 0
     for tensor in checkpoint.tensors.values():
-        form = checkpoint.form(tensor.name)
+        is_kept = is_compiled and (is_outline or not is_one_expert(tensor.name))
+        form = checkpoint.form(tensor.name) if is_kept else None
         if form is None and quantization != "none" and len(tensor.shape) == 2:
             is_end = tensor.shape[0] == config.vocab_size
             form = Form(8 if is_end else ROUNDED[quantization], GROUP)
@@ -262,9 +274,11 @@ def _assign_weights(
             deferred[name] = stored
             expected[name]._is_hf_initialized = True
             continue
-        pieces = [checkpoint.read(part.name) for part in parts]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        whole = _place(whole.view(expected[name].shape), dtype, device, is_view=len(pieces) == 1)
+        if len(parts) == 1:
+            whole = _place(checkpoint.read(parts[0].name), dtype, device, is_view=True)
+        else:
+            pieces = [checkpoint.read(part.name).to(dtype) for part in parts]
+            whole = joining_of(expected).join(pieces, expected[name].shape).to(device)
         if not is_finite(whole):
             for part in parts:
                 checkpoint.check_finite(part.name)
@@ -330,10 +344,12 @@ def _find_sources(
         Refusal: A parameter has no tensor, or a tensor belongs to no parameter.
     """
     sources: dict[str, tuple[StoredTensor, ...]] = {}
+    joining = joining_of(expected)
     for name, parameter in expected.items():
-        parts = _stored_parts(name, tuple(parameter.shape), checkpoint, prefix)
+        shape = tuple(parameter.shape)
+        parts = _stored_parts(name, shape, checkpoint, prefix, joining)
         if parts:
-            _check_shapes(tuple(parameter.shape), parts)
+            _check_shapes(joining.shape(name, shape) if len(parts) > 1 else shape, parts)
             sources[name] = parts
     partners = {**tied, **{source: target for target, source in tied.items()}}
     missing = [n for n in expected if n not in sources and partners.get(n) not in sources]
@@ -351,7 +367,7 @@ def _find_sources(
 
 
 def _stored_parts(
-    name: str, shape: tuple[int, ...], checkpoint: Checkpoint, prefix: str
+    name: str, shape: tuple[int, ...], checkpoint: Checkpoint, prefix: str, joining: Joining
 ) -> tuple[StoredTensor, ...]:
     """Return the stored tensors of one parameter: one of its name, one of its name without the
     base model's prefix (as in the first GPT-2 and OPT checkpoints), or the experts that a stock
@@ -359,21 +375,12 @@ def _stored_parts(
     for candidate in (name, name.removeprefix(f"{prefix}.")):
         if candidate in checkpoint.tensors:
             return (checkpoint.tensors[candidate],)
-    match = JOINED_EXPERTS.fullmatch(name)
-    if match is None:
-        return ()
-    names = [
-        f"{match['base']}.{expert}.{part}.weight"
-        for expert in range(shape[0])
-        for part in EXPERT_PARTS[match["part"]]
-    ]
-    if not all(part in checkpoint.tensors for part in names):
-        return ()
-    return tuple(checkpoint.tensors[part] for part in names)
+    names = [one.name for one in joining.pieces(name, shape)] if is_joined(name, shape) else []
+    is_whole = all(part in checkpoint.tensors for part in names)
+    return tuple(checkpoint.tensors[part] for part in names) if is_whole else ()
 
 
-def _check_shapes(shape: tuple[int, ...], parts: tuple[StoredTensor, ...]) -> None:
-    want = shape if len(parts) == 1 else (shape[0] * shape[1] // len(parts), *shape[2:])
+def _check_shapes(want: tuple[int, ...], parts: tuple[StoredTensor, ...]) -> None:
     for part in parts:
         if part.shape != want:
             raise Refusal(
@@ -409,9 +416,8 @@ def _owner(module: Any, name: str) -> Any:
 
 
 def _set_parameter(module: Any, name: str, parameter: torch.nn.Parameter) -> None:
-    attribute = name.rpartition(".")[2]
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # what _init_weights reads
-    setattr(_owner(module, name), attribute, parameter)
+    setattr(_owner(module, name), name.rpartition(".")[2], parameter)
 
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
@@ -422,6 +428,8 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
             setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
         if empty:
             module._init_weights(owner)
+    if not isinstance(module, Outline):  # Falcon-H1's base model computes buffers of its layers
+        module._init_weights(module.base_model)
 
 
 def _refuse_unfilled(module: Any) -> None:

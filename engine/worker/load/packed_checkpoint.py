@@ -140,11 +140,6 @@ class PackedCheckpoint(Checkpoint):
             raise
         return self
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return a tensor; a packed one is expanded to float32."""
-        stored = self.small(name)
-        return super().read(name) if stored is None else stored().expand()
-
     def form(self, name: str) -> Form | None:
         """Return the form of a packed weight, or None for a plain tensor."""
         if name not in self._packed:
@@ -156,7 +151,9 @@ class PackedCheckpoint(Checkpoint):
         """Return what reads a packed weight in its form."""
         if name not in self._packed:
             return None
-        parts = {part: self._stored(own) for part, own in self._packed[name].items()}
+        parts = {
+            part: self._view(own, self._stored_in[own]) for part, own in self._packed[name].items()
+        }
         return partial(_unpack, self._layout, parts, self.tensors[name].shape,
                        self._group_of(self.tensors[name].shape[1]), name)  # fmt: skip
 
@@ -167,12 +164,6 @@ class PackedCheckpoint(Checkpoint):
 
     def _group_of(self, inputs: int) -> int:
         return self._layout.group or -(-inputs // DEPTH_PAD) * DEPTH_PAD
-
-    def _stored(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._files[self._stored_in[name]].get_tensor(
-            self._older.get(name, name)
-        )
-        return tensor
 
     def _combine(self) -> None:
         """Replace the tensors of each packed layer by one weight.

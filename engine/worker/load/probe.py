@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.worker.forward.attention import KEYWORD, AttentionCall, UnsupportedAttention
-from engine.worker.load.architectures import LayerShape
+from engine.worker.load.architectures import NO_KEYS, LayerShape
 from engine.worker.load.refusal import Refusal
 from engine.worker.outline.modules import Outline
 
@@ -62,9 +62,10 @@ def probe(model: LoadedModel, shapes: Sequence[LayerShape]) -> tuple[AttentionCa
 
 def _check_layers(name: str, recorder: _Recorder, shapes: Sequence[LayerShape]) -> None:
     layers = sorted(call.layer for call in recorder.calls)
-    if layers != list(range(len(shapes))):
+    wanted = [layer for layer, shape in enumerate(shapes) if shape != NO_KEYS]
+    if layers != wanted:
         raise Refusal(
-            f"{name} is not served: its {len(shapes)} layers called the attention "
+            f"{name} is not served: its {len(wanted)} layers called the attention "
             f"{len(layers)} times, and each layer must call it once"
         )
     for call, (keys, values) in zip(recorder.calls, recorder.shapes, strict=True):

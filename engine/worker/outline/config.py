@@ -89,7 +89,7 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
     _require(fields["pad_token_id"] is None or 0 <= fields["pad_token_id"] < fields["vocab_size"])
     if family.has_experts:
         fields["num_experts"] = fields.pop("num_local_experts") or fields["num_experts"]
-        if family.shares_are_normed:  # Mixtral, whose layers all have experts
+        if family.shares_are_normed:  # Mixtral and GPT-OSS, whose layers all have experts
             fields["norm_topk_prob"] = True
             fields["moe_intermediate_size"] = fields["intermediate_size"]
             fields |= {"mlp_only_layers": None, "decoder_sparse_step": 1}
@@ -139,6 +139,7 @@ def _rope_parameters(fields: dict[str, Any], family: Family) -> dict[str, Any]:
         return _rope_by_type(fields, older, bases, ("default", "linear", "yarn"))
     settings = older or fields["rope_parameters"] or {}
     _require(not settings.keys() & {"full_attention", "sliding_attention"})
+    _require(bool(settings) or model_type != "gpt_oss")  # whose default is yarn
     settings.setdefault("rope_theta", family.theta if theta is None else theta)
     own = set()
     if model_type == "phi3":

@@ -7,12 +7,35 @@ transformers' classes (`tests/conformance/test_outline.py`).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Check = Callable[[Any], bool]
+from engine.worker.outline.usual_values import (
+    ANY,
+    GELU_TANH,
+    OPTIONAL_COUNT,
+    SILU,
+    Check,
+    is_count,
+    is_flag,
+    is_id,
+    is_ids,
+    is_index,
+    is_indices,
+    is_number,
+    is_off,
+    is_real,
+    is_rope,
+    is_share,
+    is_switches,
+    is_types,
+    one_of,
+    or_none,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 REQUIRED = object()  # in place of a default: the file must have the field
 
 
@@ -51,12 +74,15 @@ class Family:
     is_fused: bool = False  # queries, keys and values are one matrix, and so are gates and ups
     has_query_bias: bool = False  # queries, keys and values have biases, whatever the config says
     scales_embedding: bool = False  # by the square root of its width
-    activation: str = "hidden_act"  # the field that names it
+    activation: str = "hidden_act"  # the field that names it; "" for the clamped SwiGLU
     window: str = ""  # which layers have a sliding window: "", "all", or "typed" by layer_types
     caps_scores: bool = False  # of the attention, by attn_logit_softcapping
     has_experts: bool = False  # in the layers that `is_mixture` names
     # Of a mixture's experts, whatever the config says; its router comes before its experts.
     shares_are_normed: bool = False
+    router: str = "gate"  # the name of its router
+    has_expert_biases: bool = False  # its experts and its router have biases
+    has_sinks: bool = False  # its heads have sinks
     theta: float = 10_000.0  # the base of the rotary embedding where the config has none
     # In a config without layer types, each layer of this number does not slide; 0: all slide.
     full_each: int = 2
@@ -85,91 +111,25 @@ def is_rotated(config: Any, family: Family, layer: int) -> bool:
     return True
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_index(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_id(value: Any) -> bool:
-    return value is None or type(value) is int
-
-
-def _is_ids(value: Any) -> bool:
-    return _is_id(value) or (isinstance(value, list) and all(type(one) is int for one in value))
-
-
-def _is_real(value: Any) -> bool:
-    return type(value) is float and math.isfinite(value)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int or _is_real(value)
-
-
-def _is_share(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= 1
-
-
-def _is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or value is False
-
-
-def _is_rope(value: Any) -> bool:
-    return value is None or isinstance(value, dict)
-
-
-def _is_types(value: Any) -> bool:
-    kinds = ("full_attention", "sliding_attention")
-    return value is None or (isinstance(value, list) and all(one in kinds for one in value))
-
-
-def _is_switches(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(one in (0, 1) for one in value))
-
-
-def _is_indices(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(_is_index(one) for one in value))
-
-
-def _or_none(check: Check) -> Check:
-    return lambda value: value is None or check(value)
-
-
-def _one_of(*values: Any) -> Check:
-    return lambda value: value in values
-
-
-ANY: Check = lambda _value: True  # noqa: E731
-SILU = ("silu", "swish")
-GELU_TANH = "gelu_pytorch_tanh"
-OPTIONAL_COUNT = _or_none(_is_count)
-
 # Fields of every family.
 _COMMON = {
     **{
-        name: Field(REQUIRED, _is_count)
+        name: Field(REQUIRED, is_count)
         for name in (
             *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
             *("num_attention_heads", "max_position_embeddings"),
         )
     },
     "num_key_value_heads": Field(None, OPTIONAL_COUNT),
-    "head_dim": Field(None, _is_count),
-    "rms_norm_eps": Field(REQUIRED, _is_real),
-    "hidden_act": Field("silu", _one_of(*SILU)),
-    "tie_word_embeddings": Field(False, _is_flag),
-    "eos_token_id": Field(None, _is_ids),
-    "pad_token_id": Field(None, _is_id),
-    "rope_parameters": Field(None, _is_rope),
-    "rope_scaling": Field(None, _is_rope),
-    "rope_theta": Field(None, _is_number),
+    "head_dim": Field(None, is_count),
+    "rms_norm_eps": Field(REQUIRED, is_real),
+    "hidden_act": Field("silu", one_of(*SILU)),
+    "tie_word_embeddings": Field(False, is_flag),
+    "eos_token_id": Field(None, is_ids),
+    "pad_token_id": Field(None, is_id),
+    "rope_parameters": Field(None, is_rope),
+    "rope_scaling": Field(None, is_rope),
+    "rope_theta": Field(None, is_number),
 }
 # Fields that change nothing, as far as their values are usual.
 WITHOUT_EFFECT: Mapping[str, Check] = {
@@ -179,21 +139,21 @@ WITHOUT_EFFECT: Mapping[str, Check] = {
     **dict.fromkeys(("is_llama_config", "rope_interleaved", "use_mrope"), ANY),
     **dict.fromkeys(("unsloth_fixed", "unsloth_version", "_attn_implementation_autoset"), ANY),
     **dict.fromkeys(
-        ("dtype", "torch_dtype"), _one_of(None, "float32", "float16", "bfloat16", "float64")
+        ("dtype", "torch_dtype"), one_of(None, "float32", "float16", "bfloat16", "float64")
     ),
     **dict.fromkeys(
-        ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"), _is_share
+        ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout"), is_share
     ),
     **dict.fromkeys(
         ("is_encoder_decoder", "is_decoder", "add_cross_attention", "use_bidirectional_attention"),
-        _is_off,
+        is_off,
     ),
-    "quantization_config": _is_off,
-    "initializer_range": _is_share,
-    "use_cache": _is_flag,
-    "bos_token_id": _is_id,
-    "pretraining_tp": _or_none(_is_count),
-    "_sliding_window_pattern": _is_count,
+    "quantization_config": is_off,
+    "initializer_range": is_share,
+    "use_cache": is_flag,
+    "bos_token_id": is_id,
+    "pretraining_tp": or_none(is_count),
+    "_sliding_window_pattern": is_count,
 }
 
 
@@ -201,33 +161,33 @@ def _fields(**own: Field) -> Mapping[str, Field]:
     return {**_COMMON, **own}
 
 
-_BIASES = {"attention_bias": Field(False, _is_flag), "mlp_bias": Field(False, _is_flag)}
+_BIASES = {"attention_bias": Field(False, is_flag), "mlp_bias": Field(False, is_flag)}
 _TYPED_WINDOWS = {
-    "layer_types": Field(None, _is_types),
+    "layer_types": Field(None, is_types),
     "sliding_window": Field(4096, OPTIONAL_COUNT),
 }
 _QWEN = {
     **_TYPED_WINDOWS,
     "num_key_value_heads": Field(32, OPTIONAL_COUNT),
-    "use_sliding_window": Field(False, _is_flag),
-    "max_window_layers": Field(28, _is_index),
+    "use_sliding_window": Field(False, is_flag),
+    "max_window_layers": Field(28, is_index),
 }
 _GEMMA = {
-    "head_dim": Field(256, _is_count),
-    "tie_word_embeddings": Field(True, _is_flag),
-    "eos_token_id": Field(1, _is_ids),
-    "pad_token_id": Field(0, _is_id),
-    "attention_bias": Field(False, _is_flag),
+    "head_dim": Field(256, is_count),
+    "tie_word_embeddings": Field(True, is_flag),
+    "eos_token_id": Field(1, is_ids),
+    "pad_token_id": Field(0, is_id),
+    "attention_bias": Field(False, is_flag),
 }
 _GEMMA_2 = {
     **_GEMMA,
     **_TYPED_WINDOWS,
-    "num_key_value_heads": Field(4, _is_count),
+    "num_key_value_heads": Field(4, is_count),
     "hidden_act": Field(None, ANY),  # not read
-    "hidden_activation": Field(GELU_TANH, _one_of(GELU_TANH)),
-    "query_pre_attn_scalar": Field(256, _is_count),
-    "final_logit_softcapping": Field(30.0, _or_none(_is_real)),
-    "attn_logit_softcapping": Field(50.0, _or_none(_is_real)),
+    "hidden_activation": Field(GELU_TANH, one_of(GELU_TANH)),
+    "query_pre_attn_scalar": Field(256, is_count),
+    "final_logit_softcapping": Field(30.0, or_none(is_real)),
+    "attn_logit_softcapping": Field(50.0, or_none(is_real)),
 }
 _SANDWICH = Norms(
     "input_layernorm",
@@ -236,11 +196,11 @@ _SANDWICH = Norms(
     "post_feedforward_layernorm",
 )
 _AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-_NO_CAP = Field(None, _or_none(_is_real))
+_NO_CAP = Field(None, or_none(is_real))
 _OLMO_2 = {
-    "eos_token_id": Field(50279, _is_ids),
-    "pad_token_id": Field(1, _is_id),
-    "attention_bias": Field(False, _is_flag),
+    "eos_token_id": Field(50279, is_ids),
+    "pad_token_id": Field(1, is_id),
+    "attention_bias": Field(False, is_flag),
 }
 
 LISTED: dict[str, Family] = {
@@ -249,32 +209,32 @@ LISTED: dict[str, Family] = {
         _fields(
             **_BIASES,
             head_dim=Field(None, OPTIONAL_COUNT),
-            eos_token_id=Field(2, _is_ids),
+            eos_token_id=Field(2, is_ids),
         ),
     ),
     "Qwen2ForCausalLM": Family("qwen2", _fields(**_QWEN), has_query_bias=True, window="typed"),
     "Qwen3ForCausalLM": Family(
         "qwen3",
-        _fields(**_QWEN, head_dim=Field(128, _is_count), attention_bias=Field(False, _is_flag)),
+        _fields(**_QWEN, head_dim=Field(128, is_count), attention_bias=Field(False, is_flag)),
         head_norm="head",
         window="typed",
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         _fields(
-            num_key_value_heads=Field(4, _is_count),
-            attention_bias=Field(False, _is_flag),
-            use_sliding_window=Field(False, _is_flag),
+            num_key_value_heads=Field(4, is_count),
+            attention_bias=Field(False, is_flag),
+            use_sliding_window=Field(False, is_flag),
             sliding_window=Field(4096, OPTIONAL_COUNT),
             max_window_layers=Field(28, ANY),  # not read
-            num_experts=Field(128, _is_count),
-            num_local_experts=Field(None, _is_count),  # as transformers 5 writes it
-            num_experts_per_tok=Field(8, _is_count),
-            moe_intermediate_size=Field(768, _is_count),
-            norm_topk_prob=Field(False, _is_flag),
-            decoder_sparse_step=Field(1, _is_count),
-            mlp_only_layers=Field(None, _is_indices),
-            output_router_logits=Field(False, _is_off),
+            num_experts=Field(128, is_count),
+            num_local_experts=Field(None, is_count),  # as transformers 5 writes it
+            num_experts_per_tok=Field(8, is_count),
+            moe_intermediate_size=Field(768, is_count),
+            norm_topk_prob=Field(False, is_flag),
+            decoder_sparse_step=Field(1, is_count),
+            mlp_only_layers=Field(None, is_indices),
+            output_router_logits=Field(False, is_off),
             router_aux_loss_coef=Field(0.001, ANY),  # of training
         ),
         head_norm="head",
@@ -285,8 +245,8 @@ LISTED: dict[str, Family] = {
         "mistral",
         _fields(
             head_dim=Field(None, OPTIONAL_COUNT),
-            num_key_value_heads=Field(8, _is_count),
-            eos_token_id=Field(2, _is_ids),
+            num_key_value_heads=Field(8, is_count),
+            eos_token_id=Field(2, is_ids),
             sliding_window=Field(4096, OPTIONAL_COUNT),
         ),
         window="all",
@@ -294,11 +254,11 @@ LISTED: dict[str, Family] = {
     "Phi3ForCausalLM": Family(
         "phi3",
         _fields(
-            eos_token_id=Field(32000, _is_ids),
-            pad_token_id=Field(32000, _is_id),
+            eos_token_id=Field(32000, is_ids),
+            pad_token_id=Field(32000, is_id),
             sliding_window=Field(None, OPTIONAL_COUNT),
-            original_max_position_embeddings=Field(4096, _is_count),
-            partial_rotary_factor=Field(1.0, _is_share),
+            original_max_position_embeddings=Field(4096, is_count),
+            partial_rotary_factor=Field(1.0, is_share),
             attention_bias=Field(False, ANY),  # this and the rest are not read
             mlp_bias=Field(False, ANY),
             lm_head_bias=Field(False, ANY),
@@ -312,19 +272,19 @@ LISTED: dict[str, Family] = {
         "granite",
         _fields(
             **_BIASES,
-            eos_token_id=Field(2, _is_ids),
-            embedding_multiplier=Field(1.0, _is_number),
-            logits_scaling=Field(1.0, _is_number),
-            residual_multiplier=Field(1.0, _is_number),
-            attention_multiplier=Field(1.0, _is_number),
+            eos_token_id=Field(2, is_ids),
+            embedding_multiplier=Field(1.0, is_number),
+            logits_scaling=Field(1.0, is_number),
+            residual_multiplier=Field(1.0, is_number),
+            attention_multiplier=Field(1.0, is_number),
         ),
     ),
     "GemmaForCausalLM": Family(
         "gemma",
         _fields(
             **_GEMMA,
-            num_key_value_heads=Field(16, _is_count),
-            hidden_act=Field(GELU_TANH, _one_of(GELU_TANH, "gelu")),  # both mean the former
+            num_key_value_heads=Field(16, is_count),
+            hidden_act=Field(GELU_TANH, one_of(GELU_TANH, "gelu")),  # both mean the former
             hidden_activation=Field(None, ANY),  # not read
         ),
         norm_offset=1.0,
@@ -344,8 +304,8 @@ LISTED: dict[str, Family] = {
         "gemma3_text",
         _fields(
             **_GEMMA_2 | {"final_logit_softcapping": _NO_CAP, "attn_logit_softcapping": _NO_CAP},
-            sliding_window_pattern=Field(6, _is_count),
-            rope_local_base_freq=Field(None, _is_number),
+            sliding_window_pattern=Field(6, is_count),
+            rope_local_base_freq=Field(None, is_number),
         ),
         _SANDWICH,
         norm_offset=1.0,
@@ -374,14 +334,14 @@ LISTED: dict[str, Family] = {
         _fields(
             **_BIASES,
             num_key_value_heads=Field(4, OPTIONAL_COUNT),
-            eos_token_id=Field(128001, _is_ids),
-            pad_token_id=Field(128004, _is_id),
-            tie_word_embeddings=Field(True, _is_flag),
-            no_rope_layers=Field(None, _is_switches),
-            no_rope_layer_interval=Field(4, _is_count),
-            use_sliding_window=Field(False, _is_off),
+            eos_token_id=Field(128001, is_ids),
+            pad_token_id=Field(128004, is_id),
+            tie_word_embeddings=Field(True, is_flag),
+            no_rope_layers=Field(None, is_switches),
+            no_rope_layer_interval=Field(4, is_count),
+            use_sliding_window=Field(False, is_off),
             sliding_window=Field(None, OPTIONAL_COUNT),
-            layer_types=Field(None, _is_types),  # this and the next are not read
+            layer_types=Field(None, is_types),  # this and the next are not read
             max_window_layers=Field(28, ANY),
         ),
         theta=2_000_000.0,
@@ -391,8 +351,8 @@ LISTED: dict[str, Family] = {
         "ministral",
         _fields(
             **_TYPED_WINDOWS,
-            num_key_value_heads=Field(8, _is_count),
-            eos_token_id=Field(2, _is_ids),
+            num_key_value_heads=Field(8, is_count),
+            eos_token_id=Field(2, is_ids),
         ),
         window="typed",
         full_each=0,
@@ -401,12 +361,12 @@ LISTED: dict[str, Family] = {
         "mixtral",
         _fields(
             head_dim=Field(None, OPTIONAL_COUNT),
-            num_key_value_heads=Field(8, _is_count),
-            eos_token_id=Field(2, _is_ids),
+            num_key_value_heads=Field(8, is_count),
+            eos_token_id=Field(2, is_ids),
             sliding_window=Field(None, OPTIONAL_COUNT),
-            num_local_experts=Field(8, _is_count),
-            num_experts_per_tok=Field(2, _is_count),
-            output_router_logits=Field(False, _is_off),
+            num_local_experts=Field(8, is_count),
+            num_experts_per_tok=Field(2, is_count),
+            output_router_logits=Field(False, is_off),
             router_aux_loss_coef=Field(0.001, ANY),  # this and the next are of training
             router_jitter_noise=Field(0.0, ANY),
         ),
@@ -419,8 +379,8 @@ LISTED: dict[str, Family] = {
         "exaone4",
         _fields(
             **_TYPED_WINDOWS,
-            num_key_value_heads=Field(32, _is_count),
-            eos_token_id=Field(2, _is_ids),
+            num_key_value_heads=Field(32, is_count),
+            eos_token_id=Field(2, is_ids),
             sliding_window_pattern=Field(4, ANY),
         ),
         _AFTER,
@@ -428,16 +388,42 @@ LISTED: dict[str, Family] = {
         window="typed",
         unrotated="full",
     ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        _fields(
+            head_dim=Field(64, is_count),
+            num_key_value_heads=Field(8, OPTIONAL_COUNT),
+            attention_bias=Field(True, is_flag),
+            sliding_window=Field(128, OPTIONAL_COUNT),
+            layer_types=Field(None, is_types),
+            num_local_experts=Field(128, is_count),
+            num_experts_per_tok=Field(4, is_count),
+            swiglu_alpha=Field(1.702, is_real),
+            swiglu_limit=Field(7.0, is_real),
+            output_router_logits=Field(False, is_off),
+            router_aux_loss_coef=Field(0.001, ANY),  # of training
+            experts_per_token=Field(None, ANY),  # this and the next are not read
+            initial_context_length=Field(None, ANY),
+        ),
+        activation="",
+        window="typed",
+        has_experts=True,
+        shares_are_normed=True,
+        router="router",
+        has_expert_biases=True,
+        has_sinks=True,
+        theta=150_000.0,
+    ),
     "SeedOssForCausalLM": Family(
         "seed_oss",
         _fields(
             head_dim=Field(128, OPTIONAL_COUNT),
             num_key_value_heads=Field(8, OPTIONAL_COUNT),
-            eos_token_id=Field(2, _is_ids),
-            pad_token_id=Field(1, _is_id),
-            attention_bias=Field(True, _is_flag),
-            attention_out_bias=Field(False, _is_flag),
-            mlp_bias=Field(False, _is_flag),
+            eos_token_id=Field(2, is_ids),
+            pad_token_id=Field(1, is_id),
+            attention_bias=Field(True, is_flag),
+            attention_out_bias=Field(False, is_flag),
+            mlp_bias=Field(False, is_flag),
         ),
     ),
 }

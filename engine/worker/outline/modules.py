@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.worker.forward.attention import AttentionCall
-from engine.worker.outline.families import LISTED, SILU, is_mixture
+from engine.worker.outline.families import LISTED, is_mixture
 from engine.worker.outline.rotary import Rotary
+from engine.worker.outline.usual_values import SILU
 
 if TYPE_CHECKING:
     from engine.worker.outline.config import OutlineConfig
@@ -32,6 +33,16 @@ class GELUTanh(torch.nn.Module):
 
 class SiLU(torch.nn.Module):
     """Stands for the sigmoid linear unit."""
+
+
+class ClampedSwiGLU(torch.nn.Module):
+    """Stands for GPT-OSS' gates: (up + 1) * gate * sigmoid(alpha * gate), of gates up to ``limit``
+    and ups of at most that magnitude."""
+
+    def __init__(self, alpha: float, limit: float) -> None:
+        super().__init__()
+        self.alpha = alpha
+        self.limit = limit
 
 
 class RMSNorm(torch.nn.Module):
@@ -84,6 +95,9 @@ class Attention(torch.nn.Module):
             self.v_proj = Linear(hidden, keys, bias=has_own)
             has_out_bias = getattr(config, "attention_out_bias", has_bias)
             self.o_proj = Linear(queries, hidden, bias=has_out_bias)
+        if family.has_sinks:
+            sinks = torch.empty(config.num_attention_heads, device=META)
+            self.sinks = torch.nn.Parameter(sinks)
         if family.head_norm:
             is_one = family.head_norm == "head"
             eps = config.rms_norm_eps
@@ -97,25 +111,32 @@ class Mlp(torch.nn.Module):
     def __init__(self, config: OutlineConfig, family: Family, width: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        has_bias = getattr(config, "mlp_bias", False)
+        has_bias = family.has_expert_biases or getattr(config, "mlp_bias", False)
         if family.is_fused:
             self.gate_up_proj = Linear(hidden, 2 * width)
         else:
             self.gate_proj = Linear(hidden, width, bias=has_bias)
             self.up_proj = Linear(hidden, width, bias=has_bias)
         self.down_proj = Linear(width, hidden, bias=has_bias)
-        is_silu = getattr(config, family.activation) in SILU
-        self.act_fn = SiLU() if is_silu else GELUTanh()
+        self.act_fn = _activation(config, family)
+
+
+def _activation(config: OutlineConfig, family: Family) -> torch.nn.Module:
+    if not family.activation:
+        return ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
+    return SiLU() if getattr(config, family.activation) in SILU else GELUTanh()
 
 
 class Router(torch.nn.Module):
     """The weight that gives each expert a score. It stays in the model's dtype where linear layers
     have small weights."""
 
-    def __init__(self, config: OutlineConfig) -> None:
+    def __init__(self, config: OutlineConfig, family: Family) -> None:
         super().__init__()
         shape = (config.num_experts, config.hidden_size)
         self.weight = torch.nn.Parameter(torch.empty(shape, device=META))
+        if family.has_expert_biases:
+            self.bias = torch.nn.Parameter(torch.empty(shape[0], device=META))
         self.top_k: int = config.num_experts_per_tok
         self.norm_topk_prob: bool = config.norm_topk_prob
 
@@ -126,12 +147,12 @@ class Mixture(torch.nn.Module):
     def __init__(self, config: OutlineConfig, family: Family) -> None:
         super().__init__()
         if family.shares_are_normed:
-            self.gate = Router(config)
+            self.add_module(family.router, Router(config, family))
         self.experts = torch.nn.ModuleList(
             Mlp(config, family, config.moe_intermediate_size) for _ in range(config.num_experts)
         )
         if not family.shares_are_normed:
-            self.gate = Router(config)
+            self.add_module(family.router, Router(config, family))
 
 
 class Layer(torch.nn.Module):
@@ -179,14 +200,20 @@ class Outline(torch.nn.Module):
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         tied = {"lm_head.weight": "model.embed_tokens.weight"}
         self.all_tied_weights_keys = tied if config.tie_word_embeddings else {}
-        self.calls = tuple(
+
+    @property
+    def calls(self) -> tuple[AttentionCall, ...]:
+        """What the layers pass to their attention, with the sinks that are loaded by now."""
+        config, family = self.config, LISTED[self.config.architecture]
+        return tuple(
             AttentionCall(
                 index,
                 _scaling(config),
                 _window(config, family, index),
                 getattr(config, "attn_logit_softcapping", None) if family.caps_scores else None,
+                getattr(layer.self_attn, "sinks", None),
             )
-            for index in range(config.num_hidden_layers)
+            for index, layer in enumerate(self.model.layers)
         )
 
     def get_output_embeddings(self) -> Linear:

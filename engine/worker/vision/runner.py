@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from engine.images.decode import BYTES_PER_PIXEL
+from engine.images.sight import KEPT_BYTES_MAX
 from engine.worker.failures import load_failures
 from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.forward.image_rows import IMAGES, ImageRows, LaterRows, embed_with
@@ -165,11 +166,14 @@ class VisionRunner(TorchRunner):
         self, config: Any, sight: Sight, limit: int, dtype: torch.dtype, device: str
     ) -> int:
         """Return the bytes that images take beside weights: the embeddings that are kept, encoding
-        one, and decoding one. A prompt has at most ``limit`` tokens."""
+        one, and, in the memory of the CPU, decoding one and those that are kept decoded. A prompt
+        has at most ``limit`` tokens."""
         kept = cache_bytes(config, sight, limit, dtype)
         encoding = activation_bytes(config, sight.encoding_cost(limit), dtype)
-        decoding = BYTES_PER_PIXEL * self._spec.max_image_pixels if device == "cpu" else 0
-        return kept + encoding + decoding
+        if device != "cpu":
+            return kept + encoding
+        decoding = BYTES_PER_PIXEL * self._spec.max_image_pixels
+        return kept + encoding + decoding + KEPT_BYTES_MAX
 
     def _images_of(self, rows: Sequence[Row]) -> StepImages | None:
         """Return the parts of images that rows compute, and the positions of their tokens."""

@@ -31,6 +31,8 @@ KEPT_EMBEDDINGS = 8192
 # The activations of a tower, in numbers per patch and unit of width, as in
 # `engine.worker.encoders.runner`.
 ACTIVATIONS_PER_WIDTH = 16
+# Of a patch's numbers in float32: scaled, cut into patches, and contiguous.
+INPUT_COPIES = 3
 
 
 def build_base(vision: VisionArchitecture, config: Any, text_module: str) -> Any:
@@ -167,7 +169,9 @@ def activation_bytes(config: Any, cost: int, dtype: torch.dtype) -> int:
     """Return an upper estimate of the memory that encoding ``cost`` patches takes."""
     vision = config.vision_config
     width = int(getattr(vision, "embed_dim", None) or vision.hidden_size)
-    return ACTIVATIONS_PER_WIDTH * cost * width * dtype.itemsize
+    numbers = 3 * int(vision.patch_size) ** 2 * int(getattr(vision, "temporal_patch_size", 1))
+    of_patch = ACTIVATIONS_PER_WIDTH * width * dtype.itemsize
+    return cost * (of_patch + INPUT_COPIES * numbers * 4)
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

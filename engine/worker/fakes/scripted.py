@@ -1,0 +1,78 @@
+"""What the fakes of all kinds of work share: a step costs and fails as a script says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from engine.worker.fakes.tokenizer import FakeTokenizer
+from engine.worker.interface import LoadProgress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from engine.worker.fakes.text import FakeScript
+
+
+PlanT = TypeVar("PlanT")
+ResultT = TypeVar("ResultT")
+
+
+class ScriptedRunner(Generic[PlanT, ResultT]):
+    """A runner without a model. ``steps`` counts the executed steps, and ``is_executing`` is set
+    during one."""
+
+    def __init__(self, script: FakeScript) -> None:
+        self.script = script
+        self.steps = 0
+        self.is_executing = False
+
+    @property
+    def tokenizer(self) -> FakeTokenizer:
+        """A tokenizer that follows the script."""
+        return FakeTokenizer(self.script)
+
+    def execute(self, plan: PlanT) -> ResultT:
+        """Compute a plan, after the costs and faults of the script.
+
+        Raises:
+            RuntimeError: another step is running. AssertionError: the plan breaks a rule of its
+                kind of work. BaseException: a fault of the script.
+        """
+        if self.is_executing:
+            raise RuntimeError("two steps at once on one worker")
+        self.is_executing = True
+        try:
+            return self._execute(plan)
+        finally:
+            self.is_executing = False
+
+    def _execute(self, plan: PlanT) -> ResultT:
+        raise NotImplementedError
+
+    def _sleep_for_load(self, progress: Callable[[LoadProgress], None]) -> None:
+        """Sleep as long as the script says a load takes.
+
+        Raises:
+            BaseException: the script's ``load_error``.
+        """
+        progress(LoadProgress("weights"))
+        self.script.sleep(self.script.load_s)
+        if self.script.load_error is not None:
+            raise self.script.load_error
+
+    def _spend(self, num_tokens: int) -> float:
+        """Count a step and sleep as long as the script says it takes. Return the seconds."""
+        script, step = self.script, self.steps
+        self.steps += 1
+        cost = script.step_s + script.token_s * num_tokens + script.step_costs.get(step, 0.0)
+        if cost:
+            script.sleep(cost)
+        return cost
+
+    def _fail(self, plan: PlanT, fault_of: Callable[[PlanT], BaseException | None] | None) -> None:
+        """Raise the script's fault of the step that `_spend` counted, or else that of the plan."""
+        fault = self.script.step_faults.get(self.steps - 1)
+        if fault is None and fault_of is not None:
+            fault = fault_of(plan)
+        if fault is not None:
+            raise fault

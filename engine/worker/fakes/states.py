@@ -1,0 +1,64 @@
+"""The state slots of the fake text model: each holds the digest of a prefix, or of nothing.
+
+As in a real worker, a step reads all states before it writes any, and writes none if it fails.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.core.common.types import BlockId
+    from engine.core.text.plan import Row
+
+NOTHING = -1
+
+
+class FakeStates:
+    """``num_slots`` slots, and what the step that is being computed will write into them."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._slots = [NOTHING] * num_slots
+        self._written: dict[BlockId, int] = {}
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the fake has states at all."""
+        return bool(self._slots)
+
+    def begin(self, row: Row, slot: BlockId | None, digest: int) -> BlockId | None:
+        """Return the slot of the row's sequence from now on; it was ``slot`` before. The state that
+        the row begins from must be that of the prefix before it, with this ``digest``.
+
+        Raises:
+            AssertionError: it is another state.
+        """
+        source = slot
+        if row.state is not None:
+            slot = row.state.slot
+            source = slot if row.state.source is None else row.state.source
+        if self._slots and row.start:
+            found = NOTHING if source is None else self._slots[source]
+            assert found == digest, f"{row} begins from another state than that of its prefix"
+        return slot
+
+    def put(self, row: Row, slot: BlockId | None, digest: int) -> None:
+        """Note what a row writes: the state of its sequence, those of its children, a snapshot.
+
+        Raises:
+            AssertionError: two rows of the step write into one slot, or there is none.
+        """
+        if not self._slots:
+            return
+        snapshot = None if row.state is None else row.state.snapshot
+        targets = [slot, *(child.state for child in row.children)]
+        for target in targets if snapshot is None else [*targets, snapshot]:
+            assert target is not None, f"{row} has no state slot"
+            assert target not in self._written, f"two states are written into slot {target}"
+            self._written[target] = digest
+
+    def write(self) -> None:
+        """Write what the step's rows noted."""
+        for slot, digest in self._written.items():
+            self._slots[slot] = digest
+        self._written.clear()

@@ -1,0 +1,203 @@
+"""The states of a model's recurrent layers, and how its stock layers compute a packed batch (D32).
+
+A stock recurrent layer takes sequences as a batch, and a cache that has their states. Here the rows
+of a step are one row of tokens. So each layer gets the rows of equal length together as a batch,
+with a cache of these rows alone.
+
+Rule 1: no other file allocates or indexes state tensors. Rule 2: a forward reads states and keeps
+the new ones beside them. `RecurrentLayers.write` puts them into the slots once the step can no
+longer fail.
+
+Index spaces: a *slot* here is a state slot; rows and tokens are those of
+`engine.worker.forward.packing`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.worker.forward.transfer import send
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from engine.worker.forward.packing import Ints, PackedRows
+    from engine.worker.load.recurrent import Recurrence, StateShape
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """The slots of one row: it begins from the state in ``source`` (None: from nothing), and its
+    last state goes to each of ``targets``."""
+
+    source: int | None
+    targets: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class LayerState:
+    """The states of one layer: ``conv`` [num, channels, width], and ``recurrent`` [num, …] float32,
+    or None."""
+
+    conv: torch.Tensor
+    recurrent: torch.Tensor | None
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that there are."""
+        return (self.conv,) if self.recurrent is None else (self.conv, self.recurrent)
+
+    def at(self, slots: torch.Tensor, fresh: torch.Tensor | None) -> LayerState:
+        """Return a copy of the states in ``slots``; those at the indices ``fresh`` are zero, which
+        is the state before the first token."""
+        read = [tensor.index_select(0, slots) for tensor in self.tensors()]
+        if fresh is not None:
+            for tensor in read:
+                tensor.index_fill_(0, fresh, 0.0)
+        return LayerState(read[0], read[1] if len(read) > 1 else None)
+
+
+class RowsCache:
+    """What a stock layer takes for transformers' `Cache`: the states of the rows of one group."""
+
+    def __init__(self, state: LayerState) -> None:
+        self.state = state
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        """Return the convolution's state, which the layer may change in place."""
+        return self.state.conv
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the recurrence's state, which the layer may change in place."""
+        return self.state.recurrent
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: only the last state is kept."""
+        return False
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, **_keywords: object
+    ) -> torch.Tensor:
+        """Append inputs [num_rows, channels, length] to the state, and return both together."""
+        width = self.state.conv.shape[-1]
+        whole = torch.cat((self.state.conv, conv_states), dim=-1)
+        self.state.conv = whole[..., -width:].clone()  # a view would keep the whole
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, **_keywords: object
+    ) -> torch.Tensor:
+        """Set the recurrence's state and return it."""
+        self.state.recurrent = recurrent_states
+        return recurrent_states
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The rows of one length: their tokens [num_rows, length], the slots of their states, and the
+    indices of those that begin from nothing."""
+
+    tokens: torch.Tensor
+    slots: torch.Tensor
+    fresh: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step's groups, and the new states of its layers, in the order of the groups' rows, which
+    go to ``targets``: pairs of an index there and a slot."""
+
+    groups: Sequence[_Group]
+    targets: tuple[torch.Tensor, torch.Tensor]
+    new: dict[int, list[LayerState]] = field(default_factory=dict)
+
+
+class RecurrentLayers:
+    """The recurrent layers of one model, with ``num_slots`` state slots. One runner owns them.
+
+    Life: 1. made, which takes the stock modules' `forward` over; then for each step 2. `begin`,
+    3. the model's forward, 4. `write`. A step that fails is not written.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        recurrence: Recurrence,
+        shapes: Mapping[int, StateShape],
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._step: _Step | None = None
+        # Not initialised: a state is written before it is read.
+        self._states = {
+            layer: LayerState(
+                torch.empty((num_slots, *shape.conv), dtype=dtype, device=device),
+                torch.empty((num_slots, *shape.recurrent), dtype=torch.float32, device=device)
+                if shape.recurrent
+                else None,
+            )
+            for layer, shape in shapes.items()
+        }
+        found = [one for one in module.modules() if type(one).__name__ == recurrence.module]
+        assert sorted(one.layer_idx for one in found) == sorted(shapes), recurrence
+        for one in found:
+            one.forward = self._forward_of(one, recurrence.keyword)
+
+    def _forward_of(self, module: Any, keyword: str) -> Callable[..., torch.Tensor]:
+        """Return a forward over packed tokens [1, num_tokens, hidden]. What the model's other
+        layers need besides, masks and positions, is of no use here."""
+        stock, layer = module.forward, module.layer_idx
+
+        def forward(hidden_states: torch.Tensor, **_keywords: object) -> torch.Tensor:
+            step = self._step
+            assert step is not None, "a forward without a step"
+            packed = hidden_states[0]
+            out = torch.empty_like(packed)
+            for group in step.groups:
+                cache = RowsCache(self._states[layer].at(group.slots, group.fresh))
+                out[group.tokens] = stock(hidden_states=packed[group.tokens], **{keyword: cache})
+                step.new.setdefault(layer, []).append(cache.state)
+            return out[None]
+
+        return forward
+
+    def begin(self, rows: PackedRows, states: Sequence[RowState]) -> None:
+        """Set the rows of the forward that follows, and their slots."""
+        groups, order = [], []
+        counts = np.diff(rows.offsets)
+        for count in np.unique(counts):
+            members = np.flatnonzero(counts == count)
+            groups.append(self._group(rows, members, int(count), states))
+            order += members.tolist()
+        targets = [(index, slot) for index, row in enumerate(order) for slot in states[row].targets]
+        pairs = np.array(targets, np.int64).reshape(-1, 2).T
+        indices, slots = send((pairs[0].copy(), pairs[1].copy()), self._device)
+        self._step = _Step(groups, (indices, slots))
+
+    def _group(
+        self, rows: PackedRows, members: Ints, count: int, states: Sequence[RowState]
+    ) -> _Group:
+        sources = [states[row].source for row in members.tolist()]
+        fresh = np.array([i for i, one in enumerate(sources) if one is None], np.int64)
+        slots = np.array([one or 0 for one in sources], np.int64)
+        tokens = rows.offsets[members][:, None] + np.arange(count)
+        at, read, new = send((tokens.ravel(), slots, fresh), self._device)
+        return _Group(at.view(tokens.shape), read, new if len(fresh) else None)
+
+    def write(self) -> None:
+        """Write the states that the forward computed into their slots."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        indices, slots = step.targets
+        for layer, parts in step.new.items():
+            each = zip(*(part.tensors() for part in parts), strict=True)
+            for into, new in zip(self._states[layer].tensors(), each, strict=True):
+                whole = new[0] if len(new) == 1 else torch.cat(new)
+                into.index_copy_(0, slots, whole.index_select(0, indices).to(into.dtype))

@@ -1,0 +1,243 @@
+"""Experts in MXFP4 are read as transformers reads them (D24).
+
+The writer here follows the specification of microscaling formats and the layout of the published
+GPT-OSS checkpoints.
+"""
+
+import json
+import shutil
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import Mxfp4Config  # noqa: E402
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors  # noqa: E402
+
+from engine.errors import SpawnFailed  # noqa: E402
+from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
+from engine.worker.interface import RunnerSpec  # noqa: E402
+from engine.worker.load import mxfp4_checkpoint  # noqa: E402
+from engine.worker.load.joined_experts import Joining  # noqa: E402
+from engine.worker.load.loader import read_config, weight_bytes  # noqa: E402
+from engine.worker.load.mxfp4_checkpoint import Mxfp4Checkpoint  # noqa: E402
+from engine.worker.text_runner import TorchRunner  # noqa: E402
+from tests.conformance.test_parity import ALONE_LENGTHS, assert_red, run_alone, run_packed  # noqa: E402
+from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs  # noqa: E402
+from tests.support.model_zoo import REFERENCE, Loaded, load_runner  # noqa: E402
+from tests.support.parity import TALLIES, Oracle, Tally  # noqa: E402
+from tools.make_model import Shape, make  # noqa: E402
+
+pytestmark = pytest.mark.model
+
+# As in the published checkpoints.
+SETTINGS = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+FLOAT_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
+WEIGHTS = (".experts.gate_up_proj", ".experts.down_proj")
+LARGE = Shape(2, 256, 4, 2, 768, 512, 1024, tied=False)  # nearly all of it is experts
+ESTIMATE_OFF_MOST = 0.05
+
+
+def packed(weight):
+    """Return blocks and scales of weights [experts, inputs, outputs]."""
+    groups = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = groups.abs().amax(3).log2().floor() - 2
+    scaled = groups / exponents.exp2()[..., None]
+    codes = (scaled[..., None] - torch.tensor(FP4_VALUES)).abs().argmin(-1).to(torch.uint8)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    return blocks.contiguous(), (exponents + 127).to(torch.uint8)
+
+
+def write_packed(plain, directory):
+    """Write a float checkpoint of GPT-OSS with its experts in MXFP4."""
+    shutil.copytree(plain, directory, dirs_exist_ok=True)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": SETTINGS}))
+    tensors = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if name.endswith(WEIGHTS):
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = packed(tensor)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Return a tiny checkpoint with experts in MXFP4."""
+    root = tmp_path_factory.mktemp("mxfp4")
+    return write_packed(make(root / "plain", "gpt_oss"), root / "packed")
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint):
+    """Return the stock model, which dequantises the experts."""
+    return Oracle(str(checkpoint), quantization_config=Mxfp4Config(dequantize=True))
+
+
+def write_all_codes(directory):
+    """Write a layer's experts with every byte, and scales of every size that float32 has."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, outputs in (("gate_up_proj", 64), ("down_proj", 32)):
+        blocks = torch.randint(0, 256, (2, outputs, 4, 16), generator=generator)
+        blocks.flatten()[:256] = torch.arange(256)
+        scales = torch.randint(0, 250, (2, outputs, 4), generator=generator)
+        base = f"model.layers.0.mlp.experts.{name}"
+        tensors[f"{base}_blocks"] = blocks.to(torch.uint8)
+        tensors[f"{base}_scales"] = scales.to(torch.uint8)
+        tensors[f"{base}_bias"] = torch.randn(2, outputs, generator=generator)
+    save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
+def read_joined(directory, name, shape):
+    """Return a weight of all experts as the stock module has it."""
+    joining = Joining(alternating=True)
+    with Mxfp4Checkpoint(directory) as opened:
+        return joining.join([opened.read(one.name) for one in joining.pieces(name, shape)], shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_weights_are_those_of_transformers_own_conversion(tmp_path, dtype):
+    tensors = write_all_codes(tmp_path)
+    for base in (name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")):
+        blocks, scales = tensors[f"{base}_blocks"], tensors[f"{base}_scales"]
+        wanted = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+        assert torch.equal(read_joined(tmp_path, base, wanted.shape).to(dtype), wanted)
+        bias = f"{base}_bias"
+        assert torch.equal(read_joined(tmp_path, bias, tensors[bias].shape), tensors[bias])
+
+
+def swapped(blocks):
+    """Return the codes of blocks, of each byte the high one first."""
+    return torch.stack((blocks >> 4, blocks & 15), dim=-1).flatten(1)
+
+
+FAULTS = {
+    "the nibbles of a byte swapped": ("_codes", swapped),
+    "the numbers not doubled": ("BIAS", 126),
+    "signs left out": ("DOUBLED", tuple(map(abs, mxfp4_checkpoint.DOUBLED))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_gives_other_weights(tmp_path, monkeypatch, fault):
+    tensors = write_all_codes(tmp_path)
+    base = "model.layers.0.mlp.experts.down_proj"
+    wanted = convert_moe_packed_tensors(
+        tensors[f"{base}_blocks"], tensors[f"{base}_scales"], dtype=torch.float32
+    )
+    monkeypatch.setattr(mxfp4_checkpoint, *fault)
+    assert not torch.equal(read_joined(tmp_path, base, wanted.shape), wanted)
+
+
+def load(checkpoint, oracle):
+    """Return the stock way to run the checkpoint."""
+    runner, info = load_runner(checkpoint, way=REFERENCE, dtype="float32")
+    return Loaded(checkpoint, runner, info, oracle)
+
+
+def test_alone_and_packed_are_transformers_own_tokens(checkpoint, oracle):
+    loaded = load(checkpoint, oracle)
+    tally = TALLIES.setdefault("gpt_oss, mxfp4 (reference)", Tally())
+    loaded.oracle.compare(run_alone(loaded, ALONE_LENGTHS, 24), tally)
+    loaded.oracle.compare(run_packed(loaded, 24)[0], tally)
+    tally.check()
+    loaded.runner.close()
+
+
+def test_swapped_nibbles_turn_parity_red(checkpoint, oracle, monkeypatch):
+    monkeypatch.setattr(mxfp4_checkpoint, "_codes", swapped)
+    loaded = load(checkpoint, oracle)
+    assert_red(loaded)
+    loaded.runner.close()
+
+
+def test_compiled_experts_compute_what_torch_does_with_the_same_roundings(
+    checkpoint, scales_in_halves
+):
+    """As other weights of 4 bits: the rows that they multiply are rounded to int8."""
+    small = Built(checkpoint, torch.float32, is_stock=False, weights=Mxfp4Checkpoint(checkpoint))
+    exact = Built(checkpoint, torch.float32, is_stock=True, weights=Mxfp4Checkpoint(checkpoint))
+    round_inputs(exact.execution.model.module, but=FLOAT_LAYERS)
+    check_rounded_alike(small, exact)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Return a checkpoint that is mostly experts, in bfloat16."""
+    root = tmp_path_factory.mktemp("large")
+    return write_packed(make(root / "plain", "gpt_oss", LARGE, dtype="bfloat16"), root / "packed")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "extra", "is_compiled", "share"),
+    [
+        ("bfloat16", {}, True, 0.36),
+        ("float16", {}, False, 1.0),
+        ("bfloat16", {"unheard_of": 1}, True, 1.0),
+    ],
+    ids=["compiled", "stock", "compiled from the stock module"],
+)
+def test_the_memory_is_as_estimated(large, tmp_path, dtype, extra, is_compiled, share):
+    """Experts stay in 4 bits where an outline runs compiled; elsewhere they are expanded."""
+    shutil.copytree(large, tmp_path, dirs_exist_ok=True)
+    config = json.loads((large / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | extra))
+    fields = {"dtype": dtype, "kv_bytes": 1 << 17, "max_model_len": 64, "max_num_seqs": 1}
+    runner, info = load_runner(tmp_path, max_num_batched_tokens=16, **fields)
+    assert isinstance(runner._model.module, NativeDecoder) == is_compiled
+    assert info.quantization == "MXFP4"
+    plain = load_file(large.parent / "plain" / "model.safetensors").values()
+    whole = 2 * sum(tensor.numel() for tensor in plain)
+    assert runner._model.num_bytes == pytest.approx(share * whole, rel=0.05)
+    spec = RunnerSpec(str(tmp_path), threads=1, max_num_batched_tokens=16, **fields)
+    with Mxfp4Checkpoint(tmp_path) as opened:
+        is_small = is_compiled and not extra
+        _, config = read_config(tmp_path)
+        told = weight_bytes(opened, config, torch.bfloat16, "none", is_compiled=is_compiled)
+    assert told == pytest.approx(runner._model.num_bytes, rel=ESTIMATE_OFF_MOST)
+    assert (told < 0.5 * whole) == is_small
+    estimate = TorchRunner(spec).estimate().num_bytes
+    # In so small a model, a step's own memory weighs much, and is only guessed before the load.
+    assert abs(info.memory_bytes / estimate - 1) <= 0.2
+    runner.close()
+
+
+def changed(checkpoint, directory, change):
+    """Write the checkpoint with other tensors, and return the message of its refusal."""
+    shutil.copytree(checkpoint, directory, dirs_exist_ok=True)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors, "model.layers.1.mlp.experts.down_proj")
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(SpawnFailed) as refused:
+        load_runner(directory)
+    return str(refused.value)
+
+
+def test_experts_without_scales_are_refused(checkpoint, tmp_path):
+    said = changed(checkpoint, tmp_path, lambda tensors, base: tensors.pop(f"{base}_scales"))
+    assert "lacks the tensor model.layers.1.mlp.experts.down_proj_scales" in said
+
+
+def test_a_scale_that_is_no_number_is_refused(checkpoint, tmp_path):
+    def change(tensors, base):
+        tensors[f"{base}_scales"][0, 3, 1] = 255
+
+    said = changed(checkpoint, tmp_path, change)
+    assert "the scales of its model.layers.1.mlp.experts.0.down_proj.weight hold NaN" in said
+
+
+def test_blocks_of_another_shape_are_refused(checkpoint, tmp_path):
+    def change(tensors, base):
+        tensors[f"{base}_blocks"] = tensors[f"{base}_blocks"].flatten(2).contiguous()
+
+    assert "which MXFP4 does not have" in changed(checkpoint, tmp_path, change)

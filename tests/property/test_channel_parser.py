@@ -1,0 +1,199 @@
+"""Messages in channels give the same answer however their text is cut, and lose nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.requests.answer_format import AnswerFormat, ToolFormat, detect_format
+from engine.requests.answer_reader import ToolCall
+from engine.requests.channel_parser import ChannelParser
+from engine.requests.choice_parser import parser_of
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+END, RETURN, CALL, CONSTRAIN = "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"
+ASSISTANT = f"{START}assistant"
+TEMPLATE = f"{ASSISTANT}{CHANNEL}final{MESSAGE}"
+PIECES = [
+    *(START, CHANNEL, MESSAGE, END, RETURN, CALL, CONSTRAIN, "assistant", "analysis", "final"),
+    *("commentary", "to=functions.f", "to=python", " ", "json", '{"x": 1}', '{"x": ', "{", "}"),
+    *("<", "<|", "|>", "to=", "functions.", "é🌶", "a b", "\n", f"{ASSISTANT}{CHANNEL}"),
+]
+texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
+OPENED = ["", ASSISTANT, f"{ASSISTANT}{CHANNEL}final{MESSAGE}", f"{ASSISTANT}{CHANNEL}analysis",
+          f"{ASSISTANT}{CHANNEL}final{MESSAGE}so{END}"]  # fmt: skip
+formats = st.builds(
+    AnswerFormat,
+    tools=st.sampled_from([None, ToolFormat.CHANNELS]),
+    has_channels=st.just(True),
+    opened=st.sampled_from(OPENED),
+)
+PLAIN = AnswerFormat(has_channels=True, opened=ASSISTANT)
+TOOLS = AnswerFormat(ToolFormat.CHANNELS, has_channels=True, opened=ASSISTANT)
+
+
+def parse(form, *pieces):
+    """Return the whole answer of a text that comes in pieces: text, reasoning and calls."""
+    parser = parser_of(form)
+    assert isinstance(parser, ChannelParser)
+    parts = [*(parser.feed(piece) for piece in pieces), parser.close()]
+    calls = [call for part in parts for call in part.calls]
+    text = "".join(part.text for part in parts)
+    return text, "".join(part.reasoning for part in parts), calls
+
+
+@settings(max_examples=300, deadline=None)
+@given(form=formats, text=texts)
+def test_an_answer_is_the_same_however_its_text_is_cut(form, text):
+    whole = parse(form, text)
+    for cut in range(len(text) + 1):
+        assert parse(form, text[:cut], text[cut:]) == whole
+    assert parse(form, *text) == whole
+
+
+words = st.text("ab c.<|>{}\n", max_size=12)
+messages = st.lists(
+    st.tuples(st.sampled_from(["analysis", "commentary", "final", "call"]), words),
+    min_size=1,
+    max_size=5,
+)
+
+
+def written(kind, words):
+    """Return a message as a model writes it, without what begins it."""
+    if kind != "call":
+        return f"{CHANNEL}{kind}{MESSAGE}{words}{END}"
+    arguments = json.dumps({"words": words})
+    header = f"{CHANNEL}commentary to=functions.f {CONSTRAIN}json{MESSAGE}"
+    return f"{header}{arguments}{CALL}"
+
+
+@settings(max_examples=300, deadline=None)
+@given(messages=messages, cuts=st.lists(st.integers(0, 400), max_size=6))
+def test_messages_come_out_by_their_channels(messages, cuts):
+    """The stream is cut anywhere, as tokens may cut it."""
+    text = ASSISTANT.join(written(*one) for one in messages)
+    cuts = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[low:high] for low, high in itertools.pairwise(cuts)]
+    said, reasoning, calls = parse(TOOLS, *pieces)
+    of = {kind: [own for own_kind, own in messages if own_kind == kind] for kind in
+          ("analysis", "call")}  # fmt: skip
+    shown = [own for kind, own in messages if kind in ("commentary", "final")]
+    assert reasoning == joined(of["analysis"])
+    assert said == joined(shown)
+    assert [json.loads(call.arguments_json) for call in calls] == [{"words": w} for w in of["call"]]
+    assert all(call.name == "f" for call in calls)
+
+
+def joined(parts):
+    """Return messages of one kind in one text: an empty line precedes each later one that has
+    one."""
+    return "".join(
+        part if index == 0 or not part else f"\n\n{part}" for index, part in enumerate(parts)
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(form=formats, text=texts)
+def test_each_character_of_the_answer_is_in_the_text_in_order(form, text):
+    said, reasoning, calls = parse(form, text)
+    letters = iter(text)
+    assert all(letter in letters for letter in said.replace("\n", ""))
+    letters = iter(text)
+    assert all(letter in letters for letter in reasoning.replace("\n", ""))
+    for call in calls:
+        assert form.tools is ToolFormat.CHANNELS
+        assert isinstance(json.loads(call.arguments_json), dict)
+
+
+@given(text=st.text("abc <|>.=", max_size=40))
+def test_an_answer_without_markers_is_text(text):
+    assert parse(PLAIN, text) == (text, "", [])
+
+
+THOUGHT = f"{CHANNEL}analysis{MESSAGE}Hm, "
+GET = f"{CHANNEL}commentary to=functions.get {CONSTRAIN}json{MESSAGE}"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (PLAIN, f"{THOUGHT}so.{END}{ASSISTANT}{CHANNEL}final{MESSAGE}Hi{RETURN}",
+         ("Hi", "Hm, so.", [])),
+        (PLAIN, f"{CHANNEL}final{MESSAGE}cut", ("cut", "", [])),
+        (PLAIN, THOUGHT, ("", "Hm, ", [])),
+        (PLAIN, f"{THOUGHT}{ASSISTANT}{CHANNEL}final{MESSAGE}Hi", ("Hi", "Hm, ", [])),
+        (PLAIN, f"{CHANNEL}final {CONSTRAIN}json{MESSAGE}{{}}", ("{}", "", [])),
+        (PLAIN, f"{MESSAGE}bare", ("bare", "", [])),
+        (PLAIN, "Hello.", ("Hello.", "", [])),
+        (PLAIN, f"{CHANNEL}fin", (f"{CHANNEL}fin", "", [])),
+        (PLAIN, f"{GET}{{}}{CALL}", (f"{GET}{{}}", "", [])),
+        (PLAIN, f"{CHANNEL}analysis to=python code{MESSAGE}1{CALL}", ("", "1", [])),
+        (TOOLS, f"{GET}{{\"a\": 1}}{CALL}", ("", "", [ToolCall("get", '{"a": 1}')])),
+        (TOOLS, f"{GET} {{\"a\": 1}}\n", ("", "", [ToolCall("get", '{"a": 1}')])),
+        (TOOLS, f"{GET}{{\"a\": {CALL}", (f"{GET}{{\"a\": ", "", [])),
+        (TOOLS, f"{GET}none{CALL}", (f"{GET}none", "", [])),
+        (TOOLS, f" to=functions.get{CHANNEL}commentary json{MESSAGE}{{}}{CALL}",
+         ("", "", [ToolCall("get", "{}")])),
+        (TOOLS, f"{CHANNEL}analysis to=functions.get{MESSAGE}{{}}{CALL}",
+         ("", "", [ToolCall("get", "{}")])),
+        (TOOLS, f"{CHANNEL}commentary{MESSAGE}I look.{END}{ASSISTANT}{GET}{{}}{CALL}",
+         ("I look.", "", [ToolCall("get", "{}")])),
+        (TOOLS, f"{THOUGHT}1{END}{ASSISTANT}{THOUGHT}2{END}", ("", "Hm, 1\n\nHm, 2", [])),
+        (TOOLS, f"{CHANNEL}final to=browser.find{MESSAGE}x",
+         (f"{CHANNEL}final to=browser.find{MESSAGE}x", "", [])),
+    ],
+)  # fmt: skip
+def test_messages(form, text, expected):
+    assert parse(form, text) == expected
+    assert parse(form, *text) == expected
+
+
+def test_an_answer_may_begin_inside_a_message():
+    inside = detect_format(
+        TEMPLATE, has_tools=False, prompt=f"{START}user{MESSAGE}?{END}{TEMPLATE}"
+    )
+    assert parse(inside, f"and so on.{RETURN}") == ("and so on.", "", [])
+    named = AnswerFormat(ToolFormat.CHANNELS, has_channels=True, opened=ASSISTANT + GET[:-11])
+    assert parse(named, f'{MESSAGE}{{"a": 1}}') == ("", "", [ToolCall("get", '{"a": 1}')])
+
+
+def test_text_comes_at_once():
+    parser = parser_of(PLAIN)
+    assert parser.feed(f"{CHANNEL}final{MESSAGE}H").text == "H"
+    assert parser.feed("i <").text == "i "
+    assert parser.feed("b>").text == "<b>"
+    assert parser.feed(f"{END}{ASSISTANT}{CHANNEL}analysis{MESSAGE}so").reasoning == "so"
+
+
+@pytest.mark.parametrize("piece", [START, CHANNEL, "<|", " to=", "a ", f"{GET}{{", f"{CHANNEL}a "])
+def test_the_work_grows_with_the_text_alone(piece, monkeypatch):
+    """The work is the number of characters that are read, again after a marker that was none."""
+    read = 0
+    stock = ChannelParser._advance
+
+    def advance(parser):
+        nonlocal read
+        read += 1
+        return stock(parser)
+
+    monkeypatch.setattr(ChannelParser, "_advance", advance)
+    text = piece * (20_000 // len(piece))
+    parse(TOOLS, text)
+    assert read <= 4 * len(text)
+
+
+def test_a_template_with_channels_is_recognised():
+    prompt = f"{START}user{MESSAGE}Hi{END}{ASSISTANT}"
+    form = detect_format(TEMPLATE, has_tools=True, prompt=prompt)
+    assert form == TOOLS
+    assert detect_format(TEMPLATE, has_tools=False, prompt=prompt) == PLAIN
+    assert {CHANNEL, MESSAGE, END, CALL} <= set(form.markers)
+    assert not form.is_plain
+    assert detect_format(TEMPLATE, has_tools=True, prompt=prompt, constraint="{}").is_plain
+    in_channels = detect_format(TEMPLATE, has_tools=True, prompt=prompt, constraint=TEMPLATE)
+    assert in_channels == PLAIN

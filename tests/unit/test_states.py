@@ -1,0 +1,105 @@
+"""State slots, snapshots, and where a chunk ends so that its last state can be one."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.config import SchedulerConfig
+from engine.core.text.snapshots import end_of_chunk
+from engine.core.text.states import States, StepStates
+from engine.errors import ConfigError
+from tests.support.core_driver import Driver, make_request
+
+
+@pytest.mark.parametrize(
+    ("end", "start", "stop", "branch", "last"),
+    [
+        (16, 0, 18, 0, 16),  # one step more, from where an equal prompt goes on
+        (18, 16, 18, 0, 16),
+        (8, 0, 18, 8, 16),  # another prompt parts from it there
+        (18, 0, 18, 0, 0),  # shorter than a block, or the border was passed
+        (8, 0, 11, 0, 16),  # the budget ends it, at a border
+        (3, 0, 3, 0, 16),  # no border is in it
+        (12, 8, 15, 8, 16),
+        (7, 5, 7, 0, 16),
+        (16, 0, 30, 40, 16),  # nothing is behind the last border
+    ],
+)
+def test_a_chunk_ends_at_a_border_where_a_state_may_be_needed(end, start, stop, branch, last):
+    assert end_of_chunk(start, stop, 4, branch=branch, last=last) == end
+
+
+class Holder:
+    """The part of a sequence that state slots concern."""
+
+    def __init__(self):
+        self.state_slot = None
+
+
+def written(states, *keys):
+    """Write a snapshot for each key, one step after the other."""
+    for key in keys:
+        step = StepStates(states)
+        slot = step.snapshot(0)
+        step.keep()
+        states.end_snapshot(slot, key)
+
+
+def test_a_hit_ends_at_the_last_border_with_a_snapshot():
+    states = States(4)
+    written(states, b"2")
+    assert states.cut([b"1", b"2", b"3"], (7, 8, 9)) == (7, 8)
+    assert states.cut([b"1"], (7,)) == ()
+
+
+def test_the_snapshot_that_was_used_last_is_overwritten_last():
+    states, first, second = States(3), Holder(), Holder()
+    written(states, b"a", b"b", b"c")
+    step = StepStates(states)
+    assert step.begin(first, b"a") is not None
+    assert step.begin(second, b"a") is not None
+    step.keep()
+    left = [key for key in (b"a", b"b", b"c") if states.snapshots.match((key,))]
+    assert left == [b"a"]
+    states.release(first)
+    states.release(second)
+    states.pool.check([])
+
+
+def test_a_snapshot_leaves_the_slots_of_choices_that_will_fork():
+    states = States(3)
+    step = StepStates(states)
+    step.give(Holder())
+    assert step.snapshot(2) is None
+    assert step.snapshot(1) is not None
+
+
+def test_a_step_that_is_undone_gives_every_slot_back():
+    states, seq = States(3), Holder()
+    step = StepStates(states)
+    step.give(seq)
+    step.snapshot(0)
+    step.undo([seq])
+    assert seq.state_slot is None
+    states.pool.check([])
+
+
+def test_each_sequence_that_may_run_has_a_slot():
+    with pytest.raises(ConfigError, match="3 slots, but --max-num-seqs is 4"):
+        SchedulerConfig(num_blocks=8, max_model_len=64, max_num_seqs=4, num_states=3)
+
+
+def test_a_parked_sequence_gives_its_slot_to_one_that_would_start():
+    driver = Driver(num_blocks=64, block_size=4, max_num_seqs=2, num_states=2, prepared_plans=False)
+    for name in ("a", "b"):
+        driver.submit(make_request(name, range(1, 9), max_tokens=9), buffer=1)
+    for _ in range(5):
+        driver.step(read=False)
+    assert driver.scheduler.statistics().parked == 2
+    driver.submit(make_request("c", range(30, 40), max_tokens=2))
+    said = driver.scheduler.explain("c", driver.now).waiting_for
+    assert said.startswith("state slots: 1 are lacking")
+    driver.step(read=False)
+    assert driver.scheduler.statistics().running == 1
+    driver.run()
+    driver.check_tokens()

@@ -1,0 +1,21 @@
+"""A text model with recurrent layers, whose state slots are few.
+
+All is drawn from numbers of its own, so that worlds without states stay the same.
+"""
+
+from __future__ import annotations
+
+import random
+
+FAULT = "states"
+SHARE = 0.12  # of worlds
+
+
+def is_drawn(seed: int) -> bool:
+    """Return whether the text model of the world of this seed has states."""
+    return random.Random(f"states {seed}").random() < SHARE
+
+
+def num_slots(seed: int, max_num_seqs: int) -> int:
+    """Return how many state slots the text model has: for each sequence that may run, and some."""
+    return max_num_seqs + random.Random(f"slots {seed}").choice([0, 0, 1, 4])
