@@ -135,6 +135,32 @@ EXTRA: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "seed_oss": {"attention_out_bias": True},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 96,
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 32,
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 128,
+        "attention_multiplier": 0.2, "embedding_multiplier": 6.0, "residual_multiplier": 0.5,
+        "logits_scaling": 4.0, "position_embedding_type": "rope",
+    },
+    "bamba": {
+        "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+        "mamba_chunk_size": 32,
+    },
+    "falcon_h1": {
+        "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16,
+        "mamba_chunk_size": 32, "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
+    },
     "lfm2": {
         "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False,
     },
@@ -268,7 +294,8 @@ def _scale_logits(model: Any, generator: torch.Generator) -> None:
         return
     # OLMo's norms have no weights: its head is scaled.
     weight = getattr(norms[-1], "weight", model.get_output_embeddings().weight)
-    offset = 1.0 if model.config.model_type.startswith("gemma") else 0.0
+    adds_one = model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
+    offset = 1.0 if adds_one else 0.0
     for _ in range(3):  # a cap on the logits makes it less than linear
         factor = LOGIT_STD / model.eval()(tokens, use_cache=False).logits.std()
         weight.copy_((weight + offset) * factor - offset)

@@ -5,6 +5,7 @@
     python -m tools.measure_demo rerank        the cross-encoder
     python -m tools.measure_demo clip          the model that embeds drawings and texts
     python -m tools.measure_demo see           the model that answers questions about drawings
+    python -m tools.measure_demo draw          a model that draws, not shipped
 
 `--json FILE` also writes the figures. `--help` after a model's name lists its options.
 """
@@ -21,5 +22,6 @@ if __name__ == "__main__":
             "rerank": "tools.demo.measure_rerank",
             "clip": "tools.demo.measure_clip",
             "see": "tools.demo.measure_see",
+            "draw": "tools.demo.measure_draw",
         }
     )

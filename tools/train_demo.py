@@ -9,6 +9,7 @@ python -m tools.train_demo clip                                  the model that 
 python -m tools.train_demo see                                   the model that answers questions
                                                                  about drawings, which begins with
                                                                  the tower of the one before
+python -m tools.train_demo draw                                  a model that draws, not shipped
 """
 
 from __future__ import annotations
@@ -24,5 +25,6 @@ if __name__ == "__main__":
             "rerank": "tools.demo.train_rerank",
             "clip": "tools.demo.train_clip",
             "see": "tools.demo.train_see",
+            "draw": "tools.demo.train_draw",
         }
     )

@@ -25,6 +25,7 @@ from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load import division  # noqa: E402
 from engine.worker.load.architectures import SERVED  # noqa: E402
 from engine.worker.load.division import DividedCheckpoint, Division  # noqa: E402
+from engine.worker.load.recurrent import RECURRENT  # noqa: E402
 from engine.worker.outline.division_plans import PLANS, Style, style_of  # noqa: E402
 from tests.conformance.test_parity import prompt_of, run_alone, run_packed  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
@@ -38,7 +39,8 @@ pytestmark = pytest.mark.model
 
 NO_PLAN = ("gpt2", "gpt2, layer-scaled", "opt", "opt, projected", "gpt_neox",
            "gpt_neox, in sequence", "hunyuan", "hunyuan, alpha", "phi, normed heads",
-           "gpt_oss")  # fmt: skip
+           "gpt_oss", "lfm2", "qwen3_next", "qwen3_5", "granite, hybrid",
+           "granite, hybrid, no positions", "bamba", "falcon_h1")  # fmt: skip
 DIVIDED = [name for name in ZOO if name not in NO_PLAN]
 SHARE_MOST = 0.52  # of what a whole model has in its layers and in its KV pool
 ESTIMATE_OFF_MOST = 0.05
@@ -93,7 +95,7 @@ OWN = {
     "Olmo2ForCausalLM": dict.fromkeys(QUERY_KEY_NORMS, Style.NORM),
     "Olmo3ForCausalLM": dict.fromkeys(QUERY_KEY_NORMS, Style.NORM),
 }
-NOT_DIVIDED = ("GPTNeoXForCausalLM",)  # as `PLANS` says
+NOT_DIVIDED = ("GPTNeoXForCausalLM", *RECURRENT)  # as `PLANS` says, and D32
 
 
 @pytest.mark.parametrize("name", SERVED)

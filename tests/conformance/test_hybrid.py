@@ -24,13 +24,18 @@ from engine.core.text.types import Request, Sampling, Stops, Tokens  # noqa: E40
 from engine.errors import SpawnFailed  # noqa: E402
 from engine.worker.forward.recurrent import RecurrentLayers  # noqa: E402
 from engine.worker.sequences import SequenceState  # noqa: E402
-from tests.support.adapters import write_by_hand  # noqa: E402
-from tests.support.model_zoo import WAYS, Zoo, load_runner  # noqa: E402
+from tests.support.adapters import places_of, write_by_hand  # noqa: E402
+from tests.support.model_zoo import COMPILED, REFERENCE, Zoo, load_runner  # noqa: E402
 from tests.support.parity import Tally  # noqa: E402
 
 pytestmark = pytest.mark.model
 
-HYBRIDS = ["lfm2"]
+HYBRIDS = ["lfm2", "qwen3_5", "qwen3_next", "granite, hybrid", "bamba", "falcon_h1"]
+# One of each kind of layer; how states are kept does not depend on the model otherwise.
+KINDS = [
+    name if name in ("lfm2", "qwen3_5", "falcon_h1") else pytest.param(name, marks=pytest.mark.full)
+    for name in HYBRIDS
+]
 NUM_NEW = 12
 
 
@@ -146,8 +151,9 @@ def compare(loaded, world):
     return tally
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    ("name", "way"), [*((name, COMPILED) for name in HYBRIDS), ("lfm2", REFERENCE)]
+)
 def test_snapshots_forks_and_preemptions_give_transformers_own_tokens(zoo, name, way):
     loaded = zoo.load(name, way)
     world = run_world(loaded)
@@ -162,7 +168,7 @@ def test_snapshots_forks_and_preemptions_give_transformers_own_tokens(zoo, name,
     assert any(len({row.count for row in plan.rows}) > 2 for plan in world.plans)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_an_equal_prompt_computes_only_what_is_behind_its_last_border(zoo, name):
     loaded, prompt = zoo.load(name), prompt_of(random.Random(1), 100)
     world = World(loaded)
@@ -175,7 +181,7 @@ def test_an_equal_prompt_computes_only_what_is_behind_its_last_border(zoo, name)
     compare(loaded, world).check()
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_hit_ends_where_there_is_a_snapshot_and_the_next_one_where_prefixes_part(zoo, name):
     """The keys of 48 tokens are cached, and a state only behind 96: the second prompt computes all
     of them again and leaves a snapshot for the third."""
@@ -200,7 +206,7 @@ def assert_red(zoo, name):
     assert any(compare(loaded, run_world(loaded, seed, 8)).wrong for seed in range(3, 11))
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_state_that_is_not_carried_over_a_chunks_border_is_noticed(zoo, monkeypatch, name):
     stock = SequenceState.row_state
 
@@ -212,7 +218,7 @@ def test_a_state_that_is_not_carried_over_a_chunks_border_is_noticed(zoo, monkey
     assert_red(zoo, name)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_state_of_another_row_is_noticed(zoo, monkeypatch, name):
     stock = RecurrentLayers.begin
 
@@ -226,7 +232,7 @@ def test_a_state_of_another_row_is_noticed(zoo, monkeypatch, name):
     assert_red(zoo, name)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_snapshot_that_is_restored_at_the_wrong_border_is_noticed(zoo, monkeypatch, name):
     stock = snapshots.end
 
@@ -239,7 +245,7 @@ def test_a_snapshot_that_is_restored_at_the_wrong_border_is_noticed(zoo, monkeyp
     assert_red(zoo, name)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_choice_that_forks_without_its_parents_state_is_noticed(zoo, monkeypatch, name):
     stock = SequenceState.row_state
 
@@ -251,7 +257,7 @@ def test_a_choice_that_forks_without_its_parents_state_is_noticed(zoo, monkeypat
     assert_red(zoo, name)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_state_that_is_written_before_the_step_has_succeeded_is_noticed(zoo, name):
     """A step that fails behind its forward, and is executed again, gives the same tokens."""
     loaded = zoo.load(name)
@@ -274,19 +280,21 @@ def test_a_state_that_is_written_before_the_step_has_succeeded_is_noticed(zoo, n
     compare(loaded, world).check()
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_an_adapter_of_a_recurrent_layer_is_refused_and_one_of_the_others_is_not(
     zoo, tmp_path, name
 ):
     loaded, base = zoo.load(name), zoo.directory(name)
-    own = write_by_hand(tmp_path / "own", base, targets=("in_proj",))
+    targets = ("in_proj", "in_proj_qkv", "in_proj_qkvz")
+    assert places_of(base, targets)
+    own = write_by_hand(tmp_path / "own", base, targets=targets)
     with pytest.raises(SpawnFailed, match="name no linear layer of the base model"):
         loaded.runner.adapters.load(str(own))
     other = write_by_hand(tmp_path / "other", base, targets=("q_proj",))
     loaded.runner.adapters.unload(loaded.runner.adapters.load(str(other)).digest)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_draft_model_is_refused_beside_states_whichever_model_has_them(zoo, name):
     for model, draft in ((name, "llama"), ("llama", name)):
         draft_model = str(zoo.directory(draft))

@@ -37,8 +37,8 @@ REFUSED = {
         "MambaForCausalLM has recurrent layers",
     ),
     "recurrent by layers": (
-        {"architectures": ["Qwen3NextForCausalLM"], "layer_types": ["linear_attention"]},
-        "Qwen3NextForCausalLM has recurrent layers (linear_attention)",
+        {"architectures": ["OlmoHybridForCausalLM"], "layer_types": ["linear_attention"]},
+        "OlmoHybridForCausalLM has recurrent layers (linear_attention)",
     ),
     "recurrent layers in a served one": (
         LLAMA | {"layer_types": ["mamba", "full_attention"]},

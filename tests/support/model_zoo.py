@@ -123,6 +123,12 @@ ZOO: dict[str, Entry] = {
     "seed_oss": Entry("seed_oss"),
     "gpt_oss": Entry("gpt_oss"),
     "lfm2": Entry("lfm2"),
+    "qwen3_next": Entry("qwen3_next"),
+    "qwen3_5": Entry("qwen3_5_text"),
+    "granite, hybrid": Entry("granitemoehybrid"),
+    "granite, hybrid, no positions": Entry("granitemoehybrid", {"position_embedding_type": None}),
+    "bamba": Entry("bamba"),
+    "falcon_h1": Entry("falcon_h1"),
 }
 
 

@@ -70,6 +70,14 @@ def describe(rng: Random, scene: Scene) -> tuple[str, Facts]:
     return rng.choice(OPENINGS) + text, facts
 
 
+def describe_plainly(rng: Random, scene: Scene) -> tuple[str, Facts]:
+    """Return a description that names the things in their order, as "a red circle above a small
+    blue square", and what it says."""
+    said = tuple(t if rng.random() < 0.5 else t._replace(size="") for t in scene.things)
+    relation = " left of " if scene.is_across else " above "
+    return relation.join(with_article(thing) for thing in said), Facts(said, scene.is_across)
+
+
 def with_article(thing: Thing) -> str:
     """Return "a" and the thing's words."""
     return f"a {thing.size} {thing.name}" if thing.size else f"a {thing.name}"

@@ -42,6 +42,7 @@ COLOUR_SPREAD = 30
 """How far each of the three numbers of a colour may be from those above (guess: so that a red is
 recognised that somebody else calls so)."""
 
+WHITE = (255, 255, 255)
 SIZES = {"small": (7.0, 9.0), "large": (11.5, 13.5)}  # a shape's least and greatest radius
 HELD_OUT_OF_256 = 32
 SHARPNESS = 4  # a drawing is made as many times larger, so that its edges are smooth
@@ -175,6 +176,18 @@ def place(rng: Random, scene: Scene) -> Drawing:
     return Drawing(scene, tuple(centres), radii, paints, _ground(rng))
 
 
+def place_plainly(rng: Random, scene: Scene) -> Drawing:
+    """Return a drawing of a scene in its exact colours on white: two things lie near the middles of
+    their halves, and one thing near the middle, so that only a few pixels are left to chance."""
+    radii = tuple(rng.uniform(*SIZES[thing.size]) for thing in scene.things)
+    along = (SIDE / 2,) if len(radii) == 1 else (SIDE / 4, 3 * SIDE / 4)
+    centres = [(at + rng.uniform(-1.5, 1.5), SIDE / 2 + rng.uniform(-2, 2)) for at in along]
+    if not scene.is_across:
+        centres = [(x, y) for y, x in centres]
+    paints = tuple(COLOURS[thing.colour] for thing in scene.things)
+    return Drawing(scene, tuple(centres), radii, paints, WHITE)
+
+
 def _near(rng: Random, colour: tuple[int, int, int]) -> tuple[int, int, int]:
     red, green, blue = (
         min(255, max(0, value + rng.randint(-COLOUR_SPREAD, COLOUR_SPREAD))) for value in colour
@@ -184,7 +197,7 @@ def _near(rng: Random, colour: tuple[int, int, int]) -> tuple[int, int, int]:
 
 def _ground(rng: Random) -> tuple[int, int, int]:
     if rng.random() < 0.5:
-        return 255, 255, 255
+        return WHITE
     return rng.randint(225, 255), rng.randint(225, 255), rng.randint(225, 255)
 
 

@@ -130,9 +130,11 @@ class Schedule:
         self._model = model
         self._step = 0
         self._optimizers: list[tuple[Optimizer, float]] = [
-            (torch.optim.Muon(inner, weight_decay=0.05, momentum=0.95), PEAK_LR_MATRICES),
             (torch.optim.AdamW(outer, betas=(0.9, 0.98), weight_decay=0.0), PEAK_LR),
         ]
+        if inner:
+            muon = torch.optim.Muon(inner, weight_decay=0.05, momentum=0.95)
+            self._optimizers.insert(0, (muon, PEAK_LR_MATRICES))
 
     def take_step(self, loss: torch.Tensor, share: float) -> None:
         """Update the weights once, after `share` of the texts has been read."""

@@ -58,7 +58,7 @@ class Pieces:
             if self._step % 50 == 0:
                 print(f"step {self._step}/{total}  loss {self._mean():.4f}", flush=True)
             if self._kept and time.monotonic() > self._ends and self._step < total:
-                self._keep(self._kept)
+                self.keep()
                 raise Unfinished(f"{self._step} of {total} steps are done; run this again")
 
     def learn(self, loss: torch.Tensor) -> None:
@@ -81,7 +81,10 @@ class Pieces:
     def _mean(self) -> float:
         return sum(self._losses) / max(1, len(self._losses))
 
-    def _keep(self, file: Path) -> None:
+    def keep(self) -> None:
+        """Keep what is learnt for the next run, if there is a file for it."""
+        if self._kept is None:
+            return
         torch.save(
             {
                 "modules": [module.state_dict() for module in self._modules],
@@ -89,7 +92,7 @@ class Pieces:
                 "step": self._step,
                 "cpu_seconds": self._cpu_before + time.process_time(),
             },
-            file,
+            self._kept,
         )
 
     def _go_on(self, kept: dict[str, Any]) -> None:

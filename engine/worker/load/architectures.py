@@ -72,6 +72,16 @@ SERVED: dict[str, Architecture] = {
         Architecture("SeedOssForCausalLM", "seed_oss", "Seed-OSS", "SeedOssConfig"),
         Architecture("GptOssForCausalLM", "gpt_oss", "GPT-OSS", "GptOssConfig"),
         Architecture("Lfm2ForCausalLM", "lfm2", "LFM2", "Lfm2Config"),
+        Architecture("Qwen3NextForCausalLM", "qwen3_next", "Qwen3-Next", "Qwen3NextConfig"),
+        Architecture("Qwen3_5ForCausalLM", "qwen3_5", "Qwen3.5 (text)", "Qwen3_5TextConfig"),
+        Architecture(
+            "GraniteMoeHybridForCausalLM",
+            "granitemoehybrid",
+            "Granite 4 (hybrid)",
+            "GraniteMoeHybridConfig",
+        ),
+        Architecture("BambaForCausalLM", "bamba", "Bamba", "BambaConfig"),
+        Architecture("FalconH1ForCausalLM", "falcon_h1", "Falcon-H1", "FalconH1Config"),
     )
 }
 

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 DEVICES = "--device takes auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Tensors of old checkpoints that current models compute instead of reading: rotary frequencies and
-# causal masks. Source: transformers' `_keys_to_ignore_on_load_unexpected` over the years.
-COMPUTED = re.compile(r"(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
+# Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
+# and layers that only draft. Source: transformers' `_keys_to_ignore_on_load_unexpected`.
+COMPUTED = re.compile(r"^mtp\.|(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _stock_config(raw: dict[str, Any], architecture: Architecture) -> Any:
     package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
     config_class = getattr(importlib.import_module(package), architecture.config)
     try:
-        return config_class.from_dict(raw)
+        return config_class.from_dict(config_class._decode_special_floats(raw))  # of infinities
     except Exception as error:  # its validators raise several kinds
         raise Refusal(
             f"its config.json is not valid for {architecture.name} ({first_line(error)})",
@@ -416,9 +416,8 @@ def _owner(module: Any, name: str) -> Any:
 
 
 def _set_parameter(module: Any, name: str, parameter: torch.nn.Parameter) -> None:
-    attribute = name.rpartition(".")[2]
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # what _init_weights reads
-    setattr(_owner(module, name), attribute, parameter)
+    setattr(_owner(module, name), name.rpartition(".")[2], parameter)
 
 
 def _compute_buffers(module: Any, device: torch.device) -> None:
@@ -429,6 +428,8 @@ def _compute_buffers(module: Any, device: torch.device) -> None:
             setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
         if empty:
             module._init_weights(owner)
+    if not isinstance(module, Outline):  # Falcon-H1's base model computes buffers of its layers
+        module._init_weights(module.base_model)
 
 
 def _refuse_unfilled(module: Any) -> None:

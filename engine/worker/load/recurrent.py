@@ -45,11 +45,40 @@ def _short_convolution(config: Any) -> StateShape:
     return StateShape((int(config.hidden_size), int(config.conv_L_cache)))
 
 
+def _delta_rule(config: Any) -> StateShape:
+    """Return the state of a gated delta net: one matrix for each head of the values."""
+    keys, values = int(config.linear_key_head_dim), int(config.linear_value_head_dim)
+    num_keys, num_values = int(config.linear_num_key_heads), int(config.linear_num_value_heads)
+    channels = 2 * num_keys * keys + num_values * values
+    conv = (channels, int(config.linear_conv_kernel_dim))
+    return StateShape(conv, (num_values, keys, values))
+
+
+def _mamba2(config: Any) -> StateShape:
+    """Return the state of a Mamba-2 layer: one matrix for each head."""
+    inner = getattr(config, "mamba_d_ssm", None) or config.mamba_expand * config.hidden_size
+    size = int(config.mamba_d_state)
+    channels = int(inner) + 2 * int(config.mamba_n_groups) * size
+    heads = (int(config.mamba_n_heads), int(config.mamba_d_head), size)
+    return StateShape((channels, int(config.mamba_d_conv)), heads)
+
+
+LINEAR = "linear_attention"
+HYBRID = "hybrid"  # a layer with attention and a recurrence side by side
 RECURRENT: dict[str, Recurrence] = {
     "Lfm2ForCausalLM": Recurrence("Lfm2ShortConv", "past_key_values", "conv", _short_convolution),
+    "Qwen3NextForCausalLM": Recurrence(
+        "Qwen3NextGatedDeltaNet", "cache_params", LINEAR, _delta_rule
+    ),
+    "Qwen3_5ForCausalLM": Recurrence("Qwen3_5GatedDeltaNet", "cache_params", LINEAR, _delta_rule),
+    "GraniteMoeHybridForCausalLM": Recurrence(
+        "GraniteMoeHybridMambaLayer", "cache_params", LINEAR, _mamba2
+    ),
+    "BambaForCausalLM": Recurrence("BambaMixer", "cache_params", LINEAR, _mamba2),
+    "FalconH1ForCausalLM": Recurrence("FalconH1Mixer", "cache_params", HYBRID, _mamba2),
 }
 # Types of layers that keep no keys and values.
-KEYLESS_TYPES = frozenset(one.layer_type for one in RECURRENT.values())
+KEYLESS_TYPES = frozenset(one.layer_type for one in RECURRENT.values()) - {HYBRID}
 
 
 def state_shapes(name: str, config: Any) -> dict[int, StateShape]:
