@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DIGEST_BYTES = 32
-# Bytes of decoded images that may come again, of all models. A guess: four images of SmolVLM at its
-# largest, or 190 of LLaVA 1.5.
+# At most so many bytes of decoded images are kept for all models, in case the images come again. A
+# guess: four images of SmolVLM at its largest, or 190 of LLaVA 1.5.
 KEPT_BYTES_MAX = 64 * 2**20
 SIDE_MAX = 4096  # of transformers' Idefics 3: the most pixels of a resized image's side
 
@@ -33,7 +33,8 @@ class SeenImage(NamedTuple):
     of that text's tokens are those of the image, and what encoding it costs, in tokens. ``grid`` is
     how many rows and columns of tokens it has, (0, 0) where positions do not depend on that.
     ``size`` is the height and width of the file, (0, 0) where embeddings do not depend on that.
-    ``is_divisible``: its tiles have as many tokens each, and are encoded without one another."""
+    ``is_divisible``: its tiles have equally many tokens, and each can be encoded without the
+    others."""
 
     tiles: tuple[FittedImage, ...]
     text: str

@@ -52,7 +52,7 @@ _MARKERS = {
 class AnswerFormat:
     """Says what to look for in an answer. ``begins_inside``: the prompt ends with the marker that
     opens the reasoning, so that the answer begins inside it. ``has_channels``: the answer is
-    messages in channels, the first of which begins with ``opened``, at the prompt's end."""
+    messages in channels. ``opened`` is what the prompt's end has of the first one."""
 
     tools: ToolFormat | None = None
     reasons: bool = False

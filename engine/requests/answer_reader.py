@@ -1,5 +1,5 @@
-"""Reads an answer one character at a time while it streams, with what all formats share: markers
-that may turn out to be text, and JSON objects that may turn out to be calls.
+"""What the readers of all answer formats share: they read an answer one character at a time while
+it streams, with markers that may turn out to be text, and JSON objects that may be calls.
 
 Rule 1: a reader is pure and takes linear time. Each character is read once, or twice if it began
 like a marker, so that a reader can run on the engine's thread whatever a model writes. Rule 2: the

@@ -1,6 +1,6 @@
 """Parses the answers of models that write messages in channels (GPT-OSS' format "harmony").
 
-An answer is a row of messages, the first of which the prompt has begun:
+An answer is a series of messages, the first of which the prompt has begun:
 
     <|start|>assistant<|channel|>analysis<|message|>…<|end|>                         reasoning
     <|start|>assistant<|channel|>final<|message|>…<|return|>                         text
@@ -10,7 +10,8 @@ An answer is a row of messages, the first of which the prompt has begun:
 
 The recipient may also stand before the channel, and the word json without its marker. Rule: as
 `engine.requests.answer_reader`. Headers and the markers between messages belong to the format and
-are dropped; what looks like a header but leads to no message is text. Two messages of one kind are
+are dropped; what looks like a header but leads to no message is text. A message to a recipient that
+is neither a call nor reasoning is text, together with its header. Two messages of one kind are
 separated by an empty line.
 """
 
@@ -84,14 +85,15 @@ class ChannelParser(AnswerReader):
                 yield from self._advance()
 
     def _read_message(self, raw: str, known: Header = NOTHING_KNOWN) -> Reading:
-        """Read the rest of a header, of which ``raw`` was read and ``known`` is in the prompt, and
-        the message's content."""
+        """Read the rest of a header, and the message's content. ``raw`` is what was read of the
+        header, and ``known`` is what the prompt has of it."""
         header = yield from self._read_header(raw, known)
         if header is not None:
             yield from self._read_content(header)
 
     def _read_header(self, raw: str, known: Header) -> Generator[None, str, Header | None]:
-        """Read a header and the marker behind it. If it is none, what was read becomes text."""
+        """Read a header and the marker behind it. If it turns out to be no header, what was read
+        becomes text, and None is returned."""
         channel, recipient = known.channel, known.recipient
         while len(raw) <= HEADER_CHARS_MAX:
             raw += yield from self._skip_space()
@@ -122,7 +124,7 @@ class ChannelParser(AnswerReader):
             yield from self._read_part(apart, self._emit_text)
 
     def _read_call(self, header: Header) -> Reading:
-        """Read the arguments of a call. If they are none, header and content are text."""
+        """Read the arguments of a call. If they are no JSON object, header and content are text."""
         raw = header.raw + (yield from self._skip_space())
         yield from self._try_call(raw, header.recipient.removeprefix(FUNCTIONS))
         yield from self._skip_space()
@@ -147,6 +149,6 @@ class ChannelParser(AnswerReader):
 
 
 def _known(header: str) -> Header:
-    """Return what the part of a header says that is in the prompt."""
+    """Return what the prompt's part of a header says."""
     channel, recipient = CHANNEL_NAME.search(header), RECIPIENT_NAME.search(header)
     return Header(channel[1] if channel else "", recipient[1] if recipient else "", "")

@@ -50,7 +50,8 @@ class DrawStream(RequestStream[DrawEvent]):
     def __init__(self, request: DrawRequest, options: StreamOptions[DrawEvent]) -> None:
         # Started and Finished have no credit.
         super().__init__(options, num_beside=2, credited=(Progress, GeneratedImage))
-        self.num_per_release = 1  # the end waits for the reader, and a step is long beside waking
+        # The end waits for the reader, and a step takes far longer than waking the Trio thread.
+        self.num_per_release = 1
         self.request = request
         self.seed = request.seed
         self._scheduler = ""

@@ -127,8 +127,8 @@ def place(
     sight: Sight,
     plain_ids: Callable[[str], Sequence[int]],
 ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-    """Return the prompt and where its images are; of an image that is encoded tile by tile, where
-    each tile is. ``ids`` are the tokens of the shown text; ``plain_ids`` returns those of a text
+    """Return the prompt and where its images are, or where each tile is of an image that is encoded
+    tile by tile. ``ids`` are the tokens of the shown text; ``plain_ids`` returns those of a text
     without special tokens.
 
     Raises:

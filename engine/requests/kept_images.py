@@ -1,8 +1,8 @@
 """Keeps images that were read, so that one which comes again is not decoded again.
 
 Rule: an image is found by the digest of its file, and by how the model reads it. What is kept is
-bounded in bytes, which are part of what each model that sees reserves; those images that were not
-used for the longest go first.
+bounded by `KEPT_BYTES_MAX`, which each model that sees includes in the memory that it reserves. The
+images that were unused for the longest go first.
 """
 
 from __future__ import annotations

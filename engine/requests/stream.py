@@ -161,7 +161,7 @@ class RequestStream(Generic[EventT]):
 
     ``credit`` bounds the events that wait for the reader. ``credited`` are the classes of events
     that hold a slot of it; at most ``num_beside`` other events come. A reader on another thread
-    gives credit back when it has taken ``num_per_release`` of them, or after a while.
+    gives credit back when it has taken ``num_per_release`` credited events, or after a while.
 
     ``error`` is None for a request that succeeded; it is meaningful once ``is_closed`` is set.
     ``closed_at`` is when that was, on Trio's clock.

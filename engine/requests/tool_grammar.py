@@ -1,8 +1,8 @@
 """Makes the grammar of an answer that must call a tool, in the format of its model.
 
-Rule: whatever the grammar allows, `engine.requests.answer_parser` parses as calls of the chat's
-tools, after reasoning if the model reasons, and nothing else. JSON has the spacing that Python's
-`json.dumps` writes, as the models have seen it in training.
+Rule: whatever the grammar allows, the format's `engine.requests.answer_reader.AnswerReader` reads
+as calls of the chat's tools, after reasoning if the model reasons, and as nothing else. JSON has
+the spacing that Python's `json.dumps` writes, as the models have seen it in training.
 """
 
 from __future__ import annotations

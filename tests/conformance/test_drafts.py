@@ -279,8 +279,8 @@ def test_a_draft_is_what_followed_the_same_tokens_before():
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=300), st.integers(1, 15), st.data())
 def test_growing_sequences_are_drafted_like_whole_ones(tokens, most, data):
-    """Unless the look-up rests. And a draft is always something that stood behind the same three
-    tokens."""
+    """A look-up that rests drafts nothing, and is left out. A draft is always something that stood
+    behind the same three tokens."""
     grown = LookUp()
     end = 0
     while end < len(tokens):

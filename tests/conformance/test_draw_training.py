@@ -19,7 +19,7 @@ from tools.demo import measure_draw, train_draw
 
 pytestmark = [
     pytest.mark.model,
-    # NumPy's about diffusers' schedulers, which torch does not answer yet
+    # NumPy warns of what diffusers' schedulers do with torch's tensors.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 

@@ -1,4 +1,4 @@
-"""Encoders of this year's kinds against sentence-transformers, each with a planted fault.
+"""Each kind of encoder in docs/features.md against sentence-transformers, with planted faults.
 
 A text is computed alone by the library, and by us both alone and in a batch of different lengths.
 """
@@ -194,7 +194,8 @@ REFUSED = {
         f"{OWN_CODE} a checkpoint whose model type is 'jina_embeddings_v3'",
     ),
     "another model with code of its own": (
-        embedder("GTE", model_type="their_own"), f"{OWN_CODE} a checkpoint in their form",
+        embedder("GTE", model_type="their_own"),
+        f"{OWN_CODE} a checkpoint whose model type transformers has",
     ),
     "a template without places": (
         generator(template=zoo.CHAT_TEMPLATE), "no place for a query and a document; choose",
@@ -204,7 +205,9 @@ REFUSED = {
     ),
     "a classifier without padding": (classifier_without_padding, "has no pad_token_id"),
     "a fused tensor is missing": (nomic_without_a_tensor, r"lacks the tensor \S*1\.attn\.Wqkv"),
-    "texts are read otherwise": (with_text_settings, "changes how texts are read"),
+    "texts are read otherwise": (
+        with_text_settings, r"processing_kwargs\.text, which changes .* not supported; choose",
+    ),
 }  # fmt: skip
 
 

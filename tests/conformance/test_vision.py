@@ -42,7 +42,7 @@ from tools.make_vision import RECIPES  # noqa: E402
 pytestmark = pytest.mark.model
 
 NUM_NEW = 24
-TILES = 5  # of the image of the chat "before", with the copy of the whole
+TILES = 5  # of the image of the chat "before": four, and the copy of the whole image
 ESTIMATE_OFF_MOST = 0.02
 MEMORY_PROBE = Path(__file__).parents[1] / "support" / "vision_memory.py"
 GRID_TOKENS = 900  # of the largest image of a Qwen3-VL there

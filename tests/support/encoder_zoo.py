@@ -1,5 +1,5 @@
-"""Tiny encoders with random weights, of each kind in docs/features.md's table, as their authors lay
-them out."""
+"""Tiny encoders with random weights, of each kind in the table of docs/features.md, with the files
+that their authors publish."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of encoder: how its class of transformers begins, what its config has besides, and
-    the modules behind the transformer. ``ends`` says that its tokenizer is that of a decoder."""
+    """One kind of encoder: how the name of its class in transformers begins, the ``sizes`` and the
+    ``extra`` fields of its config, and the modules behind the transformer. ``ends``: its tokenizer
+    is that of a decoder, which ends a text with [SEP]."""
 
     name: str
     extra: dict[str, Any] = field(default_factory=dict)

@@ -10,8 +10,8 @@ from engine.core.common.types import EndReason, RequestId
 class StepDriver:
     """A scheduler, a fake runner, readers that read on command, and a clock.
 
-    A driver of one kind of work sets ``scheduler`` and ``runner``, and has `begin_step`, which
-    plans, and `_take`, which judges output events.
+    The driver of one kind of work passes ``scheduler`` and ``runner``, and defines `begin_step`,
+    which plans a step into ``in_flight``, and `_take`, which judges output events.
     """
 
     def __init__(self, scheduler, runner):

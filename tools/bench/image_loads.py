@@ -1,8 +1,8 @@
 """What the bench `images` sends: photographs, and clients that send requests without a pause.
 
-Rule: the shapes of images and the number of clients are constants here and in `tools.bench.images`;
-a client sends its next request when it has the answer to the last, so that the rate at which
-images arrive is the one that the server reaches, which the bench prints.
+Rule: the sizes of images and the numbers of clients are constants here and in `tools.bench.images`.
+A client sends its next request when it has the answer to the last. So images arrive at the rate
+that the server reaches, which the bench prints.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def mixed(count: int) -> list[bytes]:
 
 
 def never_the_same(images: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the images over and over, each time with another comment in the file, so that no
-    server finds one among those that it knows."""
+    """Yield the images over and over, each time with another comment in the file, so that a server
+    finds none among those that it has kept."""
     number = 0
     while True:
         comment = number.to_bytes(8, "big")
@@ -78,8 +78,8 @@ class Load:
         return len(self.times) / (WINDOW_S - WARM_UP_S)
 
     async def run(self, channel: Any) -> None:
-        """Send requests for `WINDOW_S`, and until one counts; those of the first `WARM_UP_S` do
-        not."""
+        """Send requests for `WINDOW_S`, and longer if none has counted by then. Those of the first
+        `WARM_UP_S` do not count."""
         start, call = time.perf_counter(), channel.unary_stream(self.method)
         requests, draw = iter(self.requests), random.Random(0)
 

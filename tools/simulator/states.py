@@ -1,6 +1,6 @@
 """A text model with recurrent layers, whose state slots are few.
 
-All is drawn from numbers of its own, so that worlds without states stay the same.
+Both numbers are drawn by generators of their own, so that worlds without states stay the same.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def queue_full(
 ) -> Overloaded | None:
     """Refuse a request of ``num_tokens`` tokens if the queue, which holds ``num_requests`` requests
     and ``queued_tokens`` tokens, has no room for it. A request of any size fits in a queue without
-    tokens. ``unit`` is what the refusal calls a token of this kind of work."""
+    tokens. ``unit`` is what the refusal calls the tokens of this kind of work."""
     is_full = num_requests >= limits.max_queued_requests
     if not is_full and queued_tokens + num_tokens <= max(limits.max_queued_tokens, num_tokens):
         return None

@@ -80,7 +80,7 @@ class ImageScheduler:
         self._queue = WaitingQueue(config.aging_s)
         self._seats = Seats(config.max_drawings)
         self._step: _Step | None = None
-        self._ended: list[SequenceId] = []  # since the last plan, which is to name them
+        self._ended: list[SequenceId] = []  # since the last plan; the next one names them
         self._pause: PauseMode | None = None
         self._events: list[OutputEvent] = []
         self._ties, self._plan_ids = count(), count(1)

@@ -34,8 +34,8 @@ def match(ledger: Ledger, seq: Sequence) -> tuple[BlockId, ...]:
 
 
 def cached_keys_and_values(ledger: Ledger, seq: Sequence) -> int:
-    """Return up to which position the sequence's keys and values are cached, whether or not a state
-    is, too."""
+    """Return the position up to which the sequence's keys and values are cached, with or without a
+    snapshot of the state."""
     return ledger.config.block_size * len(ledger.cache.match(_matchable_keys(ledger, seq)))
 
 
@@ -134,8 +134,8 @@ def states_over(ledger: Ledger, seq: Sequence) -> int:
 
 
 def promised_states(ledger: Ledger) -> int:
-    """Return how many state slots the choices will take that are still to fork from sequences with
-    blocks."""
+    """Return how many state slots are promised to choices that have still to fork from sequences
+    with blocks."""
     parked = [seq for live in ledger.parked.values() for seq in live.sequences]
     residents = [seq for seq in (*ledger.running, *parked) if seq.state_slot is not None]
     return sum([ledger.seats_of(seq) - 1 for seq in residents])

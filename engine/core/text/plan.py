@@ -102,8 +102,8 @@ class Row(NamedTuple):
     sampled up to the first token that differs from the draft. ``by_model``: the draft model of the
     worker drafts these tokens in this step; they may become fewer (`RowResult.drafted`).
 
-    ``state`` None: the sequence's state is read from and written to its slot, as the last step left
-    it. A model without recurrent layers has none.
+    ``state`` says where the sequence's state is, if that changes. None: it is read from the slot to
+    which it was written last, and written there; or the model has no recurrent layers.
     """
 
     sequence: SequenceId

@@ -30,14 +30,14 @@ class Sequence:
     (`count_ahead`); undoing it takes both back (`count_back`). ``num_pending`` rows in flight
     sample a token; ``num_chunks`` compute a chunk of a prompt and sample none.
 
-    ``blocks`` is the block table, empty unless the sequence holds blocks. ``keys`` are the prefix-
-    cache keys of its full blocks, computed as needed. ``state_slot`` is where its state is, as long
-    as it has blocks, if its model has recurrent layers; ``branch`` is up to where its keys and
-    values were cached when it started, as far as it had to compute them again for its state.
-    ``is_attached``: this is a further choice of n > 1, and its parent still computes their prompt.
-    ``wants_scores``: the prompt's log-probabilities are asked for, and this choice computes them.
-    ``num_resumed`` tokens of a continued choice's output are older than the request. ``drafting``
-    is how its drafts have fared, from the first one on.
+    ``blocks`` is the block table, empty unless the sequence holds blocks. ``keys`` are the
+    prefix-cache keys of its full blocks, computed as needed. If its model has recurrent layers,
+    ``state_slot`` is where its state is as long as it has blocks, and ``branch`` is the position up
+    to which keys and values were cached when it started; it computes those again that are behind
+    the snapshot that it began from. ``is_attached``: this is a further choice of n > 1, and its
+    parent still computes their prompt. ``wants_scores``: the prompt's log-probabilities are asked
+    for, and this choice computes them. ``num_resumed`` tokens of a continued choice's output are
+    older than the request. ``drafting`` is how its drafts have fared, from the first one on.
     """
 
     __slots__ = (

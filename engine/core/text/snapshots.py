@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 
 def end_of_chunk(start: int, end: int, size: int, *, branch: int, last: int) -> int:
-    """Return where a chunk ends that begins at position ``start`` and could go on to ``end``: at a
-    border of blocks of ``size`` tokens, if one is in it.
+    """Return where a chunk ends that begins at position ``start`` and could go on to ``end``, with
+    blocks of ``size`` tokens.
 
-    It does not pass ``branch``, up to which other sequences have computed the same prefix, or
-    ``last``, the last border with a token behind it, where an equal prompt goes on.
+    It does not go past ``branch``, up to which other sequences have computed the same prefix, nor
+    past ``last``, the last border of the prompt with a token behind it, where an equal prompt goes
+    on. A chunk that ends before ``last`` ends at a border, if one is in it.
     """
     for border in (branch, last):
         if start < border < end:

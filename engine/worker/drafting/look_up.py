@@ -6,9 +6,9 @@ a model: edits of code, summaries, answers in a form.
 Rule 1: the memory of a sequence is bounded by two tables of `SLOTS_MAX` places, whatever its
 length; newer places overwrite older ones. Rule 2: a place that the hash finds is compared with the
 tokens themselves, so that a collision gives no draft instead of a foreign one. Rule 3: a token's
-cost does not depend on the length of the text. Rule 4: a text in which nothing was found is looked
-up more seldom, each `MISSES` times by one token more, up to `REST_MAX`: eight plain stories at once
-paid 1.6 % of their time for look-ups at each token.
+cost does not depend on the length of the text. Rule 4: after each `MISSES` look-ups in turn that
+found nothing, the look-up rests for one token more, up to `REST_MAX`: with a look-up at each token,
+eight plain stories at once spent 1.6 % of their time on look-ups.
 
 Source: prompt look-up decoding (A. Saxena, 2023), and llama.cpp's n-gram drafts.
 """

@@ -17,27 +17,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-# Model types of which transformers has a class under another name, for checkpoints in its own form.
+# Model types that need code of their checkpoint, and what transformers calls the same model in the
+# form that its own class reads.
 OWN_FORMS = {"new": "gte", "xlm-roberta-flash": "jina_embeddings_v3"}
-# What Transformer does with inputs besides padding and cutting them.
+# The parts of a model's processing_kwargs that change how the library reads texts.
 TEXT_SETTINGS = {"common", "text"}
 
 
 def check_model_type(config: dict[str, Any]) -> None:
-    """Check that transformers has the model's class, for no code of a checkpoint is run.
+    """Check that transformers has a class for the model, because no code of a checkpoint is run.
 
     Raises:
-        Refusal: It has not; the sentence says which form of the model to take.
+        Refusal: It has none; the sentence says which form of the model to take.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     name = str(config.get("model_type"))[:200]
     if name in CONFIG_MAPPING_NAMES:
         return
-    form = f"whose model type is {OWN_FORMS[name]!r}" if name in OWN_FORMS else "in their form"
+    form = f"is {OWN_FORMS[name]!r}" if name in OWN_FORMS else "transformers has"
     raise Refusal(
         f"its model type {name!r} is none of transformers' and needs the checkpoint's own code, "
-        f"which is never run; choose a checkpoint {form}"
+        f"which is never run; choose a checkpoint whose model type {form}"
     )
 
 
@@ -61,7 +62,7 @@ def load_model(directory: Path, *, is_rerank: bool) -> Any:
 def check_weights(model: Any, stored: Iterable[str], unused: str) -> None:
     """Check as `check_all_loaded` does that the checkpoint has every parameter of a model of
     transformers. Some checkpoints store them under other names, or several as one (Nomic's, GTE's);
-    which ones, transformers itself says.
+    transformers says which.
 
     Raises:
         Refusal: The checkpoint lacks a parameter.
@@ -82,11 +83,11 @@ def is_causal(transformer: Any) -> bool:
 
 
 def padding_of(model: Any, *, is_rerank: bool) -> int:
-    """Return the token that fills a batch: for a classifier that of its config, because those that
-    are made of decoders (Qwen3's) find the end of a text by it.
+    """Return the id of the padding token. A classifier's is that of its config, because one that is
+    made of a decoder (Qwen3-Reranker, converted) finds the end of a text by it.
 
     Raises:
-        Refusal: Such a classifier names none.
+        Refusal: The config of a classifier names none.
     """
     transformer = model[0]
     config = transformer.model.config
@@ -104,18 +105,27 @@ def pair_template(transformer: Any, prompt: str) -> PairTemplate | None:
     """Return the chat template by which a model reads pairs; None if it reads plain texts.
 
     Raises:
-        Refusal: The model reads messages otherwise, or its files change how texts are read.
+        Refusal: The model reads messages but is no reranker that generates, or has not exactly one
+            chat template; or its files change how texts are read.
     """
     settings = dict(transformer.processing_kwargs)
-    if TEXT_SETTINGS & settings.keys():
-        raise Refusal("its sentence_bert_config.json changes how texts are read")
+    if unsupported := sorted(TEXT_SETTINGS & settings.keys()):
+        raise Refusal(
+            f"its sentence_bert_config.json sets processing_kwargs.{unsupported[0]}, which changes "
+            "how texts are read and is not supported; choose a checkpoint without that setting"
+        )
     if "message" not in transformer.modality_config:
         return None
     if not is_causal(transformer):
-        raise Refusal("it reads chat messages, and not plain text")
+        raise Refusal(
+            "it reads chat messages, and not plain text; choose a checkpoint that reads plain text"
+        )
     tokenizer = transformer.tokenizer
     if not isinstance(tokenizer.chat_template, str):
-        raise Refusal("it reads pairs as chat messages, and has not one chat template for them")
+        raise Refusal(
+            "it reads pairs as chat messages, and its tokenizer does not have exactly one chat "
+            "template; choose a checkpoint with one in chat_template.jinja"
+        )
     return PairTemplate(
         tokenizer.chat_template,
         special_tokens=tokenizer.special_tokens_map,

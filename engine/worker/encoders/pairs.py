@@ -18,19 +18,24 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-# A pair, and each half of it changed: a template must show each change.
+# A pair, and the same with another query and with another document: a template that writes both
+# texts writes three different ones.
 PROBES = (("alpha", "bravo"), ("charlie", "bravo"), ("alpha", "foxtrot"))
 # Two texts without common tokens: what their pairs have in common at the end is the template's end.
+# A pair has the same text twice.
 FILLERS = ("0", "1 2 3 4")
-FOLLOWED = {"add_generation_prompt", "restore_suffix"}  # settings that are not the template's
+# Settings that are followed here; all others are arguments of the template.
+FOLLOWED = {"add_generation_prompt", "restore_suffix"}
 
 
 class PairTemplate:
-    """A chat template for pairs. ``settings`` are the arguments that the model's files give it,
-    ``in_parts`` whether a message's content is a list of parts, ``prompt`` the model's own.
+    """A chat template for pairs. ``settings`` are the arguments that the model's files give it.
+    ``in_parts`` says whether a message's content is a list of parts. ``prompt`` is the model's
+    default prompt, which becomes the message of the system; "" for none.
 
     Raises:
-        Refusal: The template leaves out the query or the document, or fails.
+        Refusal: The template leaves out the query or the document, or fails; or the settings cut
+            the template's end.
         SpawnFailed: It is not a template.
     """
 
@@ -45,7 +50,10 @@ class PairTemplate:
     ) -> None:
         check_syntax(template, "its tokenizer's files")
         if not settings.get("restore_suffix", True):
-            raise Refusal("it cuts the end of its chat template, which its score is read from")
+            raise Refusal(
+                "its processing_kwargs.chat_template sets restore_suffix to false, so that a pair "
+                "that is cut loses the end of the template, where its score is read; remove it"
+            )
         self._template = template
         self._args = dict(special_tokens) | {
             name: value for name, value in settings.items() if name not in FOLLOWED

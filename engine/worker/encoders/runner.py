@@ -4,8 +4,8 @@ Rule 1: sentence-transformers interprets the model's files, and its modules comp
 groups and pads inputs and finishes results. Rule 2: the library is imported when an encoder is
 loaded, not before.
 Rule 3: thread-local state is set inside every call. Rule 4: except for rounding, an input's values
-do not depend on its batch: padding is masked, and on the right, or of one length for all texts, or
-on the left where the score is read at the last place.
+do not depend on its batch: padding is masked, and it is on the right, or all texts have one length,
+or it is on the left because the score is read at the last place.
 
 The library loads the model in float32, whatever dtype the model computes in. While it loads in
 another dtype, that dtype is torch's default in every thread, also in those that run text models.
@@ -240,8 +240,8 @@ class EncoderRunner:
         self._has_types = "token_type_ids" in tokenizer.model_input_names
         is_rerank = self._capability is Capability.RERANK
         self._pad_id = padding_of(model, is_rerank=is_rerank)
-        # SigLIP's vector of a text is that of the last place, so that the side matters; so is the
-        # score of a model that generates.
+        # SigLIP's vector of a text and the score of a model that generates are read at the last
+        # place, so that the side matters.
         self._is_causal = is_causal(model[0])
         is_padded = text_width(model[0].model.config) > 0
         self._pads_left = self._is_causal or (is_padded and tokenizer.padding_side == "left")

@@ -31,8 +31,8 @@ class InputTokenizer:
     """An `engine.worker.interface.EncoderTokenizer` over a tokenizer of the tokenizers library.
 
     ``prompts`` are the model's prompts by name; "" is the default. ``max_tokens`` is the most that
-    an input may have. ``template`` writes pairs, if the model reads them as chats; else the default
-    prompt stands before the query.
+    an input may have. ``template`` writes the pairs of a model that reads them as chats; None: the
+    default prompt stands before the query.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class InputTokenizer:
         return found
 
     def _encode_chats(self, texts: Sequence[str]) -> list[TokenizedInput]:
-        """Return pairs that the template wrote. The template's end replaces the last tokens of one
-        that is cut, as in sentence-transformers: the score is read behind it."""
+        """Return the tokens of pairs that the template wrote. If a pair is cut, the template's end
+        replaces its last tokens, as in sentence-transformers: the score is read behind that end."""
         found = []
         for encoding in self._whole.encode_batch(list(texts), add_special_tokens=False):
             ids = tuple(encoding.ids)

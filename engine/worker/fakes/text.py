@@ -131,8 +131,8 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
 
     ``compiled`` are the constraints that were compiled; the fake does not follow them. With
     ``sees`` it reads images (`engine.worker.fakes.sight`), and ``tower`` counts those that it has
-    encoded. `execute` also raises `KvMismatch`: a row reads another prefix. With ``num_states``
-    slots for states, it drafts nothing.
+    encoded. With ``num_states`` it keeps states in that many slots, and drafts nothing. `execute`
+    also raises `KvMismatch` if a row reads another prefix than its own.
     """
 
     def __init__(

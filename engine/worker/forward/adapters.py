@@ -65,8 +65,9 @@ class AdapterHost(Protocol):
 
 
 def linear_places(module: Any, recurrent: str = "") -> dict[str, tuple[int, int]]:
-    """Return the inputs and outputs of a stock model's linear layers, by their names, but for those
-    in modules of the class called ``recurrent``: they do not compute a step's tokens in order."""
+    """Return the inputs and outputs of a stock model's linear layers, by their names. Those inside
+    modules of the class called ``recurrent`` are left out, because they do not compute a step's
+    tokens in their order."""
     found: dict[str, tuple[int, int]] = {}
     without = [name for name, one in module.named_modules() if type(one).__name__ == recurrent]
     for name, child in module.named_modules():

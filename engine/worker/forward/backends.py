@@ -108,7 +108,8 @@ def objection_to_kernels(
 def runs_compiled(
     architecture: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape]
 ) -> bool:
-    """Return whether a model of a usual form runs as one compiled decoder here."""
+    """Return whether a model of this architecture runs as one compiled decoder here, if its modules
+    are those that its class is known for."""
     return architecture in LISTED and not objection_to_kernels(device, dtype, shapes)
 
 

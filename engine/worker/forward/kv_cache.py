@@ -33,7 +33,7 @@ STATES_PER_SEQUENCE = 2  # a guess: as many snapshots as sequences
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """The pool's number and size of blocks, and the longest sequence that is served; and the number
+    """The number and size of the pool's blocks, the longest sequence that is served, and the number
     and size of state slots, for a model with recurrent layers."""
 
     num_blocks: int
@@ -63,8 +63,8 @@ def size_pool(
     """Return how many blocks fit into the memory of ``spec``, ``element_size`` bytes per number. A
     rank of a divided model has its part of that memory.
 
-    With ``bytes_per_state``, up to half of the memory is for state slots: two for each sequence
-    that may run, one for its state and one for a snapshot.
+    If the model has states, of ``bytes_per_state`` for each sequence, up to half of the memory is
+    for state slots: two for each sequence that may run, one for its state and one for a snapshot.
 
     A sequence of max_model_len tokens must fit if ``spec`` sets that length. Otherwise the length
     is ``context_limit``, or as much of it as the pool holds.

@@ -94,9 +94,9 @@ def native_call(
     head_dim: int,
     sinks: int | None,
 ) -> native.Attention:
-    """Return the attention parameters of one layer for the kernels, with ``sinks``, the
-    address of the call's in float32. Its addresses are valid as long as ``cache`` and the sinks
-    live."""
+    """Return the attention parameters of one layer for the kernels. ``sinks`` is the address of the
+    layer's sinks in float32; None: it has none. The addresses in the result are valid as long as
+    ``cache`` and the sinks live."""
     return native.Attention(
         cache.keys[call.layer].data_ptr(),
         cache.values[call.layer].data_ptr(),

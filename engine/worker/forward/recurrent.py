@@ -1,8 +1,8 @@
 """The states of a model's recurrent layers, and how its stock layers compute a packed batch (D32).
 
-A stock recurrent layer takes sequences as a batch, and a cache that has their states. Here the rows
-of a step are one row of tokens. So each layer gets the rows of equal length together as a batch,
-with a cache of these rows alone.
+A stock recurrent layer takes a batch of sequences, and a cache that has their states. Here the rows
+of a step are packed into one row of tokens. So each layer gets the rows of equal length together as
+a batch, with a cache of these rows alone.
 
 Rule 1: no other file allocates or indexes state tensors. Rule 2: a forward reads states and keeps
 the new ones beside them. `RecurrentLayers.write` puts them into the slots once the step can no
@@ -61,7 +61,7 @@ class LayerState:
 
 
 class RowsCache:
-    """What a stock layer takes for transformers' `Cache`: the states of the rows of one group."""
+    """Stands in for transformers' `Cache` in a stock layer: the states of the rows of one group."""
 
     def __init__(self, state: LayerState) -> None:
         self.state = state
@@ -107,8 +107,8 @@ class _Group:
 
 @dataclass(slots=True)
 class _Step:
-    """A step's groups, and the new states of its layers, in the order of the groups' rows, which
-    go to ``targets``: pairs of an index there and a slot."""
+    """A step's groups, and the ``new`` states of its layers, in the order of the groups' rows.
+    ``targets`` are the indices of the states that are written, and the slots that they go to."""
 
     groups: Sequence[_Group]
     targets: tuple[torch.Tensor, torch.Tensor]
@@ -150,8 +150,8 @@ class RecurrentLayers:
             one.forward = self._forward_of(one, recurrence.keyword)
 
     def _forward_of(self, module: Any, keyword: str) -> Callable[..., torch.Tensor]:
-        """Return a forward over packed tokens [1, num_tokens, hidden]. What the model's other
-        layers need besides, masks and positions, is of no use here."""
+        """Return a forward over packed tokens [1, num_tokens, hidden]. It ignores what only the
+        model's other layers need, masks and positions."""
         stock, layer = module.forward, module.layer_idx
 
         def forward(hidden_states: torch.Tensor, **_keywords: object) -> torch.Tensor:

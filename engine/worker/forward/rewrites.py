@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.attention import AttentionCall
     from engine.worker.outline.families import Family
 
-# GPT-OSS' activation is that of its experts' module, which has its numbers.
+# GPT-OSS' stock experts are one module, which computes the activation itself and has its numbers.
 ACTIVATIONS = {
     "SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "ClampedSwiGLU": 2, "GptOssExperts": 2,
 }  # fmt: skip
@@ -288,8 +288,8 @@ def _rotaries(base: Any, config: Any, family: Family) -> tuple[list[int], tuple[
 
 
 def _both_halves(rotary: Any, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of both halves of a head. GPT-OSS' module computes those of one, for
-    each of its frequencies."""
+    """Return the cosines and sines of both halves of a head. GPT-OSS' module computes those of one
+    half alone, one for each frequency."""
     cosines, sines = rotary(torch.zeros(1), position_ids=positions)
     waves = getattr(rotary, "inv_freq", None)
     if waves is None or cosines.shape[-1] != waves.numel():

@@ -11,9 +11,9 @@ error (torch's pull request 175924), and FlashAttention's own check requires blo
 
 Causality is aligned to the lower right: the last query of a row is at its last key. A window
 (left, right) counts the keys beside the query's own, so a window of w tokens is (w - 1, 0). The
-kernel has no sinks, but tells the logarithm of the sum of each query's weights, from which follows
-the share that a sink leaves to the keys. A step in which tokens see later ones, those of their
-image, is the reference's: one call has one window for all its tokens.
+kernel has no sinks, but returns the log-sum-exp of each query's scores, from which follows the
+share of the weights that a sink leaves to the keys. A step in which tokens see later ones, those of
+their image, is the reference's: one call has one window for all its tokens.
 """
 
 from __future__ import annotations

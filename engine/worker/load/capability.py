@@ -77,7 +77,11 @@ def fitting(directory: Path, said: Capability | None) -> Capability:
 
 
 def _check_can_rank(directory: Path, found: Capability) -> None:
-    """Raise Refusal for a model that is said to rank and has nothing that makes a score."""
+    """Check that a model which is said to rank has something that makes a score.
+
+    Raises:
+        Refusal: It has neither a classifier nor a LogitScore.
+    """
     if not _is_classifier(_read(directory, "config.json")):
         raise Refusal(
             f"it is said to have the capability rerank, and its files show {found.value}, with "

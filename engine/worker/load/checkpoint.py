@@ -98,8 +98,8 @@ class Checkpoint:
         self._stack.close()
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor as it is stored: a view of the mapped file, valid even after closing. One
-        that is kept in 8 or 4 bits is expanded to float32."""
+        """Return a tensor as it is stored: a view of the mapped file, valid even after closing. A
+        tensor that is kept in 8 or 4 bits is expanded to float32."""
         stored = self.small(name)
         if stored is not None:
             return stored().expand()

@@ -1,7 +1,8 @@
 """Says how the experts of a mixture are joined, in checkpoints and in transformers' modules.
 
-Everything else knows the experts one by one: the weights gate_proj, up_proj and down_proj of each,
-[outputs, inputs], and maybe their biases. Here is how those lie in joined tensors.
+All other code knows the experts one by one: the weights gate_proj, up_proj and down_proj of each,
+[outputs, inputs], and their biases, if there are some. This file knows how those lie in joined
+tensors.
 
 Rule: the names of the tensors alone decide the form. GPT-OSS is known by the biases of its experts,
 which no other mixture has.
@@ -36,9 +37,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """How the experts of a layer are joined along the first dimension. Their outputs lie behind
-    one another, gates before ups. If they are ``alternating``, as GPT-OSS has them, gates and ups
-    alternate, and weights are [experts, inputs, outputs]."""
+    """How the experts of a layer are joined along the first dimension. Weights are [experts,
+    outputs, inputs], with the outputs of gates before those of ups. If they are ``alternating``, as
+    in GPT-OSS, weights are [experts, inputs, outputs], and gates and ups alternate."""
 
     alternating: bool = False
 

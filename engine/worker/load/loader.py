@@ -85,7 +85,7 @@ def _stock_config(raw: dict[str, Any], architecture: Architecture) -> Any:
     package = f"transformers.models.{architecture.module}.configuration_{architecture.module}"
     config_class = getattr(importlib.import_module(package), architecture.config)
     try:
-        return config_class.from_dict(config_class._decode_special_floats(raw))  # of infinities
+        return config_class.from_dict(config_class._decode_special_floats(raw))  # infinities
     except Exception as error:  # its validators raise several kinds
         raise Refusal(
             f"its config.json is not valid for {architecture.name} ({first_line(error)})",

@@ -78,7 +78,8 @@ class Family:
     window: str = ""  # which layers have a sliding window: "", "all", or "typed" by layer_types
     caps_scores: bool = False  # of the attention, by attn_logit_softcapping
     has_experts: bool = False  # in the layers that `is_mixture` names
-    # Of a mixture's experts, whatever the config says; its router comes before its experts.
+    # The shares of the chosen experts add up to 1, whatever the config says; the router comes
+    # before the experts.
     shares_are_normed: bool = False
     router: str = "gate"  # the name of its router
     has_expert_biases: bool = False  # its experts and its router have biases

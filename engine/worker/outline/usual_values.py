@@ -1,4 +1,5 @@
-"""Says which values of a config's fields are usual; transformers reads a config with any other.
+"""Says which values of a config's fields are usual. A config with any other value is read by
+transformers.
 
 Rule: a check is about one value alone.
 """

@@ -165,9 +165,9 @@ class VisionRunner(TorchRunner):
     def _working_bytes(
         self, config: Any, sight: Sight, limit: int, dtype: torch.dtype, device: str
     ) -> int:
-        """Return the bytes that images take beside weights: the embeddings that are kept, encoding
-        one, and, in the memory of the CPU, decoding one and those that are kept decoded. A prompt
-        has at most ``limit`` tokens."""
+        """Return the bytes that images take beside weights: for the embeddings that are kept, and
+        for encoding one image; in the memory of the CPU also for decoding one, and for the images
+        that are kept decoded. A prompt has at most ``limit`` tokens."""
         kept = cache_bytes(config, sight, limit, dtype)
         encoding = activation_bytes(config, sight.encoding_cost(limit), dtype)
         if device != "cpu":

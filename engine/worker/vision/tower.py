@@ -31,7 +31,8 @@ KEPT_EMBEDDINGS = 8192
 # The activations of a tower, in numbers per patch and unit of width, as in
 # `engine.worker.encoders.runner`.
 ACTIVATIONS_PER_WIDTH = 16
-# Of a patch's numbers in float32: scaled, cut into patches, and contiguous.
+# How many copies of a patch's numbers there are at once, in float32: scaled, cut into patches, and
+# contiguous.
 INPUT_COPIES = 3
 
 
