@@ -85,7 +85,7 @@ class PlacedModel:
         """Return what the model takes: weights, pool, and a step's own memory."""
         activations = self.execution.activation_bytes(spec, self.pool)
         workspace = workspace_bytes(spec, self.config, self.dtype, activations)
-        workspace += self.pool.new_state_bytes(spec)
+        workspace += self.pool.new_state_bytes
         return self.execution.model.num_bytes + self.pool.num_bytes + workspace
 
 
@@ -113,7 +113,7 @@ def measure(spec: RunnerSpec, division: Division, sizing: Sizing = size_pool) ->
     states = state_shapes(architecture.name, config)
     pool = sizing(spec, layer_shapes(config), dtype.itemsize, limit, state_bytes(states, dtype))
     whole_bytes = num_bytes + pool.num_bytes + workspace_bytes(spec, config, dtype)
-    whole_bytes += pool.new_state_bytes(spec)
+    whole_bytes += pool.new_state_bytes
     return Measured(device, whole_bytes, pool)
 
 

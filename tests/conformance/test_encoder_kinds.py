@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from engine.core.encode.types import EncodeOptions
-from engine.errors import SpawnFailed
+from engine.errors import InvalidRequest, SpawnFailed
+from engine.worker.encoders.tokenizer import TEXTS_AT_ONCE
 from engine.worker.interface import EncoderKind
 from tests.conformance.test_encoders import PAIRS, QUERY, TEXTS, drop_tensor, embed, execute, load
 from tests.support import encoder_zoo as zoo
@@ -217,6 +218,17 @@ def test_an_encoder_is_refused_in_one_sentence(name, tmp_path):
     write(tmp_path)
     with pytest.raises(SpawnFailed, match=sentence):
         load(tmp_path)
+
+
+def test_a_document_that_the_template_refuses_is_named(tmp_path):
+    guard = "{% if 'bad' in messages[-1].content %}{{ raise_exception('a bad one') }}{% endif %}"
+    generator(template=guard + zoo.PAIRS_TEMPLATE)(tmp_path)
+    runner, _ = load(tmp_path)
+    documents = [*["good"] * TEXTS_AT_ONCE, "bad"]
+    with pytest.raises(InvalidRequest, match=f"^{TEXTS_AT_ONCE}: .*a bad one"):
+        runner.encoder_tokenizer.encode_pairs("who", documents)
+    assert len(runner.encoder_tokenizer.encode_pairs("who", documents[:-1])) == TEXTS_AT_ONCE
+    runner.close()
 
 
 def test_a_text_model_that_is_said_to_rank_is_refused_with_what_to_take(tmp_path):

@@ -280,6 +280,43 @@ def test_a_state_that_is_written_before_the_step_has_succeeded_is_noticed(zoo, n
     compare(loaded, world).check()
 
 
+def test_states_that_memory_is_lacking_for_change_in_no_layer(zoo):
+    """A step fails while it gathers the states of its last layer, and is executed again. Red if the
+    states of the layers before are written by then: they would read the tokens twice."""
+    loaded = zoo.load("lfm2")
+    world = World(loaded)
+    world.submit(prompt_of(random.Random(5), 60))
+    layers, execute = loaded.runner._recurrent, loaded.runner.execute
+    num_tensors = sum(len(list(one.tensors())) for one in layers._states.values())
+    write, select = layers.write, torch.Tensor.index_select
+    num_left = 0
+
+    def lack(*args):
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            raise RuntimeError("planted")
+        return select(*args)
+
+    def write_and_lack():
+        nonlocal num_left
+        num_left = num_tensors
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "index_select", lack)
+            write()
+
+    def execute_twice(plan):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layers, "write", write_and_lack)
+            with pytest.raises(RuntimeError, match="planted"):
+                execute(plan)
+        return execute(plan)
+
+    world.runner = SimpleNamespace(execute=execute_twice)
+    world.run()
+    compare(loaded, world).check()
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_an_adapter_of_a_recurrent_layer_is_refused_and_one_of_the_others_is_not(
     zoo, tmp_path, name

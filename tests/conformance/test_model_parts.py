@@ -98,9 +98,11 @@ def test_up_to_half_of_the_pool_is_for_states():
     many = size_pool(RunnerSpec("m", max_num_seqs=100, **fields), SHAPES, 2, 32, 600)
     assert (many.num_states, many.num_blocks) == (8, (10_000 - 8 * 600) // 512)
     assert many.num_bytes == many.num_blocks * 512 + 8 * 600
-    assert few.new_state_bytes(RunnerSpec("m", max_num_seqs=3)) == 3 * 600
+    assert few.new_state_bytes == 6 * 600
     with pytest.raises(Refusal, match="less than the 6,000 bytes that the states"):
         size_pool(RunnerSpec("m", **fields), SHAPES, 2, 64, 6_000)
+    with pytest.raises(Refusal, match="none of its layers has attention"):
+        size_pool(RunnerSpec("m", **fields), [], 2, 64, 600)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

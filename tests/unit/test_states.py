@@ -7,6 +7,7 @@ import pytest
 from engine.config import SchedulerConfig
 from engine.core.text.snapshots import end_of_chunk
 from engine.core.text.states import States, StepStates
+from engine.core.text.types import Sampling
 from engine.errors import ConfigError
 from tests.support.core_driver import Driver, make_request
 
@@ -72,6 +73,25 @@ def test_a_snapshot_leaves_the_slots_of_choices_that_will_fork():
     step.give(Holder())
     assert step.snapshot(2) is None
     assert step.snapshot(1) is not None
+
+
+@pytest.mark.parametrize("prepared_plans", [False, True])
+def test_snapshots_keep_nobody_from_starting(prepared_plans):
+    """Red if a snapshot takes the slot that the next sequence in the queue needs: with no slot to
+    spare, it would wait for the whole of another's prompt, of which each step scores 64 tokens."""
+    driver = Driver(
+        num_blocks=512, block_size=4, max_model_len=2048, max_num_seqs=2, num_states=2,
+        max_num_batched_tokens=256, prepared_plans=prepared_plans,
+    )  # fmt: skip
+    scored = Sampling(temperature=0.0, prompt_logprobs=1)
+    driver.submit(make_request("long", [i % 50 + 4 for i in range(1200)], sampling=scored))
+    driver.step()
+    driver.submit(make_request("short", range(30, 40), max_tokens=40))
+    for _ in range(3):
+        driver.step()
+    assert driver.scheduler.statistics().running == 2
+    driver.run()
+    driver.check_tokens()
 
 
 def test_a_step_that_is_undone_gives_every_slot_back():

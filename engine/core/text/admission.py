@@ -141,6 +141,13 @@ def promised_states(ledger: Ledger) -> int:
     return sum([ledger.seats_of(seq) - 1 for seq in residents])
 
 
+def states_of_next(ledger: Ledger) -> int:
+    """Return how many state slots the first sequence in the queue needs, if it has seats: those are
+    not for snapshots, which only save work."""
+    first = next(iter(ledger.waiting.sequences), None)
+    return ledger.seats_of(first) if first is not None and ledger.seats_over(first) <= 0 else 0
+
+
 # ---- who may start
 
 

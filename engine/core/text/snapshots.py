@@ -73,7 +73,8 @@ def add(
     key = ledger.keys.extend(seq, end)[end // size - 1]
     slot = None
     if not ledger.states.snapshots.match((key,)):
-        slot = states.snapshot(admission.promised_states(ledger))
+        kept = admission.promised_states(ledger) + admission.states_of_next(ledger)
+        slot = states.snapshot(kept)
     return delta if slot is None else (delta or StateDelta(seq.state_slot))._replace(snapshot=slot)
 
 

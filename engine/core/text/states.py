@@ -113,10 +113,10 @@ class StepStates:
         seq.state_slot = slot = self._states.take(self._reservation)
         return slot
 
-    def snapshot(self, num_promised: int) -> BlockId | None:
-        """Return a slot for a snapshot; None if no more slots are free than the ``num_promised``
-        ones of choices that will fork."""
-        if self._states.pool.num_free <= num_promised:
+    def snapshot(self, num_kept: int) -> BlockId | None:
+        """Return a slot for a snapshot; None if no more slots are free than the ``num_kept`` ones
+        that choices which will fork, and the next sequence that starts, need."""
+        if self._states.pool.num_free <= num_kept:
             return None
         slot = self._states.take(self._reservation)
         self.snapshots.append(slot)

@@ -14,7 +14,7 @@ from engine.core.encode.types import EncodeInput, TokenizedInput
 from engine.errors import FieldViolation, InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tokenizers import Encoding
 
@@ -110,7 +110,7 @@ class InputTokenizer:
         for start in range(0, len(inputs), TEXTS_AT_ONCE):
             part = inputs[start : start + TEXTS_AT_ONCE]
             if self._template is not None:
-                found += self._encode_chats([self._template.text_of(*pair) for pair in part])
+                found += self._encode_chats(list(_written(self._template, part, start)))
                 continue
             encodings = self._whole.encode_batch(list(part))
             for one, encoding in zip(part, encodings, strict=True):
@@ -131,6 +131,20 @@ class InputTokenizer:
                 ids = ids[: self._max_tokens - len(end)] + end
             found.append(TokenizedInput(EncodeInput(ids, (), 0), len(encoding.ids)))
         return found
+
+
+def _written(
+    template: PairTemplate, pairs: Sequence[str | tuple[str, str]], start: int
+) -> Iterator[str]:
+    """Yield the texts of pairs. The error of a pair names its document, from ``start`` on."""
+    for index, pair in enumerate(pairs, start):
+        try:
+            yield template.text_of(*pair)
+        except InvalidRequest as error:
+            found = [FieldViolation(str(index), one.description) for one in error.violations]
+            named = type(error)(found)
+            named.log_detail = error.log_detail
+            raise named from error
 
 
 def _input_of(encoding: Encoding, prompt_tokens: int) -> EncodeInput:

@@ -48,9 +48,11 @@ class PoolSize:
         """The size of the whole pool, state slots included."""
         return self.num_blocks * self.bytes_per_block + self.num_states * self.bytes_per_state
 
-    def new_state_bytes(self, spec: RunnerSpec) -> int:
-        """Return what the new states of a step take until they are written into their slots."""
-        return min(spec.max_num_seqs, self.num_states) * self.bytes_per_state
+    @property
+    def new_state_bytes(self) -> int:
+        """What the new states of a step take at most until they are written into their slots, each
+        slot once: those of its rows, of choices that fork, and of snapshots."""
+        return self.num_states * self.bytes_per_state
 
 
 def size_pool(
@@ -74,6 +76,8 @@ def size_pool(
     """
     block_size = spec.block_size
     per_token = element_size * sum(shape.numbers_per_token for shape in shapes)
+    if not per_token:
+        raise Refusal("none of its layers has attention, and such models are not served")
     per_block = per_token * block_size
     wanted = spec.max_num_seqs * _ceil_div(context_limit, block_size) * per_block
     wanted_states = STATES_PER_SEQUENCE * spec.max_num_seqs

@@ -191,13 +191,20 @@ class RecurrentLayers:
         return _Group(at.view(tokens.shape), read, new if len(fresh) else None)
 
     def write(self) -> None:
-        """Write the states that the forward computed into their slots."""
+        """Write the states that the forward computed into their slots.
+
+        Raises:
+            RuntimeError: Memory is lacking, and no state has changed.
+        """
         step, self._step = self._step, None
         if step is None:
             return
         indices, slots = step.targets
-        for layer, parts in step.new.items():
-            each = zip(*(part.tensors() for part in parts), strict=True)
+        ready = []
+        for layer in list(step.new):
+            each = zip(*(part.tensors() for part in step.new.pop(layer)), strict=True)
             for into, new in zip(self._states[layer].tensors(), each, strict=True):
                 whole = new[0] if len(new) == 1 else torch.cat(new)
-                into.index_copy_(0, slots, whole.index_select(0, indices).to(into.dtype))
+                ready.append((into, whole.index_select(0, indices).to(into.dtype)))
+        for into, values in ready:  # copying takes no memory, so that it happens in all layers
+            into.index_copy_(0, slots, values)
