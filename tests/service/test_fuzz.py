@@ -82,9 +82,11 @@ CLIENTS_OWN = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
 
 @contextlib.contextmanager
 def small_server():
-    """Return a server whose requests end soon, whatever they ask for."""
+    """Return a server whose requests end soon, whatever they ask for. One client sends it thousands
+    of requests that are refused, so it has points for all of them: what a connection costs that
+    has spent its points is tested in `tests/unit/rpc`."""
     runner = {"max_model_len": 96, "num_blocks": 64}
-    with fake(runner=runner, models=MODELS) as one:
+    with fake(runner=runner, models=MODELS, server={"connection_budget": 10**8}) as one:
         wait_serving(one.channel)
         yield one
 
