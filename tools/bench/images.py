@@ -34,7 +34,6 @@ import asyncio
 import io
 import os
 import re
-import socket
 import tempfile
 import time
 import urllib.request
@@ -58,6 +57,7 @@ from tools.bench.image_loads import (
     photographs,
     windows,
 )
+from tools.bench.peers.servers import free_port
 from tools.bench.served import served
 from tools.bench.wire import GENERATE, NO_PROXY
 from tools.make_encoder import PRESETS, Shape, make_embedder, make_image_embedder
@@ -287,13 +287,6 @@ async def _same_model(address: str, port: int) -> list[Row]:
         row_of("such a text against one alone and a step of images", ratios, "×", bar=1.0),
         row_of("images beside texts of the same model", rates, "images/s"),
     ]
-
-
-def free_port() -> int:
-    """Return a port that no program listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def steps_of(port: int) -> Steps:

@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +27,9 @@ from tools.demo.grammar import story_from_seed
 from tools.demo.triples import training_triple
 
 if TYPE_CHECKING:
+    import argparse
     import random
     from collections.abc import Iterator
-    from pathlib import Path
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -198,6 +199,19 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[Any]) -> list[list[in
     `MAX_POSITIONS`."""
     found = tokenizer.backend_tokenizer.encode_batch(texts)
     return [encoding.ids[:MAX_POSITIONS] for encoding in found]
+
+
+def begin_training(options: argparse.ArgumentParser, out: Path) -> argparse.Namespace:
+    """Parse the command line with the options that all trainings have, and make torch follow its
+    seed alone. ``out`` is the default of the folder that the model is written to."""
+    options.add_argument("--seed", type=int, default=1)
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--out", type=Path, default=out)
+    given = options.parse_args()
+    torch.set_num_threads(given.threads)
+    torch.manual_seed(given.seed)
+    torch.use_deterministic_algorithms(True)
+    return given
 
 
 def save_facts(folder: Path, facts: dict[str, float]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 SIZE_BYTES_MAX = 4 * 1000 * 1000  # of an encoder's files
 
@@ -46,6 +46,20 @@ def read_options(doc: str | None, model: Path, count: int) -> argparse.Namespace
     options.add_argument("--json", type=Path, help="also write the figures here")
     options.add_argument("--verbose", action="store_true", help="print what went wrong")
     return options.parse_args()
+
+
+def print_measured(
+    given: argparse.Namespace,
+    measured: tuple[Figures, Sequence[str]],
+    bars: Mapping[str, float],
+    size_bytes_max: int = SIZE_BYTES_MAX,
+) -> int:
+    """Print the figures, with --verbose also the lines that say what went wrong, and return the
+    exit code of `report`."""
+    figures, wrong = measured
+    for line in wrong if given.verbose else ():
+        print(line)
+    return report(figures, bars, given.json, size_bytes_max)
 
 
 def report(

@@ -22,7 +22,7 @@ from sentence_transformers import SentenceTransformer
 
 from tools.demo.drawing_words import describe
 from tools.demo.drawings import held_out_drawing, paint, similar_drawing
-from tools.demo.figures import Figures, read_options, report, share, size_of
+from tools.demo.figures import Figures, print_measured, read_options, share, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,10 +119,8 @@ def main() -> int:
     """Print the figures and return the exit code."""
     given = read_options(__doc__, MODEL, GROUPS)
     model = SentenceTransformer(str(given.model), device="cpu")
-    figures, wrong = measure(model, given.model, given.seed, given.count)
-    for line in wrong if given.verbose else ():
-        print(line)
-    return report(figures, BARS, given.json)
+    measured = measure(model, given.model, given.seed, given.count)
+    return print_measured(given, measured, BARS)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import engine
 from tools.demo.drawing_reader import read_scene
 from tools.demo.drawing_words import Facts, describe_plainly
 from tools.demo.drawings import held_out_drawing
-from tools.demo.figures import Figures, read_options, report, share, size_of
+from tools.demo.figures import Figures, print_measured, read_options, share, size_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,10 +91,8 @@ def measure(folder: Path, seed: int, count: int) -> tuple[Figures, list[str]]:
 def main() -> int:
     """Print the figures and return the exit code."""
     given = read_options(__doc__, MODEL, DESCRIPTIONS)
-    figures, wrong = measure(given.model, given.seed, given.count)
-    for line in wrong if given.verbose else ():
-        print(line)
-    return report(figures, BARS, given.json, SIZE_BYTES_MAX)
+    measured = measure(given.model, given.seed, given.count)
+    return print_measured(given, measured, BARS, SIZE_BYTES_MAX)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import engine
 from tools.demo.drawing_words import ASKING, questions
 from tools.demo.drawings import Drawing, held_out_drawing, png_of
-from tools.demo.figures import Figures, read_options, report, share, size_of
+from tools.demo.figures import Figures, print_measured, read_options, share, size_of
 from tools.demo.writer import TrioletWriter
 
 if TYPE_CHECKING:
@@ -94,10 +94,8 @@ def measure(folder: Path, seed: int, count: int) -> tuple[Figures, list[str]]:
 def main() -> int:
     """Print the figures and return the exit code."""
     given = read_options(__doc__, MODEL, DRAWINGS)
-    figures, wrong = measure(given.model, given.seed, given.count)
-    for line in wrong if given.verbose else ():
-        print(line)
-    return report(figures, BARS, given.json, SIZE_BYTES_MAX)
+    measured = measure(given.model, given.seed, given.count)
+    return print_measured(given, measured, BARS, SIZE_BYTES_MAX)
 
 
 if __name__ == "__main__":

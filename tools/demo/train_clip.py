@@ -52,7 +52,7 @@ from tools.demo.drawings import (
     training_drawing,
     which_thing,
 )
-from tools.demo.encoder_parts import padded, save_facts
+from tools.demo.encoder_parts import begin_training, padded, save_facts
 from tools.demo.pieces import Pieces, Unfinished, add_options
 
 if TYPE_CHECKING:
@@ -276,14 +276,8 @@ def main() -> int:
     """Train and save a model. The facts of the run go to training.json beside the weights."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--steps", type=int, default=STEPS)
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--out", type=Path, default=OUT)
     add_options(options)
-    given = options.parse_args()
-    torch.set_num_threads(given.threads)
-    torch.manual_seed(given.seed)
-    torch.use_deterministic_algorithms(True)
+    given = begin_training(options, OUT)
 
     tokenizer = train_tokenizer(given.seed)
     model = build_model(tokenizer)

@@ -41,7 +41,7 @@ from transformers.models.clip.tokenization_clip import CLIPTokenizer
 
 from tools.demo.drawing_words import describe_plainly
 from tools.demo.drawings import SIDE, draw_scene, paint, place_plainly
-from tools.demo.encoder_parts import save_facts
+from tools.demo.encoder_parts import begin_training, save_facts
 from tools.demo.pieces import Pieces, Unfinished, add_options
 from tools.make_diffusion import END, SCHEDULER, START
 
@@ -255,14 +255,8 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--steps", type=int, default=STEPS)
     options.add_argument("--autoencoder-steps", type=int, default=AUTOENCODER_STEPS)
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--out", type=Path, default=OUT)
     add_options(options)
-    given = options.parse_args()
-    torch.set_num_threads(given.threads)
-    torch.manual_seed(given.seed)
-    torch.use_deterministic_algorithms(True)
+    given = begin_training(options, OUT)
 
     kept = given.kept
     vae = build_autoencoder()

@@ -36,6 +36,7 @@ from transformers import BertModel
 from tools.demo.encoder_parts import (
     Progress,
     Schedule,
+    begin_training,
     build_config,
     by_length,
     encode,
@@ -188,13 +189,7 @@ def main() -> None:
     """Train and save a model. The facts of the run go to training.json beside the weights."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--triples", type=int, default=TRIPLES, help="triples to read")
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--out", type=Path, default=OUT)
-    given = options.parse_args()
-    torch.set_num_threads(given.threads)
-    torch.manual_seed(given.seed)
-    torch.use_deterministic_algorithms(True)
+    given = begin_training(options, OUT)
     started = time.monotonic()
 
     tokenizer = train_tokenizer(given.seed)

@@ -32,6 +32,7 @@ from transformers import AutoTokenizer, BertForSequenceClassification
 from tools.demo.encoder_parts import (
     Progress,
     Schedule,
+    begin_training,
     by_length,
     encode,
     padded,
@@ -154,13 +155,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--searches", type=int, default=SEARCHES, help="searches to read")
     options.add_argument("--begin-with", type=Path, default=EMBED, help="the embedding model")
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--out", type=Path, default=OUT)
-    given = options.parse_args()
-    torch.set_num_threads(given.threads)
-    torch.manual_seed(given.seed)
-    torch.use_deterministic_algorithms(True)
+    given = begin_training(options, OUT)
     started = time.monotonic()
 
     tokenizer = AutoTokenizer.from_pretrained(given.begin_with)

@@ -37,7 +37,7 @@ from transformers import (
 
 from tools.demo.drawing_words import ASKING, NO_PICTURE, questions
 from tools.demo.drawings import Drawing, training_drawing
-from tools.demo.encoder_parts import padded, save_facts
+from tools.demo.encoder_parts import begin_training, padded, save_facts
 from tools.demo.pieces import Pieces, Unfinished, add_options
 from tools.demo.train_clip import OUT as CLIP
 from tools.demo.train_clip import PATCH, build_images, pixels_of, scaled
@@ -316,14 +316,8 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--steps", type=int, nargs="+", default=ROUNDS, help="of each round")
     options.add_argument("--begin-with", type=Path, default=CLIP, help="the embedding model")
-    options.add_argument("--seed", type=int, default=1)
-    options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--out", type=Path, default=OUT)
     add_options(options)
-    given = options.parse_args()
-    torch.set_num_threads(given.threads)
-    torch.manual_seed(given.seed)
-    torch.use_deterministic_algorithms(True)
+    given = begin_training(options, OUT)
 
     tokenizer = train_tokenizer(given.seed)
     model = build_model(tokenizer, CLIPModel.from_pretrained(given.begin_with))
