@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,14 @@ class InvalidRequest(TrioletError):
     def of(cls, field: str, description: str) -> InvalidRequest:
         """Return the error of a request with one invalid field."""
         return cls([FieldViolation(field, description)])
+
+    def renamed(self, rename: Callable[[str], str]) -> InvalidRequest:
+        """Return the same error, of the same kind, with each field called as ``rename`` says."""
+        renamed = type(self)(
+            FieldViolation(rename(one.field), one.description) for one in self.violations
+        )
+        renamed.log_detail = self.log_detail
+        return renamed
 
 
 class RequestTooLarge(InvalidRequest):

@@ -199,11 +199,8 @@ def _paths_of(paths: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        raise InvalidRequest(
-            FieldViolation(
-                paths[int(one.field)] if one.field.isdigit() else one.field, one.description
-            )
-            for one in error.violations
+        raise error.renamed(
+            lambda field: paths[int(field)] if field.isdigit() else field
         ) from error
 
 

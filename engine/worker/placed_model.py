@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from engine.worker.load.architectures import Architecture, LayerShape
     from engine.worker.load.division import Division
     from engine.worker.load.loader import LoadedModel
-    from engine.worker.load.recurrent import StateShape
+    from engine.worker.load.recurrent import Recurrence, StateShape
     from engine.worker.text.tokenizer import HfTokenizer
 
     Sizing = Callable[[RunnerSpec, Sequence[LayerShape], int, int, int], PoolSize]
@@ -161,12 +161,13 @@ def place(
             )
         division.complete(model, source.directory)
     progress(LoadProgress("warm-up"))
-    cache, execution = _prepared(spec, model, shapes, pool, chosen, division)
+    recurrence = RECURRENT[architecture.name] if states else None
+    cache, execution = _prepared(spec, model, shapes, pool, chosen, division, recurrence)
     recurrent = None
-    if states:
-        module, own = execution.model.module, RECURRENT[architecture.name]
+    if recurrence is not None:
+        module = execution.model.module
         recurrent = RecurrentLayers(
-            module, own, states, pool.num_states, dtype=dtype, device=device
+            module, recurrence, states, pool.num_states, dtype=dtype, device=device
         )
     return PlacedModel(
         architecture,
@@ -196,9 +197,10 @@ def _prepared(
     pool: PoolSize,
     chosen: AttentionBackend | None,
     division: Division,
+    recurrence: Recurrence | None,
 ) -> tuple[KvCache, Execution]:
     """Return the model's cache, and the model as it runs over that cache."""
-    calls, recurrence = probe(model, shapes), RECURRENT.get(model.architecture.name)
+    calls = probe(model, shapes)
     dtype, device = model.dtype, model.device
     cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
     backend, reason = chosen, "it was chosen"

@@ -1,4 +1,5 @@
-"""Print the parity suite's table of skipped positions when the run ends, if the suite ran."""
+"""Prints the parity suite's table of skipped positions when the run ends, if the suite ran, and has
+the fixtures of several suites."""
 
 import sys
 
@@ -11,6 +12,16 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("parity with transformers: positions skipped as near-ties")
         for line in parity.skipped_table():
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """Yield the tiny models."""
+    from tests.support.model_zoo import Zoo
+
+    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
+    yield zoo
+    zoo.close()
 
 
 @pytest.fixture

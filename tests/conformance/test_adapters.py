@@ -43,7 +43,6 @@ from tests.support.adapters import (  # noqa: E402
     write_by_hand,
     write_by_peft,
 )
-from tests.support.model_zoo import Zoo  # noqa: E402
 
 pytestmark = [
     pytest.mark.model,
@@ -55,14 +54,6 @@ CONFIG, WEIGHTS = ADAPTER_NAME, WEIGHTS_NAME
 ERROR = 1e-5
 COUNTS = (40, 1, 3, 70, 1, 9, 2)
 COMPILED, PACKED, STOCK = "compiled", "stock with compiled products", "stock"
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
 
 
 class Adapted:

@@ -36,7 +36,6 @@ from engine.worker.sampling.sampler import SampleRow, gumbel_margin, sample  # n
 from engine.worker.text.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
 from tests.support import toy_tokenizers  # noqa: E402
 from tests.support.forms import drawn, regexes, schema_constraint, schemas  # noqa: E402
-from tests.support.model_zoo import Zoo  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -44,14 +43,6 @@ MAX_TOKENS = 250
 STOPPED_SHARE_MIN = 0.9
 MARGIN = 1e-4  # D10
 END = 0  # the token that ends a text of the tiny models
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -22,6 +21,7 @@ from engine.worker.diffusion.runner import DiffusionRunner
 from engine.worker.factory import runner_of
 from engine.worker.interface import RunnerSpec
 from engine.worker.load.capability import capability_of
+from tests.support.estimates import check_estimate
 from tools.make_diffusion import make
 
 pytestmark = [
@@ -362,17 +362,9 @@ def test_other_threads_may_build_modules_meanwhile(made, monkeypatch):
 
 # ---- memory
 
-PROBE = Path(__file__).parents[1] / "support" / "drawing_memory.py"
-
 
 @pytest.mark.parametrize("arch", ["sd", "sdxl"])
 def test_the_estimate_holds_what_a_drawing_takes(tmp_path, arch):
     """In a process of its own: the largest drawing, from an image, with guidance."""
     directory = make(tmp_path / arch, arch, size=32, width=64)
-    done = subprocess.run(
-        [sys.executable, str(PROBE), str(directory)],
-        capture_output=True, text=True, check=False, timeout=240, cwd=PROBE.parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    estimate, taken = map(int, done.stdout.split()[-2:])
-    assert taken <= estimate <= 4 * taken, (estimate, taken)
+    check_estimate("drawing_memory.py", directory)

@@ -27,9 +27,9 @@ from engine.worker.load.architectures import SERVED  # noqa: E402
 from engine.worker.load.division import DividedCheckpoint, Division  # noqa: E402
 from engine.worker.load.recurrent import RECURRENT  # noqa: E402
 from engine.worker.outline.division_plans import PLANS, Style, style_of  # noqa: E402
-from tests.conformance.test_parity import prompt_of, run_alone, run_packed  # noqa: E402
+from tests.conformance.test_parity import run_alone, run_packed  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import COMPILED, REFERENCE, ZOO, Loaded, Zoo  # noqa: E402
+from tests.support.model_zoo import COMPILED, REFERENCE, ZOO, Loaded, prompt_of  # noqa: E402
 from tests.support.parity import TALLIES, Tally  # noqa: E402
 from tests.support.process_fakes import drive  # noqa: E402
 from tests.support.rank_threads import RankThreads  # noqa: E402
@@ -44,14 +44,6 @@ NO_PLAN = ("gpt2", "gpt2, layer-scaled", "opt", "opt, projected", "gpt_neox",
 DIVIDED = [name for name in ZOO if name not in NO_PLAN]
 SHARE_MOST = 0.52  # of what a whole model has in its layers and in its KV pool
 ESTIMATE_OFF_MOST = 0.05
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
 
 
 @pytest.fixture(scope="module")

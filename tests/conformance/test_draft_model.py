@@ -39,7 +39,6 @@ from tests.support.draft_rows import (  # noqa: E402
     drafts_of,
     request_of,
 )
-from tests.support.model_zoo import Zoo  # noqa: E402
 from tools.simulator.mutants import Mutant, planted  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -74,14 +73,6 @@ def only_the_model():
         patch.setattr(Purse, "note", lambda *_: None)
         patch.setattr(draft_model, "DraftModel", Lying)
         yield
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
 
 
 def with_model(zoo, **fields):

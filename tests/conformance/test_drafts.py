@@ -47,7 +47,7 @@ from tests.support.draft_rows import (  # noqa: E402
     drafts_of,
     request_of,
 )
-from tests.support.model_zoo import Zoo, load_runner  # noqa: E402
+from tests.support.model_zoo import load_runner  # noqa: E402
 from tools.simulator.mutants import Mutant, planted  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -71,14 +71,6 @@ class Replaying:
                 draws = self.random
                 return [t if draws.random() < self.acceptance else (t + 1) % 512 for t in right]
         return []
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from engine.errors import SpawnFailed  # noqa: E402
 from engine.worker.forward.recurrent import RecurrentLayers  # noqa: E402
 from engine.worker.sequences import SequenceState  # noqa: E402
 from tests.support.adapters import places_of, write_by_hand  # noqa: E402
-from tests.support.model_zoo import COMPILED, REFERENCE, Zoo, load_runner  # noqa: E402
+from tests.support.model_zoo import COMPILED, REFERENCE, load_runner, prompt_of  # noqa: E402
 from tests.support.parity import Tally  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -37,14 +37,6 @@ KINDS = [
     for name in HYBRIDS
 ]
 NUM_NEW = 12
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
 
 
 @dataclass
@@ -118,11 +110,6 @@ class World:
         for event in events:
             if isinstance(event, Tokens):
                 self.answers[event.request_id, event.choice].output.extend(event.token_ids)
-
-
-def prompt_of(rng, length):
-    """Return random token ids."""
-    return [rng.randrange(1, 512) for _ in range(length)]
 
 
 def run_world(loaded, seed=3, count=14):
@@ -234,14 +221,14 @@ def test_a_state_of_another_row_is_noticed(zoo, monkeypatch, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_snapshot_that_is_restored_at_the_wrong_border_is_noticed(zoo, monkeypatch, name):
-    stock = snapshots.end
+    stock = snapshots.publish
 
-    def end(ledger, seq, row, *, is_computed):
+    def publish(ledger, seq, row, *, is_computed):
         earlier = row._replace(start=max(0, row.start - ledger.config.block_size))
         is_long = earlier.start + row.count >= ledger.config.block_size
         stock(ledger, seq, earlier if is_long else row, is_computed=is_computed)
 
-    monkeypatch.setattr(snapshots, "end", end)
+    monkeypatch.setattr(snapshots, "publish", publish)
     assert_red(zoo, name)
 
 

@@ -25,30 +25,16 @@ from engine.requests.text_values import GenerateRequest, OutputOptions, Sampling
 from engine.worker.sampling import logprobs as logprobs_module  # noqa: E402
 from engine.worker.sampling.logprobs import Wanted, score  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import Zoo  # noqa: E402
+from tests.support.model_zoo import seeded_prompt  # noqa: E402
 
 pytestmark = pytest.mark.model
 TOLERANCE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
 
 
 @pytest.fixture
 def llama(zoo):
     """Return the tiny Llama model."""
     return zoo.load("llama")
-
-
-def prompt_of(length, seed=0):
-    """Return a random prompt, the same for the same arguments."""
-    rng = random.Random(f"{seed} {length}")
-    return [rng.randrange(1, 512) for _ in range(length)]
 
 
 def text_of(token):
@@ -149,7 +135,7 @@ def test_log_probabilities_are_transformers_log_softmax(zoo, name):
     loaded = zoo.load(name)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=5, chunks=9)
     done = [
-        planner.add(prompt_of(length, seed), 8, sampling=sampling)
+        planner.add(seeded_prompt(length, seed), 8, sampling=sampling)
         for seed, sampling in enumerate(ASKED)
         for length in (1, 2, 17, 40)
     ]
@@ -167,7 +153,7 @@ def test_log_probabilities_are_transformers_log_softmax(zoo, name):
 def test_each_choice_has_its_own_and_the_prompts_come_once(llama):
     sampling = Sampling(1.0, seed=4, logprobs=2, prompt_logprobs=1)
     planner = MiniPlanner(llama.runner, llama.info, seed=5, chunks=7)
-    planner.add(prompt_of(21), 6, sampling=sampling, choices=3)
+    planner.add(seeded_prompt(21), 6, sampling=sampling, choices=3)
     while live := [one for one in planner.sequences.values() if not one.is_done]:
         planner.step(live)
     first, *others = planner.sequences.values()
@@ -182,7 +168,7 @@ def test_each_choice_has_its_own_and_the_prompts_come_once(llama):
 
 def test_a_step_that_raises_while_scoring_can_be_executed_again(llama, monkeypatch):
     planner = MiniPlanner(llama.runner, llama.info, seed=5, chunks=9)
-    one = planner.add(prompt_of(30), 3, sampling=ASKED[0])
+    one = planner.add(seeded_prompt(30), 3, sampling=ASKED[0])
     planner.step([one])
     stock = llama.runner.execute
 
@@ -204,7 +190,7 @@ def test_a_step_that_raises_while_scoring_can_be_executed_again(llama, monkeypat
 @pytest.mark.parametrize("skipped", [{Logits.PROMPT}, {Logits.PROMPT, Logits.ALL}])
 def test_a_plan_that_skips_scores_is_an_engine_bug(llama, monkeypatch, skipped):
     planner = MiniPlanner(llama.runner, llama.info, seed=5, chunks=9)
-    one = planner.add(prompt_of(30), 3, sampling=ASKED[0])
+    one = planner.add(seeded_prompt(30), 3, sampling=ASKED[0])
     plain = {Logits.PROMPT: Logits.NONE, Logits.ALL: Logits.LAST}
     stock = planner._row
 
@@ -231,7 +217,7 @@ def test_a_plan_that_skips_scores_is_an_engine_bug(llama, monkeypatch, skipped):
 @pytest.mark.parametrize("schedule", ["chunked", "cached"])
 def test_a_prompt_is_scored_completely_even_if_it_is_cached(llama, schedule):
     """A scored prompt is computed from its first token, and others take what it computed."""
-    prompt = tuple(prompt_of(150))
+    prompt = tuple(seeded_prompt(150))
     asked = GenerateRequest(
         token_ids=prompt,
         sampling=SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True),

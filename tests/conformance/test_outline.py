@@ -28,7 +28,6 @@ from tests.support.model_zoo import (  # noqa: E402
     COMPILED_ROWS,
     LLAMA3_ROPE,
     YARN_ROPE,
-    Zoo,
     load_runner,
 )
 
@@ -36,14 +35,6 @@ pytestmark = pytest.mark.model
 
 DEMO = Path(__file__).parents[2] / "engine" / "demo" / "stories"
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
 
 
 def published(name, **fields):

@@ -34,8 +34,8 @@ from tests.support.model_zoo import (  # noqa: E402
     WAYS,
     ZOO,
     Loaded,
-    Zoo,
     load_runner,
+    prompt_of,
 )
 from tests.support.parity import TALLIES, Tally  # noqa: E402
 
@@ -47,19 +47,6 @@ WINDOWED = [
     *("qwen2, windows above", "mistral", "phi3", "gemma2", "gemma3", "starcoder2"),
     *("ministral", "olmo3", "cohere2", "exaone4", "gpt_oss"),
 ]
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
-
-
-def prompt_of(rng, length):
-    """Return random token ids."""
-    return [rng.randrange(1, 512) for _ in range(length)]
 
 
 def run_alone(loaded, lengths, num_new=NUM_NEW):

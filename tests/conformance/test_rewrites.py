@@ -34,7 +34,7 @@ from engine.worker.small_weights import ROUNDED, quantise  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.conformance.test_small_weights import round_row_blocks  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import COMPILED_ROWS, Zoo  # noqa: E402
+from tests.support.model_zoo import COMPILED_ROWS  # noqa: E402
 from tools.make_model import Shape, make  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -48,14 +48,6 @@ WIDE = {
     "llama": Shape(2, 576, 9, 3, 1000, 700, 256),
     "qwen2": Shape(2, 896, 14, 2, 2432, 512, 256),
 }
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
 
 
 def load(directory, dtype, quantization="none", weights=None, *, is_stock=True):

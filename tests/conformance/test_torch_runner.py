@@ -30,7 +30,7 @@ from engine.worker import text_runner as runner_module  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.text_runner import TorchRunner, is_out_of_memory  # noqa: E402
 from tests.support.mini_planner import GREEDY, MiniPlanner  # noqa: E402
-from tests.support.model_zoo import WAYS, Zoo, load_runner  # noqa: E402
+from tests.support.model_zoo import WAYS, load_runner, seeded_prompt  # noqa: E402
 from tools.bench.small_weights import BAR_PEAK, BARS_MEMORY  # noqa: E402
 from tools.bench.small_weights import in_process as measured  # noqa: E402
 from tools.make_model import Shape, make  # noqa: E402
@@ -40,24 +40,10 @@ pytestmark = pytest.mark.model
 LENGTHS = (5, 16, 33, 80)
 
 
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
-
-
 @pytest.fixture(params=WAYS)
 def loaded(zoo, request):
     """Return the tiny Llama model, run in each way."""
     return zoo.load("llama", request.param)
-
-
-def prompt_of(length, seed=0):
-    """Return a random prompt, the same for the same arguments."""
-    rng = random.Random(f"{seed} {length}")
-    return [rng.randrange(1, 512) for _ in range(length)]
 
 
 def alone(loaded, prompt, num_new=24, sampling=GREEDY):
@@ -96,7 +82,7 @@ STAGES = {
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_a_step_that_raises_can_be_executed_again(loaded, monkeypatch, where, at):
     """The output is the same, whatever stage of whatever step is interrupted."""
-    prompts = [prompt_of(n) for n in LENGTHS]
+    prompts = [seeded_prompt(n) for n in LENGTHS]
     wanted = [alone(loaded, prompt, 6) for prompt in prompts]
     planner = MiniPlanner(loaded.runner, loaded.info, seed=2)
     done = [planner.add(prompt, 6) for prompt in prompts]
@@ -243,7 +229,7 @@ def test_a_text_that_fails_ends_only_its_row(loaded, monkeypatch):
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 50])
 def test_children_share_the_prompt_and_go_their_own_way(loaded, length):
     """Each choice of n is what a request of its own gets with that choice index."""
-    prompt = prompt_of(length)
+    prompt = seeded_prompt(length)
     sampling = Sampling(temperature=1.2, seed=7)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=4)
     planner.add(prompt, 24, sampling=sampling, choices=3)
@@ -268,9 +254,9 @@ def test_a_results_rows_follow_the_plan_with_children_after_their_parent(loaded)
 
 def test_text_and_ends_come_with_the_tokens(loaded):
     tokenizer = loaded.runner.tokenizer
-    output = alone(loaded, prompt_of(16), 12)
+    output = alone(loaded, seeded_prompt(16), 12)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=1)
-    one = planner.add(prompt_of(16), 12, stops=Stops(max_tokens=12))
+    one = planner.add(seeded_prompt(16), 12, stops=Stops(max_tokens=12))
     ends = []
     while not one.is_done:
         ends += planner.step([one]).rows
@@ -280,7 +266,7 @@ def test_text_and_ends_come_with_the_tokens(loaded):
     last = ends[-1]
     assert isinstance(last, RowResult)
     assert last.finish is EndReason.LENGTH
-    stopped = planner.add(prompt_of(16), 99, stops=Stops(99, token_ids=frozenset({output[5]})))
+    stopped = planner.add(seeded_prompt(16), 99, stops=Stops(99, token_ids=frozenset({output[5]})))
     while True:
         entry = planner.step([stopped]).rows[0]
         if entry.finish is not None:
@@ -291,14 +277,14 @@ def test_text_and_ends_come_with_the_tokens(loaded):
 
 
 def test_an_unfinished_prompt_gives_no_token(loaded):
-    prompt = tuple(prompt_of(16))
+    prompt = tuple(seeded_prompt(16))
     plan = one_row_plan(2, prompt, logits=Logits.NONE, count=9)
     assert loaded.runner.execute(plan).rows == (RowResult(SequenceId(2)),)
     release(loaded, 2)
 
 
 def test_logits_all_samples_as_logits_last_does(loaded):
-    prompt = tuple(prompt_of(16))
+    prompt = tuple(seeded_prompt(16))
     rows = []
     for logits in (Logits.LAST, Logits.ALL):
         rows.append(loaded.runner.execute(one_row_plan(2, prompt, logits=logits)).rows)
@@ -308,7 +294,7 @@ def test_logits_all_samples_as_logits_last_does(loaded):
 
 def test_a_cached_prefix_is_not_computed_again(loaded):
     """A row may start after positions that another sequence computed into the same blocks."""
-    prompt = prompt_of(40)
+    prompt = seeded_prompt(40)
     wanted = alone(loaded, prompt, 5)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=6)
     first = planner.add(prompt, 5)
@@ -334,10 +320,10 @@ def fill_cache(loaded, value):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "starcoder2"])
 def test_nan_left_in_a_block_never_reaches_another_sequence(zoo, name, way):
     loaded = zoo.load(name, way)
-    wanted = [alone(loaded, prompt_of(n), 8) for n in LENGTHS]
+    wanted = [alone(loaded, seeded_prompt(n), 8) for n in LENGTHS]
     fill_cache(loaded, float("nan"))
     planner = MiniPlanner(loaded.runner, loaded.info, seed=8)
-    done = [planner.add(prompt_of(n), 8) for n in LENGTHS]
+    done = [planner.add(seeded_prompt(n), 8) for n in LENGTHS]
     planner.run()
     fill_cache(loaded, 0.0)
     assert [one.output for one in done] == wanted
@@ -345,9 +331,9 @@ def test_nan_left_in_a_block_never_reaches_another_sequence(zoo, name, way):
 
 def test_seeded_output_survives_batching_and_preemption(loaded):
     sampling = Sampling(temperature=1.0, seed=3, top_p=0.95)
-    wanted = [alone(loaded, prompt_of(n), 16, sampling) for n in LENGTHS]
+    wanted = [alone(loaded, seeded_prompt(n), 16, sampling) for n in LENGTHS]
     planner = MiniPlanner(loaded.runner, loaded.info, seed=9)
-    done = [planner.add(prompt_of(n), 16, sampling=sampling) for n in LENGTHS]
+    done = [planner.add(seeded_prompt(n), 16, sampling=sampling) for n in LENGTHS]
     rng = random.Random(1)
     while live := [one for one in done if not one.is_done]:
         planner.step(live)
@@ -378,11 +364,13 @@ EDITED = {
 def test_edited_logits_survive_batching_preemption_and_forks(loaded, name):
     """A choice's penalties count only its own output, whatever happened to its blocks."""
     sampling = EDITED[name]
-    wanted = [alone(loaded, prompt_of(n), 20, sampling) for n in LENGTHS]
-    assert wanted != [alone(loaded, prompt_of(n), 20) for n in LENGTHS], "the edit has an effect"
+    wanted = [alone(loaded, seeded_prompt(n), 20, sampling) for n in LENGTHS]
+    assert wanted != [alone(loaded, seeded_prompt(n), 20) for n in LENGTHS], (
+        "the edit has an effect"
+    )
     planner = MiniPlanner(loaded.runner, loaded.info, seed=9)
-    done = [planner.add(prompt_of(n), 20, sampling=sampling) for n in LENGTHS]
-    planner.add(prompt_of(33), 20, sampling=sampling, choices=3)
+    done = [planner.add(seeded_prompt(n), 20, sampling=sampling) for n in LENGTHS]
+    planner.add(seeded_prompt(33), 20, sampling=sampling, choices=3)
     rng = random.Random(1)
     while live := [one for one in planner.sequences.values() if not one.is_done]:
         planner.step(live)
@@ -390,7 +378,7 @@ def test_edited_logits_survive_batching_preemption_and_forks(loaded, name):
             planner.preempt(rng.choice([one for one in done if one in live] or done))
     assert [one.output for one in done] == wanted
     choices = [one.output for one in planner.sequences.values() if one not in done]
-    drawn = [alone(loaded, prompt_of(33), 20, replace(sampling, choice=i)) for i in range(3)]
+    drawn = [alone(loaded, seeded_prompt(33), 20, replace(sampling, choice=i)) for i in range(3)]
     assert choices == drawn
     planner.run()
 
@@ -408,7 +396,7 @@ GENERATED = {
 @pytest.mark.parametrize("name", GENERATED)
 def test_edited_greedy_output_is_that_of_transformers_generate(loaded, name):
     fields, sampling = GENERATED[name]
-    prompt = prompt_of(33)
+    prompt = seeded_prompt(33)
     output = loaded.oracle.model.generate(
         torch.tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False, **fields
     )
@@ -422,10 +410,10 @@ def test_edited_greedy_output_is_that_of_transformers_generate(loaded, name):
 @pytest.mark.parametrize("block_size", [1, 8, 32, 1024])
 def test_the_block_size_does_not_matter(zoo, block_size):
     stock = zoo.load("mistral")
-    wanted = [alone(stock, prompt_of(n), 8) for n in LENGTHS]
+    wanted = [alone(stock, seeded_prompt(n), 8) for n in LENGTHS]
     runner, info = load_runner(stock.directory, block_size=block_size)
     planner = MiniPlanner(runner, info, seed=9)
-    done = [planner.add(prompt_of(n), 8) for n in LENGTHS]
+    done = [planner.add(seeded_prompt(n), 8) for n in LENGTHS]
     planner.run()
     assert info.block_size == block_size
     assert [one.output for one in done] == wanted
@@ -436,9 +424,9 @@ def test_the_block_size_does_not_matter(zoo, block_size):
 
 def test_every_call_may_come_from_another_thread(loaded):
     """R189."""
-    wanted = alone(loaded, prompt_of(33), 6)
+    wanted = alone(loaded, seeded_prompt(33), 6)
     planner = MiniPlanner(loaded.runner, loaded.info, seed=1)
-    one = planner.add(prompt_of(33), 6)
+    one = planner.add(seeded_prompt(33), 6)
     states = []
 
     def step():

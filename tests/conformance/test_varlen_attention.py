@@ -29,7 +29,7 @@ from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.support.attention_rows import caches, lay_out, numbers  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
-from tests.support.model_zoo import REFERENCE, ZOO, Zoo  # noqa: E402
+from tests.support.model_zoo import REFERENCE, ZOO  # noqa: E402
 from tests.support.parity import Tally  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -162,14 +162,6 @@ SEND = varlen_attention.send
 
 
 # --- a model --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory):
-    """Yield the tiny models."""
-    zoo = Zoo(tmp_path_factory.mktemp("zoo"))
-    yield zoo
-    zoo.close()
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name != CAPPED])

@@ -11,10 +11,7 @@ import json
 import math
 import random
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,6 +31,7 @@ from engine.worker.load.vision_architectures import VISION  # noqa: E402
 from engine.worker.sequences import SequenceState  # noqa: E402
 from engine.worker.vision import runner as runner_module  # noqa: E402
 from engine.worker.vision.positions import positions_of  # noqa: E402
+from tests.support.estimates import check_estimate  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.vision import CHATS, load, runner_of  # noqa: E402
 from tools import make_vision  # noqa: E402
@@ -44,7 +42,6 @@ pytestmark = pytest.mark.model
 NUM_NEW = 24
 TILES = 5  # of the image of the chat "before": four, and the copy of the whole image
 ESTIMATE_OFF_MOST = 0.02
-MEMORY_PROBE = Path(__file__).parents[1] / "support" / "vision_memory.py"
 GRID_TOKENS = 900  # of the largest image of a Qwen3-VL there
 
 
@@ -223,13 +220,7 @@ def test_the_estimate_holds_what_images_take(tmp_path, arch, monkeypatch):
     monkeypatch.setitem(make_vision.TEXT, "max_position_embeddings", 2048)
     monkeypatch.setitem(make_vision.GRID_SIZE, "longest_edge", GRID_TOKENS * 16**2)
     directory = make_vision.make(tmp_path, arch)
-    done = subprocess.run(
-        [sys.executable, str(MEMORY_PROBE), str(directory)],
-        capture_output=True, text=True, check=False, timeout=240, cwd=MEMORY_PROBE.parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    estimate, taken = map(int, done.stdout.split()[-2:])
-    assert taken <= estimate <= 4 * taken, (estimate, taken)
+    check_estimate("vision_memory.py", directory)
 
 
 def test_a_config_of_the_first_kind_is_read_the_same(seeing, expected, tmp_path):

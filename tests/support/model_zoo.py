@@ -6,6 +6,7 @@ soft caps and limits low enough that dropping one shows.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
     from engine.worker.interface import ModelInfo
 
 TINY = PRESETS["tiny"]
+
+
+def prompt_of(rng: random.Random, length: int) -> list[int]:
+    """Return random token ids."""
+    return [rng.randrange(1, TINY.vocab) for _ in range(length)]
+
+
+def seeded_prompt(length: int, seed: int = 0) -> list[int]:
+    """Return a random prompt, the same for the same arguments."""
+    return prompt_of(random.Random(f"{seed} {length}"), length)
 
 
 @dataclass(frozen=True)

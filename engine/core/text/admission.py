@@ -33,7 +33,7 @@ def match(ledger: Ledger, seq: Sequence) -> tuple[BlockId, ...]:
     return ledger.match(keys) if keys else ()
 
 
-def cached_keys_and_values(ledger: Ledger, seq: Sequence) -> int:
+def cached_position(ledger: Ledger, seq: Sequence) -> int:
     """Return the position up to which the sequence's keys and values are cached, with or without a
     snapshot of the state."""
     return ledger.config.block_size * len(ledger.cache.match(_matchable_keys(ledger, seq)))

@@ -93,7 +93,8 @@ class Committer:
         is_computed = seq.state is State.RUNNING and isinstance(result, RowResult)
         if is_computed:
             self._ledger.publish_computed(seq, row.start, row.start + row.count - row.drafts)
-        snapshots.end(self._ledger, seq, row, is_computed=is_computed)
+        if row.state is not None:
+            snapshots.publish(self._ledger, seq, row, is_computed=is_computed)
         self._take_result(seq, result, now, row=row, has_slot=row.logits.samples)
 
     def _take_result(

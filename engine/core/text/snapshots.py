@@ -78,10 +78,11 @@ def add(
     return delta if slot is None else (delta or StateDelta(seq.state_slot))._replace(snapshot=slot)
 
 
-def end(ledger: Ledger, seq: Sequence, row: Row, *, is_computed: bool) -> None:
+def publish(ledger: Ledger, seq: Sequence, row: Row, *, is_computed: bool) -> None:
     """Publish the snapshot that a row of a committed step wrote, if it wrote one. ``is_computed``:
     the row has a result, and its sequence still runs."""
-    if row.state is None or row.state.snapshot is None:
+    assert row.state is not None
+    if row.state.snapshot is None:
         return
     assert ledger.states is not None
     position, key = row.start + row.count, None

@@ -403,7 +403,7 @@ class StepBuilder:
         start = len(matched) * self._size
         seq.num_computed = start
         if ledger.states is not None:
-            seq.branch = admission.cached_keys_and_values(ledger, seq)
+            seq.branch = admission.cached_position(ledger, seq)
         count = self._chunk_of(seq, seq.num_tokens - start)
         if count == 0:
             seq.num_computed = 0

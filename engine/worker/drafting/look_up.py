@@ -46,7 +46,7 @@ class LookUp:
         self._long = self._short = array("i")
         self._slots_at_end: tuple[int, int] | None = None  # of the last tokens that were seen
         self._num_missed = 0  # look-ups in turn that found nothing
-        self._rests_until = 0  # tokens
+        self._rests_until = 0  # the least length of the sequence at the next look-up
 
     def draft(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
         """Return up to ``most`` tokens that may follow ``tokens`` and then ``behind``, which are

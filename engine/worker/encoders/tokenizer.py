@@ -14,7 +14,7 @@ from engine.core.encode.types import EncodeInput, TokenizedInput
 from engine.errors import FieldViolation, InvalidRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from tokenizers import Encoding
 
@@ -110,7 +110,8 @@ class InputTokenizer:
         for start in range(0, len(inputs), TEXTS_AT_ONCE):
             part = inputs[start : start + TEXTS_AT_ONCE]
             if self._template is not None:
-                found += self._encode_chats(list(_written(self._template, part, start)))
+                texts = [_text_of(self._template, one, i) for i, one in enumerate(part, start)]
+                found += self._encode_chats(texts)
                 continue
             encodings = self._whole.encode_batch(list(part))
             for one, encoding in zip(part, encodings, strict=True):
@@ -133,18 +134,13 @@ class InputTokenizer:
         return found
 
 
-def _written(
-    template: PairTemplate, pairs: Sequence[str | tuple[str, str]], start: int
-) -> Iterator[str]:
-    """Yield the texts of pairs. The error of a pair names its document, from ``start`` on."""
-    for index, pair in enumerate(pairs, start):
-        try:
-            yield template.text_of(*pair)
-        except InvalidRequest as error:
-            found = [FieldViolation(str(index), one.description) for one in error.violations]
-            named = type(error)(found)
-            named.log_detail = error.log_detail
-            raise named from error
+def _text_of(template: PairTemplate, pair: str | tuple[str, str], index: int) -> str:
+    """Return the text of the document with this index, with its query. The error of a text that
+    the template refuses names that document."""
+    try:
+        return template.text_of(*pair)
+    except InvalidRequest as error:
+        raise error.renamed(lambda _field: str(index)) from error
 
 
 def _input_of(encoding: Encoding, prompt_tokens: int) -> EncodeInput:

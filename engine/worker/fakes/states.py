@@ -22,8 +22,8 @@ class FakeStates:
         self._written: dict[BlockId, int] = {}
 
     @property
-    def are_there(self) -> bool:
-        """Whether the fake has states at all."""
+    def has_slots(self) -> bool:
+        """Whether the fake model has recurrent layers, and so states."""
         return bool(self._slots)
 
     def begin(self, row: Row, slot: BlockId | None, digest: int) -> BlockId | None:

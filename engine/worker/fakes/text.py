@@ -349,7 +349,7 @@ class FakeRunner(ScriptedRunner["StepPlan", "StepResult"]):
         return result
 
     def _may_draft(self, seq: _FakeSequence) -> bool:
-        return seq.admitted.speculates and not self._states.are_there
+        return seq.admitted.speculates and not self._states.has_slots
 
     def _offer(self, seq: _FakeSequence) -> int:
         if self.script.draft is not None and self._may_draft(seq):

@@ -206,5 +206,5 @@ class RecurrentLayers:
             for into, new in zip(self._states[layer].tensors(), each, strict=True):
                 whole = new[0] if len(new) == 1 else torch.cat(new)
                 ready.append((into, whole.index_select(0, indices).to(into.dtype)))
-        for into, values in ready:  # copying takes no memory, so that it happens in all layers
+        for into, values in ready:  # a copy in place needs no memory, so that none of them fails
             into.index_copy_(0, slots, values)

@@ -49,7 +49,7 @@ DEVICES = "--device takes auto, cpu, cuda, cuda:N or mps"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
 # and layers that only draft. Source: transformers' `_keys_to_ignore_on_load_unexpected`.
-COMPUTED = re.compile(r"^mtp\.|(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
+UNREAD = re.compile(r"^mtp\.|(rotary_emb\.inv_freq|\.(attn|attention)\.(bias|masked_bias))$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ def _refuse_quantised(checkpoint: Checkpoint, quantization: str) -> None:
         if is_small and quantization != "none":
             raise Refusal(f"its weights are quantised already ({checkpoint.quantization}); leave "
                           "--quantization out")  # fmt: skip
-        if tensor.dtype in FLOAT_SIZES or is_small or COMPUTED.search(tensor.name):
+        if tensor.dtype in FLOAT_SIZES or is_small or UNREAD.search(tensor.name):
             continue
         raise Refusal(f"its tensor {tensor.name} is stored as {tensor.dtype}; plain float "
                       "weights are needed")  # fmt: skip
@@ -357,7 +357,7 @@ def _find_sources(
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise Refusal(f"its checkpoint lacks the tensor {missing[0]}{more}")
     used = {part.name for parts in sources.values() for part in parts}
-    unused = [n for n in checkpoint.tensors if n not in used and not COMPUTED.search(n)]
+    unused = [n for n in checkpoint.tensors if n not in used and not UNREAD.search(n)]
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         raise Refusal(

@@ -33,7 +33,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
 DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice each code's number
 BIAS = 127  # of a scale's exponent
-NO_NUMBER = 255  # the scale that means NaN
+SCALE_NAN = 255  # the byte of a scale that is NaN
 
 
 def is_mxfp4(config: Mapping[str, Any]) -> bool:
@@ -103,7 +103,7 @@ def _unpack(blocks: torch.Tensor, scales: torch.Tensor, name: str) -> SmallWeigh
     Raises:
         Refusal: one of the scales is NaN.
     """
-    if bool((scales == NO_NUMBER).any()):
+    if bool((scales == SCALE_NAN).any()):
         raise Refusal(f"the scales of its {name} hold NaN; the file is damaged")
     steps = torch.ldexp(torch.ones(scales.shape), scales.to(torch.int32) - (BIAS + 1))
     return SmallWeight(_codes(blocks), steps, GROUP, table=DOUBLED)

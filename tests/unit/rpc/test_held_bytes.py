@@ -71,9 +71,8 @@ def test_beyond_the_limit_what_makes_no_progress_ends_the_heaviest_address_first
 
 
 def test_of_an_address_the_connection_with_most_bytes_pays_first():
-    """Calls of equal size ended in the order in which they came: the first call behind a proxy paid
-    for a client that came later. `test_calls_that_wait_for_another_message_are_bounded` failed in
-    one of four runs."""
+    """Red if calls of equal size end in the order in which they came: then the first call behind a
+    proxy pays for a client that came later."""
     room = Room()
     innocent, greedy = Holder("proxy"), Holder("proxy")
     first = room.holding(holder=innocent)
