@@ -1052,7 +1052,7 @@ MUTANTS = (
     Mutant(
         "a snapshot is kept under the key of another border",
         snapshots,
-        "end",
+        "publish",
         "// ledger.config.block_size - 1",
         "// ledger.config.block_size - 2",
         seed=13,
