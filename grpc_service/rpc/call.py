@@ -115,7 +115,7 @@ class Call:
                     self.deadline = trio.current_time() + timeout_of(value)
             self.metadata = metadata_of(stream.headers)
         except RpcError as fault:
-            self.fault = fault
+            self.fault = fault.with_traceback(None)  # it refers to this object
         self.refusal = refusal_of(headers)
         self.peer = connection.peer
         self.code: StatusCode | None = None
@@ -337,9 +337,10 @@ class Call:
         self._wake()
 
     def release(self) -> None:
-        """Let the server count nothing for this call any more."""
+        """Let the server count nothing for this call any more, and let what the call consists of
+        refer to it no more, so that it is freed without Python's garbage collector."""
         self.request.close()
-        self._held.set_bytes(self._answer, 0)
+        self._held.close(self._answer)
 
     # ---- what the client does (`grpc_service.rpc.streams.StreamListener`)
 

@@ -17,7 +17,6 @@ import math
 import random
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from time import thread_time
 from typing import TYPE_CHECKING
 
@@ -104,7 +103,6 @@ class Connection:
         self._is_over = False  # what the client still sends is dropped
         self._frame_left_s = math.inf  # for the rest of what is incomplete
         self._scope = trio.CancelScope()
-        self.touch = partial(shared.flusher.touch, self)
         self._to_end: list[StreamListener] = []  # calls whose streams are over
         self._idle_since = trio.current_time()  # while there are no calls
         self._change = trio.Event()  # a call has ended, or output was sent, or no calls may come
@@ -139,11 +137,19 @@ class Connection:
                     nursery.cancel_scope.cancel(reason="the connection has ended")
         finally:
             self.http2.cut()
-            self.held.set_bytes(self._output, 0)
+            # Nothing that belongs to this object refers to it any more, so that it is freed without
+            # Python's garbage collector.
+            self.http2.close()
+            self.held.close(self._output)
+            del self._calls
             self.account.owe(self._transport.opening_s / accounts.POINT_S)
             shared.addresses.add_debt_s(self.address, self.account.take_debt_s())
             with trio.CancelScope(shield=True):
                 await self._transport.close()
+
+    def touch(self) -> None:
+        """Note that there is output, after making some."""
+        self._shared.flusher.touch(self)
 
     def cut(self, reason: str) -> None:
         """End the connection and its calls."""

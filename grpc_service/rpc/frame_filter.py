@@ -42,14 +42,6 @@ class FrameFilter:
         self._account = connection.account
         self._left: dict[int, None] = {}  # streams that ended while their clients were sending
         self._dropped_bytes = 0  # of the connection's window, not given back yet
-        self._acts: dict[int, Callable[[Frame], bool]] = {
-            frames.DATA: self._skip_data,
-            frames.PRIORITY: self._skip_priority,
-            frames.RST_STREAM: self._skip_reset,
-            frames.PING: self._answer_ping,
-            frames.WINDOW_UPDATE: self._take_window_update,
-            frames.CONTINUATION: self._refuse_continuation,
-        }
 
     def take(self, frame: Frame) -> bool:
         """Act on a frame, and return True; return False for a frame that h2 has to see.
@@ -57,7 +49,7 @@ class FrameFilter:
         Raises:
             ProtocolError: the frame breaks the protocol.
         """
-        return self._acts.get(frame.kind, self._skip_unknown)(frame)
+        return _ACTS.get(frame.kind, FrameFilter._skip_unknown)(self, frame)
 
     def charge(self, frame: Frame) -> None:
         """Charge a frame that only h2 can handle.
@@ -180,3 +172,13 @@ class FrameFilter:
         """End the connection, because this frame continues nothing. Source: RFC 9113, 6.10."""
         self._connection.h2.close_connection(ErrorCodes.PROTOCOL_ERROR)
         raise ProtocolError("CONTINUATION without HEADERS before it")
+
+
+_ACTS: dict[int, Callable[[FrameFilter, Frame], bool]] = {
+    frames.DATA: FrameFilter._skip_data,
+    frames.PRIORITY: FrameFilter._skip_priority,
+    frames.RST_STREAM: FrameFilter._skip_reset,
+    frames.PING: FrameFilter._answer_ping,
+    frames.WINDOW_UPDATE: FrameFilter._take_window_update,
+    frames.CONTINUATION: FrameFilter._refuse_continuation,
+}

@@ -135,6 +135,10 @@ class ServerH2(H2Connection):
         `Http2Connection` refuses that one alone. Source: RFC 9113, section 5.1.2."""
         return 0
 
+    def close(self) -> None:
+        """Take no more frames. h2's table of methods, which refers to this object, is emptied."""
+        self._frame_dispatch_table.clear()
+
     def window_of(self, stream_id: int) -> Window:
         """Return the send window of a stream. The connection's own is this object."""
         return self.streams[stream_id]

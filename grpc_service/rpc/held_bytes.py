@@ -117,6 +117,12 @@ class HeldBytes:
         if self.is_short:
             self.make_room()
 
+    def close(self, holding: Holding) -> None:
+        """Count nothing for a holding any more. It forgets whom it would end: the two refer to each
+        other, and Python looks for such garbage seldom."""
+        self.set_bytes(holding, 0)
+        holding.evict = holding.grow = lambda: None
+
     def ask_to_grow(self, holding: Holding, num_missing: int = 0) -> None:
         """Call `Holding.grow` when the request may have the ``num_missing`` bytes that it lacks:
         now or later."""

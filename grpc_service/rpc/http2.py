@@ -32,7 +32,7 @@ from grpc_service.rpc.frame_filter import DRAIN_PING, FrameFilter
 from grpc_service.rpc.frames import FrameSplitter
 from grpc_service.rpc.h2_overrides import ServerH2
 from grpc_service.rpc.headers import fault_of, fault_of_trailers, length_of, size_of
-from grpc_service.rpc.streams import Output, Stream
+from grpc_service.rpc.streams import NOBODY, Output, Stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,9 +201,10 @@ class Http2Connection:
         elif kind is StreamReset:
             self.account.charge(accounts.RESET_CALL)
             if (found := self.streams.get(event.stream_id)) is not None:
+                listener = found.listener
                 found.cut()
                 self.forget(found)
-                found.listener.on_reset()
+                listener.on_reset()
             else:
                 self._filter.leave(event.stream_id)
 
@@ -267,6 +268,7 @@ class Http2Connection:
     def forget(self, stream: Stream) -> None:
         """Remove a stream that is over."""
         self.streams.pop(stream.id, None)
+        stream.listener = NOBODY
         self.blocked_by_connection.pop(stream.id, None)
         self.blocked_by_stream.pop(stream.id, None)
         if stream.has_ended:
@@ -307,13 +309,21 @@ class Http2Connection:
         the others have been told."""
         left = []
         for stream in list(self.streams.values()):
+            listener = stream.listener
             stream.cut()
             self.forget(stream)
-            if stream.listener.has_request:
-                stream.listener.on_reset(is_lost=True)
+            if listener.has_request:
+                listener.on_reset(is_lost=True)
             else:
-                left.append(stream.listener)
+                left.append(listener)
         return left
+
+    def close(self) -> None:
+        """Take nothing more. What referred to this object does so no more, so that it is freed
+        without Python's garbage collector."""
+        self.h2.close()
+        self.marks.clear()
+        del self._filter, self._on_stream
 
     def collect(self) -> None:
         """Append the frames that h2 has made to the output."""

@@ -33,11 +33,11 @@ class RequestBody:
         method: str = "",
     ) -> None:
         self._stream = stream
+        self._touch = connection.touch
         self._account = connection.account
         self._to_decompress = connection.to_decompress
         self._on_change = on_change
         self._held = connection.held
-        self._touch = connection.touch
         self._holding = Holding(connection.holder, self._evict, self._grow)
         self.num_received = 0  # bytes
         self.has_request = False  # a message has come, or the body's end
@@ -99,12 +99,12 @@ class RequestBody:
 
     def close(self) -> None:
         """Drop what has come and what will come, as the call has ended or takes no more messages.
-        Now: the objects refer to each other, and Python looks for such garbage seldom."""
-        if self._is_closed:
-            return
+        Idempotent."""
         self._is_closed = True
+        # An error that was raised refers to the call, which refers to this body.
         self.reader.fail(TooManyHeld("the call takes no more messages"))
-        self._held.set_bytes(self._holding, 0)
+        self._on_change = lambda: None
+        self._held.close(self._holding)
 
     def _note_change(self) -> None:
         reader = self.reader

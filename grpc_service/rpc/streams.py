@@ -64,6 +64,27 @@ class StreamListener(Protocol):
         ...
 
 
+class _Nobody:
+    """The listener of streams that are over."""
+
+    has_request = True
+
+    def on_data(self, data: bytes) -> None:
+        """Drop the bytes."""
+
+    def on_end(self) -> None:
+        """Do nothing."""
+
+    def on_reset(self, *, is_lost: bool = False) -> None:
+        """Do nothing."""
+
+    def on_sent(self) -> None:
+        """Do nothing."""
+
+
+NOBODY: StreamListener = _Nobody()
+
+
 class Output(list[bytes]):
     """The frames of a connection that are to be sent, in their order. ``num_data`` counts the DATA
     frames among them; its reader resets it."""
@@ -84,7 +105,7 @@ class Output(list[bytes]):
 
 
 class Stream:
-    """One stream of a connection. Its owner sets ``listener``.
+    """One stream of a connection. Its owner sets ``listener``, which is `NOBODY` once it is over.
 
     ``has_ended``: the client has sent the whole request. ``is_over``: nothing more can be sent, as
     the stream was ended or reset, or the connection is lost. ``window`` is the client's.
@@ -174,8 +195,9 @@ class Stream:
         """Reset the stream, because its client has broken the protocol."""
         log.debug("a stream is reset: %s", why)
         self._connection.account.charge(accounts.FAILED_CALL)
+        listener = self.listener
         self.reset(code)
-        self.listener.on_reset()
+        listener.on_reset()
 
     # ---- out
 
