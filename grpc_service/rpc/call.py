@@ -6,6 +6,7 @@ Rule: a call ends once: by `Call.end`, or by its client.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -68,8 +69,7 @@ class Call:
     with; None while it runs, and for ever if its client has ended it. ``refusal`` is the HTTP
     answer to a request that is no gRPC call, and empty for a gRPC call. ``fault`` is what is wrong
     with its headers, if something is. ``request`` is the request's body; whoever needs no more of
-    it closes it. ``scope`` is cancelled when the client ends the call. ``touch`` is called after
-    each write, because the connection then has output.
+    it closes it. ``scope`` is cancelled when the client ends the call.
 
     A handler may set two things before its first `write`: ``initial_metadata``, which the client
     gets then (but one that had no window at first was sent the headers before), and ``encoding``,
@@ -82,7 +82,7 @@ class Call:
     def __init__(self, stream: Stream, connection: Connection) -> None:
         headers = dict(stream.headers)
         self._stream = stream
-        self._touch = connection.touch
+        self._touch = partial(connection.flusher.touch, connection)
         self.limits = limits = connection.limits
         self._has_begun = False  # the response's headers were sent
         self.has_answered = False  # a message was sent, or waits for the client

@@ -82,14 +82,14 @@ class Connection:
     """One client's connection, over an open ``transport``.
 
     ``peer`` is the client's address as grpc writes it, and ``address`` the same without a port. For
-    its calls it has the ``limits``, the ``held`` bytes with this connection's ``holder``, and its
-    ``account``; they call ``touch`` after making output, and append to ``to_decompress`` a request
-    with a large compressed message.
+    its calls it has ``limits``, ``held`` bytes with its ``holder``, and its ``account``. They touch
+    it by ``flusher`` after making output, and append large compressed requests to ``to_decompress``.
     """
 
     def __init__(self, shared: Shared, transport: Transport, peer: str) -> None:
         self._shared = shared
         self.limits = shared.limits
+        self.flusher = shared.flusher
         self._transport = transport
         self._unsent = b""  # output that the transport did not accept at once
         self._is_writing = False  # the transport did not accept or send everything at once
@@ -136,9 +136,7 @@ class Connection:
                     await self._end_calls()
                     nursery.cancel_scope.cancel(reason="the connection has ended")
         finally:
-            self.http2.cut()
-            # Nothing that belongs to this object refers to it any more, so that it is freed without
-            # Python's garbage collector.
+            # Nothing that belongs to this object refers to it then: no cycle needs the collector.
             self.http2.close()
             self.held.close(self._output)
             del self._calls
@@ -146,10 +144,6 @@ class Connection:
             shared.addresses.add_debt_s(self.address, self.account.take_debt_s())
             with trio.CancelScope(shield=True):
                 await self._transport.close()
-
-    def touch(self) -> None:
-        """Note that there is output, after making some."""
-        self._shared.flusher.touch(self)
 
     def cut(self, reason: str) -> None:
         """End the connection and its calls."""
@@ -299,7 +293,7 @@ class Connection:
             self.http2.receive(data[: self._part_bytes])
             took = thread_time() - began_at
             self._limit_frame(num_before)
-            self.touch()
+            self.flusher.touch(self)
             data = data[self._part_bytes :]
             if took > limits.part_s:
                 self._part_bytes = max(self._part_bytes // 2, limits.part_bytes_min)
@@ -308,7 +302,7 @@ class Connection:
             share.spend(took)
             while self.to_decompress:
                 await self._decompress(self.to_decompress.popleft())
-                self.touch()
+                self.flusher.touch(self)
             if owed_s := self.account.take_owed_s():
                 await self._shared.overhead.enter(self.address, owed_s)
             await self._wait_for_room()

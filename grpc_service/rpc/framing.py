@@ -5,6 +5,7 @@ Source: gRPC over HTTP2 (PROTOCOL-HTTP2.md), Compression (compression.md).
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from collections import deque
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ _COMPRESSED_PART_BYTES = 2**14  # zlib copies what it has not used yet
 # What is incomplete is kept in blocks of this size. Large buffers that grow side by side leave
 # holes in a process's memory, which nothing fills (`python -m tools.bench abuse`).
 _BLOCK_BYTES = 2**14
+_SEGMENT_BYTES = 2**20
 _LEVEL = 1  # higher ones take several times as long for some per cent
 _IDENTITY = b"identity"
 
@@ -37,6 +39,48 @@ _IDENTITY = b"identity"
 def compressor(encoding: str) -> zlib._Compress:
     """Return zlib's object that compresses by one of `COMPRESSIONS`."""
     return zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW_BITS[encoding.encode()])
+
+
+class _Pieces:
+    """The first ``num_bytes`` of a message, in pieces.
+
+    Each mebibyte of them is moved into a mapping of its own, which the system gets back as soon as
+    it is not needed. Freed blocks of the heap stay with the process: most of 16 MiB did.
+    """
+
+    __slots__ = ("_blocks", "_num_in_blocks", "_segments", "num_bytes")
+
+    def __init__(self) -> None:
+        self._segments: list[mmap.mmap] = []
+        self._blocks: list[bytes] = []  # that follow them
+        self._num_in_blocks = 0
+        self.num_bytes = 0
+
+    def append(self, piece: bytes) -> None:
+        """Add the next bytes."""
+        self._blocks.append(piece)
+        self._num_in_blocks += len(piece)
+        self.num_bytes += len(piece)
+        if self._num_in_blocks >= _SEGMENT_BYTES:
+            segment = mmap.mmap(-1, self._num_in_blocks)
+            segment.write(b"".join(self._blocks))
+            self._segments.append(segment)
+            self._blocks.clear()
+            self._num_in_blocks = 0
+
+    def take(self, last: bytes = b"") -> bytes:
+        """Remove all bytes, and return them with ``last`` behind them."""
+        if not self.num_bytes:
+            return last
+        joined = b"".join([*self._segments, *self._blocks, last])
+        self.clear()
+        return joined
+
+    def clear(self) -> None:
+        """Remove all bytes."""
+        self._segments.clear()
+        self._blocks.clear()
+        self._num_in_blocks = self.num_bytes = 0
 
 
 class MessageReader:
@@ -53,7 +97,7 @@ class MessageReader:
 
     __slots__ = (
         *("_blocks", "_buffer", "_decompressed", "_encoding", "_free_bytes", "_is_compressed"),
-        *("_limit", "_missing", "_num_compressed", "_num_kept", "_parts", "_waiting_bytes"),
+        *("_limit", "_missing", "_num_compressed", "_parts", "_waiting_bytes"),
         *("error", "inflated_bytes", "messages"),
     )
 
@@ -61,15 +105,14 @@ class MessageReader:
         self._limit = limit
         self._encoding = encoding
         self._parts: Iterator[bytes] | None = None  # of the message that is being decompressed
-        self._decompressed: list[bytes] = []  # what there is of it
+        self._decompressed = _Pieces()  # what there is of it
         self._num_compressed = 0  # its size as it came
         self._free_bytes = 0  # that it may still have without being called inflated
         self.inflated_bytes = 0
         self._buffer = bytearray()  # what has come last
         self._missing: int | None = None  # bytes of the message whose prefix has come
-        self._blocks: list[bytes] = []  # its first bytes
+        self._blocks = _Pieces()  # its first bytes
         self._is_compressed = False
-        self._num_kept = 0  # bytes of the lists of blocks and parts
         self._waiting_bytes = 0
         self.messages: deque[tuple[bytes, bool]] = deque()  # each with whether it came compressed
         self.error: RpcError | None = None
@@ -78,7 +121,8 @@ class MessageReader:
     def num_bytes(self) -> int:
         """Bytes that are kept: of whole messages, and of one that is incomplete."""
         num_compressed = self._num_compressed if self.is_decompressing else 0
-        num_amid = len(self._buffer) + self._num_kept + num_compressed
+        num_kept = self._blocks.num_bytes + self._decompressed.num_bytes
+        num_amid = len(self._buffer) + num_kept + num_compressed
         if self._missing is not None:
             num_amid += PREFIX_BYTES
         return num_amid + self._waiting_bytes
@@ -157,29 +201,18 @@ class MessageReader:
         if len(buffer) < self._missing:
             if len(buffer) >= _BLOCK_BYTES:
                 self._missing -= len(buffer)
-                self._num_kept += len(buffer)
                 self._blocks.append(bytes(buffer))
                 buffer.clear()
             return None
         last = bytes(buffer[: self._missing])
         del buffer[: self._missing]
         self._missing = None
-        return self._joined(self._blocks, last)
-
-    def _joined(self, parts: list[bytes], last: bytes) -> bytes:
-        """Return the bytes of ``parts`` and ``last``, and keep them no more."""
-        if not parts:
-            return last
-        joined = b"".join([*parts, last])
-        self._num_kept -= len(joined) - len(last)
-        parts.clear()
-        return joined
+        return self._blocks.take(last)
 
     def _stop(self, error: RpcError) -> None:
         """Ignore what follows an error."""
         self.error = error
         self._parts = self._missing = None
-        self._num_kept = 0
         self._decompressed.clear()
         self._blocks.clear()
         self._buffer.clear()
@@ -189,9 +222,8 @@ class MessageReader:
         part = next(parts, None)
         if part is None:
             self._parts = None
-            self._keep(self._joined(self._decompressed, b""), is_compressed=True)
+            self._keep(self._decompressed.take(), is_compressed=True)
             return 0
-        self._num_kept += len(part)
         self._decompressed.append(part)
         self.inflated_bytes += max(0, len(part) - max(0, self._free_bytes))
         self._free_bytes -= len(part)

@@ -319,8 +319,9 @@ class Http2Connection:
         return left
 
     def close(self) -> None:
-        """Take nothing more. What referred to this object does so no more, so that it is freed
-        without Python's garbage collector."""
+        """End every stream, and take nothing more. What referred to this object does so no more, so
+        that it is freed without Python's garbage collector."""
+        self.cut()
         self.h2.close()
         self.marks.clear()
         del self._filter, self._on_stream

@@ -22,7 +22,7 @@ async def wait_received(call: Call) -> None:
     """
     http2, received = call.connection.http2, trio.Event()
     key = http2.mark(received.set)
-    call.connection.touch()
+    call.connection.flusher.touch(call.connection)
     try:
         with trio.move_on_after(call.limits.keepalive_timeout_s):
             await received.wait()

@@ -6,6 +6,7 @@ meanwhile (`Connection.to_decompress`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from grpc_service.rpc import accounts
@@ -33,7 +34,7 @@ class RequestBody:
         method: str = "",
     ) -> None:
         self._stream = stream
-        self._touch = connection.touch
+        self._touch = partial(connection.flusher.touch, connection)
         self._account = connection.account
         self._to_decompress = connection.to_decompress
         self._on_change = on_change
