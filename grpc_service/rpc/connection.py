@@ -82,8 +82,8 @@ class Connection:
     """One client's connection, over an open ``transport``.
 
     ``peer`` is the client's address as grpc writes it, and ``address`` the same without a port. For
-    its calls it has ``limits``, ``held`` bytes with its ``holder``, and its ``account``. They touch it
-    by ``flusher`` after making output, and append large compressed requests to ``to_decompress``.
+    its calls it has ``limits``, ``held`` bytes with its ``holder``, and its ``account``. They touch
+    it with ``flusher`` after making output. Large compressed requests go to ``to_decompress``.
     """
 
     def __init__(self, shared: Shared, transport: Transport, peer: str) -> None:
