@@ -51,7 +51,6 @@ class Committer:
         results = iter(result.rows)
         size, is_running, make = self._ledger.config.block_size, State.RUNNING, tuple.__new__
         emit, num_sampled = self._events.append, 0
-        takes_model = self._drafts.purse.is_open
         for seq, row in zip(step.sequences, step.rows, strict=True):
             got = next(results)
             if got.__class__ is RowResult and seq.phase == "decode" and seq.state is is_running:
@@ -65,7 +64,7 @@ class Committer:
                     seq.output += tokens
                     seq.num_pending -= 1
                     num_sampled += 1
-                    if offered or (has_model and takes_model):
+                    if offered or has_model:
                         self._drafts.offer(seq, offered, has_model=has_model)
                     seq.credit.reserved -= 1
                     event = (
