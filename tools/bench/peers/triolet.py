@@ -64,6 +64,7 @@ class TrioletEngine:
                 max_model_len=info.max_model_len,
                 max_num_seqs=settings["seqs"],
                 max_num_batched_tokens=TOKENS_AT_ONCE,
+                num_states=info.num_states,
             )
         )
         self._names = itertools.count()
