@@ -288,8 +288,9 @@ FLAGS = (
         EngineConfig,
         "kv_cache_memory",
         BYTES,
-        "size of the KV pool (default: what --max-num-seqs sequences need, at most 4 GiB and a "
-        "quarter of the memory limit; 128 MiB for a shipped model)",
+        "size of the KV pool, of which the states of recurrent layers take at most half (default: "
+        "what --max-num-seqs sequences need, at most 4 GiB and a quarter of the memory limit; "
+        "128 MiB for a shipped model)",
     ),
     Flag(
         "memory-limit",

@@ -2,8 +2,8 @@
 user's cache.
 
 The shapes are those of `tools.make_model`, in bfloat16, with a context of 8,192. ``thin`` has
-s135's vocabulary and a tiny model, to measure what a step costs outside of the model. ``lfm350`` has
-the shape of LFM2-350M: six of its 16 layers have attention, the others short convolutions.
+s135's vocabulary and a tiny model, to measure what a step costs outside of the model. ``lfm350``
+has the shape of LFM2-350M: six of its 16 layers have attention, the others short convolutions.
 ``moe850`` is a mixture of 850 million parameters with the widths of Granite 3.1's 1B-A400M.
 """
 

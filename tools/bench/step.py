@@ -3,10 +3,10 @@
 Each engine is a process of its own with the same random-weight checkpoint in bfloat16, the same
 prompt ids, greedy sampling and `THREADS` threads. They take turns, and an engine that waits for its
 turn is stopped. ``s135`` and ``q05`` are dense models, ``lfm350`` is a hybrid and ``moe850`` a
-mixture (`tools.bench.checkpoints`). The top of an engine's file in `tools/bench/peers` says what is on its clock: for
-ours plan, execute and commit, and the same for vLLM; llama.cpp and transformers have no scheduler
-and make no text. Decode: every sequence gets `STEPS` more tokens, beginning at the named context.
-Prefill: prompts that no cache has, until each has its first token.
+mixture (`tools.bench.checkpoints`). The top of an engine's file in `tools/bench/peers` says what is
+on its clock: for ours plan, execute and commit, and the same for vLLM; llama.cpp and transformers
+have no scheduler and make no text. Decode: every sequence gets `STEPS` more tokens, beginning at
+the named context. Prefill: prompts that no cache has, until each has its first token.
 
 Further rows are a step while two other processes keep both cores busy, and the cost of a step
 outside the model (packing, sampling, text) by rows and by context, with a tiny model.

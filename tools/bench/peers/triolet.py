@@ -44,6 +44,7 @@ class TrioletEngine:
             quantization=settings.get("quantization", "none"),
             tp=settings.get("tp", 1),
             runner=settings.get("runner", "thread"),
+            speculation="off",  # a step is one token of each sequence, as in the other engines
         )
         config = EngineConfig(
             models=(model,),
