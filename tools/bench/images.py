@@ -12,7 +12,8 @@ request when they have the answer to the last (`tools.bench.image_loads`).
   many threads as the encoder's worker: one.
 - beside: 4 clients send photographs of both sizes in turn to "clip". Beside them, 8 clients send 16
   short texts at a time to an embedding model of MiniLM-L6's shape; or 16 streams of the shipped
-  story model are read.
+  story model are read. "One photograph's piece" is the time of a phone's photograph from its bytes
+  to its vector, alone: most of it is decoding and resizing, which cannot be interrupted.
 - same: 16 clients send 8 photographs of 640 × 480 at a time to "clip", so that each of its steps is
   full. Beside them, a client sends short texts to "clip" at random moments. The time of a full step
   is that of `triolet:step_seconds`, while images alone are sent.
@@ -183,13 +184,32 @@ def beside(address: str) -> list[Row]:
     images = partial(Load, EMBED, cycle(pictures), IMAGE_CLIENTS)
     embeds = partial(Load, EMBED, cycle([short.SerializeToString()]), EMBED_CLIENTS)
     streams = partial(Load, GENERATE, cycle([story("stories")]), STREAMS)
-    sets = [[embeds], [embeds, images], [streams], [streams, images]]
-    alone, mixed_with, read, read_beside = asyncio.run(windows(address, sets))
+    large = partial(Load, EMBED, cycle(pictures[1::2]), 1)
+    sets = [[embeds], [embeds, images], [large], [streams], [streams, images]]
+    alone, mixed_with, single, read, read_beside = asyncio.run(windows(address, sets))
     return [
-        *_compared("another model's Embed{}, p50", alone, mixed_with, median_ms),
+        *_compared("another model's Embed{}, p50", alone, mixed_with, median_ms, BAR_BESIDE),
         row_of("images beside another model's Embed", _rates(mixed_with), "images/s"),
         *_compared(f"between tokens of {STREAMS} streams{{}}, p99", read, read_beside, p99_gap_ms),
+        *_against_piece(read, single, read_beside),
         row_of(f"images beside {STREAMS} streams", _rates(read_beside), "images/s"),
+    ]
+
+
+def _against_piece(
+    alone: Sequence[list[Load]], single: Sequence[list[Load]], beside: Sequence[list[Load]]
+) -> list[Row]:
+    """Return the rows of one photograph's piece, and of the streams' gaps against it."""
+    pieces = [median_ms(loads[0]) for loads in single]
+    before, then = ([p99_gap_ms(loads[0]) for loads in one] for one in (alone, beside))
+    shares = [
+        mine / max(piece, BAR_BESIDE * other)
+        for mine, other, piece in zip(then, before, pieces, strict=True)
+    ]
+    name = f"between tokens of {STREAMS} streams against the piece, or {BAR_BESIDE:g} × of alone"
+    return [
+        row_of("one photograph's piece, alone", pieces, "ms"),
+        row_of(name, shares, "×", bar=1.0),
     ]
 
 
@@ -225,6 +245,7 @@ def _compared(
     alone: Sequence[list[Load]],
     beside: Sequence[list[Load]],
     figure: Callable[[Load], float],
+    bar: float | None = None,
 ) -> list[Row]:
     """Return the rows of a figure of each window's first load, alone and beside images. ``name``
     has braces where this is said."""
@@ -233,7 +254,7 @@ def _compared(
     return [
         row_of(name.format(" alone"), before, "ms"),
         row_of(name.format(" beside images"), then, "ms"),
-        row_of(name.format(" against alone"), ratios, "×", bar=BAR_BESIDE),
+        row_of(name.format(" against alone"), ratios, "×", bar=bar),
     ]
 
 
