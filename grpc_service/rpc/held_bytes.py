@@ -66,10 +66,10 @@ class Holding:
     ``evict`` ends the call, or the connection. ``grow`` enlarges the request's window; None for an
     answer and for output.
     ``changed_at`` is when ``num_bytes`` last changed, in the clock's seconds. ``num_missing`` are
-    the bytes that an incomplete request lacks.
+    the bytes that an incomplete request lacks. Nothing is counted once it ``is_closed``.
     """
 
-    __slots__ = ("changed_at", "evict", "grow", "holder", "num_bytes", "num_missing")
+    __slots__ = ("changed_at", "evict", "grow", "holder", "is_closed", "num_bytes", "num_missing")
 
     def __init__(
         self, holder: Holder, evict: Callable[[], None], grow: Callable[[], None] | None = None
@@ -80,6 +80,7 @@ class Holding:
         self.num_bytes = 0
         self.num_missing = 0
         self.changed_at = 0.0
+        self.is_closed = False
 
 
 class HeldBytes:
@@ -105,7 +106,7 @@ class HeldBytes:
     def set_bytes(self, holding: Holding, num_bytes: int) -> None:
         """Note how many bytes a holding has now. Calls may end, this one's too."""
         change = num_bytes - holding.num_bytes
-        if not change:
+        if not change or holding.is_closed:
             return
         now = self._clock()
         if (change > 0) == (holding.grow is not None):  # a request grows, or an answer shrinks
@@ -121,6 +122,7 @@ class HeldBytes:
         """Count nothing for a holding any more. It forgets whom it would end: the two refer to each
         other, and Python looks for such garbage seldom."""
         self.set_bytes(holding, 0)
+        holding.is_closed = True
         holding.evict = holding.grow = lambda: None
 
     def ask_to_grow(self, holding: Holding, num_missing: int = 0) -> None:

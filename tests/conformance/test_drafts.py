@@ -278,7 +278,7 @@ def test_growing_sequences_are_drafted_like_whole_ones(tokens, most, data):
     while end < len(tokens):
         end = min(len(tokens), end + data.draw(st.integers(1, 90)))
         begun = tokens[:end]
-        rests = end < grown._rests_until
+        rests = end < grown._rests_until and end == grown._size + 1
         draft = grown.draft(begun, [], most)
         if rests:
             assert draft == []
@@ -307,8 +307,25 @@ def test_a_text_that_repeats_nothing_is_looked_up_seldom_and_its_first_repetitio
         if draft := one.draft(tokens, [], 8):
             break
     assert draft == list(range(token + 1, token + 9))
-    tokens.append(token + 1)
-    assert one.draft(tokens, [], 8) == list(range(token + 2, token + 10))
+    tokens += draft[:2]  # one of them was accepted
+    assert one.draft(tokens, [], 8) == list(range(token + 3, token + 11))
+
+
+def test_drafts_that_nobody_takes_are_looked_up_at_each_fourth_token(monkeypatch):
+    """Red if what is found counts, although it is not tried or not accepted. As soon as a draft is
+    accepted, there is one behind each token again."""
+    num_found, real = [], LookUp._found
+    monkeypatch.setattr(LookUp, "_found", lambda *args: num_found.append(1) or real(*args))
+    one, tokens = LookUp(), [*range(10)]
+    for index in range(400):
+        tokens.append(index % 10)
+        one.draft(tokens, [], 8)
+    assert 100 < len(num_found) < 120
+    while not one.draft(tokens, [], 8):
+        tokens.append(len(tokens) % 10)
+    for _ in range(3):
+        tokens += [len(tokens) % 10, (len(tokens) + 1) % 10]
+        assert one.draft(tokens, [], 8)[0] == len(tokens) % 10
 
 
 def test_the_memory_of_a_look_up_is_bounded():

@@ -67,6 +67,7 @@ BAR_MODEL = 0.97
 WITHOUT_ADAPTING = 3  # tokens that the draft model drafts in each step then
 STORY_TOKENS = 200
 SAMPLES = 1200  # unseeded answers of each engine
+ROUNDS = 4  # of eight streams of the story model, which last a quarter of a second
 AT_ONCE = 4  # of them; few enough to be drafted
 CRITICAL = {  # of chi-squared at 0.001, by degrees of freedom
     **{1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88},
@@ -150,17 +151,23 @@ def both(model: str, drafter: type | None = None, **fields: Any) -> Iterator[lis
 
 
 def compare(
-    name: str, engines: Sequence[Engine], requests: Sequence[GenerateRequest], bar: float | None
+    name: str,
+    engines: Sequence[Engine],
+    requests: Sequence[GenerateRequest],
+    bar: float | None,
+    rounds: int = 1,
 ) -> list[Row]:
-    """Return the rows of tokens per second with drafts, and of their ratio to those without."""
+    """Return the rows of tokens per second with drafts, and of their ratio to those without. Each
+    measurement is the mean of so many ``rounds``."""
     accepted: list[int] = []
     drafted: list[int] = []
 
     def measure(engine: Engine) -> tuple[float, list[list[int]]]:
-        rate, found, *counts = ask(engine, requests)
-        accepted.append(counts[0])
-        drafted.append(counts[1])
-        return rate, found
+        seen = [ask(engine, requests) for _ in range(rounds)]
+        rates, found, *counts = zip(*seen, strict=True)
+        accepted.append(counts[0][-1])
+        drafted.append(counts[1][-1])
+        return sum(rates) / rounds, found[-1]
 
     off, on = repeat_in_turn([partial(measure, engine) for engine in engines])
     # In bfloat16, what a step computes beside a prompt may flip a near-tie of its tokens (D10).
@@ -301,7 +308,8 @@ def by_model(wanted: re.Pattern[str]) -> Iterator[Row]:
                     GenerateRequest(text=text, sampling=SamplingParams(**sampling))
                     for text in texts
                 ]
-                rows = compare(f"{name} {index + 1}", engines, requests, None)
+                rounds = ROUNDS if len(requests) > 1 else 1
+                rows = compare(f"{name} {index + 1}", engines, requests, None, rounds)
                 yield from rows
                 ratios.append(rows[1].value or 0.0)
             yield of_all(name, ratios, BAR_MODEL if adapts else None)

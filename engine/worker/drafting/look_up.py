@@ -6,9 +6,11 @@ a model: edits of code, summaries, answers in a form.
 Rule 1: the memory of a sequence is bounded by two tables of `SLOTS_MAX` places, whatever its
 length; newer places overwrite older ones. Rule 2: a place that the hash finds is compared with the
 tokens themselves, so that a collision gives no draft instead of a foreign one. Rule 3: a token's
-cost does not depend on the length of the text. Rule 4: after each `MISSES` look-ups in turn that
-found nothing, the look-up rests for one token more, up to `REST_MAX`: with a look-up at each token,
-eight plain stories at once spent 1.6 % of their time on look-ups.
+cost does not depend on the length of the text. Rule 4: after each `MISSES` look-ups in turn behind
+which the sequence grew by a single token, the look-up rests for one token more: up to `REST_MAX` if
+it found nothing, and up to `IDLE_REST_MAX` if what it found was not accepted, or not even tried
+because that would not pay. With a look-up at each token, eight plain stories at once spent 1.6 % of
+their time on look-ups.
 
 Source: prompt look-up decoding (A. Saxena, 2023), and llama.cpp's n-gram drafts.
 """
@@ -29,6 +31,7 @@ LONG, SHORT = 5, 3  # tokens that must stand there as they stand at the end; gue
 SHORT_DRAFT_MAX = 3  # guess: three equal tokens say less about what follows than five
 SLOTS_MIN, SLOTS_MAX = 1 << 8, 1 << 14  # of a table; 16,384 places are 64 KiB
 MISSES, REST_MAX = 4, 15  # guess: a text that begins to repeat itself is found 16 tokens later
+IDLE_REST_MAX = 3  # guess: of 16 drafts that do not pay, the core tries one
 BULK = 64  # guess: so many new tokens are indexed by numpy at once
 # Odd numbers below 2**31; a product with a token id fits int64. Source: the fractional parts of the
 # golden ratio and of the square roots of 2, 3 and 5.
@@ -39,33 +42,37 @@ class LookUp:
     """Where each three and each five of a sequence's tokens stood last. It is given the whole
     sequence at each call, which only grows."""
 
-    __slots__ = ("_long", "_num_missed", "_num_seen", "_rests_until", "_short", "_slots_at_end")
+    __slots__ = ("_long", "_num_missed", "_num_seen", "_rests_until", "_short", "_size")
 
     def __init__(self) -> None:
         self._num_seen = 0
         self._long = self._short = array("i")
-        self._slots_at_end: tuple[int, int] | None = None  # of the last tokens that were seen
-        self._num_missed = 0  # look-ups in turn that found nothing
+        self._size = 0  # of the sequence at the last call
+        self._num_missed = 0  # look-ups since the sequence last grew by several tokens
         self._rests_until = 0  # the least length of the sequence at the next look-up
 
     def draft(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
         """Return up to ``most`` tokens that may follow ``tokens`` and then ``behind``, which are
         guesses themselves. The list is empty if the last tokens have not stood before, or if the
         look-up rests (Rule 4)."""
-        if len(tokens) < self._rests_until and not behind:
+        size, before = len(tokens), self._size
+        self._size = size
+        if size > before + 1:
+            self._num_missed = 0
+        elif size < self._rests_until and not behind:
             return []
         self._index(tokens)
         found = self._found(tokens, behind, most)
-        self._num_missed = 0 if found else self._num_missed + 1
-        self._rests_until = len(tokens) + 1 + min(self._num_missed // MISSES, REST_MAX)
+        self._num_missed += 1
+        rest_max = IDLE_REST_MAX if found else REST_MAX
+        self._rests_until = size + 1 + min(self._num_missed // MISSES, rest_max)
         return found
 
     def _found(self, tokens: Sequence[int], behind: Sequence[int], most: int) -> list[int]:
         last = [*tokens[-LONG:], *behind][-LONG:] if behind else list(tokens[-LONG:])
         if len(last) < SHORT:
             return []
-        long, short = slots = _slots(last, len(self._long) - 1)
-        self._slots_at_end = None if behind else slots
+        long, short = _slots(last, len(self._long) - 1)
         place = self._long[long] if len(last) == LONG else 0
         if place and list(tokens[place - LONG : place]) == last:
             return _continued(tokens, place, behind, most)
@@ -80,20 +87,25 @@ class LookUp:
         if end > len(self._long) // 2 and len(self._long) < SLOTS_MAX:
             size = min(SLOTS_MAX, max(SLOTS_MIN, 1 << (2 * end).bit_length()))
             self._long, self._short = array("i", bytes(4 * size)), array("i", bytes(4 * size))
-            self._num_seen, self._slots_at_end = 0, None
+            self._num_seen = 0
         begin, self._num_seen = self._num_seen, end
         first = max(begin, SHORT)
         if end - first > BULK:
             _index_many(self._long, tokens, max(first, LONG, end - SLOTS_MAX), end, LONG)
             _index_many(self._short, tokens, max(first, end - SLOTS_MAX), end, SHORT)
             return
-        mask, known = len(self._long) - 1, self._slots_at_end
-        for place in range(first, end):
-            long, short = known or _slots(tokens[max(0, place - LONG) : place], mask)
-            known = None  # it is the slots of the first place, where the last call ended
-            if place >= LONG:
-                self._long[long] = place
-            self._short[short] = place
+        longs, shorts, mask = self._long, self._short, len(self._long) - 1
+        for place in range(first, min(LONG, end)):
+            shorts[_slots(tokens[:place], mask)[1]] = place
+        first = max(first, LONG)
+        a, b, c, d = tokens[first - LONG : first - 1] if first < end else (0, 0, 0, 0)
+        for place in range(first, end):  # `_slots`, written out: each token passes here
+            e = tokens[place - 1]
+            short = c * F2 + d * F3 + e * F4
+            long = a * F0 + b * F1 + short
+            longs[(long ^ (long >> 17)) & mask] = place
+            shorts[(short ^ (short >> 17)) & mask] = place
+            a, b, c, d = b, c, d, e
 
 
 def _continued(tokens: Sequence[int], place: int, behind: Sequence[int], most: int) -> list[int]:

@@ -568,3 +568,17 @@ async def test_output_that_a_client_does_not_take_counts_and_ends_its_connection
             client.leave()
         await trio.testing.wait_all_tasks_blocked()
         assert held.num_bytes == 0
+
+
+def test_nothing_is_counted_for_what_has_ended():
+    """A connection's writer may still report what was sent of an answer in the turn in which its
+    call was cancelled. Counted then, the bytes would be missing for ever."""
+    room = Room()
+    answer, other = room.holding(is_request=False), room.holding()
+    room.held.set_bytes(answer, 60)
+    room.held.close(answer)
+    room.held.set_bytes(answer, 40)
+    assert room.held.num_bytes == answer.holder.num_bytes == 0
+    room.held.set_bytes(other, 100)
+    assert not room.held.is_short
+    assert room.evicted == []
