@@ -42,8 +42,9 @@ PYTHON = [sys.executable, "-W", "ignore"]
 UNIT = [
     f"tests/unit/test_{name}.py"
     for name in (
-        *("backoff", "encode_scheduler", "invariants", "lifecycle", "prefix", "rate"),
-        *("routing", "scheduler", "types"),
+        *("backoff", "decode_pace", "drafts", "encode_scheduler", "image_scheduler", "invariants"),
+        *("lifecycle", "moving", "prefix", "prompt_images", "rate", "routing", "scheduler"),
+        *("states", "types"),
     )
 ]
 COMMANDS = (

@@ -165,8 +165,12 @@ def test_longrope_serves_its_original_length_and_refuses_more():
     config = rotary("longrope", original_max_position_embeddings=600)
     assert context_limit(config, None) == 600
     assert context_limit(config, 600) == 600
-    with pytest.raises(Refusal, match="601 is more than the original length of its longrope"):
+    with pytest.raises(Refusal) as refused:
         context_limit(config, 601)
+    assert str(refused.value) == (
+        "max_model_len 601 is more than the original length of its longrope embedding, 600; give "
+        "--max-model-len 600 or less, or leave it out"
+    )
 
 
 def test_a_length_beyond_the_models_is_refused():

@@ -2,15 +2,17 @@
 user's cache.
 
 The shapes are those of `tools.make_model`, in bfloat16, with a context of 8,192. ``thin`` has
-s135's vocabulary and a tiny model, to measure what a step costs outside of the model.
+s135's vocabulary and a tiny model, to measure what a step costs outside of the model. ``lfm350``
+has the shape of LFM2-350M: six of its 16 layers have attention, the others short convolutions.
+``moe850`` is a mixture of 850 million parameters with the widths of Granite 3.1's 1B-A400M.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from tools.bench.peers.environments import PEERS, cache_folder
 from tools.bench.wire import ROOT
@@ -30,6 +32,7 @@ class Model:
     name: str
     arch: str
     shape: Shape
+    extra: dict[str, Any] = field(default_factory=dict)  # further fields of its config
 
     @property
     def directory(self) -> Path:
@@ -37,6 +40,18 @@ class Model:
         return cache_folder("triolet-bench") / f"{self.name}-bf16-v{FORMAT}"
 
 
+WITH_ATTENTION = (2, 5, 8, 10, 12, 14)  # LFM2's layers
+HYBRID: dict[str, Any] = {
+    "layer_types": ["full_attention" if layer in WITH_ATTENTION else "conv" for layer in range(16)],
+    "conv_L_cache": 3,
+    "block_auto_adjust_ff_dim": False,
+}
+MIXTURE: dict[str, Any] = {
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
 MODELS = {
     model.name: model
     for model in (
@@ -44,6 +59,8 @@ MODELS = {
         Model("q05", "qwen2", replace(PRESETS["q05"], max_len=MAX_LEN)),
         # Small, and with heads that two processes can share.
         Model("d40", "llama", Shape(12, 512, 8, 4, 1536, 8192, MAX_LEN)),
+        Model("lfm350", "lfm2", Shape(16, 1024, 16, 8, 4608, 65536, MAX_LEN), HYBRID),
+        Model("moe850", "qwen3_moe", Shape(16, 1024, 16, 8, 512, 49152, MAX_LEN), MIXTURE),
         Model("thin", "llama", Shape(1, 64, 2, 1, 128, 49152, MAX_LEN)),
     )
 }
@@ -54,7 +71,7 @@ def checkpoint(name: str) -> Path:
     model = MODELS[name]
     if not (model.directory / "complete").exists():
         print(f"writing {model.directory}", file=sys.stderr)
-        make(model.directory, model.arch, model.shape, dtype="bfloat16")
+        make(model.directory, model.arch, model.shape, dtype="bfloat16", extra=model.extra)
         (model.directory / "complete").touch()
     return model.directory
 

@@ -2,10 +2,11 @@
 
 Each engine is a process of its own with the same random-weight checkpoint in bfloat16, the same
 prompt ids, greedy sampling and `THREADS` threads. They take turns, and an engine that waits for its
-turn is stopped. The top of an engine's file in `tools/bench/peers` says what is on its clock: for
-ours plan, execute and commit, and the same for vLLM; llama.cpp and transformers have no scheduler
-and make no text. Decode: every sequence gets `STEPS` more tokens, beginning at the named context.
-Prefill: prompts that no cache has, until each has its first token.
+turn is stopped. ``s135`` and ``q05`` are dense models, ``lfm350`` is a hybrid and ``moe850`` a
+mixture (`tools.bench.checkpoints`). The top of an engine's file in `tools/bench/peers` says what is
+on its clock: for ours plan, execute and commit, and the same for vLLM; llama.cpp and transformers
+have no scheduler and make no text. Decode: every sequence gets `STEPS` more tokens, beginning at
+the named context. Prefill: prompts that no cache has, until each has its first token.
 
 Further rows are a step while two other processes keep both cores busy, and the cost of a step
 outside the model (packing, sampling, text) by rows and by context, with a tiny model.
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 MEASURES = ("engine/core", "engine/worker", "engine/kernels")
 
-SHAPES = ("s135", "q05")
+SHAPES = ("s135", "q05", "lfm350", "moe850")
+AT_LENGTH = ("s135", "q05")  # also measured at a long context
 COMPARED = ("llama.cpp", "vllm", "transformers")
 THREADS = 2
 STEPS = 32
@@ -80,7 +82,8 @@ def cases() -> list[Case]:
     for shape in SHAPES:
         found += [Case(shape, "decode", batch, 129, bar) for batch, bar in BARS.items()]
         found += [Case(shape, "prefill", *size, BAR_PREFILL) for size in ((1, 1024), (8, 128))]
-        found += [Case(shape, "decode", batch, 4097, None) for batch in (1, 8)]
+        if shape in AT_LENGTH:
+            found += [Case(shape, "decode", batch, 4097, None) for batch in (1, 8)]
     return found
 
 

@@ -199,7 +199,10 @@ def context_limit(config: Any, requested: int | None) -> int:
     if requested is None:
         return limit
     if requested > limit:
-        raise Refusal(f"max_model_len {requested} is more than {why}, {limit}")
+        raise Refusal(
+            f"max_model_len {requested} is more than {why}, {limit}; give --max-model-len {limit} "
+            "or less, or leave it out"
+        )
     return requested
 
 

@@ -55,12 +55,14 @@ class LlamaCppEngine:
         key = (len(prompts), length)
         context = self._context(*key)
         memory = llama_cpp.llama_get_memory(context)
-        if self._kept.get(key) != prompts:
+        is_kept = self._kept.get(key) == prompts and all(
+            llama_cpp.llama_memory_seq_rm(memory, sequence, length - 1, -1)
+            for sequence in range(len(prompts))
+        )  # the states of a recurrent model cannot be taken back to an earlier token
+        if not is_kept:
             llama_cpp.llama_memory_clear(memory, False)
             self._fill(context, [prompt[:-1] for prompt in prompts])
             self._kept[key] = prompts
-        for sequence in range(len(prompts)):
-            llama_cpp.llama_memory_seq_rm(memory, sequence, length - 1, -1)
         first = tokens = self._next(context, [prompt[-1] for prompt in prompts], length - 1)
         start = time.perf_counter()
         for step in range(steps):

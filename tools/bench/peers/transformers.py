@@ -6,6 +6,7 @@ On the clock: the forward and the argmax of the last positions. There is no sche
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import Any
 
@@ -28,13 +29,10 @@ class StockEngine:
     @torch.inference_mode()
     def decode(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
         """Measure a decode, as `tools.bench.peers.asked.Engine` says."""
-        length = len(prompts[0])
         if self._kept is None or self._kept[0] != prompts:
             self._kept = (prompts, self._filled([prompt[:-1] for prompt in prompts]))
-        cache = self._kept[1]
-        beyond = cache.get_seq_length() - (length - 1)
-        if beyond:
-            cache.crop(-beyond)
+        # A copy, because the states of a recurrent model cannot be taken back to an earlier token.
+        cache = copy.deepcopy(self._kept[1])
         last = torch.tensor([prompt[-1:] for prompt in prompts])
         first = token = self._next(last, cache)
         start = time.perf_counter()

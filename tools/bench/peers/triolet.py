@@ -44,6 +44,7 @@ class TrioletEngine:
             quantization=settings.get("quantization", "none"),
             tp=settings.get("tp", 1),
             runner=settings.get("runner", "thread"),
+            speculation="off",  # a step is one token of each sequence, as in the other engines
         )
         config = EngineConfig(
             models=(model,),
@@ -64,6 +65,7 @@ class TrioletEngine:
                 max_model_len=info.max_model_len,
                 max_num_seqs=settings["seqs"],
                 max_num_batched_tokens=TOKENS_AT_ONCE,
+                num_states=info.num_states,
             )
         )
         self._names = itertools.count()
