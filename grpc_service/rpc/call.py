@@ -96,7 +96,9 @@ class Call:
         encoding = headers.get(b"grpc-encoding", b"identity")
         path = headers.get(b":path", b"").decode("latin-1")
         self.method = path[1:] if path[:1] == "/" else ""
-        self.request = RequestBody(stream, connection, encoding, self._wake, self.method)
+        self.request = RequestBody(
+            stream, connection, encoding, self._touch, self._wake, self.method
+        )
         self.encoding = encoding.decode("latin-1") if encoding in COMPRESSIONS else ""
         self._accepted = {*headers.get(b"grpc-accept-encoding", b"").replace(b" ", b"").split(b",")}
         self._accepted.add(encoding)
@@ -115,7 +117,7 @@ class Call:
                     self.deadline = trio.current_time() + timeout_of(value)
             self.metadata = metadata_of(stream.headers)
         except RpcError as fault:
-            self.fault = fault.with_traceback(None)  # it refers to this object
+            self.fault = fault.with_traceback(None)  # the traceback refers to this object
         self.refusal = refusal_of(headers)
         self.peer = connection.peer
         self.code: StatusCode | None = None

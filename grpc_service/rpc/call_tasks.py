@@ -101,7 +101,7 @@ class CallTasks:
             try:
                 await call.wait_for_window()
             except RpcError as fault:
-                call.fault = fault.with_traceback(None)  # it refers to the call
+                call.fault = fault.with_traceback(None)  # the traceback refers to the call
         is_useless = bool(call.refusal or call.fault)
         self._num_useless += is_useless
         try:

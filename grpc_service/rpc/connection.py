@@ -136,7 +136,7 @@ class Connection:
                     await self._end_calls()
                     nursery.cancel_scope.cancel(reason="the connection has ended")
         finally:
-            # Nothing that belongs to this object refers to it then: no cycle needs the collector.
+            # What belongs to this object drops its references to it, so that no cycle is left.
             self.http2.close()
             self.held.close(self._output)
             del self._calls

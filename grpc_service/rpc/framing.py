@@ -28,8 +28,9 @@ COMPRESSIONS = frozenset(_WINDOW_BITS)
 INFLATION_FREE = 16
 DECOMPRESSED_PART_BYTES = 2**16  # takes about a quarter of a millisecond
 _COMPRESSED_PART_BYTES = 2**14  # zlib copies what it has not used yet
-# What is incomplete is kept in blocks of this size. Large buffers that grow side by side leave
-# holes in a process's memory, which nothing fills (`python -m tools.bench abuse`).
+# The buffer of a body is emptied into a block of the heap when it has this many bytes, and blocks
+# into a segment, which is a memory mapping of its own. Buffers that grow side by side, and blocks
+# that are freed, leave holes in the heap, which nothing fills (`python -m tools.bench abuse`).
 _BLOCK_BYTES = 2**14
 _SEGMENT_BYTES = 2**20
 _LEVEL = 1  # higher ones take several times as long for some per cent
@@ -42,17 +43,15 @@ def compressor(encoding: str) -> zlib._Compress:
 
 
 class _Pieces:
-    """The first ``num_bytes`` of a message, in pieces.
-
-    Each mebibyte of them is moved into a mapping of its own, which the system gets back as soon as
-    it is not needed. Freed blocks of the heap stay with the process: most of 16 MiB did.
+    """The first ``num_bytes`` of a message. Segments hold what came first, and blocks what came
+    since the last segment was made. A segment's memory returns to the system when it is dropped.
     """
 
     __slots__ = ("_blocks", "_num_in_blocks", "_segments", "num_bytes")
 
     def __init__(self) -> None:
         self._segments: list[mmap.mmap] = []
-        self._blocks: list[bytes] = []  # that follow them
+        self._blocks: list[bytes] = []
         self._num_in_blocks = 0
         self.num_bytes = 0
 
@@ -96,8 +95,8 @@ class MessageReader:
     """
 
     __slots__ = (
-        *("_blocks", "_buffer", "_decompressed", "_encoding", "_free_bytes", "_is_compressed"),
-        *("_limit", "_missing", "_num_compressed", "_parts", "_waiting_bytes"),
+        *("_buffer", "_encoding", "_free_bytes", "_is_compressed", "_limit", "_missing"),
+        *("_num_compressed", "_parts", "_pieces", "_waiting_bytes"),
         *("error", "inflated_bytes", "messages"),
     )
 
@@ -105,13 +104,13 @@ class MessageReader:
         self._limit = limit
         self._encoding = encoding
         self._parts: Iterator[bytes] | None = None  # of the message that is being decompressed
-        self._decompressed = _Pieces()  # what there is of it
         self._num_compressed = 0  # its size as it came
         self._free_bytes = 0  # that it may still have without being called inflated
         self.inflated_bytes = 0
         self._buffer = bytearray()  # what has come last
         self._missing: int | None = None  # bytes of the message whose prefix has come
-        self._blocks = _Pieces()  # its first bytes
+        # Of the message whose prefix has come, or of the one that is being decompressed.
+        self._pieces = _Pieces()
         self._is_compressed = False
         self._waiting_bytes = 0
         self.messages: deque[tuple[bytes, bool]] = deque()  # each with whether it came compressed
@@ -121,8 +120,7 @@ class MessageReader:
     def num_bytes(self) -> int:
         """Bytes that are kept: of whole messages, and of one that is incomplete."""
         num_compressed = self._num_compressed if self.is_decompressing else 0
-        num_kept = self._blocks.num_bytes + self._decompressed.num_bytes
-        num_amid = len(self._buffer) + num_kept + num_compressed
+        num_amid = len(self._buffer) + self._pieces.num_bytes + num_compressed
         if self._missing is not None:
             num_amid += PREFIX_BYTES
         return num_amid + self._waiting_bytes
@@ -201,20 +199,19 @@ class MessageReader:
         if len(buffer) < self._missing:
             if len(buffer) >= _BLOCK_BYTES:
                 self._missing -= len(buffer)
-                self._blocks.append(bytes(buffer))
+                self._pieces.append(bytes(buffer))
                 buffer.clear()
             return None
         last = bytes(buffer[: self._missing])
         del buffer[: self._missing]
         self._missing = None
-        return self._blocks.take(last)
+        return self._pieces.take(last)
 
     def _stop(self, error: RpcError) -> None:
         """Ignore what follows an error."""
         self.error = error
         self._parts = self._missing = None
-        self._decompressed.clear()
-        self._blocks.clear()
+        self._pieces.clear()
         self._buffer.clear()
 
     def _take_part(self, parts: Iterator[bytes]) -> int:
@@ -222,9 +219,9 @@ class MessageReader:
         part = next(parts, None)
         if part is None:
             self._parts = None
-            self._keep(self._decompressed.take(), is_compressed=True)
+            self._keep(self._pieces.take(), is_compressed=True)
             return 0
-        self._decompressed.append(part)
+        self._pieces.append(part)
         self.inflated_bytes += max(0, len(part) - max(0, self._free_bytes))
         self._free_bytes -= len(part)
         return len(part)

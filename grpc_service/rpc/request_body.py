@@ -6,7 +6,6 @@ meanwhile (`Connection.to_decompress`).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from grpc_service.rpc import accounts
@@ -22,19 +21,21 @@ if TYPE_CHECKING:
 
 
 class RequestBody:
-    """The body of the request on ``stream``. ``on_change`` is called when the call's task has
-    something to do: a message is whole, or the body has an error."""
+    """The body of the request on ``stream``. ``touch`` is called when the connection has something
+    to write, and ``on_change`` when the call's task has something to do: a message is whole, or the
+    body has an error."""
 
     def __init__(
         self,
         stream: Stream,
         connection: Connection,
         encoding: bytes,
+        touch: Callable[[], None],
         on_change: Callable[[], None],
         method: str = "",
     ) -> None:
         self._stream = stream
-        self._touch = partial(connection.flusher.touch, connection)
+        self._touch = touch
         self._account = connection.account
         self._to_decompress = connection.to_decompress
         self._on_change = on_change

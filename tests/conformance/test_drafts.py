@@ -307,7 +307,7 @@ def test_a_text_that_repeats_nothing_is_looked_up_seldom_and_its_first_repetitio
         if draft := one.draft(tokens, [], 8):
             break
     assert draft == list(range(token + 1, token + 9))
-    tokens += draft[:2]  # one of them was accepted
+    tokens += draft[:2]  # growth by more than one token says that a draft was accepted
     assert one.draft(tokens, [], 8) == list(range(token + 3, token + 11))
 
 

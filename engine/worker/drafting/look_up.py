@@ -31,7 +31,7 @@ LONG, SHORT = 5, 3  # tokens that must stand there as they stand at the end; gue
 SHORT_DRAFT_MAX = 3  # guess: three equal tokens say less about what follows than five
 SLOTS_MIN, SLOTS_MAX = 1 << 8, 1 << 14  # of a table; 16,384 places are 64 KiB
 MISSES, REST_MAX = 4, 15  # guess: a text that begins to repeat itself is found 16 tokens later
-IDLE_REST_MAX = 3  # guess: of 16 drafts that do not pay, the core tries one
+IDLE_REST_MAX = 3  # guess: the core then tries one draft in 64 tokens (`draft_lengths.TRY_EVERY`)
 BULK = 64  # guess: so many new tokens are indexed by numpy at once
 # Odd numbers below 2**31; a product with a token id fits int64. Source: the fractional parts of the
 # golden ratio and of the square roots of 2, 3 and 5.
@@ -94,18 +94,12 @@ class LookUp:
             _index_many(self._long, tokens, max(first, LONG, end - SLOTS_MAX), end, LONG)
             _index_many(self._short, tokens, max(first, end - SLOTS_MAX), end, SHORT)
             return
-        longs, shorts, mask = self._long, self._short, len(self._long) - 1
-        for place in range(first, min(LONG, end)):
-            shorts[_slots(tokens[:place], mask)[1]] = place
-        first = max(first, LONG)
-        a, b, c, d = tokens[first - LONG : first - 1] if first < end else (0, 0, 0, 0)
-        for place in range(first, end):  # `_slots`, written out: each token passes here
-            e = tokens[place - 1]
-            short = c * F2 + d * F3 + e * F4
-            long = a * F0 + b * F1 + short
-            longs[(long ^ (long >> 17)) & mask] = place
-            shorts[(short ^ (short >> 17)) & mask] = place
-            a, b, c, d = b, c, d, e
+        mask = len(self._long) - 1
+        for place in range(first, end):
+            long, short = _slots(tokens[max(0, place - LONG) : place], mask)
+            self._short[short] = place
+            if place >= LONG:
+                self._long[long] = place
 
 
 def _continued(tokens: Sequence[int], place: int, behind: Sequence[int], most: int) -> list[int]:
