@@ -117,6 +117,7 @@ LEVELS = frozenset(
     {
         *("running", "waiting", "parked", "ending", "detached"),
         *("free_blocks", "total_blocks", "cached_blocks"),
+        *("free_states", "total_states", "cached_states"),
     }
 )
 
@@ -148,6 +149,9 @@ class Counts:
     memory_limit: int = 0  # bytes
     peak_waiting: int = 0  # the most in the queue at once since the load (R69)
     detached: int = 0  # Generate streams that wait for clients which lost their connections
+    free_states: int = 0  # state slots of models with recurrent layers, as the next two
+    total_states: int = 0
+    cached_states: int = 0  # that have a snapshot
 
 
 @dataclass(frozen=True, slots=True)

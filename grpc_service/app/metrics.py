@@ -68,6 +68,11 @@ OF_COUNTS = {
     ),
     "free_blocks": _gauge("kv_blocks_free", "KV blocks that are free, including cached ones"),
     "total_blocks": _gauge("kv_blocks", "KV blocks in total"),
+    "free_states": _gauge(
+        "state_slots_free",
+        "state slots of recurrent layers that are free, including those with snapshots",
+    ),
+    "total_states": _gauge("state_slots", "state slots in total"),
     "prefix_queries": _counter("prefix_cache_queries_total", "prompt tokens looked up"),
     "prefix_hits": _counter("prefix_cache_hits_total", "prompt tokens found, and not computed"),
     "preemptions": _counter("num_preemptions_total", "sequences that lost their blocks"),

@@ -33,9 +33,10 @@ def lines_of(answer: control_pb2.GetStatsResponse) -> Iterator[str]:
         state = common_pb2.ReplicaState.Name(entry.state).removeprefix("REPLICA_STATE_")
         state += paused_text(entry)
         blocks = f", {entry.free_blocks} of {entry.total_blocks} blocks free"
+        states = f", {entry.free_states} of {entry.total_states} state slots free"
         yield (
             f"{entry.model}/{entry.replica} {state}: {entry.running} running, {entry.waiting} "
-            f"waiting{blocks if entry.total_blocks else ''}"
+            f"waiting{blocks if entry.total_blocks else ''}{states if entry.total_states else ''}"
         )
 
 
@@ -65,6 +66,12 @@ def _totals(totals: control_pb2.Totals) -> Iterator[tuple[str, str]]:
         yield (
             "prefixes",
             f"{totals.prefix_hits} of {totals.prefix_queries} tokens found ({share:.0%})",
+        )
+    if totals.total_states:
+        yield (
+            "states",
+            f"{totals.free_states} of {totals.total_states} slots free, {totals.cached_states} "
+            "snapshots",
         )
     rows = totals.step_rows_total / totals.step_count if totals.step_count else 0.0
     yield (

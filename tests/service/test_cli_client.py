@@ -206,6 +206,15 @@ def test_stats_shows_blocks_only_of_models_that_have_a_kv_pool(ask, monkeypatch)
     assert "prefixes" not in out
 
 
+def test_stats_shows_the_state_slots_of_models_with_recurrent_layers(ask, monkeypatch):
+    counts = Counts(free_blocks=7, total_blocks=9, free_states=1, total_states=4, cached_states=2)
+    hybrid = EngineStatistics(counts, (ReplicaCounts("hybrid", 0, ModelState.READY, counts),))
+    monkeypatch.setattr(fake_backend, "STATISTICS", hybrid)
+    _, out, _ = ask(FakeBackend(), "stats")
+    assert "states    1 of 4 slots free, 2 snapshots" in out
+    assert out.splitlines()[-1].endswith("7 of 9 blocks free, 1 of 4 state slots free")
+
+
 # ---- failures --------------------------------------------------------------------------------
 
 

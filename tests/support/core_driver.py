@@ -152,5 +152,6 @@ class Driver(StepDriver):
         self.scheduler.check()
         stats = self.scheduler.statistics()
         assert stats.free_blocks == stats.total_blocks
+        assert stats.free_states == stats.total_states
         assert (stats.running, stats.waiting, stats.parked, stats.ending) == (0, 0, 0, 0)
         assert self.scheduler.is_idle

@@ -257,9 +257,11 @@ def ended(channel):
 
 
 def is_idle(totals):
-    """Return whether no request lives and every block is free."""
+    """Return whether no request lives, and every block and state slot is free."""
     live = totals.running + totals.waiting + totals.parked + totals.ending
-    return not live and totals.free_blocks == totals.total_blocks > 0
+    if live or totals.free_states != totals.total_states:
+        return False
+    return totals.free_blocks == totals.total_blocks > 0
 
 
 def wait_idle(channel, timeout_s=10.0):

@@ -59,6 +59,7 @@ STATS = """
     prefix_queries:uint64 prefix_hits:uint64 step_count:uint64 step_rows_total:uint64
     preemptions:uint64 prompt_tokens_total:uint64 completion_tokens_total:uint64
     requests_total:RequestsTotal memory_reserved:uint64 memory_limit:uint64 peak_waiting:uint32
+    free_states:uint32 total_states:uint32 cached_states:uint32
 """
 
 MESSAGES = {

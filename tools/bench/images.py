@@ -12,8 +12,8 @@ request when they have the answer to the last (`tools.bench.image_loads`).
   many threads as the encoder's worker: one.
 - beside: 4 clients send photographs of both sizes in turn to "clip". Beside them, 8 clients send 16
   short texts at a time to an embedding model of MiniLM-L6's shape; or 16 streams of the shipped
-  story model are read. "One photograph's piece" is the time of a phone's photograph from its bytes
-  to its vector, alone: most of it is decoding and resizing, which cannot be interrupted.
+  story model are read. "A photograph, alone" is the time of a phone's from its bytes to its vector:
+  most of it is decoding and resizing, which cannot be interrupted.
 - same: 16 clients send 8 photographs of 640 × 480 at a time to "clip", so that each of its steps is
   full. Beside them, a client sends short texts to "clip" at random moments. The time of a full step
   is that of `triolet:step_seconds`, while images alone are sent.
@@ -187,30 +187,31 @@ def beside(address: str) -> list[Row]:
     large = partial(Load, EMBED, cycle(pictures[1::2]), 1)
     sets = [[embeds], [embeds, images], [large], [streams], [streams, images]]
     alone, mixed_with, single, read, read_beside = asyncio.run(windows(address, sets))
+    pieces = [median_ms(loads[0]) for loads in single]
     return [
-        *_compared("another model's Embed{}, p50", alone, mixed_with, median_ms, BAR_BESIDE),
+        *_compared("another model's Embed{}, p50", alone, mixed_with, median_ms),
         row_of("images beside another model's Embed", _rates(mixed_with), "images/s"),
         *_compared(f"between tokens of {STREAMS} streams{{}}, p99", read, read_beside, p99_gap_ms),
-        *_against_piece(read, single, read_beside),
+        row_of("a photograph, alone", pieces, "ms"),
+        _against_limit(f"between tokens of {STREAMS} streams", read, read_beside, pieces),
         row_of(f"images beside {STREAMS} streams", _rates(read_beside), "images/s"),
     ]
 
 
-def _against_piece(
-    alone: Sequence[list[Load]], single: Sequence[list[Load]], beside: Sequence[list[Load]]
-) -> list[Row]:
-    """Return the rows of one photograph's piece, and of the streams' gaps against it."""
-    pieces = [median_ms(loads[0]) for loads in single]
+def _against_limit(
+    name: str,
+    alone: Sequence[list[Load]],
+    beside: Sequence[list[Load]],
+    pieces: Sequence[float],
+) -> Row:
+    """Return the row of the streams' gaps beside images against what they may be: the time of an
+    image, in ``pieces`` for each window, or `BAR_BESIDE` times the gaps alone."""
     before, then = ([p99_gap_ms(loads[0]) for loads in one] for one in (alone, beside))
     shares = [
         mine / max(piece, BAR_BESIDE * other)
         for mine, other, piece in zip(then, before, pieces, strict=True)
     ]
-    name = f"between tokens of {STREAMS} streams against the piece, or {BAR_BESIDE:g} × of alone"
-    return [
-        row_of("one photograph's piece, alone", pieces, "ms"),
-        row_of(name, shares, "×", bar=1.0),
-    ]
+    return row_of(f"{name} against an image, or {BAR_BESIDE} × of alone", shares, "×", bar=1.0)
 
 
 def embed_of(model: str, **inputs: Any) -> bytes:
@@ -245,7 +246,6 @@ def _compared(
     alone: Sequence[list[Load]],
     beside: Sequence[list[Load]],
     figure: Callable[[Load], float],
-    bar: float | None = None,
 ) -> list[Row]:
     """Return the rows of a figure of each window's first load, alone and beside images. ``name``
     has braces where this is said."""
@@ -254,7 +254,7 @@ def _compared(
     return [
         row_of(name.format(" alone"), before, "ms"),
         row_of(name.format(" beside images"), then, "ms"),
-        row_of(name.format(" against alone"), ratios, "×", bar=bar),
+        row_of(name.format(" against alone"), ratios, "×", bar=BAR_BESIDE),
     ]
 
 
@@ -349,17 +349,15 @@ def seeing(address: str) -> list[Row]:
     images = partial(Load, GENERATE, asked, IMAGE_CLIENTS)
     pieces = one_piece(address, new)
     alone, beside = asyncio.run(windows(address, [[streams], [streams, images]]))
-    before, then = ([p99_gap_ms(loads[0]) for loads in one] for one in (alone, beside))
+    then = [p99_gap_ms(loads[0]) for loads in beside]
     piece = percentile(pieces, 0.5)
-    limits = [max(BAR_BESIDE * other, piece) for other in before]
-    ratios = [mine / limit for mine, limit in zip(then, limits, strict=True)]
     of_tile = [TILES * mine / piece for mine in then]
     name = f"between tokens of {STREAMS} streams of the model that sees"
     return [
         row_of("one image's piece of the model that sees", pieces, "ms"),
-        row_of(f"{name} alone, p99", before, "ms"),
+        row_of(f"{name} alone, p99", [p99_gap_ms(loads[0]) for loads in alone], "ms"),
         row_of(f"{name} beside images, p99", then, "ms"),
-        row_of(f"{name} against the piece, or {BAR_BESIDE} × of alone", ratios, "×", bar=1.0),
+        _against_limit(name, alone, beside, [piece] * len(beside)),
         row_of(f"{name} against one tile", of_tile, "×"),
         row_of("images beside streams of the model that sees", _rates(beside), "images/s"),
     ]

@@ -448,6 +448,8 @@ class Simulation:
             raise Violation(f"the telemetry has other counts: {statistics}")
         if statistics.free_blocks > statistics.total_blocks:
             raise Violation(f"more blocks free than there are: {statistics}")
+        if statistics.free_states > statistics.total_states:
+            raise Violation(f"more state slots free than there are: {statistics}")
 
     async def _look_at_tokens(self, engine: Engine) -> None:
         ids = [3, 4] * 700
@@ -805,6 +807,8 @@ class Simulation:
             raise Violation(f"{engine.detached.count} streams wait after their windows")
         if totals.total_blocks != totals.free_blocks:
             raise Violation(f"{totals.total_blocks - totals.free_blocks} blocks are held at rest")
+        if totals.total_states != totals.free_states:
+            raise Violation(f"{totals.total_states - totals.free_states} states are held at rest")
         live = (totals.running, totals.waiting, totals.parked, totals.ending, engine.num_live)
         if any(live):
             raise Violation(f"not idle at the end: {totals}")

@@ -50,8 +50,9 @@ class CoreStatistics:
     one, those that wait for their start, those parked because of their reader, and those that have
     ended while a step still uses what they hold. ``queued_tokens`` are the tokens of those that
     wait, and ``peak_waiting`` is how many have been in the queue at most. Blocks are of the KV
-    pool. The other fields count since the start; ``late_results`` are results for sequences that
-    had ended.
+    pool, and states are the state slots of a model with recurrent layers, of which
+    ``cached_states`` have a snapshot. The other fields count since the start; ``late_results`` are
+    results for sequences that had ended.
     """
 
     running: int = 0
@@ -63,6 +64,9 @@ class CoreStatistics:
     free_blocks: int = 0
     total_blocks: int = 0
     cached_blocks: int = 0
+    free_states: int = 0
+    total_states: int = 0
+    cached_states: int = 0
     step_count: int = 0
     step_rows_total: int = 0
     prompt_tokens_total: int = 0

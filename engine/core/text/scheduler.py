@@ -312,6 +312,7 @@ class Scheduler:
         """Return the counters as they stand. The time grows with the number of live requests."""
         ledger = self._ledger
         ending = sum(1 for seq in ledger.live_sequences() if seq.state is State.ENDING)
+        states = ledger.states and ledger.states.pool
         return CoreStatistics(
             running=len(ledger.running),
             waiting=len(ledger.waiting),
@@ -322,6 +323,9 @@ class Scheduler:
             free_blocks=ledger.pool.num_free,
             total_blocks=ledger.pool.num_blocks,
             cached_blocks=ledger.pool.num_cached,
+            free_states=states.num_free if states else 0,
+            total_states=states.num_blocks if states else 0,
+            cached_states=states.num_cached if states else 0,
             step_count=self._steps,
             step_rows_total=self._rows,
             prompt_tokens_total=self._prompt_tokens,

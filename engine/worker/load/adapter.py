@@ -144,7 +144,11 @@ def read_adapter(directory: str, places: Mapping[str, tuple[int, int]], head: st
         raise _damaged(error) from error
     wanted = [name for name in places if form.has(name, head)]
     if not wanted:
-        raise Refusal("its target_modules name no linear layer of the base model")
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in places}))
+        raise Refusal(
+            "its target_modules name no linear layer of the base model that an adapter may change; "
+            f"those are {names}"
+        )
     parts = {name: _part(tensors, name, places[name], form) for name in wanted}
     if copies := [name for name in tensors if BASE_COPY in name]:
         raise Refusal(

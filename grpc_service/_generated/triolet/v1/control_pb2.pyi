@@ -68,7 +68,7 @@ class RequestsTotal(_message.Message):
     def __init__(self, finished: _Optional[int] = ..., cancelled: _Optional[int] = ..., deadline: _Optional[int] = ..., aborted: _Optional[int] = ..., stalled: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "peak_waiting", "detached")
+    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "peak_waiting", "detached", "free_states", "total_states", "cached_states")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +89,9 @@ class Totals(_message.Message):
     MEMORY_LIMIT_FIELD_NUMBER: _ClassVar[int]
     PEAK_WAITING_FIELD_NUMBER: _ClassVar[int]
     DETACHED_FIELD_NUMBER: _ClassVar[int]
+    FREE_STATES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STATES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_STATES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     parked: int
@@ -109,10 +112,13 @@ class Totals(_message.Message):
     memory_limit: int
     peak_waiting: int
     detached: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., peak_waiting: _Optional[int] = ..., detached: _Optional[int] = ...) -> None: ...
+    free_states: int
+    total_states: int
+    cached_states: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., peak_waiting: _Optional[int] = ..., detached: _Optional[int] = ..., free_states: _Optional[int] = ..., total_states: _Optional[int] = ..., cached_states: _Optional[int] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
-    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "model", "replica", "state", "pause", "peak_waiting")
+    __slots__ = ("running", "waiting", "parked", "ending", "unread_calls", "free_blocks", "total_blocks", "cached_blocks", "prefix_queries", "prefix_hits", "step_count", "step_rows_total", "preemptions", "prompt_tokens_total", "completion_tokens_total", "requests_total", "memory_reserved", "memory_limit", "model", "replica", "state", "pause", "peak_waiting", "free_states", "total_states", "cached_states")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +142,9 @@ class ReplicaStats(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     PAUSE_FIELD_NUMBER: _ClassVar[int]
     PEAK_WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_STATES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STATES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_STATES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     parked: int
@@ -159,7 +168,10 @@ class ReplicaStats(_message.Message):
     state: _common_pb2.ReplicaState
     pause: PauseMode
     peak_waiting: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., model: _Optional[str] = ..., replica: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ReplicaState, str]] = ..., pause: _Optional[_Union[PauseMode, str]] = ..., peak_waiting: _Optional[int] = ...) -> None: ...
+    free_states: int
+    total_states: int
+    cached_states: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., parked: _Optional[int] = ..., ending: _Optional[int] = ..., unread_calls: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., step_count: _Optional[int] = ..., step_rows_total: _Optional[int] = ..., preemptions: _Optional[int] = ..., prompt_tokens_total: _Optional[int] = ..., completion_tokens_total: _Optional[int] = ..., requests_total: _Optional[_Union[RequestsTotal, _Mapping]] = ..., memory_reserved: _Optional[int] = ..., memory_limit: _Optional[int] = ..., model: _Optional[str] = ..., replica: _Optional[int] = ..., state: _Optional[_Union[_common_pb2.ReplicaState, str]] = ..., pause: _Optional[_Union[PauseMode, str]] = ..., peak_waiting: _Optional[int] = ..., free_states: _Optional[int] = ..., total_states: _Optional[int] = ..., cached_states: _Optional[int] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("mode", "model")
