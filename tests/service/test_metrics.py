@@ -272,6 +272,7 @@ def a_step_that_hangs(server):
 
 
 SLOW = {"script": {"step_s": 0.02}, "runner": {"max_model_len": 4096}}
+WITH_STATES = {"num_states": 64}
 WITH_ADAPTER = {
     "models": [{"name": "fake", "adapters": [{"name": "sql", "directory": "/sql"}]}],
     "script": {"step_s": 0.02, "adapters": {"/sql": "sql"}},
@@ -291,7 +292,10 @@ CAUSES = {
         },
         {},
     ),
-    a_running_request: ({"num_requests_running", "kv_cache_usage_perc", "kv_blocks_free"}, SLOW),
+    a_running_request: (
+        {"num_requests_running", "kv_cache_usage_perc", "kv_blocks_free", "state_slots_free"},
+        SLOW | {"runner": SLOW["runner"] | WITH_STATES},
+    ),
     a_running_request_of_an_adapter: ({"adapter_requests_running"}, WITH_ADAPTER),
     a_finished_request_of_an_adapter: (
         {"adapter_requests_total", "adapter_generation_tokens_total"},
@@ -320,8 +324,8 @@ CAUSES = {
     a_missed_deadline: ({"deadline_missed_total"}, SLOW),
     a_drain: ({"drain_remaining_requests"}, SLOW),
     the_first_use_of_a_lazy_model: (
-        {"kv_blocks", "memory_reserved_bytes"},
-        {"models": [{"name": "fake", "lazy": True}]},
+        {"kv_blocks", "state_slots", "memory_reserved_bytes"},
+        {"models": [{"name": "fake", "lazy": True}], "runner": WITH_STATES},
     ),
     the_first_use_of_a_model_with_a_process: (
         {"worker_resident_bytes"},

@@ -7,7 +7,7 @@ import pytest
 from engine.config import SchedulerConfig
 from engine.core.text.snapshots import end_of_chunk
 from engine.core.text.states import States, StepStates
-from engine.core.text.types import Sampling
+from engine.core.text.types import PromptImage, Sampling
 from engine.errors import ConfigError
 from tests.support.core_driver import Driver, make_request
 
@@ -123,3 +123,18 @@ def test_a_parked_sequence_gives_its_slot_to_one_that_would_start():
     assert driver.scheduler.statistics().running == 1
     driver.run()
     driver.check_tokens()
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_no_snapshot_cuts_an_image_that_one_step_computes_as_a_whole(start):
+    """The fake worker raises KvMismatch for a chunk that ends inside of one. The border at which an
+    equal prompt would go on is inside of this image, which ends the prompt."""
+    driver = Driver(
+        num_blocks=64, block_size=4, max_num_seqs=2, num_states=4, max_num_batched_tokens=32,
+    )  # fmt: skip
+    image = PromptImage(start, 14 - start, 5, b"a", is_whole=True)
+    prompt = [50] * start + [99] * (14 - start)
+    driver.submit(make_request("r", prompt, max_tokens=3, images=(image,)))
+    driver.run()
+    driver.check_tokens()
+    driver.check_idle()

@@ -37,12 +37,16 @@ def end_of_chunk(start: int, end: int, size: int, *, branch: int, last: int) -> 
 
 
 def cut_chunk(ledger: Ledger, seq: Sequence, count: int) -> int:
-    """Return how many of the next ``count`` tokens the sequence's next chunk has."""
+    """Return how many of the next ``count`` tokens the sequence's next chunk has. A snapshot inside
+    of an image that one step computes as a whole is given up."""
     if not ledger.keys.uses_cache(seq.live.request):
         return count
     start, size = seq.num_computed, ledger.config.block_size
     last = (seq.num_tokens - 1) // size * size
-    return end_of_chunk(start, start + count, size, branch=seq.branch, last=last) - start
+    end = end_of_chunk(start, start + count, size, branch=seq.branch, last=last)
+    if any(image.is_whole and image.is_inside(end) for image in seq.live.request.images):
+        return count
+    return end - start
 
 
 def begin(
