@@ -28,9 +28,12 @@ GROUPS = 5
 
 @pytest.fixture(scope="module")
 def eng():
-    """Return an engine with the model."""
+    """Return an engine whose model is ready. While it loads, nothing else of transformers may load
+    in this process: each `from_pretrained` takes `tie_weights` away from all models meanwhile, and
+    of two that overlap, the last one may not give it back."""
     config = engine.EngineConfig(models=(engine.ModelConfig("demo-clip"),))
     with engine.blocking.open_engine(config) as one:
+        one.wait_ready()
         yield one
 
 
