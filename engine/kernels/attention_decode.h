@@ -149,7 +149,7 @@ static void add_values(const bf16 *const *values, long offset, const bf16 *weigh
         pair_up<VECTORS>(values[j] + offset, values[j + 1] + offset, pairs);
 #pragma GCC unroll 4
         for (int h = 0; h < HEADS; h++) {
-            const uint32_t pair = load_as<uint32_t>(weights + h * PART + j);
+            const u16v pair = splat_pair(weights + h * PART + j);
 #pragma GCC unroll 4
             for (int c = 0; c < VECTORS; c++)
                 sums.of[h][c] = add_pairs(sums.of[h][c], pairs[c], pair);

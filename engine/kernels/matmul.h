@@ -68,7 +68,7 @@ static inline void fetch(const T *panels, long stride, long at) {
 // Computes a block. In each step of its loop it also fetches a line of each of FETCHED panels from
 // ``next`` on, which are as far apart as its own.
 template <int ROWS, int PANELS, int FETCHED = 0>
-static void block(const float *x, long ldx, const float *w, long stride, long begin, long end,
+TRIOLET_APART static void block(const float *x, long ldx, const float *w, long stride, long begin, long end,
                   float *out, long ldo, bool is_more, const float *next = nullptr) {
     Sums<ROWS, PANELS> sums;
     sums.begin(out, ldo, is_more);
@@ -86,7 +86,7 @@ static void block(const float *x, long ldx, const float *w, long stride, long be
 }
 
 template <int ROWS, int PANELS, int FETCHED = 0>
-static void block(const bf16 *x, long ldx, const bf16 *w, long stride, long begin, long end,
+TRIOLET_APART static void block(const bf16 *x, long ldx, const bf16 *w, long stride, long begin, long end,
                   float *out, long ldo, bool is_more, const bf16 *next = nullptr) {
     Sums<ROWS, PANELS> sums;
     sums.begin(out, ldo, is_more);
@@ -97,7 +97,7 @@ static void block(const bf16 *x, long ldx, const bf16 *w, long stride, long begi
         for (int n = 0; n < PANELS; n++) own[n] = load_as<u16v>(w + n * stride + k * PANEL);
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++) {
-            uint32_t pair = load_as<uint32_t>(x + m * ldx + k);
+            const u16v pair = splat_pair(x + m * ldx + k);
 #pragma GCC unroll 4
             for (int n = 0; n < PANELS; n++)
                 sums.of[m][n] = add_pairs(sums.of[m][n], own[n], pair);
@@ -160,10 +160,11 @@ static void rows_of_block(const T *x, long ldx, long rows, const T *w, long stri
         if (next && rows >= 16 && rows <= FETCHING_ROWS)
             m = fetching_blocks(x, ldx, rows, w, stride, begin, end, out, ldo, is_more, next);
     }
-    if constexpr (PANELS <= 2 && MOST_ROWS > 4) {
-        m = blocks_of<MOST_ROWS, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
+    constexpr int MOST = std::is_same_v<T, float> ? MOST_FLOAT_ROWS : MOST_ROWS;
+    if constexpr (PANELS <= 2 && MOST > 4)
+        m = blocks_of<MOST, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
+    if constexpr (PANELS <= 2 && MOST > 8)
         m = blocks_of<8, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
-    }
     if constexpr (PANELS <= 2 || FEW_ROWS >= 4) {
         m = blocks_of<4, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);
         m = blocks_of<2, PANELS>(m, x, ldx, rows, w, stride, begin, end, out, ldo, is_more);

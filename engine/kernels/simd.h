@@ -151,7 +151,13 @@ static inline v16 load(const float *from) { return load_as<v16>(from); }
 
 static inline v16 load(const bf16 *from) { return (v16)(widen(from) << 16); }
 
-static inline void store(float *to, v16 value) { memcpy(to, &value, sizeof value); }
+static inline void store(float *to, v16 value) {
+#if defined(__AVX512F__)
+    memcpy(to, &value, sizeof value);
+#else
+    value.to(to);
+#endif
+}
 
 static inline void store(bf16 *to, v16 value) {
 #if defined(__AVX512BF16__)

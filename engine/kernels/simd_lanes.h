@@ -41,6 +41,18 @@ struct Lanes {
         });
     }
 
+    // Stores register by register. To be copied as a whole, a vector would have to lie in memory, and
+    // then GCC keeps it there in the loop before, too.
+    __attribute__((always_inline)) inline void to(void *memory) const {
+        to(memory, std::make_integer_sequence<int, PARTS>{});
+    }
+
+    template <int... I>
+    __attribute__((always_inline)) inline void to(void *memory,
+                                                  std::integer_sequence<int, I...>) const {
+        (memcpy((char *)memory + I * REGISTER, &part[I], REGISTER), ...);
+    }
+
     __attribute__((always_inline)) static inline Lanes splat(E value) {
         return each([=](int) { return value - Part{}; });
     }
