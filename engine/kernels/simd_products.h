@@ -47,7 +47,8 @@ namespace triolet {
 // many rows are few, so that four panels are computed together; and how many rows still wait for
 // memory.
 #if defined(__AVX512F__)
-constexpr int MOST_ROWS = 12, MOST_FLOAT_ROWS = 12, FEW_ROWS = 4;  // then 24 or 16 of 32 registers hold sums
+// With 12 rows 24 of 32 registers hold sums, and with four panels of 4 rows 16.
+constexpr int MOST_ROWS = 12, MOST_FLOAT_ROWS = 12, FEW_ROWS = 4;
 constexpr long FETCHING_ROWS = 64;  // measured: with more rows, memory is not what they wait for
 constexpr int SMALL_ROWS = 6;  // of integers, with 2 panels: 12 sums of integers and 12 of floats
 #else
@@ -89,7 +90,8 @@ static inline v16 add_pairs(v16 acc, u16v pairs, u16v others) {
 // Returns the pair at ``from`` 16 times.
 static inline u16v splat_pair(const bf16 *from) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    // Otherwise GCC takes the pair apart in general registers, which costs four times as much.
+    // Otherwise GCC takes the pair apart in general registers, by eight instructions instead of
+    // three.
     return u16v::each([=](int) { return (u16v::Part)_mm256_broadcast_ss((const float *)from); });
 #else
     return splat(load_as<uint32_t>(from));

@@ -12,7 +12,6 @@ import ssl
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
@@ -322,9 +321,9 @@ def test_a_key_has_so_many_tokens_waiting(tmp_path):
         assert generate(guest, prompt_ids=range(1, 20), max_tokens=2).error is None
         with Generation(guest, prompt_ids=range(1, 21), max_tokens=2) as call:
             call.cancel()  # an early end gives its tokens back, too
-        again = partial(generate, guest, prompt_ids=range(1, 21), max_tokens=2)
-        # The server may learn of the cancel after it got the next call.
-        wait_until(lambda: again().error is None, SOON_S)
+        wait_until(  # the server may learn of the cancel after it got the next call
+            lambda: generate(guest, prompt_ids=range(1, 21), max_tokens=2).error is None, SOON_S
+        )
 
 
 # ---- Unix sockets ----------------------------------------------------------------------------

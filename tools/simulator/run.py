@@ -808,7 +808,8 @@ class Simulation:
         if totals.total_blocks != totals.free_blocks:
             raise Violation(f"{totals.total_blocks - totals.free_blocks} blocks are held at rest")
         if totals.total_states != totals.free_states:
-            raise Violation(f"{totals.total_states - totals.free_states} states are held at rest")
+            num_held = totals.total_states - totals.free_states
+            raise Violation(f"{num_held} state slots are held at rest")
         live = (totals.running, totals.waiting, totals.parked, totals.ending, engine.num_live)
         if any(live):
             raise Violation(f"not idle at the end: {totals}")
