@@ -13,6 +13,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "short_convolution.h"
 
 namespace triolet {
 
@@ -20,13 +21,15 @@ enum Activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
 // Mirrored by `engine.worker.forward.native.Layer`. A norm that the layer does not have is null. If
 // ``is_norm_of_heads``, the norms of queries and keys are those of each head; otherwise they are
-// those of all heads together. A layer with experts has neither gate_up nor down.
+// those of all heads together. A layer with experts has neither gate_up nor down. In one with a
+// convolution, qkv is the product that gives its gates and inputs, and there is no attention.
 struct Layer {
     Linear qkv, output, gate_up, down;
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;
     const float *query_norm, *key_norm;
     int64_t is_norm_of_heads, rotary;
     Experts experts;
+    Convolution convolution;
     Attention attention;
 };
 
@@ -62,6 +65,7 @@ struct Step {
     const int64_t *image_tokens;
     const float *image_rows;
     int64_t num_image_tokens, num_deep;
+    StateRows states;  // of a model that has convolutions
 };
 
 // Counts a step's decodes and takes the memory of their plan.
@@ -75,6 +79,21 @@ static void lay_out_plan(Allotment &from, const Attention &call, const Rows &row
     plan.sums_ = from.take<float>(plan.num_parts * call.heads * call.width);
     plan.packed_size = packed_bytes<T>(call, rows);
     plan.packed = from.take<char>(plan.packed_size);
+}
+
+// Returns the attention of the first layer that has it; those of all layers have the same shape.
+static inline const Attention &first_attention(const Model &model) {
+    const Layer *layer = model.layers;
+    while (layer->convolution.length) layer++;
+    return layer->attention;
+}
+
+// Returns how many numbers of a token the first product of any layer gives.
+static inline long most_first_outputs(const Model &model) {
+    long most = 0;
+    for (long i = 0; i < model.num_layers; i++)
+        if (model.layers[i].qkv.outputs > most) most = model.layers[i].qkv.outputs;
+    return most;
 }
 
 // Returns the memory for the rounded rows of any layer with weights of 8 or 4 bits, or 0 if there
@@ -126,7 +145,7 @@ struct Buffers {
     bool *has_failed;  // whether the sum of a branch over the ranks has failed
 
     void lay_out(Allotment &from, const Model &model, const Step &step) {
-        const Attention &call = model.layers[0].attention;
+        const Attention &call = first_attention(model);
         const long rows = padded_rows(step.rows.num_tokens);
         normed_depth = padded_depth<T>(model.hidden);
         attended_depth = padded_depth<T>(call.heads * call.width);
@@ -134,7 +153,7 @@ struct Buffers {
         qkv_width = (call.heads + 2 * call.kv_heads) * call.width;
         residual = from.take<float>(rows * model.hidden);
         branch = from.take<float>(rows * model.hidden);
-        qkv = from.take<float>(rows * qkv_width);
+        qkv = from.take<float>(rows * most_first_outputs(model));
         normed = from.take<T>(rows * normed_depth);
         attended = from.take<T>(rows * attended_depth);
         gated = from.take<T>(rows * gated_depth);
@@ -412,22 +431,23 @@ static void mix(const Model &model, const Layer &layer, long rows, const Buffers
     add_branch(model, rows, layer.after_mlp, has);
 }
 
-// Moves the rows whose logits are wanted to the front, in place (``keep`` ascends strictly).
+// Moves the rows whose logits are wanted to the front, in place (``keep`` ascends strictly): those
+// of the residual and of ``mixed`` [num_tokens][depth].
 template <class T>
-static void gather_kept(const Model &model, const Step &step, const Buffers<T> &has) {
+static void gather_kept(const Model &model, const Step &step, float *residual, T *mixed,
+                        long depth) {
 #pragma omp single
     for (long i = 0; i < step.num_kept; i++) {
         const long from = step.keep[i];
         if (from == i) continue;
-        memcpy(has.residual + i * model.hidden, has.residual + from * model.hidden,
+        memcpy(residual + i * model.hidden, residual + from * model.hidden,
                model.hidden * sizeof(float));
-        memcpy(has.attended + i * has.attended_depth, has.attended + from * has.attended_depth,
-               has.attended_depth * sizeof(T));
+        memcpy(mixed + i * depth, mixed + from * depth, depth * sizeof(T));
     }
 }
 
 // Computes one layer. In the last layer, a row whose logits are not wanted is done once its keys
-// and values are written: of a prompt's thousand rows, one goes on. The rows of ``residual`` behind
+// and values, or its state, are written: of a prompt's thousand rows, one goes on. The rows of ``residual`` behind
 // those of ``keep`` then hold arbitrary numbers.
 template <class T>
 static void run_layer(const Model &model, long index, const Step &step, const Buffers<T> &has,
@@ -440,16 +460,24 @@ static void run_layer(const Model &model, long index, const Step &step, const Bu
     norm_rows(model, rows, has.residual, layer.before_attention, has.normed, has.normed_depth);
     project(layer.qkv, has.normed, has.normed_depth, rows, has.qkv, scratch,
             adapters.of(product, false));
-    prepare_attention(model, layer, step, has);
+    const bool is_convolved = layer.convolution.length > 0;
+    if (is_convolved)
+        convolve(layer.convolution, step.states, rows, model.hidden, has.qkv, has.normed,
+                 has.normed_depth);
+    else
+        prepare_attention(model, layer, step, has);
     if (is_last && !step.num_kept) return;
-    attend<T>(layer.attention, step.rows, has.plan, has.qkv, has.qkv_width, has.attended,
-              has.attended_depth, gathered);
+    if (!is_convolved)
+        attend<T>(layer.attention, step.rows, has.plan, has.qkv, has.qkv_width, has.attended,
+                  has.attended_depth, gathered);
+    T *mixed = is_convolved ? has.normed : has.attended;
+    const long mixed_depth = is_convolved ? has.normed_depth : has.attended_depth;
     if (is_last) {
-        gather_kept(model, step, has);
+        gather_kept(model, step, has.residual, mixed, mixed_depth);
         rows = step.num_kept;
     }
-    end_branch(model, rows, layer.output, has.attended, has.attended_depth, layer.after_attention,
-               has, scratch, adapters.of(product + 1, is_last));
+    end_branch(model, rows, layer.output, mixed, mixed_depth, layer.after_attention, has, scratch,
+               adapters.of(product + 1, is_last));
     norm_rows(model, rows, has.residual, layer.before_mlp, has.normed, has.normed_depth);
     if (layer.experts.count) {
         mix(model, layer, rows, has, scratch);

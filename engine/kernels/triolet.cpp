@@ -109,7 +109,8 @@ void triolet_pack_scales(const uint16_t *scales, int64_t outputs, int64_t inputs
 void triolet_sizes(int64_t *sizes) {
     const int64_t own[] = {sizeof(Linear), sizeof(Rows),  sizeof(Attention), sizeof(Experts),
                            sizeof(Layer),  sizeof(Model), sizeof(Step), sizeof(Expansion),
-                           sizeof(Adapted), sizeof(Group)};
+                           sizeof(Adapted), sizeof(Group), sizeof(Convolution),
+                           sizeof(StateRows)};
     memcpy(sizes, own, sizeof own);
 }
 

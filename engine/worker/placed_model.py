@@ -19,7 +19,7 @@ from engine.worker.forward.backends import (
     runs_compiled,
 )
 from engine.worker.forward.kv_cache import KvCache, size_pool
-from engine.worker.forward.recurrent import RecurrentLayers
+from engine.worker.forward.recurrent import open_states
 from engine.worker.forward.transfer import send
 from engine.worker.interface import LoadProgress
 from engine.worker.load.architectures import context_limit, layer_shapes
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.backends import Execution
     from engine.worker.forward.kv_cache import PoolSize
     from engine.worker.forward.packing import Ints, PackedRows
+    from engine.worker.forward.recurrent import States
     from engine.worker.interface import RunnerSpec, SamplingDefaults
     from engine.worker.load.architectures import Architecture, LayerShape
     from engine.worker.load.division import Division
@@ -74,7 +75,7 @@ class PlacedModel:
     defaults: SamplingDefaults
     ends: frozenset[int]
     is_demo: bool
-    recurrent: RecurrentLayers | None = None
+    states: States | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -163,11 +164,15 @@ def place(
     progress(LoadProgress("warm-up"))
     recurrence = RECURRENT[architecture.name] if states else None
     cache, execution = _prepared(spec, model, shapes, pool, chosen, division, recurrence)
-    recurrent = None
+    opened = None
     if recurrence is not None:
-        module = execution.model.module
-        recurrent = RecurrentLayers(
-            module, recurrence, states, pool.num_states, dtype=dtype, device=device
+        opened = open_states(
+            execution.model.module,
+            recurrence,
+            states,
+            pool.num_states,
+            dtype=dtype,
+            device=device,
         )
     return PlacedModel(
         architecture,
@@ -181,7 +186,7 @@ def place(
         defaults,
         ends,
         source.is_demo,
-        recurrent,
+        opened,
     )
 
 

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.attention import AttentionBackend
     from engine.worker.forward.kv_cache import KvCache
     from engine.worker.forward.packing import Ints
-    from engine.worker.forward.recurrent import RecurrentLayers, RowState
+    from engine.worker.forward.recurrent import RowState, States
     from engine.worker.interface import LoadProgress, MemoryEstimate, RunnerSpec
     from engine.worker.load.loader import LoadedModel
     from engine.worker.sampling.constraint_compiler import Matching
@@ -94,7 +94,7 @@ class TorchRunner:
         self._grammars: ConstraintCompiler | None = None
         self._sequences: dict[SequenceId, SequenceState] = {}
         self._drafter: DraftModel | None = None
-        self._recurrent: RecurrentLayers | None = None
+        self._states: States | None = None
 
     @property
     def tokenizer(self) -> HfTokenizer:
@@ -156,7 +156,7 @@ class TorchRunner:
         Idempotent."""
         self._model = self._cache = self._tokenizer = self._generator = self._backend = None
         self._sequences.clear()
-        self._host = self._drafter = self._recurrent = None
+        self._host = self._drafter = self._states = None
         self.adapters.close()
         if self._grammars is not None:
             self._grammars.close()
@@ -175,7 +175,7 @@ class TorchRunner:
         self._model = model = execution.model
         self._backend = execution.backend
         self._host = execution.adapters
-        self._recurrent = placed.recurrent
+        self._states = placed.states
         self.adapters.open(execution.adapters, placed.dtype, placed.device)
         self._connect(model)
         self._generator = torch.Generator(placed.device).manual_seed(spec.seed)
@@ -239,8 +239,8 @@ class TorchRunner:
         drawn = self._choose(rows, batch, logits) if batch and logits is not None else {}
         scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
         times.append(perf_counter())
-        if self._recurrent is not None:
-            self._recurrent.write()
+        if self._states is not None and batch:  # else the forward was that of a step that failed
+            self._states.write()
         results = self._finish(rows, batch, drawn, scores) if batch else ()
         times.append(perf_counter())
         prepare_s, *others = [after - before for before, after in pairwise(times)]
@@ -259,7 +259,7 @@ class TorchRunner:
             if new.constraint is not None and self._grammars is not None:
                 matching = self._grammars.start(new.constraint)
             # The states of recurrent layers cannot be taken back behind a draft that is rejected.
-            drafts = self._spec.speculation != "off" and self._recurrent is None
+            drafts = self._spec.speculation != "off" and self._states is None
             state = SequenceState.admit(new, matching, drafts=drafts)
             if new.output:
                 state.replay(new, self.tokenizer)
@@ -311,7 +311,7 @@ class TorchRunner:
         counts = [row.count for row in rows]
         packed = packing.pack(starts, counts, tables, self._spec.block_size, wholes)
         states: tuple[RowState, ...] = ()
-        if self._recurrent is not None:
+        if self._states is not None:
             states = tuple([self._state_of(row).row_state(row) for row in rows])
         kept_tokens = np.array(keep, np.int64)
         groups: tuple[AdapterGroup, ...] = ()
@@ -349,8 +349,8 @@ class TorchRunner:
         assert self._model is not None
         assert self._cache is not None
         assert self._backend is not None
-        if self._recurrent is not None:
-            self._recurrent.begin(batch.rows, batch.states)
+        if self._states is not None:
+            self._states.begin(batch.rows, batch.states)
         return compute(
             self._model.module,
             self._backend,

@@ -22,7 +22,7 @@ from engine.core.text import snapshots  # noqa: E402
 from engine.core.text.scheduler import Scheduler  # noqa: E402
 from engine.core.text.types import Request, Sampling, Stops, Tokens  # noqa: E402
 from engine.errors import SpawnFailed  # noqa: E402
-from engine.worker.forward.recurrent import RecurrentLayers  # noqa: E402
+from engine.worker.forward.recurrent import CompiledStates, RecurrentLayers  # noqa: E402
 from engine.worker.sequences import SequenceState  # noqa: E402
 from tests.support.adapters import places_of, write_by_hand  # noqa: E402
 from tests.support.model_zoo import COMPILED, REFERENCE, load_runner, prompt_of  # noqa: E402
@@ -207,15 +207,18 @@ def test_a_state_that_is_not_carried_over_a_chunks_border_is_noticed(zoo, monkey
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_state_of_another_row_is_noticed(zoo, monkeypatch, name):
-    stock = RecurrentLayers.begin
+    def turning(stock):
+        def begin(self, rows, states):
+            sources = [one.source for one in states if one.source is not None]
+            turned = iter(sources[1:] + sources[:1])
+            stock(self, rows, [
+                one if one.source is None else replace(one, source=next(turned)) for one in states
+            ])  # fmt: skip
 
-    def begin(self, rows, states):
-        sources = [one.source for one in states if one.source is not None]
-        turned = iter(sources[1:] + sources[:1])
-        moved = [one if one.source is None else replace(one, source=next(turned)) for one in states]
-        stock(self, rows, moved)
+        return begin
 
-    monkeypatch.setattr(RecurrentLayers, "begin", begin)
+    for kind in (RecurrentLayers, CompiledStates):
+        monkeypatch.setattr(kind, "begin", turning(kind.begin))
     assert_red(zoo, name)
 
 
@@ -246,7 +249,8 @@ def test_a_choice_that_forks_without_its_parents_state_is_noticed(zoo, monkeypat
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_state_that_is_written_before_the_step_has_succeeded_is_noticed(zoo, name):
-    """A step that fails behind its forward, and is executed again, gives the same tokens."""
+    """A step that fails behind its forward, and is executed again, gives the same tokens. Between
+    the two is a step without rows, as where only a cancelled sequence is forgotten."""
     loaded = zoo.load(name)
     world = World(loaded)
     world.submit(prompt_of(random.Random(5), 60))
@@ -260,6 +264,7 @@ def test_a_state_that_is_written_before_the_step_has_succeeded_is_noticed(zoo, n
             patch.setattr(loaded.runner, "_choose", choose)
             with pytest.raises(RuntimeError, match="planted"):
                 execute(plan)
+        execute(replace(plan, rows=(), admitted=(), copies=()))
         return execute(plan)
 
     world.runner = SimpleNamespace(execute=execute_twice)
@@ -270,10 +275,10 @@ def test_a_state_that_is_written_before_the_step_has_succeeded_is_noticed(zoo, n
 def test_states_that_memory_is_lacking_for_change_in_no_layer(zoo):
     """A step fails while it gathers the states of its last layer, and is executed again. Red if the
     states of the layers before are written by then: they would read the tokens twice."""
-    loaded = zoo.load("lfm2")
+    loaded = zoo.load("lfm2", REFERENCE)
     world = World(loaded)
     world.submit(prompt_of(random.Random(5), 60))
-    layers, execute = loaded.runner._recurrent, loaded.runner.execute
+    layers, execute = loaded.runner._states, loaded.runner.execute
     num_tensors = sum(len(list(one.tensors())) for one in layers._states.values())
     write, select = layers.write, torch.Tensor.index_select
     num_left = 0
@@ -304,11 +309,13 @@ def test_states_that_memory_is_lacking_for_change_in_no_layer(zoo):
     compare(loaded, world).check()
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_an_adapter_of_a_recurrent_layer_is_refused_and_one_of_the_others_is_not(
-    zoo, tmp_path, name
+@pytest.mark.parametrize(
+    ("name", "way"), [("lfm2", REFERENCE), ("qwen3_5", COMPILED), ("falcon_h1", COMPILED)]
+)
+def test_an_adapter_of_a_stock_recurrent_layer_is_refused_and_one_of_the_others_is_not(
+    zoo, tmp_path, name, way
 ):
-    loaded, base = zoo.load(name), zoo.directory(name)
+    loaded, base = zoo.load(name, way), zoo.directory(name)
     targets = ("in_proj", "in_proj_qkv", "in_proj_qkvz")
     assert places_of(base, targets)
     own = write_by_hand(tmp_path / "own", base, targets=targets)

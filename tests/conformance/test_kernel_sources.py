@@ -102,6 +102,8 @@ def test_each_header_compiles_alone_without_a_warning(name, tmp_path):
 
 # ---- sanitizers
 
+SANITIZED = ("-p", "tests.support.sanitized_kernels")
+
 
 def run_sanitized(*tests, march="native", sources=native.SOURCES):
     """Run tests in a pytest of their own, with the kernels that `sanitized_kernels` compiles. The
@@ -115,7 +117,7 @@ def run_sanitized(*tests, march="native", sources=native.SOURCES):
         for name in ("libasan.so", "libstdc++.so")
     ]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.sanitized_kernels", *tests],
+        [sys.executable, "-m", "pytest", "-q", "--timeout", "900", *SANITIZED, *tests],
         env=os.environ
         | {
             "LD_PRELOAD": " ".join(libraries),

@@ -54,6 +54,15 @@ EXAONE_ROPE = {
     "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
     "original_max_position_embeddings": 2048,
 }  # fmt: skip
+LFM_2 = {
+    "block_auto_adjust_ff_dim": True, "block_dim": 512, "block_ff_dim": 700,
+    "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 64,
+    "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": True,
+    "block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 512,
+    "conv_dim_out": 512, "conv_use_xavier_init": True, "full_attn_idxs": [1], "norm_eps": 1e-05,
+    "num_heads": 8, "pad_token_id": 0, "rope_theta": 1000000.0, "theta": 1000000.0,
+    "use_pos_enc": True, "rms_norm_eps": REQUIRED,
+}  # fmt: skip
 SHORT_FACTORS = [1.0 + 0.01 * index for index in range(32)]
 # As on the Hub: fields left out, named by older names, or without effect.
 PUBLISHED = {
@@ -152,6 +161,13 @@ PUBLISHED = {
         tie_word_embeddings=False, rope_scaling={
             "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
             "original_max_position_embeddings": 4096, "truncate": False}),
+    "LFM2": published("Lfm2ForCausalLM", **LFM_2),
+    "LFM2, later": published(
+        "Lfm2ForCausalLM", rms_norm_eps=REQUIRED, layer_types=["conv", "conv", "full_attention"],
+        block_auto_adjust_ff_dim=False, conv_bias=True, tie_embedding=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000000.0}),
+    "LFM2, left out": published("Lfm2ForCausalLM", rms_norm_eps=REQUIRED,
+                                intermediate_size=REQUIRED, full_attn_idxs=[0, 2]),
     "Granite, left out": published("GraniteForCausalLM", num_key_value_heads=REQUIRED),
 }  # fmt: skip
 

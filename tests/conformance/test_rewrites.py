@@ -20,6 +20,7 @@ from engine.worker.forward.backends import pick_backend, prepare  # noqa: E402
 from engine.worker.forward.decoder import PART, NativeDecoder  # noqa: E402
 from engine.worker.forward.kv_cache import KvCache, PoolSize  # noqa: E402
 from engine.worker.forward.packing import pack  # noqa: E402
+from engine.worker.forward.recurrent import RowState, open_states  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
 from engine.worker.forward.rewrites import NotRewritten, take_apart  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
@@ -27,6 +28,7 @@ from engine.worker.load.architectures import layer_shapes  # noqa: E402
 from engine.worker.load.checkpoint import Checkpoint  # noqa: E402
 from engine.worker.load.loader import load_model, read_config, weight_bytes  # noqa: E402
 from engine.worker.load.probe import probe  # noqa: E402
+from engine.worker.load.recurrent import RECURRENT, state_shapes  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.outline.families import LISTED  # noqa: E402
 from engine.worker.outline.modules import Outline  # noqa: E402
@@ -93,6 +95,12 @@ class Built:
             quantization="none" if is_stock else quantization,
         )  # fmt: skip
         self.vocab = model.config.vocab_size
+        self.states, name = None, model.architecture.name
+        if name in RECURRENT:
+            self.states = open_states(
+                self.execution.model.module, RECURRENT[name], state_shapes(name, model.config), 1,
+                dtype=dtype, device=CPU,
+            )  # fmt: skip
         if is_rounding_inputs:
             round_inputs(self.execution.model.module)
 
@@ -108,6 +116,8 @@ class Built:
         chosen = slice(None) if only is None else slice(only, only + 1)
         counts = counts[chosen]
         rows = pack([0] * len(counts), counts, tables[chosen], 16)
+        if self.states is not None:
+            self.states.begin(rows, [RowState(None, ())] * len(counts))
         with torch.inference_mode():
             output = self.execution.model.module(
                 input_ids=torch.from_numpy(np.concatenate(ids[chosen]))[None],
@@ -181,7 +191,7 @@ def linear_of(weight, bias=None):
 def separate_experts(module):
     """Give each expert of a stock module layers of its own."""
     for layer in module.model.layers:
-        if hasattr(getattr(layer.mlp, "experts", None), "gate_up_proj"):
+        if hasattr(getattr(getattr(layer, "mlp", None), "experts", None), "gate_up_proj"):
             layer.mlp.experts = SeparateExperts(layer.mlp.experts)
 
 
@@ -267,7 +277,7 @@ def test_a_compiled_decoder_is_the_stock_one_at_the_width_of_real_layers(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "olmo2", "qwen3_moe", "gpt_oss", "lfm2"])
 def test_a_row_gives_the_same_bits_whatever_rows_are_beside_it(zoo, name, dtype):
     built = Built(zoo.directory(name), dtype, is_stock=False)
     together = built.logits()
@@ -294,7 +304,8 @@ def test_a_weight_is_held_once(zoo):
 
 
 SMALL_ROWS = ["llama", "llama, untied, biases", "qwen2", "phi3", "gemma3", "olmo2", "granite",
-              "qwen3_moe", "smollm3", "mixtral", "exaone4", "seed_oss", "gpt_oss"]  # fmt: skip
+              "qwen3_moe", "smollm3", "mixtral", "exaone4", "seed_oss", "gpt_oss",
+              "lfm2"]  # fmt: skip
 
 
 def check_rounded_alike(small, exact):

@@ -12,8 +12,8 @@ Further rows are a step while two other processes keep both cores busy, and the 
 outside the model (packing, sampling, text) by rows and by context, with a tiny model.
 
 `BENCH_ONLY` is a regular expression that selects measurements by name. `BENCH_PEERS` is a
-comma-separated list of the engines to compare with; unset, `COMPARED` (transformers' continuous
-batching is slower than its plain forward and takes minutes).
+comma-separated list of the engines to compare with; unset, `COMPARED` or `COMPARED_TOO`
+(transformers' continuous batching is slower than its plain forward and takes minutes).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ MEASURES = ("engine/core", "engine/worker", "engine/kernels")
 SHAPES = ("s135", "q05", "lfm350", "moe850")
 AT_LENGTH = ("s135", "q05")  # also measured at a long context
 COMPARED = ("llama.cpp", "vllm", "transformers")
+# A hybrid and a mixture are compared with these alone.
+COMPARED_TOO = dict.fromkeys(("lfm350", "moe850"), ("llama.cpp", "transformers"))
 THREADS = 2
 STEPS = 32
 OUTSIDE_STEPS = 64
@@ -250,17 +252,18 @@ def outside(ours: EngineProcess) -> list[Row]:
 def run() -> list[Row]:
     """Return the bench's rows."""
     wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
-    named = os.environ.get("BENCH_PEERS", ",".join(COMPARED))
-    peers = [name for name in named.split(",") if name]
+    named = os.environ.get("BENCH_PEERS")
     rows: list[Row] = []
     for shape in SHAPES:
         chosen = [case for case in cases() if case.shape == shape and wanted.search(case.name)]
         beside = shape == SHAPES[0] and wanted.search("s135 beside two busy processes")
         if not chosen and not beside:
             continue
+        compared = COMPARED_TOO.get(shape, COMPARED)
+        peers = compared if named is None else [name for name in named.split(",") if name]
         with opened(shape, peers if chosen else [], max(BARS)) as engines:
             names = {engine.name for engine in engines}
-            missing = [name for name in COMPARED if name not in names]
+            missing = [name for name in compared if name not in names]
             rows += [row_of(f"{shape} load: {one.name}", [one.load_s], "s") for one in engines]
             for case in chosen:
                 rows += compare(case, engines, missing)

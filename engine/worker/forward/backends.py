@@ -126,7 +126,8 @@ def prepare(
 ) -> Execution:
     """Prepare the model to run over ``cache``. A stock module that is compiled cannot be used
     afterwards. ``objection`` says why the model cannot run compiled as a whole; empty if it can.
-    ``recurrent`` is the class of its recurrent layers, which adapters cannot change.
+    ``recurrent`` is the class of its recurrent layers, which adapters cannot change in a stock
+    model.
 
     Raises:
         Refusal: ``quantization`` is not supported here.
@@ -157,6 +158,7 @@ def prepare(
         stock = StockAdapters(module, model.dtype, model.device, places, head)
         return _logged(Execution(_with(model, module), backend, why, stock))
     packed = packed_places(parts, model.module)
+    places = linear_places(model.module)
     module = NativeDecoder(library, parts, cache, model.dtype)
     what = str(model.dtype).removeprefix("torch.")
     if model.quantization:

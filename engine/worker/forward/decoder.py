@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engine.worker.forward.adapters import AdapterGroup
     from engine.worker.forward.kv_cache import KvCache, PoolSize
     from engine.worker.forward.native_attention import NativeBackend
-    from engine.worker.forward.rewrites import DecoderParts, LayerParts
+    from engine.worker.forward.rewrites import ConvolutionParts, DecoderParts, LayerParts
 
 PANEL = 16  # PANEL in engine/kernels/matmul.h
 PART = 512  # PART in engine/kernels/paged_cache.h: a longer context is computed in such parts
@@ -223,6 +223,8 @@ class NativeDecoder(torch.nn.Module):
         self._packer = packer = Packer(library, dtype)
         self._layers = (native.Layer * len(parts.layers))()
         self._experts: list[ctypes.Array[native.Linear]] = []  # that the layers point to
+        self._num_convolutions = 0
+        self._states: native.StateRows | None = None
         self._model = self._pack_ends(parts)  # before the rest, as nothing takes more to pack
         for index, layer in enumerate(parts.layers):
             self._layers[index] = self._pack_layer(parts, layer, cache)
@@ -247,7 +249,10 @@ class NativeDecoder(torch.nn.Module):
             int(layer.is_norm_of_heads),
             layer.rotary,
             self._pack_experts(layer.mlp),
-            native_call(
+            self._pack_convolution(layer.convolution),
+            native.Attention()
+            if layer.call is None
+            else native_call(
                 layer.call,
                 cache,
                 parts.heads,
@@ -255,6 +260,17 @@ class NativeDecoder(torch.nn.Module):
                 parts.head_dim,
                 packer.keep(layer.call.sinks),
             ),
+        )
+
+    def _pack_convolution(self, parts: ConvolutionParts | None) -> native.Convolution:
+        """Return a layer's short convolution. `place_states` sets where its states are."""
+        if parts is None:
+            return native.Convolution()
+        weight = self._packer.keep(parts.weight.T)
+        length = parts.weight.shape[1]
+        self._num_convolutions += 1
+        return native.Convolution(
+            weight, self._packer.keep(parts.bias), None, length, self._num_convolutions - 1
         )
 
     def _pack_mlp(self, parts: MlpParts | ExpertParts) -> tuple[native.Linear, native.Linear]:
@@ -321,6 +337,18 @@ class NativeDecoder(torch.nn.Module):
             head,
         )
 
+    def place_states(self, states: Sequence[torch.Tensor]) -> None:
+        """Set where the states of the layers with convolutions are, [slots, length, hidden] each,
+        in the order of the layers. They must live as long as the decoder."""
+        convolutions = [one.convolution for one in self._layers if one.convolution.length]
+        for convolution, own in zip(convolutions, states, strict=True):
+            convolution.states = own.data_ptr()
+
+    def begin_states(self, rows: native.StateRows) -> None:
+        """Set the rows of the next forward, for a model with convolutions. What they point to must
+        live until that forward has ended."""
+        self._states = rows
+
     def add_up_by(self, call: SumCall, *, has_logits: bool) -> None:
         """Make this decoder a rank's part of a divided model: from now on, ``call`` adds up each
         branch over the ranks. Without ``has_logits``, a forward computes everything but them."""
@@ -366,6 +394,9 @@ class NativeDecoder(torch.nn.Module):
             step.image_tokens = images.tokens.data_ptr()
             step.image_rows = images.rows.data_ptr()
             step.num_image_tokens, step.num_deep = len(images.tokens), len(images.rows) - 1
+        if self._num_convolutions:
+            assert self._states is not None, "a forward without states"
+            step.states, self._states = self._states, None
         groups = keywords.get(GROUPS, ())
         if groups:
             own = _groups_of(groups)
@@ -404,7 +435,7 @@ class NativeDecoder(torch.nn.Module):
         chunks = self._library.triolet_step_bytes(
             self._packer.kind, ctypes.byref(self._model), ctypes.byref(step)
         )
-        attention = self._layers[0].attention
+        attention = next(one.attention for one in self._layers if not one.convolution.length)
         # Each token of a short row reads its whole context in parts, the last one not full.
         num_short = min(num_tokens, SHORT_MAX * num_rows)
         each = -(-pool.max_model_len // PART)

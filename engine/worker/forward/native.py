@@ -89,6 +89,25 @@ class Experts(Structure):
     )
 
 
+class Convolution(Structure):
+    """The short convolution that a layer has in place of attention. A layer without one has a
+    length of 0."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "bias", "states")),
+        *((name, c_int64) for name in ("length", "place")),
+    )
+
+
+class StateRows(Structure):
+    """The rows of a step as sequences have them, with the states that they begin from."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("owners", "offsets", "sources", "results")),
+        ("count", c_int64),
+    )
+
+
 class Layer(Structure):
     """One decoder layer. A norm that the layer does not have is null."""
 
@@ -108,6 +127,7 @@ class Layer(Structure):
         ("is_norm_of_heads", c_int64),
         ("rotary", c_int64),
         ("experts", Experts),
+        ("convolution", Convolution),
         ("attention", Attention),
     )
 
@@ -159,6 +179,7 @@ class Step(Structure):
         ("image_tokens", c_void_p),
         ("image_rows", c_void_p),
         *((name, c_int64) for name in ("num_image_tokens", "num_deep")),
+        ("states", StateRows),
     )
 
 
@@ -186,7 +207,10 @@ class Group(Structure):
     )
 
 
-MIRRORED = (Linear, Rows, Attention, Experts, Layer, Model, Step, Expansion, Adapted, Group)
+MIRRORED = (
+    *(Linear, Rows, Attention, Experts, Layer, Model, Step, Expansion, Adapted, Group),
+    *(Convolution, StateRows),
+)
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _RETURNS_NOTHING = None
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {

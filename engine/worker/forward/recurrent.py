@@ -2,11 +2,11 @@
 
 A stock recurrent layer takes a batch of sequences, and a cache that has their states. Here the rows
 of a step are packed into one row of tokens. So each layer gets the rows of equal length together as
-a batch, with a cache of these rows alone.
+a batch, with a cache of these rows alone (`RecurrentLayers`). A compiled decoder reads the states
+in place and takes all rows at once (`CompiledStates`).
 
 Rule 1: no other file allocates or indexes state tensors. Rule 2: a forward reads states and keeps
-the new ones beside them. `RecurrentLayers.write` puts them into the slots once the step can no
-longer fail.
+the new ones beside them. `States.write` puts them into the slots once the step can no longer fail.
 
 Index spaces: a *slot* here is a state slot; rows and tokens are those of
 `engine.worker.forward.packing`.
@@ -15,11 +15,13 @@ Index spaces: a *slot* here is a state slot; rows and tokens are those of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
+from engine.worker.forward import native
+from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.forward.transfer import send
 
 if TYPE_CHECKING:
@@ -36,6 +38,38 @@ class RowState:
 
     source: int | None
     targets: tuple[int, ...]
+
+
+class States(Protocol):
+    """The states of one model's recurrent layers. For each step: `begin`, the model's forward, and
+    `write`. A step that fails is not written."""
+
+    def begin(self, rows: PackedRows, states: Sequence[RowState]) -> None:
+        """Set the rows of the forward that follows, and their slots."""
+        ...
+
+    def write(self) -> None:
+        """Write the states that the forward computed into their slots.
+
+        Raises:
+            RuntimeError: Memory is lacking, and no state has changed.
+        """
+        ...
+
+
+def open_states(
+    module: Any,
+    recurrence: Recurrence,
+    shapes: Mapping[int, StateShape],
+    num_slots: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> States:
+    """Allocate ``num_slots`` state slots for a model, and connect its ``module`` with them."""
+    if isinstance(module, NativeDecoder):
+        return CompiledStates(module, shapes, num_slots, dtype)
+    return RecurrentLayers(module, recurrence, shapes, num_slots, dtype=dtype, device=device)
 
 
 @dataclass(slots=True)
@@ -116,11 +150,8 @@ class _Step:
 
 
 class RecurrentLayers:
-    """The recurrent layers of one model, with ``num_slots`` state slots. One runner owns them.
-
-    Life: 1. made, which takes the stock modules' `forward` over; then for each step 2. `begin`,
-    3. the model's forward, 4. `write`. A step that fails is not written.
-    """
+    """The recurrent layers of one stock model, with ``num_slots`` state slots: an implementation of
+    `States`. One runner owns them. Making it takes the stock modules' `forward` over."""
 
     def __init__(
         self,
@@ -168,17 +199,15 @@ class RecurrentLayers:
         return forward
 
     def begin(self, rows: PackedRows, states: Sequence[RowState]) -> None:
-        """Set the rows of the forward that follows, and their slots."""
+        """As `States.begin`."""
         groups, order = [], []
         counts = np.diff(rows.offsets)
         for count in np.unique(counts):
             members = np.flatnonzero(counts == count)
             groups.append(self._group(rows, members, int(count), states))
             order += members.tolist()
-        targets = [(index, slot) for index, row in enumerate(order) for slot in states[row].targets]
-        pairs = np.array(targets, np.int64).reshape(-1, 2).T
-        indices, slots = send((pairs[0].copy(), pairs[1].copy()), self._device)
-        self._step = _Step(groups, (indices, slots))
+        targets = _targets_of([states[row] for row in order], self._device)
+        self._step = _Step(groups, targets)
 
     def _group(
         self, rows: PackedRows, members: Ints, count: int, states: Sequence[RowState]
@@ -191,11 +220,7 @@ class RecurrentLayers:
         return _Group(at.view(tokens.shape), read, new if len(fresh) else None)
 
     def write(self) -> None:
-        """Write the states that the forward computed into their slots.
-
-        Raises:
-            RuntimeError: Memory is lacking, and no state has changed.
-        """
+        """As `States.write`."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -208,3 +233,53 @@ class RecurrentLayers:
                 ready.append((into, whole.index_select(0, indices).to(into.dtype)))
         for into, values in ready:  # a copy in place needs no memory, so that none of them fails
             into.index_copy_(0, slots, values)
+
+
+class CompiledStates:
+    """The states of a compiled decoder's short convolutions: an implementation of `States`."""
+
+    def __init__(
+        self,
+        decoder: NativeDecoder,
+        shapes: Mapping[int, StateShape],
+        num_slots: int,
+        dtype: torch.dtype,
+    ) -> None:
+        (channels, length), *others = {shape.conv for shape in shapes.values()}
+        assert not others, "convolutions of several shapes"
+        # Not initialised: a state is written before it is read. The kernels' vectors are of
+        # channels, so that these come last.
+        self._states = torch.empty((len(shapes), num_slots, length, channels), dtype=dtype)
+        self._results = self._states.new_empty(0)
+        self._targets: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._arrays: tuple[Ints, ...] = ()
+        self._decoder = decoder
+        decoder.place_states(list(self._states))
+
+    def begin(self, rows: PackedRows, states: Sequence[RowState]) -> None:
+        """As `States.begin`."""
+        count, (layers, _, *shape) = len(states), self._states.shape
+        owners = np.repeat(np.arange(count), np.diff(rows.offsets))
+        sources = np.array([-1 if one.source is None else one.source for one in states], np.int64)
+        self._arrays = owners, rows.offsets, sources
+        self._results = self._states.new_empty((layers, count, *shape))
+        self._targets = _targets_of(states, self._states.device)
+        addresses = (array.ctypes.data for array in self._arrays)
+        self._decoder.begin_states(native.StateRows(*addresses, self._results.data_ptr(), count))
+
+    def write(self) -> None:
+        """As `States.write`."""
+        if self._targets is None:
+            return
+        (indices, slots), self._targets = self._targets, None
+        self._states.index_copy_(1, slots, self._results.index_select(1, indices))
+
+
+def _targets_of(
+    states: Sequence[RowState], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices of the rows whose states are written, and the slots that they go to."""
+    targets = [(index, slot) for index, one in enumerate(states) for slot in one.targets]
+    pairs = np.array(targets, np.int64).reshape(-1, 2).T
+    indices, slots = send((pairs[0].copy(), pairs[1].copy()), device)
+    return indices, slots

@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.worker.outline.families import LISTED, is_rotated
+from engine.worker.outline.families import LISTED, is_convolution, is_rotated
 from engine.worker.outline.modules import Linear, Outline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.worker.forward.attention import AttentionCall
-    from engine.worker.outline.families import Family
+    from engine.worker.outline.families import Family, ModuleNames
 
 # GPT-OSS' stock experts are one module, which computes the activation itself and has its numbers.
+# LFM2's stock MLPs compute theirs too.
 ACTIVATIONS = {
-    "SiLUActivation": 0, "SiLU": 0, "GELUTanh": 1, "ClampedSwiGLU": 2, "GptOssExperts": 2,
+    "SiLUActivation": 0, "SiLU": 0, "Lfm2MLP": 0, "GELUTanh": 1, "ClampedSwiGLU": 2,
+    "GptOssExperts": 2,
 }  # fmt: skip
 WIDTH_MOST = 256  # of a head; WIDTH_MOST in engine/kernels/paged_cache.h
 WIDTH_STEP = 16  # LANES in engine/kernels/simd.h
@@ -56,8 +58,17 @@ class ExpertParts:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionParts:
+    """The weight of a layer's short convolution, [hidden, length], and its bias [hidden]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
-    """The linear modules and the norms of one layer."""
+    """The linear modules and the norms of one layer. In a layer with a convolution, ``qkv`` is the
+    module that gives its gates and inputs, and there is no ``call``."""
 
     qkv: tuple[torch.nn.Linear, ...]  # queries, keys, values; or one module for all three
     output: torch.nn.Linear
@@ -67,7 +78,8 @@ class LayerParts:
     key_norm: torch.Tensor | None
     is_norm_of_heads: bool
     rotary: int  # index into `DecoderParts.rotaries`
-    call: AttentionCall
+    call: AttentionCall | None
+    convolution: ConvolutionParts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +128,14 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
         raise NotRewritten(f"{name} has no compiled form")
     family, config, base = LISTED[name], module.config, module.model
     kinds, rotaries = _rotaries(base, config, family)
+    of_layer = {call.layer: call for call in calls}
     layers = tuple(
-        _take_layer(layer, family, call, kinds[call.layer])
-        for layer, call in zip(base.layers, calls, strict=True)
+        _take_convolution(layer, family)
+        if is_convolution(config, family, index)
+        else _take_layer(layer, family, of_layer[index], kinds[index])
+        for index, layer in enumerate(base.layers)
     )
-    head_dim = int(base.layers[0].self_attn.head_dim)
+    head_dim = int(base.layers[calls[0].layer].self_attn.head_dim)
     if head_dim % WIDTH_STEP or head_dim > WIDTH_MOST:
         raise NotRewritten(f"its heads are {head_dim} wide, and the kernels need a multiple of "
                            f"{WIDTH_STEP} up to {WIDTH_MOST}")  # fmt: skip
@@ -129,7 +144,7 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
         layers=layers,
         embedding=base.embed_tokens,
         head=module.lm_head,
-        final_norm=_norm(base.norm, family),
+        final_norm=_norm(getattr(base, family.names.final_norm), family),
         heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_dim=head_dim,
@@ -137,7 +152,7 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
             (int(one.mlp.down.in_features) for one in layers if isinstance(one.mlp, MlpParts)),
             default=0,
         ),
-        activation=_activation(base.layers[0].mlp),
+        activation=_activation(getattr(base.layers[0], family.names.mlp)),
         eps=_epsilon(base),
         embedding_scale=_embedding_scale(base),
         residual_scale=float(getattr(base.layers[0], "residual_multiplier", 1.0)),
@@ -149,31 +164,24 @@ def take_apart(module: Any, calls: Sequence[AttentionCall]) -> DecoderParts:
 
 def _take_layer(layer: Any, family: Family, call: AttentionCall, rotary: int) -> LayerParts:
     """Return the parts of one layer."""
-    attention, names = layer.self_attn, family.norms
-    norms = tuple(
-        None if name is None else _norm(getattr(layer, name), family)
-        for name in (
-            names.before_attention,
-            names.after_attention,
-            names.before_mlp,
-            names.after_mlp,
-        )
+    attention, names = layer.self_attn, family.names
+    query_norm, key_norm = (
+        getattr(attention, name, None) for name in (names.query_norm, names.key_norm)
     )
-    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     is_of_heads = query_norm is not None and query_norm.weight.numel() == attention.head_dim
     qkv: tuple[Any, ...] = (
         (attention.qkv_proj,)
         if hasattr(attention, "qkv_proj")
         else (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    _check_linear(*qkv, attention.o_proj)
+    output = getattr(attention, names.output)
+    _check_linear(*qkv, output)
+    mlp = getattr(layer, names.mlp)
     return LayerParts(
         qkv=qkv,
-        output=attention.o_proj,
-        mlp=_take_experts(layer.mlp, family)
-        if hasattr(layer.mlp, "experts")
-        else _take_mlp(layer.mlp),
-        norms=norms,
+        output=output,
+        mlp=_take_experts(mlp, family) if hasattr(mlp, "experts") else _take_mlp(mlp, names),
+        norms=_norms(layer, family),
         query_norm=None if query_norm is None else _norm(query_norm, family),
         key_norm=None if key_norm is None else _norm(key_norm, family),
         is_norm_of_heads=is_of_heads,
@@ -182,10 +190,42 @@ def _take_layer(layer: Any, family: Family, call: AttentionCall, rotary: int) ->
     )
 
 
-def _take_mlp(mlp: Any) -> MlpParts:
-    gate_up = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
-    _check_linear(*gate_up, mlp.down_proj)
-    return MlpParts(gate_up, mlp.down_proj)
+def _take_convolution(layer: Any, family: Family) -> LayerParts:
+    """Return the parts of a layer with a short convolution."""
+    mixer, hidden = layer.conv, int(layer.conv.out_proj.out_features)
+    _check_linear(mixer.in_proj, mixer.out_proj)
+    if hidden % WIDTH_STEP:
+        raise NotRewritten(
+            f"its convolutions have {hidden} channels, and the kernels need a multiple of "
+            f"{WIDTH_STEP}"
+        )
+    taps = mixer.conv
+    return LayerParts(
+        qkv=(mixer.in_proj,),
+        output=mixer.out_proj,
+        mlp=_take_mlp(getattr(layer, family.names.mlp), family.names),
+        norms=_norms(layer, family),
+        query_norm=None,
+        key_norm=None,
+        is_norm_of_heads=False,
+        rotary=0,
+        call=None,
+        convolution=ConvolutionParts(taps.weight.detach()[:, 0], taps.bias),
+    )
+
+
+def _norms(layer: Any, family: Family) -> tuple[torch.Tensor | None, ...]:
+    own = family.norms
+    names = (own.before_attention, own.after_attention, own.before_mlp, own.after_mlp)
+    return tuple(None if name is None else _norm(getattr(layer, name), family) for name in names)
+
+
+def _take_mlp(mlp: Any, names: ModuleNames) -> MlpParts:
+    joined, down = getattr(mlp, "gate_up_proj", None), getattr(mlp, names.down)
+    each = (names.gate, names.up)
+    gate_up = tuple(getattr(mlp, name) for name in each) if joined is None else (joined,)
+    _check_linear(*gate_up, down)
+    return MlpParts(gate_up, down)
 
 
 def _take_experts(mixture: Any, family: Family) -> ExpertParts:
@@ -196,7 +236,7 @@ def _take_experts(mixture: Any, family: Family) -> ExpertParts:
     chosen = int(router.top_k)
     is_normalised = family.shares_are_normed or bool(router.norm_topk_prob)
     if isinstance(experts, torch.nn.ModuleList):
-        parts = tuple(_take_mlp(expert) for expert in experts)
+        parts = tuple(_take_mlp(expert, family.names) for expert in experts)
         return ExpertParts(router, parts, chosen, is_normalised)
     of_one = _alternating_expert if family.has_expert_biases else _joined_expert
     parts = tuple(of_one(experts, index) for index in range(len(experts.down_proj)))

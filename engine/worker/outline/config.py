@@ -101,6 +101,8 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
         if fields["layer_types"] is None:
             fields["layer_types"] = [_layer_type(fields, family, one) for one in range(layers)]
         _require(len(fields["layer_types"]) == layers)
+    if family.has_convolutions:
+        _complete_hybrid(fields)
     if family.unrotated == "full":
         fields.pop("sliding_window_pattern")  # it may be a text, and has done its work
     if family.unrotated == "listed":
@@ -109,6 +111,23 @@ def _complete(fields: dict[str, Any], family: Family) -> None:
         if fields["no_rope_layers"] is None:
             fields["no_rope_layers"] = [int((one + 1) % each != 0) for one in range(layers)]
         _require(len(fields["no_rope_layers"]) == layers)
+
+
+def _complete_hybrid(fields: dict[str, Any]) -> None:
+    """Compute LFM2's layer types, and the fields that its first configs name otherwise."""
+    layers, attending = fields["num_hidden_layers"], fields.pop("full_attn_idxs")
+    if fields["layer_types"] is None:
+        indices = range(layers) if attending is None else attending
+        kinds = ("conv", "full_attention")
+        fields["layer_types"] = [kinds[one in indices] for one in range(layers)]
+    _require(len(fields["layer_types"]) == layers)
+    for older, name in (
+        ("block_ff_dim", "intermediate_size"),
+        ("tie_embedding", "tie_word_embeddings"),
+    ):
+        value = fields.pop(older)
+        if value is not None:
+            fields[name] = value
 
 
 def _layer_type(fields: Mapping[str, Any], family: Family, index: int) -> str:

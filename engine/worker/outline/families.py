@@ -3,6 +3,8 @@
 Rule: a class is listed only if tests compare it with transformers: its compiled form with the stock
 module (`tests/conformance/test_rewrites.py`), and its fields, names and numbers with those of
 transformers' classes (`tests/conformance/test_outline.py`).
+
+This file is long because it is one table, whose rows are read beside each other.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from engine.worker.outline.usual_values import (
     Check,
     is_count,
     is_flag,
+    is_hybrid_types,
     is_id,
     is_ids,
     is_index,
@@ -50,6 +53,20 @@ class Norms:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """The names of a model's modules, as far as architectures call them differently."""
+
+    output: str = "o_proj"  # of an attention
+    query_norm: str = "q_norm"
+    key_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    final_norm: str = "norm"
+
+
+@dataclass(frozen=True, slots=True)
 class Field:
     """A field of config.json: its value where the file has none, and which values are usual."""
 
@@ -69,6 +86,8 @@ class Family:
     model_type: str
     fields: Mapping[str, Field]
     norms: Norms = Norms()
+    names: ModuleNames = ModuleNames()
+    epsilon: str = "rms_norm_eps"  # the field of its norms' epsilon
     norm_offset: float = 0.0
     head_norm: str = ""  # "", "head" or "all"
     is_fused: bool = False  # queries, keys and values are one matrix, and so are gates and ups
@@ -87,6 +106,7 @@ class Family:
     theta: float = 10_000.0  # the base of the rotary embedding where the config has none
     # In a config without layer types, each layer of this number does not slide; 0: all slide.
     full_each: int = 2
+    has_convolutions: bool = False  # short ones, in the layers of the type "conv"
     unrotated: str = ""  # layers without a rotary embedding: those that the config lists, or "full"
 
     @property
@@ -158,6 +178,11 @@ WITHOUT_EFFECT: Mapping[str, Check] = {
 }
 
 
+def is_convolution(config: Any, family: Family, layer: int) -> bool:
+    """Return whether a layer has a short convolution in place of attention."""
+    return family.has_convolutions and config.layer_types[layer] == "conv"
+
+
 def _fields(**own: Field) -> Mapping[str, Field]:
     return {**_COMMON, **own}
 
@@ -202,6 +227,33 @@ _OLMO_2 = {
     "eos_token_id": Field(50279, is_ids),
     "pad_token_id": Field(1, is_id),
     "attention_bias": Field(False, is_flag),
+}
+_LFM_2 = {
+    **{name: field for name, field in _COMMON.items() if name != "rms_norm_eps"},
+    "norm_eps": Field(1e-5, is_real),
+    "intermediate_size": Field(12288, is_count),
+    "num_key_value_heads": Field(8, OPTIONAL_COUNT),
+    "head_dim": Field(None, OPTIONAL_COUNT),
+    "tie_word_embeddings": Field(True, is_flag),
+    "eos_token_id": Field(2, is_ids),
+    "pad_token_id": Field(0, is_id),
+    "conv_bias": Field(False, is_flag),
+    "conv_L_cache": Field(3, is_count),
+    "layer_types": Field(None, is_hybrid_types),
+    "full_attn_idxs": Field(None, is_indices),
+    "block_auto_adjust_ff_dim": Field(True, is_flag),
+    "block_ffn_dim_multiplier": Field(1.0, or_none(is_number)),
+    "block_multiple_of": Field(256, is_count),
+    "block_ff_dim": Field(None, OPTIONAL_COUNT),  # this and the next are older names
+    "tie_embedding": Field(None, or_none(is_flag)),
+    **dict.fromkeys(  # not read
+        (
+            *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
+            *("block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out"),
+            *("conv_use_xavier_init", "num_heads", "theta", "use_pos_enc"),
+        ),
+        Field(None, ANY),
+    ),
 }
 
 LISTED: dict[str, Family] = {
@@ -426,5 +478,24 @@ LISTED: dict[str, Family] = {
             attention_out_bias=Field(False, is_flag),
             mlp_bias=Field(False, is_flag),
         ),
+    ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2",
+        _LFM_2,
+        Norms("operator_norm", None, "ffn_norm", None),
+        ModuleNames(
+            "out_proj",
+            "q_layernorm",
+            "k_layernorm",
+            "feed_forward",
+            "w1",
+            "w3",
+            "w2",
+            "embedding_norm",
+        ),
+        epsilon="norm_eps",
+        head_norm="head",
+        has_convolutions=True,
+        theta=1_000_000.0,
     ),
 }

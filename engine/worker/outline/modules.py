@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.worker.forward.attention import AttentionCall
-from engine.worker.outline.families import LISTED, is_mixture
+from engine.worker.outline.families import LISTED, is_convolution, is_mixture
 from engine.worker.outline.rotary import Rotary
 from engine.worker.outline.usual_values import SILU
 
@@ -86,7 +86,7 @@ class Attention(torch.nn.Module):
         keys = config.num_key_value_heads * self.head_dim
         has_bias = getattr(config, "attention_bias", False)
         if family.is_fused:
-            self.o_proj = Linear(queries, hidden)
+            self.add_module(family.names.output, Linear(queries, hidden))
             self.qkv_proj = Linear(hidden, queries + 2 * keys)
         else:
             has_own = has_bias or family.has_query_bias
@@ -94,15 +94,36 @@ class Attention(torch.nn.Module):
             self.k_proj = Linear(hidden, keys, bias=has_own)
             self.v_proj = Linear(hidden, keys, bias=has_own)
             has_out_bias = getattr(config, "attention_out_bias", has_bias)
-            self.o_proj = Linear(queries, hidden, bias=has_out_bias)
+            self.add_module(family.names.output, Linear(queries, hidden, bias=has_out_bias))
         if family.has_sinks:
             sinks = torch.empty(config.num_attention_heads, device=META)
             self.sinks = torch.nn.Parameter(sinks)
         if family.head_norm:
             is_one = family.head_norm == "head"
-            eps = config.rms_norm_eps
-            self.q_norm = RMSNorm(self.head_dim if is_one else queries, eps)
-            self.k_norm = RMSNorm(self.head_dim if is_one else keys, eps)
+            eps = getattr(config, family.epsilon)
+            for name, width in ((family.names.query_norm, queries), (family.names.key_norm, keys)):
+                self.add_module(name, RMSNorm(self.head_dim if is_one else width, eps))
+
+
+class ShortConvolution(torch.nn.Module):
+    """The projections and the weights of one layer's short convolution."""
+
+    def __init__(self, config: OutlineConfig) -> None:
+        super().__init__()
+        hidden, has_bias = config.hidden_size, config.conv_bias
+        self.conv = Taps(hidden, config.conv_L_cache, bias=has_bias)
+        self.in_proj = Linear(hidden, 3 * hidden, bias=has_bias)
+        self.out_proj = Linear(hidden, hidden, bias=has_bias)
+
+
+class Taps(torch.nn.Module):
+    """The weight of a convolution along each channel, [channels, 1, length], and its bias."""
+
+    def __init__(self, channels: int, length: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty((channels, 1, length), device=META))
+        own = torch.nn.Parameter(torch.empty(channels, device=META)) if bias else None
+        self.register_parameter("bias", own)
 
 
 class Mlp(torch.nn.Module):
@@ -115,9 +136,9 @@ class Mlp(torch.nn.Module):
         if family.is_fused:
             self.gate_up_proj = Linear(hidden, 2 * width)
         else:
-            self.gate_proj = Linear(hidden, width, bias=has_bias)
-            self.up_proj = Linear(hidden, width, bias=has_bias)
-        self.down_proj = Linear(width, hidden, bias=has_bias)
+            for name in (family.names.gate, family.names.up):
+                self.add_module(name, Linear(hidden, width, bias=has_bias))
+        self.add_module(family.names.down, Linear(width, hidden, bias=has_bias))
         self.act_fn = _activation(config, family)
 
 
@@ -160,14 +181,28 @@ class Layer(torch.nn.Module):
 
     def __init__(self, config: OutlineConfig, family: Family, index: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, family)
-        if family.has_experts and is_mixture(config, index):
-            self.mlp: Mixture | Mlp = Mixture(config, family)
+        if is_convolution(config, family, index):
+            self.conv = ShortConvolution(config)
         else:
-            self.mlp = Mlp(config, family, config.intermediate_size)
+            self.self_attn = Attention(config, family)
+        if family.has_experts and is_mixture(config, index):
+            self.add_module(family.names.mlp, Mixture(config, family))
+        else:
+            self.add_module(family.names.mlp, Mlp(config, family, _mlp_width(config)))
         for name in family.norm_names:
-            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
+            self.add_module(name, RMSNorm(config.hidden_size, getattr(config, family.epsilon)))
         self.residual_multiplier = getattr(config, "residual_multiplier", 1.0)
+
+
+def _mlp_width(config: OutlineConfig) -> int:
+    """Return the width of an MLP. LFM2's is two thirds of the config's, in whole multiples."""
+    width: int = config.intermediate_size
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        factor, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+        width = int(2 * width / 3)
+        if factor is not None:
+            width = -(-int(factor * width) // multiple) * multiple
+    return width
 
 
 class Base(torch.nn.Module):
@@ -180,7 +215,8 @@ class Base(torch.nn.Module):
         self.layers = torch.nn.ModuleList(
             Layer(config, family, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        final = RMSNorm(hidden, getattr(config, family.epsilon))
+        self.add_module(family.names.final_norm, final)
         self.rotary_emb = Rotary(config)
         own = hidden**0.5 if family.scales_embedding else 1.0
         self.embedding_multiplier = getattr(config, "embedding_multiplier", own)
@@ -214,6 +250,7 @@ class Outline(torch.nn.Module):
                 getattr(layer.self_attn, "sinks", None),
             )
             for index, layer in enumerate(self.model.layers)
+            if not is_convolution(config, family, index)
         )
 
     def get_output_embeddings(self) -> Linear:

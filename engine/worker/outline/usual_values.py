@@ -58,6 +58,11 @@ def is_types(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(one in kinds for one in value))
 
 
+def is_hybrid_types(value: Any) -> bool:
+    kinds = ("full_attention", "conv")
+    return value is None or (isinstance(value, list) and all(one in kinds for one in value))
+
+
 def is_switches(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(one in (0, 1) for one in value))
 
