@@ -362,13 +362,8 @@ def chi_squared(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) 
     return statistic / CRITICAL[max(1, min(25, len(pairs) - 1))]
 
 
-def run() -> list[Row]:
-    """Return the bench's rows."""
+def run() -> Iterator[Row]:
+    """Yield the bench's rows."""
     wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
-    return [
-        *looked_up(wanted),
-        *of_llama_cpp(wanted),
-        *by_model(wanted),
-        *distribution(wanted),
-        *replayed(wanted),
-    ]
+    for part in (looked_up, of_llama_cpp, by_model, distribution, replayed):
+        yield from part(wanted)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 REPEATS = 5
 ROOT = Path(__file__).parents[2]
@@ -154,14 +154,14 @@ def commit(paths: Sequence[str] = ()) -> str:
 
 def report(
     bench: str,
-    rows: Sequence[Row],
+    found: Iterable[Row],
     json_file: str | None,
     measured: Sequence[str] = (),
     about: Mapping[str, object] | None = None,
 ) -> int:
-    """Print the table and write the JSON. ``measured`` are the paths that the bench measures;
-    ``about`` is written beside what is known of every machine. Return the exit code: 1 if a bar was
-    missed, else 0.
+    """Print each row as soon as it is ``found``, and write the JSON. ``measured`` are the paths that
+    the bench measures; ``about`` is written beside what is known of every machine. Return the exit
+    code: 1 if a bar was missed, else 0.
 
     Raises:
         SystemExit: Two rows have the same name. Nothing is written.
@@ -169,13 +169,12 @@ def report(
     where = machine() | dict(about or {})
     at = commit(measured)
     print(f"{bench} at {at} on {where['cpu']}, {where['cores']} cores, load {where['load']}")
-    for row in rows:
-        print(_line(row))
-    seen: set[str] = set()
-    for row in rows:
-        if row.name in seen:
+    rows: list[Row] = []
+    for row in found:
+        print(_line(row), flush=True)
+        if row.name in {one.name for one in rows}:
             raise SystemExit(f"{bench}: two rows are called {row.name!r}; rename one")
-        seen.add(row.name)
+        rows.append(row)
     if json_file:
         data = {
             "bench": bench,

@@ -250,11 +250,10 @@ def outside(ours: EngineProcess) -> list[Row]:
     ]
 
 
-def run() -> list[Row]:
-    """Return the bench's rows."""
+def run() -> Iterator[Row]:
+    """Yield the bench's rows."""
     wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
     named = os.environ.get("BENCH_PEERS")
-    rows: list[Row] = []
     for shape in SHAPES:
         chosen = [case for case in cases() if case.shape == shape and wanted.search(case.name)]
         beside = shape == SHAPES[0] and wanted.search("s135 beside two busy processes")
@@ -265,11 +264,11 @@ def run() -> list[Row]:
         with opened(shape, peers if chosen else [], max(BARS)) as engines:
             names = {engine.name for engine in engines}
             missing = [name for name in compared if name not in names]
-            rows += [row_of(f"{shape} load: {one.name}", [one.load_s], "s") for one in engines]
+            for one in engines:
+                yield row_of(f"{shape} load: {one.name}", [one.load_s], "s")
             for case in chosen:
-                rows += compare(case, engines, missing)
-            rows += beside_busy(engines[0], shape) if beside else []
+                yield from compare(case, engines, missing)
+            yield from beside_busy(engines[0], shape) if beside else ()
     if wanted.search("outside the model"):
         with opened("thin", [], 128) as engines:
-            rows += outside(engines[0])
-    return rows
+            yield from outside(engines[0])
