@@ -4,7 +4,8 @@ Two engines of one model take turns, one with `--speculation off`. On q05, whose
 repeat nothing, a drafter of the bench replays the output that the engine without drafts gave, with
 a drawn acceptance; so the figures show the engine, and not the luck of a text. On the story model
 the look-up itself drafts, over prompts that repeat themselves, answers in a JSON schema, and plain
-stories. Both engines give the same tokens, which is checked where a request runs alone.
+stories. Both engines give the same tokens, which is checked where a request runs alone. The engines
+of the story model are opened `OPENINGS` times.
 
 The shipped draft model drafts for the story model, with all that it adapts to, and once without
 (`WITHOUT_ADAPTING`): these rows show its acceptance, and what it would cost if it did not switch
@@ -24,12 +25,13 @@ import json
 import os
 import random
 import re
+import statistics
 import subprocess
 import time
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from engine.api.blocking import open_engine
@@ -41,11 +43,12 @@ from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker import sequences
 from engine.worker.text.tokenizer import load_tokenizer
 from tools.bench.checkpoints import checkpoint, story_gguf
-from tools.bench.frame import ROOT, Row, repeat_in_turn, row_of
+from tools.bench.frame import REPEATS, ROOT, Row, repeat_in_turn, row_of
 from tools.bench.peers.environments import PEERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from engine.api.blocking import Engine
 
@@ -67,7 +70,7 @@ BAR_MODEL = 0.97
 WITHOUT_ADAPTING = 3  # tokens that the draft model drafts in each step then
 STORY_TOKENS = 200
 SAMPLES = 1200  # unseeded answers of each engine
-ROUNDS = 4  # of eight streams of the story model, which last a quarter of a second
+OPENINGS, PAIRS = 5, 6  # of engines of the story model; measurements of each of them
 AT_ONCE = 4  # of them; few enough to be drafted
 CRITICAL = {  # of chi-squared at 0.001, by degrees of freedom
     **{1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 8: 26.12, 9: 27.88},
@@ -139,50 +142,89 @@ def config_of(model: str, speculation: str, draft_model: str = "", **fields: Any
 
 
 @contextmanager
-def both(model: str, drafter: type | None = None, **fields: Any) -> Iterator[list[Engine]]:
-    """Run an engine without drafts, and one with them, by ``drafter`` if one is given."""
+def both(
+    model: str, drafter: type | None = None, *, is_turned: bool = False, **fields: Any
+) -> Iterator[list[Engine]]:
+    """Run an engine without drafts, and one with them, by ``drafter`` if one is given. If
+    ``is_turned``, the latter is opened first."""
     look_up = sequences.LookUp
     with ExitStack() as stack:
-        engines = [stack.enter_context(open_engine(config_of(model, "off", **fields)))]
         sequences.LookUp = drafter or look_up  # type: ignore[misc,assignment]
         stack.callback(setattr, sequences, "LookUp", look_up)
-        engines.append(stack.enter_context(open_engine(config_of(model, "lookup", **fields))))
-        yield engines
+        kinds = [config_of(model, one, **fields) for one in ("off", "lookup")]
+        yield opened(stack, kinds, is_turned=is_turned)
 
 
-def compare(
+def opened(stack: ExitStack, configs: Sequence[EngineConfig], *, is_turned: bool) -> list[Engine]:
+    """Open an engine of each config, the last one first if ``is_turned``, and return them in the
+    order of the configs."""
+    step = -1 if is_turned else 1
+    return [stack.enter_context(open_engine(config)) for config in configs[::step]][::step]
+
+
+@dataclass
+class Pairs:
+    """Measurements without and with drafts in turn: tokens per second, and of the last answers with
+    drafts, how many tokens there were, how many were drafted, and how many of these accepted."""
+
+    off: list[float] = field(default_factory=list)
+    on: list[float] = field(default_factory=list)
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def ratios(self) -> list[float]:
+        """The speed with drafts against that without, of each pair."""
+        return [mine / theirs for mine, theirs in zip(self.on, self.off, strict=True)]
+
+    def measure(
+        self, engines: Sequence[Engine], requests: Sequence[GenerateRequest], count: int
+    ) -> None:
+        """Add ``count`` pairs.
+
+        Raises:
+            SystemExit: a request that runs alone has other tokens with drafts.
+        """
+        off, on = repeat_in_turn([partial(ask, engine, requests) for engine in engines], count)
+        # In bfloat16, what a step computes beside a prompt may flip a near-tie of its tokens (D10).
+        is_alone = len(requests) == 1
+        if is_alone and any(mine[1] != theirs[1] for mine, theirs in zip(on, off, strict=True)):
+            raise SystemExit("the tokens with drafts differ")
+        self.off += [one[0] for one in off]
+        self.on += [one[0] for one in on]
+        _, found, self.accepted, self.drafted = on[-1]
+        self.tokens = sum(map(len, found))
+
+    def rows(self, name: str, bar: float | None = None) -> list[Row]:
+        """Return the rows of tokens per second with drafts, and of their ratio to those without."""
+        share = self.accepted / max(1, self.drafted)
+        note = f"{self.accepted / self.tokens:.0%} of the tokens were drafted, {share:.0%} of "
+        note += "drafts accepted"
+        return [
+            row_of(f"{name}: with drafts", self.on, "tokens/s", better="higher", note=note),
+            row_of(f"{name}: against without", self.ratios, "×", bar=bar, better="higher"),
+        ]
+
+
+def of_stories(
     name: str,
-    engines: Sequence[Engine],
-    requests: Sequence[GenerateRequest],
+    groups: Sequence[Sequence[GenerateRequest]],
+    engines: Callable[[bool], AbstractContextManager[list[Engine]]],
     bar: float | None,
-    rounds: int = 1,
-) -> list[Row]:
-    """Return the rows of tokens per second with drafts, and of their ratio to those without. Each
-    measurement is the mean of so many ``rounds``."""
-    accepted: list[int] = []
-    drafted: list[int] = []
-
-    def measure(engine: Engine) -> tuple[float, list[list[int]]]:
-        seen = [ask(engine, requests) for _ in range(rounds)]
-        rates, found, *counts = zip(*seen, strict=True)
-        accepted.append(counts[0][-1])
-        drafted.append(counts[1][-1])
-        return sum(rates) / rounds, found[-1]
-
-    off, on = repeat_in_turn([partial(measure, engine) for engine in engines])
-    # In bfloat16, what a step computes beside a prompt may flip a near-tie of its tokens (D10).
-    is_alone = len(requests) == 1
-    if is_alone and any(mine[1] != theirs[1] for mine, theirs in zip(on, off, strict=True)):
-        raise SystemExit(f"{name}: the tokens with drafts differ")
-    ratios = [mine[0] / theirs[0] for mine, theirs in zip(on, off, strict=True)]
-    tokens = sum(map(len, on[-1][1]))
-    share = accepted[-1] / max(1, drafted[-1])
-    note = f"{accepted[-1] / tokens:.0%} of the tokens were drafted, {share:.0%} of drafts accepted"
-    rates = [rate for rate, _ in on]
-    return [
-        row_of(f"{name}: with drafts", rates, "tokens/s", better="higher", note=note),
-        row_of(f"{name}: against without", ratios, "×", bar=bar, better="higher"),
-    ]
+) -> Iterator[Row]:
+    """Yield the rows of groups of requests to the story model, and that of all of them. Two engines
+    of the same config differ by up to 4 % for as long as they live. So several are opened, and
+    each kind is the first to be opened in turn."""
+    seen = [Pairs() for _ in groups]
+    for opening in range(OPENINGS):
+        with engines(opening % 2 == 1) as both_engines:
+            for pairs, requests in zip(seen, groups, strict=True):
+                pairs.measure(both_engines, requests, PAIRS)
+    for index, pairs in enumerate(seen):
+        yield from pairs.rows(f"{name} {index + 1}")
+    medians = [statistics.median(pairs.ratios) for pairs in seen]
+    yield row_of(f"{name}: all", medians, "×", bar=bar, better="higher")
 
 
 def replayed(wanted: re.Pattern[str]) -> Iterator[Row]:
@@ -217,7 +259,9 @@ def replayed(wanted: re.Pattern[str]) -> Iterator[Row]:
             Replaying.known = {
                 prompt: (*prompt, *tokens) for prompt, tokens in zip(prompts, found, strict=False)
             }
-            yield from compare(name, engines, requests, BARS.get((batch, acceptance)))
+            pairs = Pairs()
+            pairs.measure(engines, requests, REPEATS)
+            yield from pairs.rows(name, BARS.get((batch, acceptance)))
 
 
 def looked_up(wanted: re.Pattern[str]) -> Iterator[Row]:
@@ -230,25 +274,16 @@ def looked_up(wanted: re.Pattern[str]) -> Iterator[Row]:
         ("stories, JSON by schema", JSON, drawn, form, BAR_JSON),
         ("stories, plain", PLAIN, drawn | {"ignore_eos": True}, None, BAR_PLAIN),
     ]
-    with both("demo-stories") as engines:
-        for name, prompts, sampling, constraint, bar in cases:
-            if not wanted.search(name):
-                continue
-            requests = [
-                GenerateRequest(
-                    text=text, sampling=SamplingParams(**sampling), constraint=constraint
-                )
-                for text in prompts
-            ]
-            rows = list(chain(*[compare(f"{name} {index + 1}", engines, [one], None)
-                                for index, one in enumerate(requests)]))  # fmt: skip
-            yield from rows
-            yield of_all(name, [row.value or 0.0 for row in rows[1::2]], bar)
-
-
-def of_all(name: str, ratios: list[float], bar: float | None) -> Row:
-    """Return the row of all prompts of a kind, against without drafts."""
-    return row_of(f"{name}: all", ratios, "×", bar=bar, better="higher")
+    for name, prompts, sampling, constraint, bar in cases:
+        if not wanted.search(name):
+            continue
+        own = SamplingParams(**sampling)
+        groups = [
+            [GenerateRequest(text=text, sampling=own, constraint=constraint)] for text in prompts
+        ]
+        yield from of_stories(
+            name, groups, lambda is_turned: both("demo-stories", is_turned=is_turned), bar
+        )
 
 
 def of_llama_cpp(wanted: re.Pattern[str]) -> Iterator[Row]:
@@ -298,21 +333,18 @@ def by_model(wanted: re.Pattern[str]) -> Iterator[Row]:
     for name, groups, sampling, adapts in cases:
         if not wanted.search(name):
             continue
-        with ExitStack() as stack:
-            if not adapts:
-                stack.enter_context(always_drafting())
-            engines = [stack.enter_context(open_engine(config)) for config in configs]
-            ratios: list[float] = []
-            for index, texts in enumerate(groups):
-                requests = [
-                    GenerateRequest(text=text, sampling=SamplingParams(**sampling))
-                    for text in texts
-                ]
-                rounds = ROUNDS if len(requests) > 1 else 1
-                rows = compare(f"{name} {index + 1}", engines, requests, None, rounds)
-                yield from rows
-                ratios.append(rows[1].value or 0.0)
-            yield of_all(name, ratios, BAR_MODEL if adapts else None)
+        own = SamplingParams(**sampling)
+        requests = [
+            [GenerateRequest(text=text, sampling=own) for text in texts] for texts in groups
+        ]
+
+        @contextmanager
+        def engines(is_turned: bool) -> Iterator[list[Engine]]:
+            with ExitStack() as stack:
+                yield opened(stack, configs, is_turned=is_turned)
+
+        with always_drafting() if not adapts else nullcontext():
+            yield from of_stories(name, requests, engines, BAR_MODEL if adapts else None)
 
 
 @contextmanager

@@ -159,9 +159,9 @@ def report(
     measured: Sequence[str] = (),
     about: Mapping[str, object] | None = None,
 ) -> int:
-    """Print each row as soon as it is ``found``, and write the JSON. ``measured`` are the paths that
-    the bench measures; ``about`` is written beside what is known of every machine. Return the exit
-    code: 1 if a bar was missed, else 0.
+    """Print each row as soon as it is ``found``, and write the JSON. ``measured`` are the paths
+    that the bench measures; ``about`` is written beside what is known of every machine. Return the
+    exit code: 1 if a bar was missed, else 0.
 
     Raises:
         SystemExit: Two rows have the same name. Nothing is written.
