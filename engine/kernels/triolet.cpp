@@ -2,6 +2,7 @@
 // compilation makes the library. A ``kind`` of 0 is float32, 1 is bfloat16.
 #include <new>
 
+#include "draws.h"
 #include "stock.h"
 
 using namespace triolet;
@@ -153,6 +154,19 @@ int triolet_linear(int64_t kind, const Linear *layer, const void *x, int64_t row
                                    *(Arena *)arena)
                 : run_linear<float>(*layer, (const float *)x, rows, (float *)out, num_threads,
                                     *(Arena *)arena);
+}
+
+// Draws a token of a row by two numbers in [0, 1). ``best`` is the highest of the logits divided by
+// ``heat``; a token counts if its probability is at least ``least`` times the best one.
+int64_t triolet_draw_by_cdf(const float *logits, int64_t count, float heat, float best, float least,
+                            double of_block, double of_token) {
+    return draw_by_cdf({logits, count, heat, best, least}, of_block, of_token);
+}
+
+// Draws a token of a row by the noise of ``key``. ``top`` is the token of the highest logit.
+int64_t triolet_draw_by_noise(const float *logits, int64_t count, float heat, float best,
+                              float least, int64_t top, uint64_t key) {
+    return draw_by_noise({logits, count, heat, best, least}, top, key);
 }
 
 }  // extern "C"

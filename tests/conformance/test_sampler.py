@@ -1,12 +1,15 @@
 """The sampler against transformers' warpers, exact distributions, and itself in other batches.
 
-Everything is deterministic: fixed generators and seeds; Hypothesis only draws inputs. Both
-implementations, by rows and by batch, pass the same tests and give the same seeded tokens.
+Everything is deterministic: fixed generators and seeds; Hypothesis only draws inputs. All
+implementations, by rows with the compiled kernels and without, and by batch, pass the same tests
+and give the same seeded tokens.
 """
 
 import dataclasses
 import math
 import random
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -24,10 +27,12 @@ from transformers.generation.logits_process import (  # noqa: E402
 )
 
 from engine.core.text.types import Sampling  # noqa: E402
+from engine.worker.forward import native  # noqa: E402
 from engine.worker.sampling import candidates, draw_batch, draw_rows, noise, sampler  # noqa: E402
 from engine.worker.sampling.masks import Mask  # noqa: E402
 from engine.worker.sampling.sample_row import needs_prefix  # noqa: E402
 from engine.worker.sampling.sampler import NothingToSample, SampleRow, gumbel_margin, sample  # noqa: E402
+from tests.support import kernel_cases  # noqa: E402
 
 pytestmark = pytest.mark.model
 inf = math.inf
@@ -38,16 +43,21 @@ def generator(seed: int = 0):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(params=["rows", "batch"])
+WAYS = ("rows", "kernels", "batch")
+
+
+@pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    """Make `sample` use one of the two implementations."""
+    """Make `sample` use one of the implementations."""
     use(request.param, monkeypatch)
     return request.param
 
 
 def use(way, patch):
-    """Choose one of the two implementations."""
-    patch.setattr(sampler, "_is_by_rows", lambda logits: way == "rows")
+    """Choose one of the implementations."""
+    library = native.load() if way == "kernels" else None
+    patch.setattr(native, "loaded", lambda: library)
+    patch.setattr(sampler, "_is_by_rows", lambda logits: way != "batch")
 
 
 def kept_ids(way, scores, limits):
@@ -361,7 +371,7 @@ def test_a_seeded_token_is_the_argmax_of_score_plus_noise(seed, position, vocab,
         perturbed = noise.gumbel(noise.uniforms(keys, torch.arange(vocab)))
         perturbed = perturbed + (logits / temperature).double()
         rows = [SampleRow(sampling, position)] * 5
-        for way in ("rows", "batch"):
+        for way in WAYS:
             with pytest.MonkeyPatch.context() as patch:
                 use(way, patch)
                 assert sample(logits, rows, generator()) == perturbed.argmax(1).tolist()
@@ -389,17 +399,45 @@ def mixed_rows(count):
 
 
 @pytest.mark.parametrize("vocab", [97, 5000, 49_152])
-def test_both_ways_give_the_same_seeded_tokens(vocab, monkeypatch):
+def test_all_ways_give_the_same_seeded_tokens(vocab, monkeypatch):
     """The rows have margins above float noise; a device and a CPU agree then, too."""
     logits = torch.randn(96, vocab, generator=generator(vocab)) * 2.5
     rows = mixed_rows(96)
-    use("rows", monkeypatch)
-    by_rows = sample(logits, rows, generator())
-    use("batch", monkeypatch)
-    by_batch, margins = sample(logits, rows, generator()), gumbel_margin(logits, rows)
-    differ = [m for m, a, b in zip(margins, by_rows, by_batch, strict=True) if a != b]
+    found = []
+    for way in WAYS:
+        use(way, monkeypatch)
+        found.append(sample(logits, rows, generator()))
+    margins = gumbel_margin(logits, rows)
+    differ = [m for m, *tokens in zip(margins, *found, strict=True) if len({*tokens}) > 1]
     assert all(margin < 1e-4 for margin in differ)
     assert sum(margin < 1e-4 for margin in margins) <= 1
+
+
+FAULTS = {  # of engine/kernels/draws.h: a part, and what is planted in its place
+    "a token that can still win is left out": ("lead * SLACK", "lead * 0.5f"),
+    "the rough noise is that of the next token": ("(first + i + 1)", "(first + i + 2)"),
+    "the exact noise is that of the next token": ("(token + 1)", "(token + 2)"),
+    "the last tokens of a row are left out": ("first + i < count ?", "first + i + 1 < count ?"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_of_the_kernels_changes_tokens(fault, tmp_path, monkeypatch):
+    part, planted = FAULTS[fault]
+    sources = shutil.copytree(native.SOURCES, tmp_path / "kernels")
+    text = (sources / "draws.h").read_text()
+    assert text.count(part) == 1
+    (sources / "draws.h").write_text(text.replace(part, planted))
+    compiler, flags = native.find_compiler(), ["-march=native", "-O1"]
+    built = kernel_cases.build_library(compiler, flags, tmp_path / "k.so", sources)
+    faulty = native._open(Path(built))
+    logits = torch.randn(2000, 53, generator=generator(5))
+    rows = [SampleRow(Sampling(seed=3), position) for position in range(len(logits))]
+    use("kernels", monkeypatch)
+    right = sample(logits, rows, generator())
+    monkeypatch.setattr(native, "loaded", lambda: faulty)
+    assert sample(logits, rows, generator()) != right
 
 
 @pytest.mark.parametrize("vocab", [97, 5000, 49_152])
@@ -561,7 +599,7 @@ def test_a_banned_token_is_never_sampled(sampling, seed, temperature, banned):
     logits = torch.randn(1, 50, generator=generator(1))
     logits[0, list(range(0, 50, 3))] += 20.0
     rows = [SampleRow(sampling, i, frozenset(banned)) for i in range(100)]
-    for way in ("rows", "batch"):
+    for way in WAYS:
         with pytest.MonkeyPatch.context() as patch:
             use(way, patch)
             tokens = sample(logits.expand(100, 50), rows, generator(2))

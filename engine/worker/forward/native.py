@@ -20,7 +20,18 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint64,
+    c_void_p,
+)
 from functools import lru_cache
 from pathlib import Path
 
@@ -213,6 +224,7 @@ MIRRORED = (
 )
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 _RETURNS_NOTHING = None
+_SCORES = (c_void_p, c_int64, c_float, c_float, c_float)  # Scores in engine/kernels/draws.h
 SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "triolet_kind": (c_char_p, ()),
     "triolet_sizes": (_RETURNS_NOTHING, (POINTER(c_int64),)),
@@ -240,6 +252,8 @@ SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int32,
         (c_int64, POINTER(Attention), POINTER(Rows), *(c_void_p,) * 4, c_int64, c_void_p),
     ),
+    "triolet_draw_by_cdf": (c_int64, (*_SCORES, c_double, c_double)),
+    "triolet_draw_by_noise": (c_int64, (*_SCORES, c_int64, c_uint64)),
     "triolet_linear": (
         c_int32,
         (c_int64, POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
@@ -267,6 +281,14 @@ def load() -> ctypes.CDLL:
     if library is None:
         raise Unavailable(reason)
     return library
+
+
+def loaded() -> ctypes.CDLL | None:
+    """Return the library if the kernels are in use and `load` has loaded them; it is not loaded
+    here, which may take the time of a compilation."""
+    if not _load_once.cache_info().currsize or _wanted() in ("off", "0"):
+        return None
+    return _load_once()[0]
 
 
 def new_arena(library: ctypes.CDLL, owner: object) -> int:

@@ -4,7 +4,8 @@ A row of a vocabulary fits into a core's cache, and a batch does not. And torch 
 for each operation on more than 32,768 numbers; beside two busy processes, that turned a draw of
 0.4 ms into one of 95 ms (151,936 tokens, seeded). So each row is finished before the next begins.
 
-Rule 1: Python does not loop over tokens; a row takes a few calls on its whole vocabulary.
+Rule 1: Python does not loop over tokens; a row takes a few calls on its whole vocabulary. Where
+the compiled kernels are loaded, a draw from a whole vocabulary is one call of theirs.
 Rule 2: the token of a seeded or greedy row depends on its logits and `SampleRow` alone, and not on
 the batch, the order of its rows or the generator.
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.core.text.types import Sampling
+from engine.worker.forward import native
 from engine.worker.sampling import noise
 from engine.worker.sampling.sample_row import (
     LOGIT_MAX,
@@ -56,6 +58,7 @@ def sample_rows(logits: Floats, rows: Sequence[SampleRow], uniforms: Doubles) ->
     Raises:
         NothingToSample: as `engine.worker.sampling.sampler.sample`.
     """
+    logits = np.ascontiguousarray(logits)  # as the kernels read them
     tokens, draws = [], iter(uniforms)
     with np.errstate(over="ignore"):  # a logit of -3e38 may overflow to -inf
         for index, row in enumerate(rows):
@@ -91,11 +94,23 @@ def _draw(logits: Floats, best: int, sampling: Sampling, uniforms: Doubles) -> i
     if is_listed(sampling, len(logits)):
         ids, scores = listed(logits, best, sampling)
         return int(ids[_inverse_cdf(np.exp(scores - scores.max()), uniforms[0])])
+    if (kernels := native.loaded()) is not None:
+        row = _as_kernels_take_it(logits, best, sampling)
+        return int(kernels.triolet_draw_by_cdf(*row, *uniforms))
     weights = whole(logits / _heat(sampling), best, sampling)
     sums = np.add.reduceat(weights, _block_starts(len(weights)))
     start = _inverse_cdf(sums, uniforms[0]) * _BLOCK
     # A uniform and a total of its own, so that rounding cannot lead to a token of weight 0.
     return start + _inverse_cdf(weights[start : start + _BLOCK], uniforms[1])
+
+
+def _as_kernels_take_it(
+    logits: Floats, best: int, sampling: Sampling
+) -> tuple[int, int, np.float32, np.float32, float]:
+    """Return a row for the kernels: the `Scores` of engine/kernels/draws.h. Its logits, which are
+    contiguous, must live until the kernel returns."""
+    heat = _heat(sampling)
+    return logits.ctypes.data, len(logits), heat, logits[best] / heat, sampling.min_p
 
 
 def _inverse_cdf(weights: Floats, uniform: float) -> int:
@@ -109,6 +124,9 @@ def _draw_seeded(logits: Floats, best: int, sampling: Sampling, key: int) -> int
     """Draw a token by Gumbel-max: the one whose score + noise is the highest."""
     if is_listed(sampling, len(logits)):
         ids, scores = listed(logits, best, sampling)
+    elif (kernels := native.loaded()) is not None:
+        row = _as_kernels_take_it(logits, best, sampling)
+        return int(kernels.triolet_draw_by_noise(*row, best, key))
     else:
         scores = logits / _heat(sampling)
         ids = _survivors(whole(scores, best, sampling), best, key)
