@@ -2,6 +2,7 @@
 `logprobs.score` per row. Penalties are measured over a prompt of 500 distinct tokens.
 
     python -m tools.microbench_text [--rows 1,32,256] [--vocab 49152,151936] [--seconds 0.5]
+        [--without-kernels]
 
 Each figure is the median of the repetitions that fit into ``--seconds``, followed by the fastest;
 they differ by the machine's other work. Logits are normal with a standard deviation of 3 and one
@@ -21,6 +22,7 @@ import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D
 import torch  # isort: skip
 
 from engine.core.text.types import Sampling, Stops
+from engine.worker.forward import native
 from engine.worker.sampling.edits import make_edits
 from engine.worker.sampling.logprobs import Wanted, score
 from engine.worker.sampling.sampler import SampleRow, sample
@@ -111,7 +113,10 @@ def main() -> None:
     parser.add_argument("--rows", default="1,32,256")
     parser.add_argument("--vocab", default="49152,151936")
     parser.add_argument("--seconds", type=float, default=0.5)
+    parser.add_argument("--without-kernels", action="store_true", help="draw with numpy alone")
     args = parser.parse_args()
+    if not args.without_kernels:
+        native.load()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     bench_push(args.seconds)
     with torch.inference_mode():

@@ -19,7 +19,7 @@ namespace triolet {
 
 enum Activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
-// Mirrored by `engine.worker.forward.native.Layer`. A norm that the layer does not have is null. If
+// Mirrored by `engine.worker.forward.kernel_structs.Layer`. A norm that the layer does not have is null. If
 // ``is_norm_of_heads``, the norms of queries and keys are those of each head; otherwise they are
 // those of all heads together. A layer with experts has neither gate_up nor down. In one with a
 // convolution, qkv is the product that gives its gates and inputs, and there is no attention.
@@ -37,7 +37,7 @@ struct Layer {
 // failed.
 typedef int32_t (*SumFunction)(float *numbers, int64_t count);
 
-// Mirrored by `engine.worker.forward.native.Model`.
+// Mirrored by `engine.worker.forward.kernel_structs.Model`.
 struct Model {
     const Layer *layers;
     int64_t num_layers, hidden, mlp, vocab, activation;
@@ -51,7 +51,7 @@ struct Model {
     SumFunction add_up;  // of the branches of a divided model; null if the model is whole
 };
 
-// Mirrored by `engine.worker.forward.native.Step`.
+// Mirrored by `engine.worker.forward.kernel_structs.Step`.
 struct Step {
     Rows rows;
     const int64_t *ids, *keep;  // keep: the tokens whose logits are computed, strictly ascending

@@ -52,16 +52,27 @@ static inline long inverse_cdf(const float *numbers, long count, double uniform)
     return last;
 }
 
+// Returns the sum of the weights of `DRAW_BLOCK` tokens from ``first`` on.
+static inline float sum_of_block(const Scores &scores, long first) {
+    v16 total = splat(0.0f);
+    for (long i = first; i < first + DRAW_BLOCK && i < scores.count; i += LANES)
+        total += scores.weights(i);
+    return sum(total);
+}
+
+// Returns the sum of all weights.
+static inline double mass_of(const Scores &scores) {
+    double total = 0.0;
+    for (long first = 0; first < scores.count; first += DRAW_BLOCK)
+        total += sum_of_block(scores, first);
+    return total;
+}
+
 // Draws a token by two numbers in [0, 1): one for a block of tokens, and one for a token in it.
 static inline int64_t draw_by_cdf(const Scores &scores, double of_block, double of_token) {
     std::vector<float> sums((scores.count + DRAW_BLOCK - 1) / DRAW_BLOCK);
-    for (size_t block = 0; block < sums.size(); block++) {
-        const long first = block * DRAW_BLOCK;
-        v16 total = splat(0.0f);
-        for (long i = first; i < first + DRAW_BLOCK && i < scores.count; i += LANES)
-            total += scores.weights(i);
-        sums[block] = sum(total);
-    }
+    for (size_t block = 0; block < sums.size(); block++)
+        sums[block] = sum_of_block(scores, block * DRAW_BLOCK);
     const long first = inverse_cdf(sums.data(), sums.size(), of_block) * DRAW_BLOCK;
     float weights[DRAW_BLOCK] = {};
     for (long i = first; i < first + DRAW_BLOCK && i < scores.count; i += LANES)

@@ -24,7 +24,7 @@ namespace triolet {
 constexpr long SMALL_DEPTH_PAD = 32;
 constexpr float INT8_MAX_MAGNITUDE = 127.0f;
 
-// Mirrored by `engine.worker.forward.native.Linear`.
+// Mirrored by `engine.worker.forward.kernel_structs.Linear`.
 struct Linear {
     const void *weight;       // in panels, see the top of this file and of matmul.h
     const float *bias;        // [outputs] or null

@@ -106,7 +106,7 @@ void triolet_pack_scales(const uint16_t *scales, int64_t outputs, int64_t inputs
 }
 
 // Writes the sizes of the structs that ctypes mirrors, in the order of
-// `engine.worker.forward.native.MIRRORED`.
+// `engine.worker.forward.kernel_structs.MIRRORED`.
 void triolet_sizes(int64_t *sizes) {
     const int64_t own[] = {sizeof(Linear), sizeof(Rows),  sizeof(Attention), sizeof(Experts),
                            sizeof(Layer),  sizeof(Model), sizeof(Step), sizeof(Expansion),
@@ -156,8 +156,13 @@ int triolet_linear(int64_t kind, const Linear *layer, const void *x, int64_t row
                                     *(Arena *)arena);
 }
 
-// Draws a token of a row by two numbers in [0, 1). ``best`` is the highest of the logits divided by
-// ``heat``; a token counts if its probability is at least ``least`` times the best one.
+// Returns the sum of exp(logit / heat - best) of a row. ``best`` is the highest of the quotients. A
+// token counts, here and below, if its probability is at least ``least`` times the best one.
+double triolet_mass(const float *logits, int64_t count, float heat, float best, float least) {
+    return mass_of({logits, count, heat, best, least});
+}
+
+// Draws a token of a row by two numbers in [0, 1).
 int64_t triolet_draw_by_cdf(const float *logits, int64_t count, float heat, float best, float least,
                             double of_block, double of_token) {
     return draw_by_cdf({logits, count, heat, best, least}, of_block, of_token);

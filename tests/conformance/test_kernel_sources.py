@@ -42,6 +42,7 @@ TESTED = (
     "test_small_weights.py",
     "test_native_attention.py",
     "test_rewrites.py",
+    "test_sampler.py",
 )
 
 

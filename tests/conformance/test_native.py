@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from engine.worker.forward import kernel_structs as structs  # noqa: E402
 from engine.worker.forward import native  # noqa: E402
 from engine.worker.forward.backends import pick_backend  # noqa: E402
 from engine.worker.forward.native_attention import NativeBackend  # noqa: E402
@@ -113,7 +114,7 @@ def a_compiler_that_fails(monkeypatch, tmp_path):
 
 def a_library_of_another_layout(monkeypatch, tmp_path):
     """Pretend that the library has another layout of its arguments."""
-    monkeypatch.setattr(native, "MIRRORED", native.MIRRORED[::-1])
+    monkeypatch.setattr(native, "MIRRORED", structs.MIRRORED[::-1])
     return "has another layout"
 
 

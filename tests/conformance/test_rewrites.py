@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from engine.core.text.plan import SCORED_TOKENS_MAX  # noqa: E402
-from engine.worker.forward import native  # noqa: E402
+from engine.worker.forward import kernel_structs as structs  # noqa: E402
 from engine.worker.forward.attention import KEYWORD  # noqa: E402
 from engine.worker.forward.backends import pick_backend, prepare  # noqa: E402
 from engine.worker.forward.decoder import PART, NativeDecoder  # noqa: E402
@@ -411,8 +411,8 @@ def test_the_reported_memory_covers_short_rows(zoo):
         starts = np.tile(np.arange(start, start + 16, dtype=np.int64), 7)
         ends, offsets = starts + 1, np.arange(7 * 16 + 1, dtype=np.int64)
         own = (starts.ctypes.data, ends.ctypes.data, offsets.ctypes.data)
-        rows = native.Rows(*own, None, None, None, len(starts), 0, 16, len(starts))
-        step = native.Step(rows=rows, num_kept=7, num_threads=2)
+        rows = structs.Rows(*own, None, None, None, len(starts), 0, 16, len(starts))
+        step = structs.Step(rows=rows, num_kept=7, num_threads=2)
         return decoder._library.triolet_step_bytes(
             decoder._packer.kind, ctypes.byref(decoder._model), ctypes.byref(step)
         )

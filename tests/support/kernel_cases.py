@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward import native, variants
 from engine.worker.forward.attention import AttentionCall
 from engine.worker.forward.native_attention import NativeStep
@@ -66,7 +67,7 @@ def small_cases(count: int) -> Iterator[bytes]:
         yield b"".join(
             (
                 array(name.encode()),
-                wholes(0, native.KINDS[dtype], weight.bits, rows, *shape, weight.group),
+                wholes(0, structs.KINDS[dtype], weight.bits, rows, *shape, weight.group),
                 *map(array, (raw(own.numbers), *halves, bytes(n & 255 for n in own.table))),
                 *map(array, (b"" if bias is None else raw(bias), raw(x), raw(wanted), b"")),
                 struct.pack("<d", 0.0),
@@ -89,7 +90,7 @@ def float_cases(count: int) -> Iterator[bytes]:
         yield b"".join(
             (
                 array(f"{dtype}, {shape}, {rows} rows".encode()),
-                wholes(0, native.KINDS[dtype], 0, rows, *shape, 0),
+                wholes(0, structs.KINDS[dtype], 0, rows, *shape, 0),
                 *map(array, (raw(layer.weight), b"", b"", b"", bias, raw(x), b"", raw(wanted))),
                 struct.pack("<d", max(1.5 * error, 1e-6 if dtype == torch.float32 else 3e-3)),
             )
@@ -113,7 +114,7 @@ def attention_cases(count: int) -> Iterator[bytes]:
         yield b"".join(
             (
                 array(f"attention, {shape}, window {window}, cap {softcap}, {dtype}".encode()),
-                wholes(1, native.KINDS[dtype], *shape, window),
+                wholes(1, structs.KINDS[dtype], *shape, window),
                 struct.pack("<dd", call.scaling, softcap),
                 *(array(one.tobytes()) for one in step._arrays),
                 wholes(case.rows.block_size),

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from engine.errors import EngineBug
-from engine.worker.forward import native
+from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward.decoder import GROUPS, PANEL
 from engine.worker.forward.rewrites import ExpertParts
 
@@ -132,7 +132,7 @@ class PackedAdapter:
     """An adapter in the panels of the compiled kernels."""
 
     def __init__(self, num_products: int, dtype: torch.dtype) -> None:
-        self.products = (native.Adapted * num_products)()
+        self.products = (structs.Adapted * num_products)()
         self.width = 0
         self.num_bytes = 0
         self._dtype = dtype
@@ -151,14 +151,14 @@ class PackedAdapter:
                 own = part.expand[start:end].to(self._dtype)
                 weight = self._keep(_panels(pad(own, (0, depth - part.rank)), pair))
                 count = -(-(end - start) // PANEL)
-                target.parts[index] = native.Expansion(weight, first, step, count, depth, offset)
+                target.parts[index] = structs.Expansion(weight, first, step, count, depth, offset)
                 index += 1
             offset += depth
         shrink, scale = torch.cat(shrinks), torch.cat(scales)
         inputs = shrink.shape[1]
         depth = inputs if pair == 1 else inputs + -inputs % DEPTH_PAD
         weight = self._keep(_panels(pad(shrink, (0, depth - inputs)), pair))
-        target.shrink = native.Linear(weight, outputs=offset, inputs=inputs)
+        target.shrink = structs.Linear(weight, outputs=offset, inputs=inputs)
         target.scales = self._keep(pad(scale, (0, -offset % PANEL)))
         self.width = max(self.width, offset + -offset % PANEL)
 

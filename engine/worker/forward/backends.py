@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.core.text.plan import DRAFTING_STEP_MAX, SCORED_TOKENS_MAX
+from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward import native
 from engine.worker.forward.adapters import (
     CompiledAdapters,
@@ -90,7 +91,7 @@ def objection_to_kernels(
     kernels are compiled by the first call that needs them."""
     if device.type != "cpu":
         return f"there is no kernel for {device.type}"
-    if dtype not in native.KINDS:
+    if dtype not in structs.KINDS:
         return f"the kernels do not compute in {dtype}"
     widths = sorted({shape.head_dim for shape in shapes})
     if any(width % WIDTH_STEP or width > WIDTH_MOST for width in widths):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from engine.worker.forward.decoder import NativeDecoder
-from engine.worker.forward.native import SumFunction
+from engine.worker.forward.kernel_structs import SumFunction
 from engine.worker.outline.division_plans import Style, style_of
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward import native
 from engine.worker.forward.attention import KEYWORD
 from engine.worker.forward.image_rows import IMAGES
@@ -69,13 +70,13 @@ class Packer:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.library = library
         self.dtype = dtype
-        self.kind = native.KINDS[dtype]
+        self.kind = structs.KINDS[dtype]
         self.packed: list[torch.Tensor] = []  # weights, in the model's dtype or bytes
         self.small: list[torch.Tensor] = []  # norms and biases in float32, scales in float16
 
     def linear(
         self, layers: Sequence[torch.nn.Linear], *, is_paired: bool = False
-    ) -> native.Linear:
+    ) -> structs.Linear:
         """Pack ``layers`` into one and free their own tensors. Their outputs follow one another;
         if ``is_paired``, the panels of gates and ups alternate."""
         bias = self._joined_bias(layers, is_paired)
@@ -91,7 +92,7 @@ class Packer:
 
     def pack(
         self, weight: torch.Tensor | SmallWeight, bias: torch.Tensor | None, pair: int = 0
-    ) -> native.Linear:
+    ) -> structs.Linear:
         """Pack ``weight`` [outputs, inputs] into panels. ``pair`` is 2 for gates and ups, else
         0."""
         kept = None if bias is None else self.keep(_whole_panels(bias.to(torch.float32)))
@@ -105,9 +106,9 @@ class Packer:
             self.kind, weight.data_ptr(), outputs, inputs, pair, panels.data_ptr()
         )
         self.packed.append(panels)
-        return native.Linear(panels.data_ptr(), kept, outputs=outputs, inputs=inputs)
+        return structs.Linear(panels.data_ptr(), kept, outputs=outputs, inputs=inputs)
 
-    def _pack_small(self, weight: SmallWeight, bias: int | None, pair: int) -> native.Linear:
+    def _pack_small(self, weight: SmallWeight, bias: int | None, pair: int) -> structs.Linear:
         outputs, inputs = weight.numbers.shape
         numbers = weight.numbers.contiguous()
         size = self.library.triolet_small_bytes(weight.bits, outputs, inputs)
@@ -124,7 +125,7 @@ class Packer:
         if weight.table:
             self.small.append(torch.tensor(weight.table, dtype=torch.int8))
             table = self.small[-1].data_ptr()
-        return native.Linear(
+        return structs.Linear(
             panels.data_ptr(), bias, scales, offsets, table, outputs, inputs, weight.group
         )
 
@@ -221,10 +222,10 @@ class NativeDecoder(torch.nn.Module):
         self._rotaries = parts.rotaries
         self._vocab = parts.head.out_features
         self._packer = packer = Packer(library, dtype)
-        self._layers = (native.Layer * len(parts.layers))()
-        self._experts: list[ctypes.Array[native.Linear]] = []  # that the layers point to
+        self._layers = (structs.Layer * len(parts.layers))()
+        self._experts: list[ctypes.Array[structs.Linear]] = []  # that the layers point to
         self._num_convolutions = 0
-        self._states: native.StateRows | None = None
+        self._states: structs.StateRows | None = None
         self._model = self._pack_ends(parts)  # before the rest, as nothing takes more to pack
         for index, layer in enumerate(parts.layers):
             self._layers[index] = self._pack_layer(parts, layer, cache)
@@ -237,9 +238,9 @@ class NativeDecoder(torch.nn.Module):
         for index, tensor in enumerate(packer.small):
             self.register_buffer(f"s{index}", tensor)
 
-    def _pack_layer(self, parts: DecoderParts, layer: LayerParts, cache: KvCache) -> native.Layer:
+    def _pack_layer(self, parts: DecoderParts, layer: LayerParts, cache: KvCache) -> structs.Layer:
         packer = self._packer
-        return native.Layer(
+        return structs.Layer(
             packer.linear(layer.qkv),
             packer.linear([layer.output]),
             *self._pack_mlp(layer.mlp),
@@ -250,7 +251,7 @@ class NativeDecoder(torch.nn.Module):
             layer.rotary,
             self._pack_experts(layer.mlp),
             self._pack_convolution(layer.convolution),
-            native.Attention()
+            structs.Attention()
             if layer.call is None
             else native_call(
                 layer.call,
@@ -262,33 +263,33 @@ class NativeDecoder(torch.nn.Module):
             ),
         )
 
-    def _pack_convolution(self, parts: ConvolutionParts | None) -> native.Convolution:
+    def _pack_convolution(self, parts: ConvolutionParts | None) -> structs.Convolution:
         """Return a layer's short convolution. `place_states` sets where its states are."""
         if parts is None:
-            return native.Convolution()
+            return structs.Convolution()
         weight = self._packer.keep(parts.weight.T)
         length = parts.weight.shape[1]
         self._num_convolutions += 1
-        return native.Convolution(
+        return structs.Convolution(
             weight, self._packer.keep(parts.bias), None, length, self._num_convolutions - 1
         )
 
-    def _pack_mlp(self, parts: MlpParts | ExpertParts) -> tuple[native.Linear, native.Linear]:
+    def _pack_mlp(self, parts: MlpParts | ExpertParts) -> tuple[structs.Linear, structs.Linear]:
         """Return the gates and ups, and the downs, of a layer without experts."""
         if isinstance(parts, ExpertParts):
-            return native.Linear(), native.Linear()
+            return structs.Linear(), structs.Linear()
         packer = self._packer
         return packer.linear(parts.gate_up, is_paired=True), packer.linear([parts.down])
 
-    def _pack_experts(self, parts: MlpParts | ExpertParts) -> native.Experts:
+    def _pack_experts(self, parts: MlpParts | ExpertParts) -> structs.Experts:
         """Return the experts of a layer that has them.
 
         Raises:
             Refusal: The weights of its experts are in different forms.
         """
         if isinstance(parts, MlpParts):
-            return native.Experts()
-        packer, array = self._packer, native.Linear * len(parts.experts)
+            return structs.Experts()
+        packer, array = self._packer, structs.Linear * len(parts.experts)
         gate_up = array(*(packer.linear(one.gate_up, is_paired=True) for one in parts.experts))
         down = array(*(packer.linear([one.down]) for one in parts.experts))
         for linears in (gate_up, down):
@@ -299,11 +300,11 @@ class NativeDecoder(torch.nn.Module):
             for name in ("gate_up_proj", "down_proj"):
                 parts.stock.register_parameter(name, None)
         router = packer.linear([parts.router])
-        return native.Experts(
+        return structs.Experts(
             router, gate_up, down, len(parts.experts), parts.chosen, int(parts.is_normalised)
         )
 
-    def _pack_ends(self, parts: DecoderParts) -> native.Model:
+    def _pack_ends(self, parts: DecoderParts) -> structs.Model:
         packer = self._packer
         shared = weight_of(parts.embedding)
         is_tied = weight_of(parts.head) is shared
@@ -316,7 +317,7 @@ class NativeDecoder(torch.nn.Module):
             packer.packed.append(plain)
         elif not is_tied:
             table = packer.pack(_read(shared), None)
-        return native.Model(
+        return structs.Model(
             self._layers,
             len(parts.layers),
             hidden,
@@ -344,7 +345,7 @@ class NativeDecoder(torch.nn.Module):
         for convolution, own in zip(convolutions, states, strict=True):
             convolution.states = own.data_ptr()
 
-    def begin_states(self, rows: native.StateRows) -> None:
+    def begin_states(self, rows: structs.StateRows) -> None:
         """Set the rows of the next forward, for a model with convolutions. What they point to must
         live until that forward has ended."""
         self._states = rows
@@ -378,7 +379,7 @@ class NativeDecoder(torch.nn.Module):
         sines = [sine[0, :, :half].contiguous() for _, sine in angles]
         keep, ids = logits_to_keep.contiguous(), input_ids.contiguous()
         logits = self._room_for(len(keep) if self._has_logits else 0)
-        step = native.Step(
+        step = structs.Step(
             prepared.rows,
             ids.data_ptr(),
             keep.data_ptr(),
@@ -419,7 +420,7 @@ class NativeDecoder(torch.nn.Module):
         count = min(num_tokens, pool.max_model_len)
         starts = np.array([pool.max_model_len - count, pool.max_model_len, 0], np.int64)
         offsets = np.array([0, count], np.int64)
-        rows = native.Rows(
+        rows = structs.Rows(
             starts.ctypes.data,
             starts[1:].ctypes.data,
             offsets.ctypes.data,
@@ -431,7 +432,7 @@ class NativeDecoder(torch.nn.Module):
             pool.block_size,
             num_tokens,
         )
-        step = native.Step(rows=rows, num_kept=num_kept, num_threads=torch.get_num_threads())
+        step = structs.Step(rows=rows, num_kept=num_kept, num_threads=torch.get_num_threads())
         chunks = self._library.triolet_step_bytes(
             self._packer.kind, ctypes.byref(self._model), ctypes.byref(step)
         )
@@ -503,9 +504,9 @@ def pack_linears(
 
 
 def _groups_of(groups: Sequence[AdapterGroup]) -> Any:
-    return (native.Group * len(groups))(
+    return (structs.Group * len(groups))(
         *(
-            native.Group(
+            structs.Group(
                 group.first,
                 group.count,
                 group.kept_first,

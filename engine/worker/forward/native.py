@@ -1,4 +1,4 @@
-"""Builds, loads and declares the compiled kernels of `engine/kernels/` (D12).
+"""Builds and loads the compiled kernels of `engine/kernels/` (D12).
 
 Rule 1: a wheel may have libraries for this processor (`engine.worker.forward.variants`). If not, a
 library is built once for each source, compiler, set of flags and processor. It lies in the user's
@@ -6,8 +6,8 @@ cache directory and is put there by a rename, so that two servers that start at 
 2: the server starts without the kernels, too; `Unavailable` says in one sentence why they are
 missing. Rule 3: only the variable `SWITCH` chooses a library that is not the best one.
 
-Every struct here mirrors one in C++. `load` compares their sizes, so that a library of another
-layout is never called. ctypes releases the GIL during a call.
+`load` compares the sizes of the structs (`engine.worker.forward.kernel_structs`) with those of the
+library, so that one of another layout is never called. ctypes releases the GIL during a call.
 """
 
 from __future__ import annotations
@@ -20,24 +20,11 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from ctypes import (
-    CFUNCTYPE,
-    POINTER,
-    Structure,
-    c_char_p,
-    c_double,
-    c_float,
-    c_int32,
-    c_int64,
-    c_uint64,
-    c_void_p,
-)
 from functools import lru_cache
 from pathlib import Path
 
-import torch  # before the library is loaded, so that both use torch's OpenMP
-
 from engine.worker.forward import variants
+from engine.worker.forward.kernel_structs import MIRRORED, SIGNATURES
 from engine.worker.forward.variants import (
     COMPILERS,
     DIRECTORY,
@@ -50,215 +37,11 @@ from engine.worker.forward.variants import (
 
 SOURCES = Path(__file__).resolve().parents[2] / "kernels"
 FLAGS = (*variants.FLAGS, "-march=native")
-PARTS_MOST = 3  # PARTS_MOST in engine/kernels/adapters.h
 COMPILE_TIMEOUT_S = 120  # guess: compiling takes 4 to 10 s
 
 
 class Unavailable(Exception):
     """The compiled kernels cannot be used; the message says why."""
-
-
-class Linear(Structure):
-    """A packed linear layer: its panels, bias and size. Scales, offsets, a table and the size of a
-    group are those of weights of 8 or 4 bits."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("weight", "bias", "scales", "offsets", "table")),
-        *((name, c_int64) for name in ("outputs", "inputs", "group")),
-    )
-
-
-class Rows(Structure):
-    """`engine.worker.forward.packing.PackedRows` with contiguous int64 arrays."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("starts", "ends", "offsets", "tables", "slots", "untils")),
-        *((name, c_int64) for name in ("num_rows", "table_width", "block_size", "num_tokens")),
-    )
-
-
-class Attention(Structure):
-    """One layer's cache and attention parameters. A window or softcap of 0 means none, and so do
-    sinks of null."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "sinks")),
-        *((name, c_int64) for name in ("heads", "kv_heads", "width", "window")),
-        ("scaling", c_float),
-        ("softcap", c_float),
-    )
-
-
-class Experts(Structure):
-    """A mixture of experts. A layer without one has a count of 0."""
-
-    _fields_ = (
-        ("router", Linear),
-        ("gate_up", POINTER(Linear)),
-        ("down", POINTER(Linear)),
-        *((name, c_int64) for name in ("count", "chosen", "is_normalised")),
-    )
-
-
-class Convolution(Structure):
-    """The short convolution that a layer has in place of attention. A layer without one has a
-    length of 0."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("weight", "bias", "states")),
-        *((name, c_int64) for name in ("length", "place")),
-    )
-
-
-class StateRows(Structure):
-    """The rows of a step as sequences have them, with the states that they begin from."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("owners", "offsets", "sources", "results")),
-        ("count", c_int64),
-    )
-
-
-class Layer(Structure):
-    """One decoder layer. A norm that the layer does not have is null."""
-
-    _fields_ = (
-        *((name, Linear) for name in ("qkv", "output", "gate_up", "down")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "before_attention",
-                "after_attention",
-                "before_mlp",
-                "after_mlp",
-                "query_norm",
-                "key_norm",
-            )
-        ),
-        ("is_norm_of_heads", c_int64),
-        ("rotary", c_int64),
-        ("experts", Experts),
-        ("convolution", Convolution),
-        ("attention", Attention),
-    )
-
-
-# Adds up numbers at an address over the ranks of a divided model; returns 0, or 1 if it failed.
-SumFunction = CFUNCTYPE(c_int32, c_void_p, c_int64)
-
-
-class Model(Structure):
-    """A whole decoder, or one rank's part of it."""
-
-    _fields_ = (
-        ("layers", POINTER(Layer)),
-        *((name, c_int64) for name in ("num_layers", "hidden", "mlp", "vocab", "activation")),
-        *(
-            (name, c_float)
-            for name in (
-                "eps",
-                "embedding_scale",
-                "residual_scale",
-                "logits_scale",
-                "logits_softcap",
-                "gate_alpha",
-                "gate_limit",
-            )
-        ),
-        ("is_packed", c_int32),
-        ("embedding", c_void_p),
-        ("table", Linear),
-        ("final_norm", c_void_p),
-        ("head", Linear),
-        ("add_up", c_void_p),
-    )
-
-
-class Step(Structure):
-    """The input of one forward, and the address of its logits."""
-
-    _fields_ = (
-        ("rows", Rows),
-        ("ids", c_void_p),
-        ("keep", c_void_p),
-        ("cosines", POINTER(c_void_p)),
-        ("sines", POINTER(c_void_p)),
-        *((name, c_int64) for name in ("rotary_width", "num_kept", "num_threads")),
-        ("logits", c_void_p),
-        ("groups", c_void_p),
-        *((name, c_int64) for name in ("num_groups", "shrunk_width")),
-        ("image_tokens", c_void_p),
-        ("image_rows", c_void_p),
-        *((name, c_int64) for name in ("num_image_tokens", "num_deep")),
-        ("states", StateRows),
-    )
-
-
-class Expansion(Structure):
-    """One adapted part of a packed product."""
-
-    _fields_ = (
-        ("weight", c_void_p),
-        *((name, c_int64) for name in ("first", "step", "panels", "depth", "offset")),
-    )
-
-
-class Adapted(Structure):
-    """What an adapter adds to one packed product."""
-
-    _fields_ = (("shrink", Linear), ("scales", c_void_p), ("parts", Expansion * PARTS_MOST))
-
-
-class Group(Structure):
-    """The tokens of a step that have one adapter."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("first", "count", "kept_first", "kept_count")),
-        ("products", c_void_p),
-    )
-
-
-MIRRORED = (
-    *(Linear, Rows, Attention, Experts, Layer, Model, Step, Expansion, Adapted, Group),
-    *(Convolution, StateRows),
-)
-KINDS = {torch.float32: 0, torch.bfloat16: 1}
-_RETURNS_NOTHING = None
-_SCORES = (c_void_p, c_int64, c_float, c_float, c_float)  # Scores in engine/kernels/draws.h
-SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "triolet_kind": (c_char_p, ()),
-    "triolet_sizes": (_RETURNS_NOTHING, (POINTER(c_int64),)),
-    "triolet_integer_kind": (c_char_p, ()),
-    "triolet_packed_numbers": (c_int64, (c_int64, c_int64, c_int64)),
-    "triolet_pack": (
-        _RETURNS_NOTHING,
-        (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p),
-    ),
-    "triolet_small_bytes": (c_int64, (c_int64, c_int64, c_int64)),
-    "triolet_pack_small": (
-        _RETURNS_NOTHING,
-        (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p),
-    ),
-    "triolet_packed_scales": (c_int64, (c_int64, c_int64, c_int64)),
-    "triolet_pack_scales": (
-        _RETURNS_NOTHING,
-        (c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p),
-    ),
-    "triolet_arena_new": (c_void_p, ()),
-    "triolet_arena_free": (_RETURNS_NOTHING, (c_void_p,)),
-    "triolet_step_bytes": (c_int64, (c_int64, POINTER(Model), POINTER(Step))),
-    "triolet_step": (c_int32, (c_int64, POINTER(Model), POINTER(Step), c_void_p)),
-    "triolet_attend": (
-        c_int32,
-        (c_int64, POINTER(Attention), POINTER(Rows), *(c_void_p,) * 4, c_int64, c_void_p),
-    ),
-    "triolet_draw_by_cdf": (c_int64, (*_SCORES, c_double, c_double)),
-    "triolet_draw_by_noise": (c_int64, (*_SCORES, c_int64, c_uint64)),
-    "triolet_linear": (
-        c_int32,
-        (c_int64, POINTER(Linear), c_void_p, c_int64, c_void_p, c_int64, c_void_p),
-    ),
-}
 
 
 @lru_cache(maxsize=1)
@@ -457,7 +240,7 @@ def _open(path: Path) -> ctypes.CDLL:
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
         raise Unavailable(f"the library {path.name} cannot be used: {error}") from error
-    sizes = (c_int64 * len(MIRRORED))()
+    sizes = (ctypes.c_int64 * len(MIRRORED))()
     library.triolet_sizes(sizes)
     if list(sizes) != [ctypes.sizeof(one) for one in MIRRORED]:
         raise Unavailable(f"the library {path.name} has another layout than this program")

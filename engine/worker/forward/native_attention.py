@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward import native
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class NativeStep:
         rows = rows.short_apart()
         arrays = (rows.starts, rows.ends, rows.offsets, rows.tables, rows.slots, rows.untils)
         self._arrays = [np.ascontiguousarray(array, np.int64) for array in arrays]
-        self.rows = native.Rows(
+        self.rows = structs.Rows(
             *(array.ctypes.data for array in self._arrays),
             len(rows.starts),
             rows.tables.shape[1],
@@ -71,7 +72,7 @@ class NativeStep:
             None if sinks is None else sinks.data_ptr(),
         )
         status = library.triolet_attend(
-            native.KINDS[dtype],
+            structs.KINDS[dtype],
             ctypes.byref(asked),
             ctypes.byref(self.rows),
             query.data_ptr(),
@@ -93,11 +94,11 @@ def native_call(
     kv_heads: int,
     head_dim: int,
     sinks: int | None,
-) -> native.Attention:
+) -> structs.Attention:
     """Return the attention parameters of one layer for the kernels. ``sinks`` is the address of the
     layer's sinks in float32; None: it has none. The addresses in the result are valid as long as
     ``cache`` and the sinks live."""
-    return native.Attention(
+    return structs.Attention(
         cache.keys[call.layer].data_ptr(),
         cache.values[call.layer].data_ptr(),
         sinks,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from engine.worker.forward import native
+from engine.worker.forward import kernel_structs as structs
 from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.forward.transfer import send
 
@@ -265,7 +265,7 @@ class CompiledStates:
         self._results = self._states.new_empty((layers, count, *shape))
         self._targets = _targets_of(states, self._states.device)
         addresses = (array.ctypes.data for array in self._arrays)
-        self._decoder.begin_states(native.StateRows(*addresses, self._results.data_ptr(), count))
+        self._decoder.begin_states(structs.StateRows(*addresses, self._results.data_ptr(), count))
 
     def write(self) -> None:
         """As `States.write`."""

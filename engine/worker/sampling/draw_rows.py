@@ -215,7 +215,7 @@ def prefix(logits: Floats, best: int, sampling: Sampling) -> tuple[Ids, Floats]:
         weights = np.exp((scores - scores[0]).astype(np.float64))
         count = _count_kept(weights, weights.sum(), sampling)
         return ids[:count], scores[:count]
-    mass, width = whole(logits / heat, best, NO_LIMITS).sum(dtype=np.float64), PREFIX
+    mass, width = _mass(logits, best, heat), PREFIX
     while True:
         ids = likeliest(logits, width)
         scores = logits[ids] / heat
@@ -226,7 +226,15 @@ def prefix(logits: Floats, best: int, sampling: Sampling) -> tuple[Ids, Floats]:
         width *= _GROWTH
 
 
-def _count_kept(weights: Doubles, mass: np.float64, sampling: Sampling) -> int:
+def _mass(logits: Floats, best: int, heat: np.float32) -> float:
+    """Return the sum of the weights of a whole vocabulary."""
+    if (kernels := native.loaded()) is not None:
+        row = np.ascontiguousarray(logits)
+        return float(kernels.triolet_mass(row.ctypes.data, len(row), heat, row[best] / heat, 0.0))
+    return float(whole(logits / heat, best, NO_LIMITS).sum(dtype=np.float64))
+
+
+def _count_kept(weights: Doubles, mass: float, sampling: Sampling) -> int:
     """Return how many of ``weights``, which descend, remain after top_p of ``mass`` and min_p."""
     count = len(weights)
     if sampling.top_p < 1.0:

@@ -26,21 +26,21 @@ Draws: a greedy draw takes the highest logit, and the lowest id of equal ones. A
 inverts the CDF in two levels, with one pass of exp over the vocabulary. A seeded draw is a
 Gumbel-max with noise from `engine.worker.sampling.noise`, over the candidates that can still win.
 
-The table shows the median µs per row for 32 rows of normal logits at temperature 0.8, on two busy
-cores of an EPYC (`python -m tools.microbench_text`); in brackets is `draw_batch` on that CPU:
+The table shows the median µs per row for 32 rows of normal logits at temperature 0.8, on Zen 3
+(`python -m tools.microbench_text`); in brackets is numpy without the compiled kernels:
 
-    vocabulary   greedy      unseeded     top_k 50     top_p 0.95     seeded
-        49,152    7 (81)     81 (324)     71 (302)    165 (845)      333 (2,423)
-       151,936   28 (218)   235 (670)    116 (429)  1,141 (4,645)  2,023 (21,307)
+    vocabulary   greedy     unseeded     top_k 50     top_p 0.95     seeded
+        49,152    7 (7)     87 (142)      83 (85)      155 (201)     172 (393)
+       151,936   41 (45)   192 (558)    186 (206)      581 (779)   577 (1,770)
 
-For the unseeded rows, torch's own multinomial, which draws a number for each token, takes 1,172 and
-4,560. With a vocabulary of 1,024 tokens the two are equally fast; below that the time does not
-matter.
+`draw_batch` takes two to ten times as long on a CPU.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from engine.worker.sampling.draw_batch import margins, sample_batch
 from engine.worker.sampling.draw_rows import sample_rows
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+
+NO_UNIFORMS = np.empty((0, 2))
 
 __all__ = ["NothingToSample", "SampleRow", "gumbel_margin", "sample"]
 
@@ -69,8 +71,8 @@ def sample(
     if not _is_by_rows(logits):
         return sample_batch(logits, rows, generator)
     unseeded = [row for row in rows if row.sampling.seed is None and not row.sampling.is_greedy]
-    uniforms = uniforms_of(unseeded, generator)
-    return sample_rows(logits.detach().numpy(), rows, uniforms.numpy())
+    uniforms = uniforms_of(unseeded, generator).numpy() if unseeded else NO_UNIFORMS
+    return sample_rows(logits.detach().numpy(), rows, uniforms)
 
 
 def gumbel_margin(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[float]:
