@@ -54,6 +54,8 @@ WRITTEN = {
     "gemma3": ("gemma3_text", {"layer_types": ALL_SLIDING}),
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {}),
+    "lfm2": ("lfm2", {}),
+    "lfm2, biases": ("lfm2", {"conv_bias": True}),
     "llama, untied, biases": (
         "llama",
         {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
@@ -130,7 +132,9 @@ def test_a_transformers_that_reads_gguf_otherwise_is_named(checkpoints, tmp_path
 
 
 @pytest.mark.parametrize("kind", [Q4_0, Q8_0], ids=["Q4_0", "Q8_0"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "phi3", "llama, untied, biases"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3moe", "phi3", "llama, untied, biases", "lfm2"]
+)
 def test_a_file_of_blocks_computes_what_torch_does_with_the_same_roundings(
     checkpoints, tmp_path, name, kind
 ):

@@ -36,12 +36,23 @@ MODULES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "operator_norm": "attn_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 OUTSIDE = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.embedding_norm.weight": "token_embd_norm.weight",
     "lm_head.weight": "output.weight",
 }
 ARCHS = {
@@ -58,6 +69,7 @@ FIELDS = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
+    "shortconv.l_cache": "conv_L_cache",
     "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -161,6 +173,10 @@ def write_model(
     for key, name in FIELDS.items():
         if config.get(name) is not None:
             told[f"{arch}.{key}"] = config[name]
+    if "norm_eps" in config:  # LFM2
+        told[f"{arch}.attention.layer_norm_rms_epsilon"] = config["norm_eps"]
+        heads = {"conv": 0, "full_attention": config["num_key_value_heads"]}
+        told[f"{arch}.attention.head_count_kv"] = [heads[one] for one in config["layer_types"]]
     rope = config["rope_parameters"]
     told[f"{arch}.rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
     told |= _vocabulary(checkpoint, config) | (metadata or {})
@@ -172,7 +188,7 @@ def write_model(
         is_end = own in ("token_embd.weight", "output.weight")
         is_finer = is_end or (kind in ENDS and own.endswith(FINER))
         finer = ENDS.get(kind, Q8_0) if kind in QUANTISE else kind
-        is_plain = array.ndim == 1 or own.endswith("ffn_gate_inp.weight")
+        is_plain = array.ndim == 1 or own.endswith(("ffn_gate_inp.weight", "shortconv.conv.weight"))
         own_kind = F32 if is_plain else finer if is_finer else kind
         stored[own] = (own_kind, array.shape, _bytes(array, own_kind))
     for name, value in (tensors or {}).items():
@@ -231,6 +247,8 @@ def _converted(name: str, value: np.ndarray, config: dict[str, Any]) -> tuple[st
     if count and kind in ("llama", "granite"):
         halves = array.reshape(count, 2, len(array) // count // 2, *array.shape[1:])
         array = halves.swapaxes(1, 2).reshape(array.shape)
+    if module == "conv.conv" and attribute == "weight":
+        array = array[:, 0]
     if module == "post_attention_layernorm":
         has_four = kind in ("gemma2", "gemma3_text", "olmo2")
         module = "post_attention_norm" if has_four else "ffn_norm"

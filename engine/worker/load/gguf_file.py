@@ -16,6 +16,7 @@ import torch
 from engine.worker.load.checkpoint import Checkpoint, StoredTensor
 from engine.worker.load.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, OTHER_TYPES, decode
 from engine.worker.load.gguf_models import (
+    CONVOLUTION,
     ROPE_FACTORS,
     find_model,
     make_config,
@@ -178,6 +179,13 @@ class GgufFile(Checkpoint):
         own = name_in_checkpoint(self._model, name)
         if own is None:
             raise Refusal(f"its tensor {name} has no place in a {self._model.class_name}")
+        if own.endswith(f".{CONVOLUTION}.weight"):
+            if kind in BLOCK_TYPES or len(shape) != 2:
+                raise Refusal(f"its tensor {name} is not a matrix of floats")
+            shape = (shape[0], 1, shape[1])
+            self.tensors[own] = StoredTensor(own, shape, label, self._path.name)
+            self._found[own] = (name, start, kind)
+            return
         is_joined = "{expert}" in own
         if is_joined != (len(shape) == 3):
             raise Refusal(f"its tensor {name} has {len(shape)} dimensions")

@@ -19,7 +19,7 @@ from engine.worker.load.refusal import Refusal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+LAYER = re.compile(r"blk\.(\d+)\.([a-z_.]+)\.(weight|bias)")
 OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -43,6 +43,7 @@ IN_LAYER = {
     "ffn_up_exps": "mlp.experts.{expert}.up_proj",
     "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
+CONVOLUTION = "conv.conv"  # whose weight has no middle dimension of 1 in a file
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -68,6 +69,9 @@ class GgufModel:
     norm_offset: float = 0.0  # a file's norms have it added
     # Fields of the config that say that layers have biases, and a tensor that a file then has.
     biases: Mapping[str, str] = field(default_factory=lambda: BIASES)
+    outside: Mapping[str, str] = field(default_factory=dict)  # names of further tensors
+    epsilon: str = "rms_norm_eps"  # the config's field of the norms' epsilon
+    has_convolutions: bool = False  # in layers without key heads
     # Fields of the config beside those that all have: their names and those of the metadata.
     fields: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -132,6 +136,29 @@ MODELS = {
             "logits_scaling": "logit_scale",
         },
     ),
+    "lfm2": GgufModel(
+        "Lfm2ForCausalLM",
+        "lfm2",
+        {
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "attn_output": "self_attn.out_proj",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": CONVOLUTION,
+            "shortconv.out_proj": "conv.out_proj",
+        },
+        outside={"token_embd_norm.weight": "model.embedding_norm.weight"},
+        epsilon="norm_eps",
+        has_convolutions=True,
+        biases={"conv_bias": "blk.0.shortconv.in_proj.bias"},
+        fields={"conv_L_cache": "shortconv.l_cache"},
+        extra={"block_auto_adjust_ff_dim": False},  # a file says how wide an MLP is
+    ),
 }
 # The layers of the models whose attention is scaled by hidden / heads and not by a head's width.
 # Source: llama.cpp's own list (Gemma 2 27B, Gemma 3 27B).
@@ -161,7 +188,7 @@ def name_in_checkpoint(model: GgufModel, name: str) -> str | None:
     experts, their numbers are to be put for ``{expert}``."""
     match = LAYER.fullmatch(name)
     if match is None:
-        return OUTSIDE.get(name)
+        return model.outside.get(name) or OUTSIDE.get(name)
     module = model.names.get(match[2]) or IN_LAYER.get(match[2])
     return None if module is None else f"model.layers.{match[1]}.{module}.{match[3]}"
 
@@ -200,7 +227,7 @@ def make_config(
         "num_key_value_heads": kv_heads,
         "head_dim": width,
         "max_position_embeddings": _need(metadata, "context_length"),
-        "rms_norm_eps": _need(metadata, "attention.layer_norm_rms_epsilon"),
+        model.epsilon: _need(metadata, "attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in shapes,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
@@ -215,6 +242,9 @@ def make_config(
         if value is not None:
             config[name] = value
     kind = str(metadata["general.architecture"])
+    if model.has_convolutions:
+        kinds = ("conv", "full_attention")
+        config["layer_types"] = [kinds[bool(one)] for one in _key_heads(metadata)]
     if kind in SCALED_BY_HIDDEN:
         is_large = layers == SCALED_BY_HIDDEN[kind]
         config["query_pre_attn_scalar"] = hidden // heads if is_large else width
@@ -268,9 +298,27 @@ def _llama3_rope(theta: float, width: int, factors: torch.Tensor) -> dict[str, A
 def _heads(metadata: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the numbers of heads and of key heads, and the width of a head."""
     heads = int(_need(metadata, "attention.head_count"))
-    kv_heads = int(_of_model(metadata, "attention.head_count_kv") or heads)
+    if find_model(metadata).has_convolutions:
+        kv_heads = max(_key_heads(metadata))
+    else:
+        kv_heads = int(_of_model(metadata, "attention.head_count_kv") or heads)
     width = _of_model(metadata, "attention.key_length")
     return heads, kv_heads, int(width or _need(metadata, "embedding_length") // heads)
+
+
+def _key_heads(metadata: Mapping[str, Any]) -> list[int]:
+    """Return the number of key heads of each layer of a model with convolutions, 0 where there is
+    one.
+
+    Raises:
+        Refusal: the file does not list them, or they differ where there are some.
+    """
+    found = metadata.get(f"{metadata['general.architecture']}.attention.head_count_kv")
+    counts = [int(one) for one in found] if isinstance(found, list) else []
+    if len(counts) != _need(metadata, "block_count") or len({*counts} - {0}) != 1:
+        raise Refusal("its metadata do not say which of its layers have attention "
+                      "(attention.head_count_kv)")  # fmt: skip
+    return counts
 
 
 def _of_model(metadata: Mapping[str, Any], key: str) -> Any:
