@@ -19,9 +19,9 @@ namespace triolet {
 
 enum Activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
-// Mirrored by `engine.worker.forward.kernel_structs.Layer`. A norm that the layer does not have is null. If
-// ``is_norm_of_heads``, the norms of queries and keys are those of each head; otherwise they are
-// those of all heads together. A layer with experts has neither gate_up nor down. In one with a
+// Mirrored by `engine.worker.forward.kernel_structs.Layer`.
+// A norm that the layer does not have is null. If ``is_norm_of_heads``, the norms of queries and
+// keys are those of each head; otherwise they are those of all heads together. A layer with experts has neither gate_up nor down. In one with a
 // convolution, qkv is the product that gives its gates and inputs, and there is no attention.
 struct Layer {
     Linear qkv, output, gate_up, down;
@@ -447,8 +447,8 @@ static void gather_kept(const Model &model, const Step &step, float *residual, T
 }
 
 // Computes one layer. In the last layer, a row whose logits are not wanted is done once its keys
-// and values, or its state, are written: of a prompt's thousand rows, one goes on. The rows of ``residual`` behind
-// those of ``keep`` then hold arbitrary numbers.
+// and values, or its state, are written: of a prompt's thousand rows, one goes on. The rows of
+// ``residual`` behind those of ``keep`` then hold arbitrary numbers.
 template <class T>
 static void run_layer(const Model &model, long index, const Step &step, const Buffers<T> &has,
                       Scratch &scratch, Gathered<T> &gathered) {

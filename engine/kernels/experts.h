@@ -12,7 +12,8 @@
 
 namespace triolet {
 
-// Mirrored by `engine.worker.forward.kernel_structs.Experts`. A layer without a mixture has a count of 0.
+// Mirrored by `engine.worker.forward.kernel_structs.Experts`.
+// A layer without a mixture has a count of 0.
 struct Experts {
     Linear router;
     const Linear *gate_up, *down;  // [count], all of the same sizes and with weights of one form

@@ -10,14 +10,16 @@ constexpr long PART = 512;        // positions of a part
 constexpr long QUERIES = 32;      // queries of a block: of one head of a chunk, or a decode's heads
 constexpr long WIDTH_MOST = 256;  // numbers of a head
 
-// Mirrored by `engine.worker.forward.kernel_structs.Rows`. A token sees positions before its own of
+// Mirrored by `engine.worker.forward.kernel_structs.Rows`.
+// A token sees positions before its own of
 // ``untils``; a row of one token sees those before the row's end, which is the same.
 struct Rows {
     const int64_t *starts, *ends, *offsets, *tables, *slots, *untils;
     int64_t num_rows, table_width, block_size, num_tokens;
 };
 
-// Mirrored by `engine.worker.forward.kernel_structs.Attention`. A window or softcap of 0 means none.
+// Mirrored by `engine.worker.forward.kernel_structs.Attention`.
+// A window or softcap of 0 means none.
 struct Attention {
     void *keys, *values;  // [num_blocks][block_size][kv_heads][width]
     const float *sinks;   // [heads] the score of a key whose value is 0; null: there is none

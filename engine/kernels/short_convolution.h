@@ -13,7 +13,8 @@
 
 namespace triolet {
 
-// Mirrored by `engine.worker.forward.kernel_structs.Convolution`. A layer without one has a length of 0.
+// Mirrored by `engine.worker.forward.kernel_structs.Convolution`.
+// A layer without one has a length of 0.
 struct Convolution {
     const float *weight;   // [length][hidden]
     const float *bias;     // [hidden], or null
@@ -21,7 +22,8 @@ struct Convolution {
     int64_t length, place;  // place: its index among the model's convolutions
 };
 
-// Mirrored by `engine.worker.forward.kernel_structs.StateRows`: the rows of a step as sequences have them.
+// Mirrored by `engine.worker.forward.kernel_structs.StateRows`.
+// The rows of a step as sequences have them.
 struct StateRows {
     const int64_t *owners;   // [num_tokens] the row of each token
     const int64_t *offsets;  // [count + 1] into the tokens
