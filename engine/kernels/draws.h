@@ -112,13 +112,12 @@ static inline v16 rough_noise(uint64_t key, long first) {
 }
 
 // Draws the token of the highest score plus Gumbel noise, -log(E) of an exponential E = -log1p(-u).
-// Let B be that of the likeliest token, ``top``. Another one reaches B only if E is at most
-// exp(score - B), and E is never below u. So one comparison of a rough u with a weight leaves the
-// tokens that can still win, about 1 / p of them if p is the likeliest token's probability. Only
-// these need logarithms.
+// Let B be the highest sum so far, at first that of the likeliest token, ``top``. Another token
+// reaches B only if E is at most exp(score - B), and E is never below u. So one comparison of a rough
+// u with a weight leaves the few tokens that can still win. Only these need logarithms.
 static inline int64_t draw_by_noise(const Scores &scores, long top, uint64_t key) {
     const double lead = exponential(key, top);
-    const float limit = (float)(lead * SLACK * 0x1p31);  // rough noise counts to 2^31, rounded down
+    float limit = (float)(lead * SLACK * 0x1p31);  // rough noise counts to 2^31, rounded down
     int64_t winner = top;
     double highest_seen = scores.score(top) - std::log(lead);
     for (long first = 0; first < scores.count; first += LANES) {
@@ -132,8 +131,9 @@ static inline int64_t draw_by_noise(const Scores &scores, long top, uint64_t key
             const long token = first + i;
             if (own[i] < 0.0f || token == top) continue;
             const double value = scores.score(token) - std::log(exponential(key, token));
-            if (value > highest_seen || (value == highest_seen && token < winner))
-                winner = token, highest_seen = value;
+            if (value < highest_seen || (value == highest_seen && token > winner)) continue;
+            winner = token, highest_seen = value;
+            limit = (float)(std::exp(scores.best - value) * SLACK * 0x1p31);
         }
     }
     return winner;
