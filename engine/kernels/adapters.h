@@ -14,18 +14,17 @@ namespace triolet {
 constexpr int PARTS_MOST = 3;  // queries, keys and values are one product
 
 // Mirrored by `engine.worker.forward.kernel_structs.Expansion`.
-// One adapted part of a packed product: the
-// panels ``first``, ``first + step``, …, of which there are ``panels``. It reads ``depth`` shrunk
-// numbers from ``offset`` on. Without ``weight``, the adapter leaves the part as it is.
+// One adapted part of a packed product: the panels ``first``, ``first + step``, …, of which there
+// are ``panels``. It reads ``depth`` shrunk numbers from ``offset`` on. Without ``weight``, the
+// adapter leaves the part as it is.
 struct Expansion {
     const void *weight;
     int64_t first, step, panels, depth, offset;
 };
 
 // Mirrored by `engine.worker.forward.kernel_structs.Adapted`.
-// What an adapter adds to one packed product.
-// ``shrink`` has the A of all parts below one another; its ``outputs`` is 0 if there is none.
-// ``scales`` has a number for each lane of its panels.
+// What an adapter adds to one packed product. ``shrink`` has the A of all parts below one another;
+// its ``outputs`` is 0 if there is none. ``scales`` has a number for each lane of its panels.
 struct Adapted {
     Linear shrink;
     const float *scales;
@@ -33,9 +32,8 @@ struct Adapted {
 };
 
 // Mirrored by `engine.worker.forward.kernel_structs.Group`.
-// The tokens of a step that have one adapter,
-// which follow one another; and, among the tokens whose logits are computed, those of them.
-// ``products`` are [num_layers x 4 + 1]: of each layer qkv, output, gate_up and down; then the head.
+// The tokens of a step that have one adapter, which follow one another; and, among the tokens whose
+// logits are computed, those of them. ``products`` are [num_layers x 4 + 1]: of each layer qkv, output, gate_up and down; then the head.
 struct Group {
     int64_t first, count, kept_first, kept_count;
     const Adapted *products;

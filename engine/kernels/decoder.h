@@ -21,8 +21,9 @@ enum Activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 
 // Mirrored by `engine.worker.forward.kernel_structs.Layer`.
 // A norm that the layer does not have is null. If ``is_norm_of_heads``, the norms of queries and
-// keys are those of each head; otherwise they are those of all heads together. A layer with experts has neither gate_up nor down. In one with a
-// convolution, qkv is the product that gives its gates and inputs, and there is no attention.
+// keys are those of each head; otherwise they are those of all heads together. A layer with experts
+// has neither gate_up nor down. In one with a convolution, qkv is the product that gives its gates
+// and inputs, and there is no attention.
 struct Layer {
     Linear qkv, output, gate_up, down;
     const float *before_attention, *after_attention, *before_mlp, *after_mlp;

@@ -19,7 +19,7 @@ from engine.worker.forward.backends import (
     runs_compiled,
 )
 from engine.worker.forward.kv_cache import KvCache, size_pool
-from engine.worker.forward.recurrent import open_states
+from engine.worker.forward.recurrent import StateSlots, open_states
 from engine.worker.forward.transfer import send
 from engine.worker.interface import LoadProgress
 from engine.worker.load.architectures import context_limit, layer_shapes
@@ -166,14 +166,8 @@ def place(
     cache, execution = _prepared(spec, model, shapes, pool, chosen, division, recurrence)
     opened = None
     if recurrence is not None:
-        opened = open_states(
-            execution.model.module,
-            recurrence,
-            states,
-            pool.num_states,
-            dtype=dtype,
-            device=device,
-        )
+        slots = StateSlots(recurrence, states, pool.num_states, dtype, device)
+        opened = open_states(execution.model.module, slots)
     return PlacedModel(
         architecture,
         config,

@@ -239,7 +239,8 @@ class TorchRunner:
         drawn = self._choose(rows, batch, logits) if batch and logits is not None else {}
         scores = self._score(batch, logits, drawn) if batch and logits is not None else NO_SCORES
         times.append(perf_counter())
-        if self._states is not None and batch:  # else the forward was that of a step that failed
+        # In a step without rows, what was computed last may belong to a step that failed.
+        if self._states is not None and batch:
             self._states.write()
         results = self._finish(rows, batch, drawn, scores) if batch else ()
         times.append(perf_counter())

@@ -20,7 +20,7 @@ from engine.worker.forward.backends import pick_backend, prepare  # noqa: E402
 from engine.worker.forward.decoder import PART, NativeDecoder  # noqa: E402
 from engine.worker.forward.kv_cache import KvCache, PoolSize  # noqa: E402
 from engine.worker.forward.packing import pack  # noqa: E402
-from engine.worker.forward.recurrent import RowState, open_states  # noqa: E402
+from engine.worker.forward.recurrent import RowState, StateSlots, open_states  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend  # noqa: E402
 from engine.worker.forward.rewrites import NotRewritten, take_apart  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
@@ -97,10 +97,9 @@ class Built:
         self.vocab = model.config.vocab_size
         self.states, name = None, model.architecture.name
         if name in RECURRENT:
-            self.states = open_states(
-                self.execution.model.module, RECURRENT[name], state_shapes(name, model.config), 1,
-                dtype=dtype, device=CPU,
-            )  # fmt: skip
+            shapes = state_shapes(name, model.config)
+            slots = StateSlots(RECURRENT[name], shapes, 1, dtype, CPU)
+            self.states = open_states(self.execution.model.module, slots)
         if is_rounding_inputs:
             round_inputs(self.execution.model.module)
 

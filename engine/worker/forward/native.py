@@ -67,8 +67,8 @@ def load() -> ctypes.CDLL:
 
 
 def loaded() -> ctypes.CDLL | None:
-    """Return the library if the kernels are in use and `load` has loaded them; it is not loaded
-    here, which may take the time of a compilation."""
+    """Return the library if the kernels are in use and `load` has loaded them. Nothing is loaded
+    here, because the kernels may have to be compiled for that."""
     if not _load_once.cache_info().currsize or _wanted() in ("off", "0"):
         return None
     return _load_once()[0]

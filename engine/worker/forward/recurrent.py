@@ -57,19 +57,22 @@ class States(Protocol):
         ...
 
 
-def open_states(
-    module: Any,
-    recurrence: Recurrence,
-    shapes: Mapping[int, StateShape],
-    num_slots: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> States:
-    """Allocate ``num_slots`` state slots for a model, and connect its ``module`` with them."""
-    if isinstance(module, NativeDecoder):
-        return CompiledStates(module, shapes, num_slots, dtype)
-    return RecurrentLayers(module, recurrence, shapes, num_slots, dtype=dtype, device=device)
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """The state slots of a model: what kind of recurrent layers it has, the shape of each one's
+    state by the layer's index, how many slots there are, and where."""
+
+    recurrence: Recurrence
+    shapes: Mapping[int, StateShape]
+    count: int
+    dtype: torch.dtype  # of convolutions' states; those of recurrences are float32
+    device: torch.device
+
+
+def open_states(module: Any, slots: StateSlots) -> States:
+    """Allocate a model's state slots, and connect its ``module`` with them."""
+    kind = CompiledStates if isinstance(module, NativeDecoder) else RecurrentLayers
+    return kind(module, slots)
 
 
 @dataclass(slots=True)
@@ -150,33 +153,25 @@ class _Step:
 
 
 class RecurrentLayers:
-    """The recurrent layers of one stock model, with ``num_slots`` state slots: an implementation of
-    `States`. One runner owns them. Making it takes the stock modules' `forward` over."""
+    """The recurrent layers of one stock model, with its state slots: an implementation of `States`.
+    One runner owns them. Making it takes the stock modules' `forward` over."""
 
-    def __init__(
-        self,
-        module: Any,
-        recurrence: Recurrence,
-        shapes: Mapping[int, StateShape],
-        num_slots: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, module: Any, slots: StateSlots) -> None:
+        device, num_slots, recurrence = slots.device, slots.count, slots.recurrence
         self._device = device
         self._step: _Step | None = None
         # Not initialised: a state is written before it is read.
         self._states = {
             layer: LayerState(
-                torch.empty((num_slots, *shape.conv), dtype=dtype, device=device),
+                torch.empty((num_slots, *shape.conv), dtype=slots.dtype, device=device),
                 torch.empty((num_slots, *shape.recurrent), dtype=torch.float32, device=device)
                 if shape.recurrent
                 else None,
             )
-            for layer, shape in shapes.items()
+            for layer, shape in slots.shapes.items()
         }
         found = [one for one in module.modules() if type(one).__name__ == recurrence.module]
-        assert sorted(one.layer_idx for one in found) == sorted(shapes), recurrence
+        assert sorted(one.layer_idx for one in found) == sorted(slots.shapes), recurrence
         for one in found:
             one.forward = self._forward_of(one, recurrence.keyword)
 
@@ -238,18 +233,13 @@ class RecurrentLayers:
 class CompiledStates:
     """The states of a compiled decoder's short convolutions: an implementation of `States`."""
 
-    def __init__(
-        self,
-        decoder: NativeDecoder,
-        shapes: Mapping[int, StateShape],
-        num_slots: int,
-        dtype: torch.dtype,
-    ) -> None:
-        (channels, length), *others = {shape.conv for shape in shapes.values()}
+    def __init__(self, decoder: NativeDecoder, slots: StateSlots) -> None:
+        (channels, length), *others = {shape.conv for shape in slots.shapes.values()}
         assert not others, "convolutions of several shapes"
         # Not initialised: a state is written before it is read. The kernels' vectors are of
         # channels, so that these come last.
-        self._states = torch.empty((len(shapes), num_slots, length, channels), dtype=dtype)
+        shape = (len(slots.shapes), slots.count, length, channels)
+        self._states = torch.empty(shape, dtype=slots.dtype)
         self._results = self._states.new_empty(0)
         self._targets: tuple[torch.Tensor, torch.Tensor] | None = None
         self._arrays: tuple[Ints, ...] = ()

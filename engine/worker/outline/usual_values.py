@@ -53,18 +53,11 @@ def is_rope(value: Any) -> bool:
     return value is None or isinstance(value, dict)
 
 
-def is_types(value: Any) -> bool:
-    kinds = ("full_attention", "sliding_attention")
-    return value is None or (isinstance(value, list) and all(one in kinds for one in value))
-
-
-def is_hybrid_types(value: Any) -> bool:
-    kinds = ("full_attention", "conv")
-    return value is None or (isinstance(value, list) and all(one in kinds for one in value))
-
-
-def is_switches(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(one in (0, 1) for one in value))
+def is_list_of(*values: Any) -> Check:
+    """Return the check of a list of such values, which may be left out."""
+    return lambda value: (
+        value is None or (isinstance(value, list) and all(one in values for one in value))
+    )
 
 
 def is_indices(value: Any) -> bool:
@@ -83,3 +76,6 @@ ANY: Check = lambda _value: True  # noqa: E731
 SILU = ("silu", "swish")
 GELU_TANH = "gelu_pytorch_tanh"
 OPTIONAL_COUNT = or_none(is_count)
+is_types = is_list_of("full_attention", "sliding_attention")
+is_hybrid_types = is_list_of("full_attention", "conv")
+is_switches = is_list_of(0, 1)

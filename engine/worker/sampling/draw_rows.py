@@ -95,7 +95,7 @@ def _draw(logits: Floats, best: int, sampling: Sampling, uniforms: Doubles) -> i
         ids, scores = listed(logits, best, sampling)
         return int(ids[_inverse_cdf(np.exp(scores - scores.max()), uniforms[0])])
     if (kernels := native.loaded()) is not None:
-        row = _as_kernels_take_it(logits, best, sampling)
+        row = _as_kernels_take_it(logits, best, _heat(sampling), sampling.min_p)
         return int(kernels.triolet_draw_by_cdf(*row, *uniforms))
     weights = whole(logits / _heat(sampling), best, sampling)
     sums = np.add.reduceat(weights, _block_starts(len(weights)))
@@ -105,12 +105,11 @@ def _draw(logits: Floats, best: int, sampling: Sampling, uniforms: Doubles) -> i
 
 
 def _as_kernels_take_it(
-    logits: Floats, best: int, sampling: Sampling
+    logits: Floats, best: int, heat: np.float32, min_p: float
 ) -> tuple[int, int, np.float32, np.float32, float]:
     """Return a row for the kernels: the `Scores` of engine/kernels/draws.h. Its logits, which are
     contiguous, must live until the kernel returns."""
-    heat = _heat(sampling)
-    return logits.ctypes.data, len(logits), heat, logits[best] / heat, sampling.min_p
+    return logits.ctypes.data, len(logits), heat, logits[best] / heat, min_p
 
 
 def _inverse_cdf(weights: Floats, uniform: float) -> int:
@@ -125,7 +124,7 @@ def _draw_seeded(logits: Floats, best: int, sampling: Sampling, key: int) -> int
     if is_listed(sampling, len(logits)):
         ids, scores = listed(logits, best, sampling)
     elif (kernels := native.loaded()) is not None:
-        row = _as_kernels_take_it(logits, best, sampling)
+        row = _as_kernels_take_it(logits, best, _heat(sampling), sampling.min_p)
         return int(kernels.triolet_draw_by_noise(*row, best, key))
     else:
         scores = logits / _heat(sampling)
@@ -229,8 +228,8 @@ def prefix(logits: Floats, best: int, sampling: Sampling) -> tuple[Ids, Floats]:
 def _mass(logits: Floats, best: int, heat: np.float32) -> float:
     """Return the sum of the weights of a whole vocabulary."""
     if (kernels := native.loaded()) is not None:
-        row = np.ascontiguousarray(logits)
-        return float(kernels.triolet_mass(row.ctypes.data, len(row), heat, row[best] / heat, 0.0))
+        logits = np.ascontiguousarray(logits)
+        return float(kernels.triolet_mass(*_as_kernels_take_it(logits, best, heat, 0.0)))
     return float(whole(logits / heat, best, NO_LIMITS).sum(dtype=np.float64))
 
 

@@ -32,8 +32,6 @@ The table shows the median µs per row for 32 rows of normal logits at temperatu
     vocabulary   greedy     unseeded     top_k 50     top_p 0.95     seeded
         49,152    7 (7)     87 (142)      83 (85)      155 (201)     172 (393)
        151,936   41 (45)   192 (558)    186 (206)      581 (779)   577 (1,770)
-
-`draw_batch` takes two to ten times as long on a CPU.
 """
 
 from __future__ import annotations
