@@ -29,6 +29,7 @@ from engine.config import engine_config
 from engine.core.common.events import Pause, PauseMode, ResetPrefixCache, Resume
 from engine.core.text.types import Tokens
 from engine.errors import ShuttingDown
+from engine.images.decoder import DecodeImage, DecoderProcess, decode_here
 from engine.kinds.encode import EncodeKind
 from engine.kinds.image import ImageKind
 from engine.kinds.text import TextKind
@@ -375,7 +376,8 @@ async def open_engine(
     """Start an engine; its models load in the background (`Engine.wait_ready`). ``config`` may also
     be a model, or its name or path.
 
-    ``make_runner`` and ``threads`` can be replaced by fakes and virtual time. ``on_change`` is
+    ``make_runner`` and ``threads`` can be replaced by fakes and virtual time, in which no image is
+    decoded in another process. ``on_change`` is
     called on the Trio thread whenever a model's state changes, ``on_event`` with everything that
     goes into and out of a scheduler (`journal_line` returns it as text). A ``watchdog`` is passed
     by a program that also calls its `Watchdog.leave`. ``find_capability`` returns what a model can
@@ -390,6 +392,8 @@ async def open_engine(
     if watchdog is None and threads is None:  # virtual time has no hung steps
         watchdog = Watchdog(config.step_timeout_s)
     own_threads = WorkerThreads()
+    own_decoder = DecoderProcess()
+    decoder: DecodeImage = own_decoder if threads is None else decode_here
     if find_capability is None and make_runner is make_torch_runner:
         find_capability = capability_by_files
     threads = threads or own_threads
@@ -405,9 +409,9 @@ async def open_engine(
         kinds=by_capability,
         batch=batch or Unbatched(),
     )
-    supervisor = Supervisor(config, pool, threads, kinds)
+    supervisor = Supervisor(config, pool, threads, kinds, decoder)
     engine = Engine(config, pool, supervisor)
-    with closing(own_threads), _running(watchdog):
+    with closing(own_threads), closing(own_decoder), _running(watchdog):
         async with trio.open_nursery() as nursery:
             await nursery.start(supervisor.run)
             try:

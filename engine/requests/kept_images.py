@@ -11,19 +11,23 @@ from collections import OrderedDict
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from engine.images.decoder import decode_here
 from engine.images.sight import KEPT_BYTES_MAX, digest_of
 from engine.requests.image_prompts import ReadImage
 
 if TYPE_CHECKING:
+    from engine.images.decoder import DecodeImage
     from engine.images.sight import Sight
 
 
 class KeptImages:
     """Reads images, each once while it is kept. Meant for threads."""
 
-    def __init__(self, max_bytes: int = KEPT_BYTES_MAX) -> None:
+    def __init__(self, max_bytes: int = KEPT_BYTES_MAX, decode: DecodeImage = decode_here) -> None:
+        """Keep up to ``max_bytes`` of pixels. ``decode`` is where images are decoded."""
         self.num_bytes = 0
         self._max_bytes = max_bytes
+        self._decode = decode
         self._kept: OrderedDict[tuple[Sight, bytes], ReadImage] = OrderedDict()
         self._lock = Lock()
 
@@ -39,7 +43,7 @@ class KeptImages:
             if found is not None:
                 self._kept.move_to_end(key)
                 return found
-        found = ReadImage(sight.read(data), key[1])
+        found = ReadImage(self._decode(sight.read, data), key[1])
         with self._lock:
             self._keep(key, found)
         return found

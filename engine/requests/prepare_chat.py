@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from engine.core.text.types import PromptImage
+    from engine.images.decoder import DecodeImage
     from engine.images.sight import Sight
     from engine.requests.chat_values import Chat
     from engine.requests.text_stream import TextStream
@@ -57,7 +58,7 @@ class Seeing:
     def __init__(self, tokenizing: Tokenizing) -> None:
         self._tokenizing = tokenizing
         self.memory = ImageMemory(IMAGE_BYTES_MAX)
-        self._kept = KeptImages()
+        self._kept = KeptImages(decode=tokenizing.image_decoder)
 
     async def read(
         self, stream: TextStream, replica: AnyReplica, chat: Chat, held: ExitStack
@@ -114,7 +115,8 @@ class Seeing:
         sight, count = _sight_for(replica, chat), sum(1 for _ in chat.images)
         if sight is not None and count:
             self._check_count(sight, count)
-            chat = await self._read_each(chat, partial(_measure, sight))
+            measure = partial(_measure, self._tokenizing.image_decoder, sight)
+            chat = await self._read_each(chat, measure)
         shown, _ = await self._shown(replica, chat)
         with of_chat():
             spans = await self._tokenizing.spans(
@@ -134,7 +136,7 @@ class Seeing:
         made, found = [], []
         for path, data in chat.images:
             try:
-                made.append(await self._tokenizing.decode_image(partial(read, data)))
+                made.append(await self._tokenizing.run_for_image(partial(read, data)))
             except BadImage as error:
                 found.append(FieldViolation(path, str(error)))
         if found:
@@ -180,9 +182,9 @@ def _sight_for(replica: AnyReplica, chat: Chat) -> Sight | None:
     return sight
 
 
-def _measure(sight: Sight, data: bytes) -> ReadImage:
+def _measure(decode: DecodeImage, sight: Sight, data: bytes) -> ReadImage:
     """Return an image without its pixels."""
-    return ReadImage(sight.read(data)._replace(tiles=()), b"")
+    return ReadImage(decode(sight.read, data)._replace(tiles=()), b"")
 
 
 def _with_images(message: Mapping[str, Any], images: Any) -> Mapping[str, Any]:

@@ -124,9 +124,9 @@ class DrawPreparer:
             return None
         stream.phase = "decode image"
         await self.image_memory.take(3 * width * height, held)
-        job = partial(read_as, data, (width, height), info.max_image_pixels)
+        read = partial(read_as, size=(width, height), max_pixels=info.max_image_pixels)
         try:
-            return await self._tokenizing.decode_image(job)
+            return await self._tokenizing.decode_image(read, data)
         except BadImage as error:
             raise InvalidRequest.of("source.image", str(error)) from None
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.core.encode.types import (
@@ -149,7 +148,7 @@ class InputPreparer:
         made, found = [], []
         for index, one in data.items():
             try:
-                image = await self._tokenizing.decode_image(partial(fit.read, one))
+                image = await self._tokenizing.decode_image(fit.read, one)
             except BadImage as error:
                 found.append(FieldViolation(f"inputs[{index}].image", str(error)))
             else:

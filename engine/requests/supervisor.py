@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
     from engine.config import EngineConfig
     from engine.core.common.events import CoreRequest
+    from engine.images.decoder import DecodeImage
     from engine.pool.pool import Pool
     from engine.replica.replica import Replica
     from engine.replica.threads import Threads
@@ -80,12 +81,17 @@ class Supervisor:
     """
 
     def __init__(
-        self, config: EngineConfig, pool: Pool, threads: Threads, kinds: Iterable[RequestKind]
+        self,
+        config: EngineConfig,
+        pool: Pool,
+        threads: Threads,
+        kinds: Iterable[RequestKind],
+        image_decoder: DecodeImage,
     ) -> None:
         self._config = config
         self._pool = pool
         self._tasks = RequestTasks()
-        self.tokenizing = Tokenizing(threads, self._tasks)
+        self.tokenizing = Tokenizing(threads, self._tasks, image_decoder)
         self._kinds: dict[type, RequestKind] = {}
         self._preparers: dict[type, Preparer] = {}
         for kind in kinds:

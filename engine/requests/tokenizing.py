@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
 from engine.errors import EngineBug, InvalidRequest, RequestTooLarge, ShuttingDown
+from engine.images.decoder import decode_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from engine.images.decoder import DecodeImage
     from engine.replica.replica import Replica
     from engine.replica.threads import Threads
     from engine.requests.chat_values import Chat
@@ -47,8 +50,11 @@ class Tokenizing:
         self,
         threads: Threads,
         tasks: RequestTasks,
+        image_decoder: DecodeImage = decode_here,
         image_limiter: trio.CapacityLimiter | None = None,
     ) -> None:
+        """``image_decoder`` is where images are decoded."""
+        self.image_decoder = image_decoder
         self._threads = threads
         self._tasks = tasks
         self._limiter = trio.CapacityLimiter(1)
@@ -58,7 +64,7 @@ class Tokenizing:
     def with_own_limiter(self) -> Tokenizing:
         """Return another instance, whose texts do not wait for this one's. Both decode one image
         at a time."""
-        return Tokenizing(self._threads, self._tasks, self._image_limiter)
+        return Tokenizing(self._threads, self._tasks, self.image_decoder, self._image_limiter)
 
     async def tokenize(
         self, replica: AnyReplica, text: str, *, add_special_tokens: bool
@@ -152,9 +158,13 @@ class Tokenizing:
         """Return ``work()``, called in a thread. Cancellation: as the class."""
         return await self._in_thread(work, self._limiter)
 
-    async def decode_image(self, work: Callable[[], T]) -> T:
-        """Return ``work()``, which decodes an image, called in a thread. No other image is decoded
-        at the same time. Cancellation: as the class."""
+    async def decode_image(self, read: Callable[[bytes], T], data: bytes) -> T:
+        """Return ``read(data)``, called by the image decoder. Cancellation: as the class."""
+        return await self.run_for_image(partial(self.image_decoder, read, data))
+
+    async def run_for_image(self, work: Callable[[], T]) -> T:
+        """Return ``work()``, which decodes or encodes an image, called in a thread. No other image
+        is decoded or encoded at the same time. Cancellation: as the class."""
         return await self._in_thread(work, self._image_limiter)
 
     async def _in_thread(self, work: Callable[[], T], limiter: trio.CapacityLimiter) -> T:

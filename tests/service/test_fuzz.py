@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import grpc
 import pytest
@@ -31,7 +33,7 @@ from tests.support import http2
 from tests.support.core_driver import expected_tokens
 from tests.support.fuzz import messages, nearly_right
 from tests.support.images import hostile, picture
-from tests.support.server import fake
+from tests.support.server import children_of, fake
 from tests.support.wire import (
     connect,
     details,
@@ -258,6 +260,20 @@ def fuzz_images(server, seed, num_files, ask=embedding):
 def test_any_image_is_read_or_refused(server, ask):
     with nothing_is_left(server):
         assert 6 < fuzz_images(server, 0, 60, ask) < 54
+
+
+def test_a_decoder_that_is_killed_costs_no_request_and_it_ends_with_the_server():
+    name, request = embedding(picture())
+    name, request = f"triolet.v1.Inference/{name}", request.SerializeToString()
+    with small_server() as one:
+        for _ in range(3):
+            assert call(one.channel, name, request, limit_s=60) is grpc.StatusCode.OK
+            [pid] = children_of(one.process.pid)
+            os.kill(pid, signal.SIGKILL)
+        assert call(one.channel, name, request, limit_s=60) is grpc.StatusCode.OK
+        [last] = children_of(one.process.pid)
+        assert last != pid
+    assert not Path(f"/proc/{last}").exists()
 
 
 @pytest.mark.full

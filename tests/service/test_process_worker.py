@@ -35,12 +35,12 @@ from engine.errors import (
     Unsupported,
     WorkerLost,
 )
+from engine.processes import child
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner
 from engine.worker.fakes.tokenizer import FakeTokenizer
 from engine.worker.interface import RunnerSpec
-from engine.worker.process import worker_process
 from engine.worker.process.messages import WorkerProcessError
 from engine.worker.process.runner import ProcessRunner
 from tests.support import process_fakes, worker_fakes
@@ -807,7 +807,7 @@ def test_the_threads_of_libraries_are_as_the_spec_says_unless_the_user_did(monke
     assert b"OMP_NUM_THREADS=3" in environment
     assert any(one.startswith(b"GOMP_SPINCOUNT=") for one in environment)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert worker_process.environment_of(0)["OMP_NUM_THREADS"] == "5"
+    assert child.environment_of(0)["OMP_NUM_THREADS"] == "5"
 
 
 def test_a_process_finds_the_engine_wherever_its_server_was_started(monkeypatch, tmp_path):
@@ -815,4 +815,4 @@ def test_a_process_finds_the_engine_wherever_its_server_was_started(monkeypatch,
     monkeypatch.chdir(tmp_path)
     with loaded() as runner:
         runner.execute(empty_plan())
-    assert (worker_process.ROOT / "engine" / "errors.py").is_file()
+    assert (child.ROOT / "engine" / "errors.py").is_file()

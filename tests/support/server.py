@@ -119,9 +119,8 @@ class Server:
         return self.wait(limit_s)
 
     def memory_bytes(self):
-        """Return the resident memory."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
+        """Return the resident memory, with that of the process that decodes images."""
+        return sum(_memory_bytes(pid) for pid in [self.process.pid, *children_of(self.process.pid)])
 
     def num_files(self):
         """Return the number of open files and sockets."""
@@ -152,6 +151,20 @@ class Server:
         """Remove the server from the servers whose output a failed test shows."""
         shown_if_failed.remove(self)
         self._files.cleanup()
+
+
+def children_of(pid):
+    """Return the numbers of a process's children."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, task.read_text().split())
+    return found
+
+
+def _memory_bytes(pid):
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
 
 
 def process(argv, *, env=None, cwd=ROOT, **options):

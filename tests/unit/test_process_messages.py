@@ -34,8 +34,8 @@ from engine.core.text.plan import (
     StepResult,
 )
 from engine.core.text.types import Alternative, Constraint, Sampling, Stops, TokenLogprob
-from engine.worker.process import channel, messages
-from engine.worker.process.channel import (
+from engine.processes import channel
+from engine.processes.channel import (
     HEADER,
     MARK,
     MESSAGE_MAX,
@@ -43,6 +43,7 @@ from engine.worker.process.channel import (
     Channel,
     ChannelClosed,
 )
+from engine.worker.process import messages
 
 NAN = float("nan")
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,8 +99,15 @@ class Victim(threading.Thread):
 
 
 def rss_mb(pid: int) -> float:
-    """Return a process's resident memory."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    """Return the resident memory of a process and its children: a server decodes images in one."""
+    pids = [str(pid)]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            pids += task.read_text().split()
+    pages = 0
+    for one in pids:
+        with suppress(OSError):
+            pages += int(Path(f"/proc/{one}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGESIZE") / 2**20
 
 

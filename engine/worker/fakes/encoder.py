@@ -7,8 +7,9 @@ options alone and are exact in float32, so that a test sees when a request gets 
 
 from __future__ import annotations
 
+import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.core.common.steps import RowFailure, StepTimings
@@ -57,17 +58,19 @@ def vector_of(token_ids: Sequence[int], dimensions: int = DIMENSIONS) -> list[fl
 
 @dataclass(frozen=True, slots=True)
 class FakeFit(ImageFit):
-    """How a fake reads images: as 4 × 4 pixels, after a cost of the script."""
+    """How a fake reads images: as 4 × 4 pixels. Decoding an image takes ``decode_s``, passed to
+    ``sleep``."""
 
     num_tokens: int = IMAGE_TOKENS
     max_pixels: int = 2**20
     size: tuple[int, int] | None = (4, 4)
-    script: FakeScript = field(default_factory=FakeScript)
+    decode_s: float = 0.0
+    sleep: Callable[[float], None] = time.sleep
 
     def read(self, data: bytes) -> FittedImage:
         """Decode an image file and fit it, as `ImageFit.read` does."""
-        if self.script.decode_s:
-            self.script.sleep(self.script.decode_s)
+        if self.decode_s:
+            self.sleep(self.decode_s)
         return ImageFit.read(self, data)
 
 
@@ -174,7 +177,9 @@ class FakeEncoder(ScriptedRunner["EncodePlan", "EncodeResult"]):
             memory_bytes=self._memory_bytes,
             dimensions=DIMENSIONS if is_embedding else 0,
             prompt_names=tuple(PROMPTS) if is_embedding else (),
-            images=FakeFit(script=self.script) if reads_images else None,
+            images=FakeFit(decode_s=self.script.decode_s, sleep=self.script.sleep)
+            if reads_images
+            else None,
         )
 
     def close(self) -> None:

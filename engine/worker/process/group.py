@@ -22,16 +22,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
 from engine.memory_limit import CPU
+from engine.processes.channel import ChannelClosed, packed, wait_for_any
 from engine.worker.process.answers import GRACE_S, Answer, Answers, OutOfStep
-from engine.worker.process.channel import ChannelClosed, packed, wait_for_any
 from engine.worker.process.messages import Estimated, Loaded
 from engine.worker.process.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.processes.channel import Channel
     from engine.worker.interface import MemoryEstimate
-    from engine.worker.process.channel import Channel
     from engine.worker.process.side_channels import SideChannels
 
 FIRST_REQUESTS = ("estimate", "load")  # those that a silent rank must not delay for ever

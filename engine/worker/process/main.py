@@ -6,22 +6,16 @@ channel ends, so does the process. Over the control socket come side channels, f
 constraints beside the steps; each is served by a thread of its own.
 
 Rule 1: a plan that was received is answered, or the process ends: without an answer nobody could
-know what took effect. Rule 2: the process does not outlive its server, whatever either does.
-Standard input is a pipe that the server holds open; when it closes, the kernel sends a SIGKILL,
-which no step can delay. (The parent's death signal of prctl would come when the *thread* ends that
-started this process.) Rule 3: the process ignores Ctrl-C and SIGTERM, which are for the server: it
-drains first.
+know what took effect. Rule 2: the process does not outlive its server, and leaves the server's
+signals to it (`engine.processes.inside`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import importlib
 import logging
-import os
-import select
 import signal
 import socket
 import sys
@@ -30,9 +24,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine import logs
 from engine.gc_tuning import freeze_after_load
+from engine.processes.channel import BadMessage, Channel, ChannelClosed
+from engine.processes.inside import EXIT_LOST, leave, live_with_the_server, own_socket
 from engine.worker.interface import EncoderInfo, RankRunner
 from engine.worker.process import messages
-from engine.worker.process.channel import BadMessage, Channel, ChannelClosed
 from engine.worker.process.messages import Estimated, Loaded, raised
 
 if TYPE_CHECKING:
@@ -42,8 +37,6 @@ if TYPE_CHECKING:
     from engine.worker.process.messages import Compile, Setup
 
 ALIVE_S = 0.5  # far below the shortest sensible --step-timeout
-EXIT_LOST = 70  # EX_SOFTWARE of sysexits.h
-SERVERS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +44,7 @@ log = logging.getLogger(__name__)
 def main() -> NoReturn:
     """Serve until the main channel ends."""
     name, main_fd, control_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    for number in SERVERS_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    die_with_the_server(sys.stdin.fileno())
-    faulthandler.enable()
+    live_with_the_server()
     faulthandler.register(signal.SIGUSR1)  # sent by `WorkerProcess.dump_stacks`
     logs.request_id.set(f"worker {name}")
     code = EXIT_LOST
@@ -67,36 +57,6 @@ def main() -> NoReturn:
         log.exception("the worker process of %s ends", name)
     finally:
         leave(code)
-
-
-def leave(code: int) -> NoReturn:
-    """End at once, without the clean-up of torch and others at an interpreter's end, which takes
-    time and gains nothing."""
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
-
-
-def die_with_the_server(fd: int) -> None:
-    """Have the kernel kill this process when the pipe's other end is closed. Only Linux can do
-    that; elsewhere the end of the control socket ends the process, once its thread has Python's
-    lock."""
-    if not hasattr(fcntl, "F_SETSIG"):
-        return
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    look = select.poll()
-    look.register(fd, select.POLLIN)
-    if look.poll(0):  # the pipe was closed before the kernel watched it
-        leave(EXIT_LOST)
-
-
-def own_socket(fd: int) -> socket.socket:
-    """Return the socket of a descriptor. Processes started from here do not inherit it."""
-    os.set_inheritable(fd, False)
-    return socket.socket(fileno=fd)
 
 
 def make_runner(setup: Setup) -> Any:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.text.plan import Row, RowResult, StepPlan, StepResult
 from engine.core.text.types import Alternative, TokenLogprob
 from engine.errors import TrioletError
-from engine.worker.process.channel import PROTOCOL
+from engine.processes.channel import PROTOCOL
 
 if TYPE_CHECKING:
     from engine.core.text.types import Constraint

@@ -39,9 +39,9 @@ from typing import TYPE_CHECKING, Any
 from engine import logs
 from engine.errors import EngineBug, ShuttingDown, SpawnFailed, WorkerLost
 from engine.memory_limit import CPU
+from engine.processes.channel import BadMessage, ChannelClosed
 from engine.worker.load.resolve import short_name
 from engine.worker.process import messages
-from engine.worker.process.channel import BadMessage, ChannelClosed
 from engine.worker.process.group import GroupProcess
 from engine.worker.process.messages import AdapterCall, Compile, Loaded, Raised, Setup
 from engine.worker.process.worker_process import DEATH_LIMIT_S, WorkerProcess
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from engine.core.text.types import Constraint
+    from engine.processes.channel import Channel
     from engine.status import Capability
     from engine.worker.interface import (
         AdapterInfo,
@@ -59,7 +60,6 @@ if TYPE_CHECKING:
         RunnerSpec,
         Tokenizer,
     )
-    from engine.worker.process.channel import Channel
     from engine.worker.process.group import GroupChannel
 
 RETRY_AFTER_S = 1.0

@@ -14,7 +14,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from engine.worker.process.channel import Channel, ChannelClosed
+from engine.processes.channel import Channel, ChannelClosed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

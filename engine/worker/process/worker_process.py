@@ -3,11 +3,7 @@
 The process runs `engine.worker.process.main`. It has three connections to this one: the main
 channel, on which requests are answered one after another; the control socket, which passes the
 descriptors of side channels and whose end shows that the process is dead; and its standard input,
-which is never written to. The kernel kills the process when its standard input is closed, and so
-whenever this process ends.
-
-What the process writes, to standard output too, goes to this process's standard error. So nothing
-is lost when it crashes, and nobody has to read a pipe.
+which keeps it alive (`engine.processes.child`).
 
 Rule 1: the process is killed and reaped once. Rule 2: no thread is made for it.
 """
@@ -16,21 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import resource
 import signal
 import socket
 import subprocess
-import sys
-import sysconfig
 import threading
 from pathlib import Path
 
-from engine.worker.process.channel import Channel
+from engine.processes.channel import Channel
+from engine.processes.child import how_it_ended, start_child
 from engine.worker.process.side_channels import SideChannels
 
 PROGRAM = "engine.worker.process.main"
-ROOT = Path(__file__).resolve().parents[3]  # the folder that `engine` is imported from
 # An idle worker needs a tenth of this to end; for one that is in a step it is a guess.
 CLOSE_LIMIT_S = 1.0
 # A dying process closes its channels some milliseconds before its exit code is known.
@@ -67,7 +60,8 @@ class WorkerProcess:
             control, their_control = socket.socketpair()
             ours.enter_context(control), theirs.enter_context(their_control)
             fds = (their_main.fileno(), their_control.fileno(), *inherits)
-            self._process = _popen(name, fds, threads)
+            arguments = (name, *map(str, fds[:2]))
+            self._process = start_child(PROGRAM, arguments, fds, threads)
             ours.pop_all()
         self._control = control
         self.channel = Channel(main)
@@ -154,41 +148,3 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             return False
         return True
-
-
-def how_it_ended(code: int | None) -> str:
-    """Return an exit code in words that continue "the worker process"."""
-    if code is None:
-        return "does not end"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else "no name"
-    cause = "; out of memory?" if -code == signal.SIGKILL else ""
-    return f"was killed by signal {-code} ({name}{cause})"
-
-
-def _popen(name: str, fds: tuple[int, ...], threads: int) -> subprocess.Popen[bytes]:
-    main, control, *_ = fds
-    # -P: a file in the working directory must not be imported in place of a module of ours
-    command = [sys.executable, "-P", "-m", PROGRAM, name, str(main), str(control)]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=2,
-        pass_fds=fds,
-        env=environment_of(threads),
-        start_new_session=True,  # Ctrl-C in a terminal goes to the server alone
-    )
-
-
-def environment_of(threads: int) -> dict[str, str]:
-    """Return this process's environment (with GOMP_SPINCOUNT, D13), plus the thread count that
-    OpenMP reads, unless the user has set it, and the folder of `engine`, if it is not installed."""
-    environment = dict(os.environ)
-    if threads:
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
-    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    if str(ROOT) not in installed:
-        others = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([others] if others else [])])
-    return environment

@@ -1,11 +1,11 @@
-"""A channel: whole messages between a server and its worker process, over a socket pair.
+"""A channel: whole messages between a server and a process of its own, over a socket pair.
 
 A message is a name and a value, pickled, behind a header.
 
 Rule 1: a message arrives whole, or `ChannelClosed` or `BadMessage` is raised; the channel is of no
 use after either. Rule 2: unpickling can run any code, so a channel is a socket pair that the server
-made and handed to its own process worker, a process of the same program and user, and to nothing
-else. Rule 3: imports no torch.
+made and handed to its own process, one of the same program and user, and to nothing else. Rule 3:
+imports no torch.
 
 Source: D3, D8.
 """
@@ -98,6 +98,24 @@ class Channel:
         except Exception as error:
             raise BadMessage(f"a message cannot be read: {error!r}") from error
         return name, value
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send bytes that `receive_bytes` of the other side takes, without a copy.
+
+        Raises:
+            ChannelClosed: they will not arrive.
+        """
+        with self._used():
+            self._socket.sendall(data)
+
+    def receive_bytes(self, size: int) -> bytes:
+        """Wait for ``size`` bytes, as `receive`, and return them.
+
+        Raises:
+            ChannelClosed: they will not come.
+        """
+        with self._used():
+            return bytes(self._read(size))
 
     @contextmanager
     def watched(self) -> Iterator[int]:

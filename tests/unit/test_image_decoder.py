@@ -1,0 +1,191 @@
+"""The process that decodes images: whatever happens to it, each image gets its own answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from engine.images import decoder as decoder_module
+from engine.images.decoder import DecoderProcess
+from engine.images.decoder_main import NICENESS
+from engine.images.errors import BadImage
+from engine.images.fit import ImageFit, read_as
+from tests.support.images import picture
+
+FIT = ImageFit(1, 10_000, size=(8, 8))
+LONG_S = 20.0
+
+
+def end_by(number: int, data: bytes) -> bytes:
+    """Be killed by a signal; data that begins with a path is killed only once."""
+    path = Path(os.fsdecode(data))
+    if path.exists() or not path.is_absolute():
+        path.unlink(missing_ok=True)
+        os.kill(os.getpid(), number)
+    return data
+
+
+def fail(data: bytes) -> bytes:
+    raise ZeroDivisionError("a bug")
+
+
+def about_the_process(data: bytes) -> tuple[int, int, bytes]:
+    return os.getpid(), os.nice(0), data
+
+
+def slow(data: bytes) -> bytes:
+    time.sleep(LONG_S)
+    return data
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture
+def decoder():
+    one = DecoderProcess()
+    yield one
+    one.close()
+
+
+def test_an_image_is_read_in_another_process_of_lower_priority_as_here(decoder):
+    assert decoder.pid == 0
+    for read in (FIT.read, partial(read_as, size=(4, 2), max_pixels=10_000)):
+        assert decoder(read, picture()) == read(picture())
+    pid, nice, data = decoder(about_the_process, b"x")
+    assert (pid, nice, data) == (decoder.pid, os.nice(0) + NICENESS, b"x")
+    assert pid != os.getpid()
+
+
+def test_large_files_and_empty_ones_arrive_whole(decoder):
+    for data in (b"", os.urandom(16 * 2**20)):
+        assert decoder(about_the_process, data)[2] == data
+
+
+def test_a_file_that_is_no_image_is_refused_as_here_and_the_next_is_read(decoder):
+    for data in (b"", b"GIF89a", picture()[:40]):
+        with pytest.raises(BadImage) as here:
+            FIT.read(data)
+        with pytest.raises(BadImage) as there:
+            decoder(FIT.read, data)
+        assert str(there.value) == str(here.value)
+    assert decoder(FIT.read, picture()) == FIT.read(picture())
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_an_image_that_ends_the_process_is_refused_and_the_next_is_read(decoder, number, caplog):
+    with pytest.raises(BadImage, match=f"ended the process .* signal {int(number)} "):
+        decoder(partial(end_by, number), b"x")
+    assert len(caplog.records) == decoder_module.TRIES
+    assert decoder(FIT.read, picture()) == FIT.read(picture())
+
+
+def test_an_image_that_met_a_dying_process_is_read_by_the_next(decoder, tmp_path):
+    once = tmp_path / "once"
+    once.touch()
+    assert decoder(partial(end_by, signal.SIGKILL), os.fsencode(once)) == os.fsencode(once)
+    os.kill(decoder.pid, signal.SIGKILL)  # while it waits
+    assert decoder(FIT.read, picture()) == FIT.read(picture())
+
+
+def test_an_error_of_the_decoder_is_raised_with_its_stack(decoder):
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: a bug"):
+        decoder(fail, b"x")
+    assert decoder(FIT.read, picture()) == FIT.read(picture())
+
+
+def test_what_cannot_be_sent_is_raised_and_the_next_image_is_read(decoder):
+    decoder(FIT.read, picture())
+    with pytest.raises(Exception, match="pickle"):
+        decoder(lambda data: data, b"x")
+    assert decoder(FIT.read, picture()) == FIT.read(picture())
+
+
+def test_what_the_process_cannot_find_is_raised_and_the_next_image_is_read(decoder, monkeypatch):
+    def only_here(data):
+        return data
+
+    only_here.__qualname__ = "only_here"
+    monkeypatch.setattr(sys.modules[__name__], "only_here", only_here, raising=False)
+    with pytest.raises(RuntimeError, match="only_here"):
+        decoder(only_here, bytes(2**20))
+    assert decoder(FIT.read, picture()) == FIT.read(picture())
+
+
+def test_images_of_several_threads_are_read_one_after_another(decoder):
+    files, answers = [bytes([number]) * number for number in range(1, 9)], []
+    threads = [
+        threading.Thread(target=lambda data=data: answers.append(decoder(about_the_process, data)))
+        for data in files
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(LONG_S)
+    assert sorted(answer[2] for answer in answers) == files
+    assert len({answer[0] for answer in answers}) == 1
+
+
+def test_closing_ends_the_process_and_a_further_image_starts_another(decoder):
+    first, _, _ = decoder(about_the_process, b"x")
+    decoder.close()
+    decoder.close()
+    assert is_gone(first)
+    assert decoder.pid == 0
+    assert decoder(about_the_process, b"x")[0] != first
+
+
+def test_without_a_process_images_are_decoded_here(decoder, monkeypatch, caplog):
+    def none_left(*_args, **_fields):
+        raise BlockingIOError("no process is left")
+
+    monkeypatch.setattr(decoder_module, "start_child", none_left)
+    before = len(os.listdir("/proc/self/fd"))
+    assert decoder(about_the_process, b"x")[0] == os.getpid()
+    assert "no process is left" in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == before
+    monkeypatch.undo()
+    assert decoder(about_the_process, b"x")[0] == decoder.pid
+
+
+def test_no_descriptor_is_left_behind(decoder):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(BadImage):
+            decoder(partial(end_by, signal.SIGKILL), b"x")
+        decoder(FIT.read, picture())
+        decoder.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_process_ends_with_its_server_even_while_it_decodes():
+    program = (
+        "import sys, threading, time\n"
+        "from engine.images.decoder import DecoderProcess\n"
+        "from tests.unit.test_image_decoder import about_the_process, slow\n"
+        "one = DecoderProcess()\n"
+        "print(one(about_the_process, b'x')[0], flush=True)\n"
+        "threading.Thread(target=one, args=(slow, b'x'), daemon=True).start()\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as server:
+        pid = int(server.stdout.readline())
+        assert not is_gone(pid)
+        server.kill()
+    limit = time.monotonic() + LONG_S / 2
+    while not is_gone(pid):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
