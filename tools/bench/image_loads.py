@@ -13,6 +13,7 @@ import os
 import random
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -63,7 +64,7 @@ def never_the_same(images: Sequence[bytes]) -> Iterator[bytes]:
 class Load:
     """Clients that each send the next of ``requests`` when they have the answer to the last, or a
     time after it that is drawn between 0 and ``pause_s``. ``times`` are those of whole requests,
-    ``gaps`` those between two messages of one."""
+    ``gaps`` those between two messages of one; ``ends`` are the moments of the last messages."""
 
     method: str
     requests: Iterable[bytes]
@@ -71,11 +72,18 @@ class Load:
     pause_s: float = 0.0
     times: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
         """The answered requests in a second."""
         return len(self.times) / (WINDOW_S - WARM_UP_S)
+
+    @property
+    def longest_pause(self) -> float:
+        """The longest time between two ends, one after the other. Where whole steps of requests end
+        together, it is that of the longest step."""
+        return max(after - before for before, after in pairwise(self.ends))
 
     async def run(self, channel: Any) -> None:
         """Send requests for `WINDOW_S`, and longer if none has counted by then. Those of the first
@@ -92,7 +100,8 @@ class Load:
                         self.gaps.append(now - last)
                     last = now
                 if begin > start + WARM_UP_S:
-                    self.times.append(time.perf_counter() - begin)
+                    self.ends.append(time.perf_counter())
+                    self.times.append(self.ends[-1] - begin)
                 if self.pause_s:
                     await asyncio.sleep(draw.uniform(0, self.pause_s))
 

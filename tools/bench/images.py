@@ -15,8 +15,10 @@ request when they have the answer to the last (`tools.bench.image_loads`).
   story model are read. "A photograph, alone" is the time of a phone's from its bytes to its vector:
   most of it is decoding and resizing, which cannot be interrupted.
 - same: 16 clients send 8 photographs of 640 × 480 at a time to "clip", so that each of its steps is
-  full. Beside them, a client sends short texts to "clip" at random moments. The time of a full step
-  is that of `triolet:step_seconds`, while images alone are sent.
+  full. Beside them, a client sends short texts to "clip" at random moments. A text waits for one
+  step of images at most: for the longest one in the same window, which is the longest time in which
+  no images were answered. (It includes a text's own step, 2 to 3 % of it.) The time of a full step
+  is the mean of `triolet:step_seconds`, while images alone are sent.
 - seeing: 16 streams of "see" are read, while 4 clients ask it about photographs of both sizes, of
   which none came before. "One image's piece" is what a step has room for without other requests,
   the whole photograph: the time from the start of its prompt to the first token. Beside streams, a
@@ -286,6 +288,7 @@ async def _same_model(address: str, port: int) -> list[Row]:
     words = cycle([embed_of("clip", text=one) for one in texts()[:64]])
     text = partial(Load, EMBED, words, 1, TEXT_PAUSE_S)
     alone, waits, steps, ratios, rates = [], [], [], [], []
+    longest, of_longest = [], []
     async with grpc.aio.insecure_channel(address, options=NO_PROXY) as channel:
         for turn in range(REPEATS + 1):
             first, only, mine, beside = text(), images(), text(), images()
@@ -300,12 +303,16 @@ async def _same_model(address: str, port: int) -> list[Row]:
             alone.append(1e3 * percentile(first.times, 0.5))
             waits.append(1e3 * percentile(mine.times, 0.99))
             ratios.append(waits[-1] / (alone[-1] + steps[-1]))
+            longest.append(1e3 * beside.longest_pause)
+            of_longest.append(waits[-1] / (alone[-1] + longest[-1]))
             rates.append(BATCH_IMAGES * beside.rate)
     return [
         row_of("a text alone, p50", alone, "ms"),
         row_of("a full step of images", steps, "ms"),
         row_of("a text beside images of the same model, p99", waits, "ms"),
-        row_of("such a text against one alone and a step of images", ratios, "×", bar=1.0),
+        row_of("the longest step of images beside texts", longest, "ms"),
+        row_of("such a text against one alone and the longest step", of_longest, "×", bar=1.0),
+        row_of("such a text against one alone and a step of images", ratios, "×"),
         row_of("images beside texts of the same model", rates, "images/s"),
     ]
 
