@@ -163,8 +163,8 @@ class Tokenizing:
         return await self.run_for_image(partial(self.image_decoder, read, data))
 
     async def run_for_image(self, work: Callable[[], T]) -> T:
-        """Return ``work()``, which decodes or encodes an image, called in a thread. No other image
-        is decoded or encoded at the same time. Cancellation: as the class."""
+        """Return ``work()``, which may have an image decoded, called in a thread. No other image is
+        decoded at the same time. Cancellation: as the class."""
         return await self._in_thread(work, self._image_limiter)
 
     async def _in_thread(self, work: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
