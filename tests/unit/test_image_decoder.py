@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.images import decoder as decoder_module
 from engine.images.decoder import DecoderProcess
@@ -137,6 +140,54 @@ def test_images_of_several_threads_are_read_one_after_another(decoder):
         one.join(LONG_S)
     assert sorted(answer[2] for answer in answers) == files
     assert len({answer[0] for answer in answers}) == 1
+
+
+def slowly_reversed(data: bytes) -> bytes:
+    time.sleep(0.003)
+    return data[::-1]
+
+
+@settings(max_examples=12, deadline=None, database=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["read", "refuse", "fail", "close"]),
+            st.binary(max_size=100_000),
+            st.none() | st.floats(0, 0.15),
+        ),
+        max_size=7,
+    )
+)
+def test_each_image_gets_its_own_answer_whenever_the_process_is_killed(steps):
+    """A process that starts takes about 0.1 s, so that the moments of the kills are in its start,
+    before an image, in the middle of one, and behind it."""
+    decoder = DecoderProcess()
+    for action, data, kill_after_s in steps:
+        killer = threading.Timer(kill_after_s or 0, kill_of, [decoder])
+        if kill_after_s is not None:
+            killer.start()
+        if action == "read":
+            assert decoder(slowly_reversed, data) == data[::-1]
+        elif action == "refuse":
+            with pytest.raises(BadImage, match="in no format"):
+                decoder(FIT.read, b"no image" + data)
+        elif action == "fail":
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                decoder(fail, data)
+        else:
+            decoder.close()
+        killer.cancel()
+        if kill_after_s is not None:
+            killer.join()
+    decoder.close()
+
+
+def kill_of(decoder: DecoderProcess) -> None:
+    """Kill the process, if there is one."""
+    pid = decoder.pid
+    if pid:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_closing_ends_the_process_and_a_further_image_starts_another(decoder):
