@@ -385,6 +385,9 @@ def test_a_deadline(place):
         ):  # a server without a measured step; else it refuses
             server = stack.enter_context(fake(**phase.server))
             wait_serving(server.channel)
+            if "chat" in phase.request:  # the first image starts the process that decodes
+                request = pb.TokenizeRequest(chat=shown())
+                stubs.InferenceStub(server.channel).Tokenize(request, timeout=60)
         check_deadline((name, phase, server))
 
 

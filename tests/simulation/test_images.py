@@ -161,7 +161,8 @@ def test_memory_for_images_is_waited_for_and_given_back():
     run(body, image_bytes=16 * 48)
 
 
-READ_ALL = "lambda: [fit.read(each) for each in data.values()][0]"  # a request's images are one job
+# A request's images are one job.
+READ_ALL = "decode_image(lambda _: [fit.read(each) for each in data.values()][0], one)"
 
 
 def leave_at_any_instant(seed):
@@ -205,7 +206,7 @@ def test_a_request_that_leaves_at_any_instant_gives_its_memory_back(seed):
     [
         ("take", ImageMemory, "self._waiting.remove((num_bytes, granted))", "pass"),
         ("_give_back", ImageMemory, "self.num_bytes -= num_bytes", "pass"),
-        ("_read_images", InputPreparer, "partial(fit.read, one)", READ_ALL),
+        ("_read_images", InputPreparer, "decode_image(fit.read, one)", READ_ALL),
     ],
 )
 def test_a_planted_leak_is_found(name, owner, old, new):
