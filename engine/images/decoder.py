@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROGRAM = "engine.images.decoder_main"
-TRIES = 2  # a process may have died before the image came
+TRIES = 2  # a process may be killed while it has an image, and not by that
 # Between the end of the channel and that of the process. A killed process ends at once.
 DEATH_LIMIT_S = 1.0
 
@@ -104,7 +104,10 @@ class DecoderProcess:
             self._end()
 
     def _answer(self, read: Callable[[bytes], T], data: bytes) -> tuple[str, Any]:
-        """Return the name and the value of what the process answers. Start it if there is none."""
+        """Return the name and the value of what the process answers. Start one if there is none, or
+        if it has died while it had no image."""
+        if self._process is not None and self._process.poll() is not None:
+            log.warning("the process that decodes images %s; another one is started", self._end())
         channel = self._channel or self._start()
         channel.send("read", (pickle.dumps(read), len(data)))
         channel.send_bytes(data)

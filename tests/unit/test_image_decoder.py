@@ -182,12 +182,22 @@ def test_each_image_gets_its_own_answer_whenever_the_process_is_killed(steps):
     decoder.close()
 
 
+def test_a_process_that_died_idle_is_no_try_of_the_next_image(decoder, tmp_path):
+    decoder(FIT.read, picture())
+    kill_of(decoder)
+    once = tmp_path / "once"
+    once.touch()
+    assert decoder(partial(end_by, signal.SIGKILL), os.fsencode(once)) == os.fsencode(once)
+
+
 def kill_of(decoder: DecoderProcess) -> None:
-    """Kill the process, if there is one."""
+    """Kill the process, if there is one, and wait until it is dead: each image meets one kill at
+    most."""
     pid = decoder.pid
     if pid:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def test_closing_ends_the_process_and_a_further_image_starts_another(decoder):
