@@ -376,14 +376,14 @@ async def open_engine(
     """Start an engine; its models load in the background (`Engine.wait_ready`). ``config`` may also
     be a model, or its name or path.
 
-    ``make_runner`` and ``threads`` can be replaced by fakes and virtual time, in which no image is
-    decoded in another process. ``on_change`` is
-    called on the Trio thread whenever a model's state changes, ``on_event`` with everything that
-    goes into and out of a scheduler (`journal_line` returns it as text). A ``watchdog`` is passed
-    by a program that also calls its `Watchdog.leave`. ``find_capability`` returns what a model can
-    do before it is loaded, if its configuration does not say so; by default the model's files
-    decide, unless ``make_runner`` is given. ``kinds`` are the kinds of work that the engine does;
-    ``batch`` holds back what readers write while a step is delivered.
+    ``make_runner`` and ``threads`` can be replaced by fakes and virtual time, in which images are
+    decoded without another process. ``on_change`` is called on the Trio thread whenever a model's
+    state changes, ``on_event`` with everything that goes into and out of a scheduler
+    (`journal_line` returns it as text). A ``watchdog`` is passed by a program that also calls its
+    `Watchdog.leave`. ``find_capability`` returns what a model can do before it is loaded, if its
+    configuration does not say so; by default the model's files decide, unless ``make_runner`` is
+    given. ``kinds`` are the kinds of work that the engine does; ``batch`` holds back what readers
+    write while a step is delivered.
 
     Cancellation, or an exception from the block: running requests are cut at once; otherwise
     leaving the block drains for the configured time.

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PROGRAM = "engine.images.decoder_main"
-TRIES = 2  # a process may be killed while it has an image, and not by that
-# Between the end of the channel and that of the process. A killed process ends at once.
+# How often an image is sent: the process may die for another reason than the image.
+TRIES = 2
+# Seconds that the process has to end by itself once its channel is closed; then it is killed.
 DEATH_LIMIT_S = 1.0
 
 T = TypeVar("T")
@@ -104,8 +105,8 @@ class DecoderProcess:
             self._end()
 
     def _answer(self, read: Callable[[bytes], T], data: bytes) -> tuple[str, Any]:
-        """Return the name and the value of what the process answers. Start one if there is none, or
-        if it has died while it had no image."""
+        """Return the name and the value of the process's answer. Start a process if there is none,
+        or if the last one died while it had no image."""
         if self._process is not None and self._process.poll() is not None:
             log.warning("the process that decodes images %s; another one is started", self._end())
         channel = self._channel or self._start()

@@ -17,8 +17,8 @@ from engine.images.errors import BadImage
 from engine.processes.channel import Channel, ChannelClosed
 from engine.processes.inside import leave, live_with_the_server, own_socket
 
-# Added to the server's niceness. A thread of the server that wants the core has ten times the share
-# of this process.
+# Added to the server's niceness. Of a core that both want, Linux gives a thread of the server about
+# ten times as much as this process.
 NICENESS = 10
 
 
