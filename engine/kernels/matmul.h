@@ -50,6 +50,9 @@ struct Sums {
             for (int n = 0; n < PANELS; n++) of[m][n] = load(from + m * ld + n * PANEL);
     }
 
+    inline v16 get(int m, int n) const { return of[m][n]; }
+    inline void set(int m, int n, v16 value) { of[m][n] = value; }
+
     inline void end(float *to, long ld) const {
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++)

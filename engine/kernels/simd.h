@@ -159,6 +159,14 @@ static inline void store(float *to, v16 value) {
 #endif
 }
 
+static inline void store(uint8_t *to, b64 value) {
+#if defined(__AVX512F__)
+    memcpy(to, &value, sizeof value);
+#else
+    value.to(to);
+#endif
+}
+
 static inline void store(bf16 *to, v16 value) {
 #if defined(__AVX512BF16__)
     auto narrow = _mm512_cvtneps_pbh((__m512)value);

@@ -34,6 +34,8 @@ namespace triolet {
     return "AVX-VNNI";
 #elif defined(__AVX2__)
     return "AVX2";
+#elif defined(TRIOLET_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+    return "NEON-I8MM";
 #elif defined(TRIOLET_NEON) && defined(__ARM_FEATURE_DOTPROD)
     return "NEON-DOTPROD";
 #elif defined(TRIOLET_NEON)
@@ -50,7 +52,8 @@ namespace triolet {
 // With 12 rows 24 of 32 registers hold sums, and with four panels of 4 rows 16.
 constexpr int MOST_ROWS = 12, MOST_FLOAT_ROWS = 12, FEW_ROWS = 4;
 constexpr long FETCHING_ROWS = 64;  // measured: with more rows, memory is not what they wait for
-constexpr int SMALL_ROWS = 6;  // of integers, with 2 panels: 12 sums of integers and 12 of floats
+// Of integers, with 2 panels: 12 sums of integers and 12 of floats.
+constexpr int SMALL_ROWS = 6, SMALL_PANELS = 2;
 #else
 constexpr int MOST_ROWS = 4, FEW_ROWS = 1;  // a vector takes two registers of 16, or four of 32
 #if defined(__AVX2__)
@@ -59,7 +62,9 @@ constexpr int MOST_FLOAT_ROWS = 6;  // 12 sums, a panel's two vectors, and a num
 constexpr int MOST_FLOAT_ROWS = 4;
 #endif
 constexpr long FETCHING_ROWS = 0;
-constexpr int SMALL_ROWS = 2;
+// Of integers: the sums of integers fill half of the registers or more, and those of floats are in
+// memory.
+constexpr int SMALL_ROWS = 4, SMALL_PANELS = 1;
 #endif
 
 // In vectors of several registers, GCC keeps the sums of a block in memory if it inlines the block
@@ -193,6 +198,160 @@ static inline i16v add_quads(i16v acc, b64 bytes, int32_t quad) {
     return acc;
 #endif
 }
+
+// What is added to numbers from -8 to 8 where they have a way of their own (`NarrowSums`).
+constexpr int NARROW_ZERO = 8;
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+constexpr bool HAS_NARROW = true;
+static_assert(ZERO == 0, "only one of both can be counted at the start of a sum");
+#else
+constexpr bool HAS_NARROW = false;
+#endif
+constexpr int COUNTED_ZERO = HAS_NARROW ? NARROW_ZERO : ZERO;
+
+// One vector of sums over a block of inputs, which begins with ``start``: minus COUNTED_ZERO * the sum
+// of the row's numbers.
+struct WideSum {
+    i16v own;
+
+    inline void begin(int32_t start) { own = splat(ZERO ? start : 0); }
+    inline void add(b64 bytes, int32_t quad) { own = add_quads(own, bytes, quad); }
+    inline i16v total(int32_t) const { return own; }
+};
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// A vector of sums of numbers from -8 to 8, to which NARROW_ZERO was added. The products of a block fit
+// 16 bits then, which takes half as many instructions.
+struct NarrowSum {
+    typedef Lanes<int16_t, 64, REGISTER> Pairs;  // each lane has the products of two inputs
+    static_assert(2 * 2 * NARROW_ZERO * 127 * (32 / 4) < 1 << 15, "a block has up to 32 inputs");
+    Pairs own;
+
+    inline void begin(int32_t) { own = Pairs::splat(0); }
+
+    inline void add(b64 bytes, int32_t quad) {
+        const __m256i all = _mm256_set1_epi32(quad);
+        own += Pairs::each([=](int i) {
+            return (Pairs::Part)_mm256_maddubs_epi16((__m256i)bytes.part[i], all);
+        });
+    }
+
+    inline i16v total(int32_t start) const {
+        const Pairs pairs = own;
+        return start + i16v::each([=](int i) {
+            return (i16v::Part)_mm256_madd_epi16((__m256i)pairs.part[i], _mm256_set1_epi16(1));
+        });
+    }
+};
+#else
+typedef WideSum NarrowSum;
+#endif
+
+// The sums of ROWS rows and PANELS panels over one block of inputs.
+template <int ROWS, int PANELS, class Sum>
+struct QuadSums {
+    Sum of[ROWS][PANELS];
+
+    // Begins the sums. ``starts`` has the starts of the rows, ``stride`` apart.
+    inline void begin(const int32_t *starts, long stride) {
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+            for (int n = 0; n < PANELS; n++) of[m][n].begin(starts[m * stride]);
+    }
+
+    // Adds the products of eight inputs. ``low`` (n) returns the bytes of panel n for the first four,
+    // and ``high`` (n) those for the others. ``from`` are the first row's numbers, and the rows are
+    // ``stride`` apart.
+    template <class Low, class High>
+    __attribute__((always_inline)) inline void add(const int8_t *from, long stride, Low low,
+                                                   High high) {
+        add_half(from, stride, low);
+        add_half(from + 4, stride, high);
+    }
+
+    template <class Quads>
+    __attribute__((always_inline)) inline void add_half(const int8_t *from, long stride,
+                                                        Quads quads) {
+        b64 own[PANELS];
+#pragma GCC unroll 4
+        for (int n = 0; n < PANELS; n++) own[n] = quads(n);
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++) {
+            const int32_t quad = load_as<int32_t>(from + m * stride);
+#pragma GCC unroll 4
+            for (int n = 0; n < PANELS; n++) of[m][n].add(own[n], quad);
+        }
+    }
+
+    // Returns the sums of row m and panel n, when all products are added.
+    inline i16v total(int m, int n, int32_t start) const { return of[m][n].total(start); }
+};
+
+#if defined(TRIOLET_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool HAS_ROW_PAIRS = true;
+static_assert(COUNTED_ZERO == 0, "`PairSums` begins with zeros");
+
+// Such sums by products of matrices, of two rows and two outputs.
+template <int ROWS, int PANELS>
+struct PairSums {
+    int32x4_t of[ROWS / 2][PANELS][LANES / 2];  // two outputs of one row, then of the other
+
+    inline void begin(const int32_t *, long) {
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS / 2; m++)
+#pragma GCC unroll 4
+            for (int n = 0; n < PANELS; n++)
+#pragma GCC unroll 8
+                for (int i = 0; i < LANES / 2; i++) of[m][n][i] = vdupq_n_s32(0);
+    }
+
+    template <class Low, class High>
+    __attribute__((always_inline)) inline void add(const int8_t *from, long stride, Low low,
+                                                   High high) {
+#pragma GCC unroll 4
+        for (int n = 0; n < PANELS; n++) {
+            const b64 first = low(n), second = high(n);
+            int8x16_t own[LANES / 2];  // eight inputs of two outputs
+#pragma GCC unroll 4
+            for (int i = 0; i < LANES / 4; i++) {
+                const auto a = vreinterpretq_s32_u8(first.part[i]);
+                const auto b = vreinterpretq_s32_u8(second.part[i]);
+                own[2 * i] = vreinterpretq_s8_s32(vzip1q_s32(a, b));
+                own[2 * i + 1] = vreinterpretq_s8_s32(vzip2q_s32(a, b));
+            }
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS / 2; m++) {
+                const int8_t *row = from + 2 * m * stride;
+                const int8x16_t both = vcombine_s8(vld1_s8(row), vld1_s8(row + stride));
+#pragma GCC unroll 8
+                for (int i = 0; i < LANES / 2; i++)
+                    of[m][n][i] = vmmlaq_s32(of[m][n][i], both, own[i]);
+            }
+        }
+    }
+
+    inline i16v total(int m, int n, int32_t) const {
+        const int32x4_t *own = of[m / 2][n];
+        return i16v::each([=](int i) {
+            const auto a = vreinterpretq_s64_s32(own[2 * i]);
+            const auto b = vreinterpretq_s64_s32(own[2 * i + 1]);
+            return (i16v::Part)vreinterpretq_s32_s64(m % 2 ? vzip2q_s64(a, b) : vzip1q_s64(a, b));
+        });
+    }
+};
+#else
+constexpr bool HAS_ROW_PAIRS = false;
+
+template <int ROWS, int PANELS>
+struct PairSums;
+#endif
+
+// The sums of a block in the way of this processor. ``IS_NARROW``: NARROW_ZERO was added.
+template <int ROWS, int PANELS, bool IS_NARROW>
+using BlockSums = std::conditional_t<
+    HAS_ROW_PAIRS && ROWS % 2 == 0, PairSums<ROWS, PANELS>,
+    QuadSums<ROWS, PANELS, std::conditional_t<IS_NARROW, NarrowSum, WideSum>>>;
 
 // Returns a table of 16 bytes as `look_up` takes it: in each 16 bytes of a vector.
 static inline b64 spread_table(const uint8_t *table) {

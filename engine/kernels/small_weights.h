@@ -46,6 +46,14 @@ static inline long num_groups(long inputs, long group) {
 // Returns how many inputs of a row share a scale.
 static inline long block_of(const Linear &linear) { return linear.group % 32 ? 16 : 32; }
 
+// Returns whether a layer's numbers are from -8 to 8, and this processor has a faster way for them.
+static inline bool is_narrow(const Linear &linear) {
+    if (!HAS_NARROW || !linear.table) return false;
+    for (int i = 0; i < 16; i++)
+        if (linear.table[i] < -NARROW_ZERO || linear.table[i] > NARROW_ZERO) return false;
+    return true;
+}
+
 // --- rows ---------------------------------------------------------------------------------------
 
 // Rounded rows. One thread's task may read what other threads have rounded.
@@ -53,7 +61,7 @@ struct Rounded {
     int8_t *numbers;    // [rows][depth]
     float *row_scales;  // [rows][blocks]
     float *totals;      // [rows][blocks] the sum of a block's rounded inputs: scale * numbers
-    int32_t *starts;    // [rows][blocks] minus ZERO * the sum of a block's numbers
+    int32_t *starts;    // [rows][blocks] minus COUNTED_ZERO * the sum of a block's numbers
     long depth, block;
 
     long blocks() const { return depth / block; }
@@ -94,7 +102,7 @@ static inline void round_block(const T *from, long count, const Rounded &to, lon
     const float row_scale = !is_finite ? NAN : is_zero ? 0.0f : largest / INT8_MAX_MAGNITUDE;
     to.row_scales[at] = row_scale;
     to.totals[at] = row_scale * total;
-    to.starts[at] = -ZERO * (int32_t)total;
+    to.starts[at] = -COUNTED_ZERO * (int32_t)total;
 }
 
 // Called by all threads of a region. Rounds rows for a layer; ends with a barrier.
@@ -117,7 +125,8 @@ struct SmallPanels {
     long stride;              // bytes between panels
     const uint16_t *scales, *offsets;  // of the first panel's first group; offsets may be null
     long groups, group;       // of a panel
-    alignas(16) uint8_t table[16];  // of weights of 4 bits
+    alignas(16) uint8_t table[16];  // of weights of 4 bits, with what is added to the numbers
+    bool is_narrow;
 };
 
 // Returns the numbers of the first four of 8 inputs of a panel, of which ``codes`` are the first 64
@@ -133,17 +142,40 @@ static inline b64 high_quads(const uint8_t *from, b64 codes, b64 table) {
     return BITS == 8 ? load_as<b64>(from + 64) : look_up((b64)((u16v)codes >> 4) & 15, table);
 }
 
+// The sums of a block of rows and panels in memory, with the names of `Sums`.
+template <int ROWS, int PANELS>
+struct SumsInMemory {
+    float *to;
+    long ld;
+
+    inline void begin(float *to_, long ld_, bool is_more) {
+        to = to_, ld = ld_;
+        if (is_more) return;
+        for (int m = 0; m < ROWS; m++)
+            for (int n = 0; n < PANELS; n++) set(m, n, splat(0.0f));
+    }
+
+    inline v16 get(int m, int n) const { return load(to + m * ld + n * PANEL); }
+    inline void set(int m, int n, v16 value) { store(to + m * ld + n * PANEL, value); }
+    inline void end(float *, long) const {}
+};
+
+// With one or two rows, or where there are registers enough, sums are in registers.
+template <int ROWS, int PANELS>
+using SmallSums = std::conditional_t<(SMALL_PANELS > 1 || ROWS * PANELS <= 2), Sums<ROWS, PANELS>,
+                                     SumsInMemory<ROWS, PANELS>>;
+
 // Computes ROWS rows from ``row`` on by PANELS panels: the inputs ``begin`` to ``end`` - 1, which
 // begin and end with blocks.
-template <int BITS, int ROWS, int PANELS>
-static void small_block(const Rounded &x, long row, const SmallPanels &w, long begin, long end,
-                        float *out, long ldo, bool is_more) {
+template <int BITS, bool IS_NARROW, int ROWS, int PANELS>
+TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPanels &w, long begin,
+                                      long end, float *out, long ldo, bool is_more) {
     constexpr long BYTES_OF_8 = BITS * PANEL;
     const long blocks = x.blocks();
     const int8_t *numbers = x.numbers + row * x.depth;
     const float *row_scales = x.row_scales + row * blocks, *totals = x.totals + row * blocks;
     const int32_t *starts = x.starts + row * blocks;
-    Sums<ROWS, PANELS> sums;
+    SmallSums<ROWS, PANELS> sums;
     sums.begin(out, ldo, is_more);
     long group = begin / w.group, next = (group + 1) * w.group;
     const uint8_t *weight = w.weight;
@@ -151,33 +183,20 @@ static void small_block(const Rounded &x, long row, const SmallPanels &w, long b
     for (long k = begin; k < end; k += x.block) {
         const long index = k / x.block;
         if (k >= next) group++, next += w.group;
-        i16v whole[ROWS][PANELS];
-#pragma GCC unroll 16
-        for (int m = 0; m < ROWS; m++)
-#pragma GCC unroll 4
-            for (int n = 0; n < PANELS; n++) whole[m][n] = splat(starts[m * blocks + index]);
+        BlockSums<ROWS, PANELS, IS_NARROW> whole;
+        whole.begin(starts + index, blocks);
         for (long c = 0; c < x.block; c += 8, weight += BYTES_OF_8) {
-            const int8_t *from = numbers + k + c;
-            b64 codes[PANELS], own[PANELS];
+            b64 codes[PANELS];
 #pragma GCC unroll 4
             for (int n = 0; n < PANELS; n++) codes[n] = load_as<b64>(weight + n * w.stride);
-#pragma GCC unroll 4
-            for (int n = 0; n < PANELS; n++) own[n] = low_quads<BITS>(codes[n], table);
-#pragma GCC unroll 16
-            for (int m = 0; m < ROWS; m++) {
-                const int32_t quad = load_as<int32_t>(from + m * x.depth);
-#pragma GCC unroll 4
-                for (int n = 0; n < PANELS; n++) whole[m][n] = add_quads(whole[m][n], own[n], quad);
-            }
-#pragma GCC unroll 4
-            for (int n = 0; n < PANELS; n++)
-                own[n] = high_quads<BITS>(weight + n * w.stride, codes[n], table);
-#pragma GCC unroll 16
-            for (int m = 0; m < ROWS; m++) {
-                const int32_t quad = load_as<int32_t>(from + m * x.depth + 4);
-#pragma GCC unroll 4
-                for (int n = 0; n < PANELS; n++) whole[m][n] = add_quads(whole[m][n], own[n], quad);
-            }
+            whole.add(
+                numbers + k + c, x.depth,
+                [&](int n) __attribute__((always_inline)) {
+                    return low_quads<BITS>(codes[n], table);
+                },
+                [&](int n) __attribute__((always_inline)) {
+                    return high_quads<BITS>(weight + n * w.stride, codes[n], table);
+                });
         }
 #pragma GCC unroll 4
         for (int n = 0; n < PANELS; n++) {
@@ -185,41 +204,45 @@ static void small_block(const Rounded &x, long row, const SmallPanels &w, long b
             const v16 scale = load_half(w.scales + at);
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++)
-                sums.of[m][n] =
-                    multiply_add(to_floats(whole[m][n]), scale * row_scales[m * blocks + index],
-                                 sums.of[m][n]);
+                sums.set(m, n,
+                         multiply_add(to_floats(whole.total(m, n, starts[m * blocks + index])),
+                                      scale * row_scales[m * blocks + index], sums.get(m, n)));
             if (!w.offsets) continue;
             const v16 offset = load_half(w.offsets + at);
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++)
-                sums.of[m][n] =
-                    multiply_add(offset, splat(totals[m * blocks + index]), sums.of[m][n]);
+                sums.set(m, n,
+                         multiply_add(offset, splat(totals[m * blocks + index]), sums.get(m, n)));
         }
     }
     sums.end(out, ldo);
 }
 
 // Computes blocks of ROWS rows from row ``m`` on, as many as fit, and returns the first row left.
-template <int BITS, int ROWS, int PANELS>
+template <int BITS, bool IS_NARROW, int ROWS, int PANELS>
 static long small_blocks(long m, const Rounded &x, long row, long rows, const SmallPanels &w,
                          long begin, long end, float *out, long ldo, bool is_more) {
     for (; rows - m >= ROWS; m += ROWS)
-        small_block<BITS, ROWS, PANELS>(x, row + m, w, begin, end, out + m * ldo, ldo, is_more);
+        small_block<BITS, IS_NARROW, ROWS, PANELS>(x, row + m, w, begin, end, out + m * ldo, ldo,
+                                                   is_more);
     return m;
 }
 
-template <int BITS, int PANELS>
+template <int BITS, bool IS_NARROW, int PANELS>
 static void small_rows(const Rounded &x, long row, long rows, const SmallPanels &w, long begin,
                        long end, float *out, long ldo, bool is_more) {
     long m = 0;
-    if constexpr (SMALL_ROWS > 2 && PANELS <= 2) {
-        m = small_blocks<BITS, SMALL_ROWS, PANELS>(m, x, row, rows, w, begin, end, out, ldo,
-                                                   is_more);
-        m = small_blocks<BITS, 4, PANELS>(m, x, row, rows, w, begin, end, out, ldo, is_more);
+    auto add = [&](auto size) {
+        m = small_blocks<BITS, IS_NARROW, size.value, PANELS>(m, x, row, rows, w, begin, end, out,
+                                                              ldo, is_more);
+    };
+    if constexpr (PANELS <= SMALL_PANELS) {
+        if constexpr (SMALL_ROWS > 4) add(std::integral_constant<int, SMALL_ROWS>{});
+        add(std::integral_constant<int, 4>{});
     }
-    if constexpr (SMALL_ROWS > 2 || PANELS == 1)
-        m = small_blocks<BITS, 2, PANELS>(m, x, row, rows, w, begin, end, out, ldo, is_more);
-    small_blocks<BITS, 1, PANELS>(m, x, row, rows, w, begin, end, out, ldo, is_more);
+    if constexpr (PANELS <= 2 * SMALL_PANELS && (PANELS == 1 || SMALL_PANELS > 1))
+        add(std::integral_constant<int, 2>{});
+    add(std::integral_constant<int, 1>{});
 }
 
 static inline SmallPanels behind(const SmallPanels &w, long panels) {
@@ -233,26 +256,29 @@ static inline SmallPanels behind(const SmallPanels &w, long panels) {
 
 // Computes out[rows][panels x 16] = (if ``is_more``: out +) the product of rows and panels over the
 // inputs ``begin`` to ``end`` - 1.
+template <int BITS, bool IS_NARROW>
+static void multiply_small(const Rounded &x, long row, long rows, const SmallPanels &w, long panels,
+                           long begin, long end, float *out, long ldo, bool is_more) {
+    long n = 0;
+    auto take = [&](auto count) {
+        for (; panels - n >= count.value; n += count.value)
+            small_rows<BITS, IS_NARROW, count.value>(x, row, rows, behind(w, n), begin, end,
+                                                     out + n * PANEL, ldo, is_more);
+    };
+    if (rows <= SMALL_PANELS) take(std::integral_constant<int, 2 * SMALL_PANELS>{});
+    if constexpr (SMALL_PANELS > 1) take(std::integral_constant<int, SMALL_PANELS>{});
+    take(std::integral_constant<int, 1>{});
+}
+
+// Does the same, in the way that a layer's numbers allow.
 template <int BITS>
 static void multiply_small(const Rounded &x, long row, long rows, const SmallPanels &w, long panels,
                            long begin, long end, float *out, long ldo, bool is_more) {
-    constexpr int PAIR = SMALL_ROWS > 2 ? 2 : 1;
-    long n = 0;
-    if constexpr (SMALL_ROWS > 2)
-        if (rows <= 2)
-            for (; panels - n >= 4; n += 4)
-                small_rows<BITS, 4>(x, row, rows, behind(w, n), begin, end, out + n * PANEL, ldo,
-                                    is_more);
-    if constexpr (SMALL_ROWS <= 2)
-        if (rows == 1)
-            for (; panels - n >= 2; n += 2)
-                small_rows<BITS, 2>(x, row, rows, behind(w, n), begin, end, out + n * PANEL, ldo,
-                                    is_more);
-    for (; panels - n >= PAIR; n += PAIR)
-        small_rows<BITS, PAIR>(x, row, rows, behind(w, n), begin, end, out + n * PANEL, ldo,
-                               is_more);
-    for (; panels - n >= 1; n++)
-        small_rows<BITS, 1>(x, row, rows, behind(w, n), begin, end, out + n * PANEL, ldo, is_more);
+    if constexpr (HAS_NARROW)
+        if (w.is_narrow)
+            return multiply_small<BITS, true>(x, row, rows, w, panels, begin, end, out, ldo,
+                                              is_more);
+    multiply_small<BITS, false>(x, row, rows, w, panels, begin, end, out, ldo, is_more);
 }
 
 // Returns all panels of a layer from ``panel`` on.
@@ -264,7 +290,9 @@ static inline SmallPanels panels_of(const Linear &linear, long panel) {
     own.groups = num_groups(linear.inputs, linear.group);
     own.scales = linear.scales + panel * own.groups * PANEL;
     own.offsets = linear.offsets ? linear.offsets + panel * own.groups * PANEL : nullptr;
-    for (int i = 0; i < 16; i++) own.table[i] = linear.table ? (uint8_t)(linear.table[i] + ZERO) : 0;
+    own.is_narrow = is_narrow(linear);
+    const int zero = own.is_narrow ? NARROW_ZERO : ZERO;
+    for (int i = 0; i < 16; i++) own.table[i] = linear.table ? (uint8_t)(linear.table[i] + zero) : 0;
     return own;
 }
 
@@ -273,9 +301,8 @@ static inline void unpack(const uint8_t *from, const uint8_t *table, long count,
     const b64 own = spread_table(table);
     for (long k = 0; k < count; k += 8, from += 4 * PANEL, to += 8 * PANEL) {
         const b64 codes = load_as<b64>(from);
-        const b64 low = low_quads<4>(codes, own), high = high_quads<4>(from, codes, own);
-        memcpy(to, &low, sizeof low);
-        memcpy(to + 64, &high, sizeof high);
+        store(to, low_quads<4>(codes, own));
+        store(to + 64, high_quads<4>(from, codes, own));
     }
 }
 

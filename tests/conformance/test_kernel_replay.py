@@ -21,7 +21,7 @@ IN_SHORT = "x86-64-v3"  # most laptops have it, and this machine's own code may 
 ARM = {
     "armv8-a": ("cortex-a53", "NEON, NEON"),
     "armv8.2-a+dotprod": ("cortex-a76", "NEON, NEON-DOTPROD"),
-    "armv8.6-a+i8mm+bf16": ("max", "NEON-BF16, NEON-DOTPROD"),
+    "armv8.6-a+i8mm+bf16": ("max", "NEON-BF16, NEON-I8MM"),
 }
 FAULTS = {  # of which file, a line, and what is planted in its place
     "the codes of 4 bits are in the other order": (
@@ -31,13 +31,14 @@ FAULTS = {  # of which file, a line, and what is planted in its place
     ),
     "the last lane of a panel is dropped": (
         "small_weights.h",
-        "add_quads(whole[m][n], own[n], quad);\n            }\n#pragma GCC unroll 4\n"
-        "            for (int n = 0; n < PANELS; n++)\n"
-        "                own[n] = high_quads<BITS>(weight + n * w.stride, codes[n], table);",
-        "add_quads(whole[m][n], own[n], quad);\n            }\n"
-        "            whole[0][0] = (i16v)((u16v)whole[0][0] & (u16v)(lane_numbers() < 15));\n"
-        "#pragma GCC unroll 4\n            for (int n = 0; n < PANELS; n++)\n"
-        "                own[n] = high_quads<BITS>(weight + n * w.stride, codes[n], table);",
+        "to_floats(whole.total(m, n, starts[m * blocks + index]))",
+        "to_floats((i16v)((u16v)whole.total(m, n, starts[m * blocks + index]) & "
+        "(u16v)(lane_numbers() < 15)))",
+    ),
+    "what was added to numbers from -8 to 8 is not taken off": (
+        "simd_products.h",
+        "constexpr int COUNTED_ZERO = HAS_NARROW ? NARROW_ZERO : ZERO;",
+        "constexpr int COUNTED_ZERO = 0;",
     ),
 }
 

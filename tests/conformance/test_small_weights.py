@@ -31,6 +31,7 @@ pytestmark = pytest.mark.model
 
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # a table that is no range
 TABLES = ((), CENTRED, MXFP4)
+UP_TO_8 = tuple(range(-7, 9))  # 8 is the largest number that the sums of `NarrowSum` hold
 DTYPES = (torch.float32, torch.bfloat16)
 GROUPS = (16, 32, 48, 64, 128, 1024)
 ROWS = (1, 2, 3, 4, 5, 7, 8, 13, 33, 130)
@@ -164,6 +165,19 @@ def test_a_rows_product_is_the_same_beside_any_others(backend, dtype, table):
     together = layer(x)
     for low, high in ((0, 1), (5, 7), (9, 12), (17, 48), (40, 290)):
         assert torch.equal(layer(x[low:high]), together[low:high])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 40])
+@pytest.mark.parametrize("table", [*TABLES, UP_TO_8], ids=("int8", "int4", "table", "up to 8"))
+def test_the_largest_numbers_give_the_largest_sums(backend, table, rows):
+    """No sum of a block is wider than the processor's instructions make it."""
+    for number in (max(table or [127]), min(table or [-128])):
+        code = table.index(number) if table else number
+        kind = torch.uint8 if table else torch.int8
+        numbers = torch.full((35, 160), code, dtype=kind)
+        weight = SmallWeight(numbers, torch.ones(35, 5).half(), 32, None, table)
+        for x in (torch.full((rows, 160), 127.0), torch.full((rows, 160), -127.0)):
+            assert torch.equal(pack(backend, weight, torch.float32)(x), x @ weight.expand().T)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

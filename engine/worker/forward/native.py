@@ -95,7 +95,7 @@ def kind(library: ctypes.CDLL) -> str:
 
 def integer_kind(library: ctypes.CDLL) -> str:
     """Return the instructions that the library multiplies integers with: AVX512-VNNI, AVX-VNNI,
-    AVX-512, AVX2, NEON-DOTPROD, NEON or vectors."""
+    AVX-512, AVX2, NEON-I8MM, NEON-DOTPROD, NEON or vectors."""
     return str(library.triolet_integer_kind().decode())
 
 
