@@ -35,10 +35,18 @@ class EndedCall(Protocol):
 
 class UnreadCalls:
     """Counts calls between `ended` and `gone`; a call that stays longer than `UNREAD_AGE_S` is
-    unread. ``clock`` returns seconds and never goes back."""
+    unread. ``clock`` returns seconds and never goes back. ``most`` and ``most_in_all`` are the
+    bounds of the unread calls of a connection and of all."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        most: int = UNREAD_CALLS_PER_CONNECTION_MAX,
+        most_in_all: int = UNREAD_CALLS_MAX,
+    ) -> None:
         self._clock = clock
+        self._most, self._most_in_all = most, most_in_all
         self._ended: dict[EndedCall, tuple[float, Hashable]] = {}  # in the order of their ends
         self._connections: dict[EndedCall, Hashable] = {}  # of the unread calls
         self._unread: dict[Hashable, dict[EndedCall, None]] = {}  # by connection, the oldest first
@@ -75,9 +83,9 @@ class UnreadCalls:
             self._connections[call] = connection
             calls = self._unread.setdefault(connection, {})
             calls[call] = None
-            while len(calls) > UNREAD_CALLS_PER_CONNECTION_MAX and not call.is_being_read:
+            while len(calls) > self._most and not call.is_being_read:
                 self._evict_oldest(connection)
-        while len(self._connections) > UNREAD_CALLS_MAX:
+        while len(self._connections) > self._most_in_all:
             self._evict_oldest(max(self._unread, key=lambda one: len(self._unread[one])))
 
     def _evict_oldest(self, connection: Hashable) -> None:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpc_service.access import unread_calls as module
 from grpc_service.access.unread_calls import (
     UNREAD_AGE_S,
     UNREAD_CALLS_MAX,
@@ -107,23 +106,20 @@ def test_beyond_the_bound_of_all_the_connection_that_has_most_loses_its_oldest()
 )
 def test_the_counts_are_those_of_a_list(per_connection, in_all, steps):
     """The oracle is a list of every ended call with its time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "UNREAD_CALLS_PER_CONNECTION_MAX", per_connection)
-        patch.setattr(module, "UNREAD_CALLS_MAX", in_all)
-        unread_calls, ended = UnreadCalls(clock := Clock()), {}
-        calls = {}
-        for verb, number, connection in steps:
-            if verb == "ended" and number not in ended:
-                calls[number] = Ended()
-                ended[number] = (clock.now, connection)
-                unread_calls.ended(calls[number], connection)
-            elif verb == "gone" and number in ended:
-                unread_calls.gone(calls[number])
-                del ended[number]
-            elif verb == "wait":
-                clock.now += 0.4
-            count = unread_calls.count()
-            ended = {one: at for one, at in ended.items() if not calls[one].is_given_up}
-            old = [one for at, one in ended.values() if at <= clock.now - UNREAD_AGE_S]
-            assert count == len(old) <= in_all
-            assert all(old.count(one) <= per_connection for one in old)
+    unread_calls, ended = UnreadCalls(clock := Clock(), most=per_connection, most_in_all=in_all), {}
+    calls = {}
+    for verb, number, connection in steps:
+        if verb == "ended" and number not in ended:
+            calls[number] = Ended()
+            ended[number] = (clock.now, connection)
+            unread_calls.ended(calls[number], connection)
+        elif verb == "gone" and number in ended:
+            unread_calls.gone(calls[number])
+            del ended[number]
+        elif verb == "wait":
+            clock.now += 0.4
+        count = unread_calls.count()
+        ended = {one: at for one, at in ended.items() if not calls[one].is_given_up}
+        old = [one for at, one in ended.values() if at <= clock.now - UNREAD_AGE_S]
+        assert count == len(old) <= in_all
+        assert all(old.count(one) <= per_connection for one in old)

@@ -382,12 +382,20 @@ MUTANTS = (
         "pass",
     ),
     Mutant(
+        "an unread call beyond the bound is not reset",
+        call_writer.CallWriter,
+        "evict",
+        "self._call.evict()",
+        "pass",
+        seed=15,
+    ),
+    Mutant(
         "an ended call is no unread call",
         call_writer.CallWriter,
         "_count_unread",
         "self._unread_calls.ended(self, self._call.connection)",
         "pass",
-        seed=10,
+        seed=15,
     ),
     Mutant(
         "a stream's end does not reach its reader",

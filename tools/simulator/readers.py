@@ -198,6 +198,21 @@ class DrawnBug(Exception):
     """A planted bug, raised by a write in the engine's delivery of a step."""
 
 
+@dataclass(eq=False)
+class SimulatedConnection:
+    """A client's connection. ``most_unread`` bounds its unread calls, unless the client reads
+    slowly (``is_being_read``)."""
+
+    is_being_read: bool
+    most_unread: int
+    num_unread: int = 0  # now, as the simulation counts them
+
+    def check(self, name: str) -> None:
+        """Raise Violation if there are too many unread calls, one of which is ``name``'s."""
+        if self.num_unread > self.most_unread and not self.is_being_read:
+            raise Violation(f"{name} is one of {self.num_unread} unread calls")
+
+
 class SimulatedCall:
     """A gRPC call whose messages are the events themselves (`grpc_service.rpc`).
 
@@ -206,7 +221,7 @@ class SimulatedCall:
 
     def __init__(
         self,
-        connection: int,
+        connection: SimulatedConnection,
         reader: Reader,
         unread_calls: UnreadCalls,
         is_window_closed: Callable[[], bool],
@@ -284,6 +299,10 @@ class SimulatedCall:
         if late_s > (0.0 if reads_at_once else FAILURE_PATIENCE_S) + SLACK_S:
             raise Violation(f"{client.request.request_id} got its status {late_s} s late")
 
+    async def wait_received(self, call: object) -> None:
+        """Wait until the client has the last event. Cancellation: at once."""
+        await trio.sleep(self.reader.client.delay_s)
+
     def evict(self) -> None:
         """Reset the call."""
         self.leaving.cancel(reason="the client does not read")
@@ -299,10 +318,24 @@ class SimulatedCall:
 
     async def _linger(self) -> None:
         """Wait as long as a client that does not read, whose request has ended."""
-        client = self.reader.client
-        await trio.sleep(client.linger_s)
-        if client.linger_s > UNREAD_AGE_S and not self._unread_calls.count():
-            self._violation = Violation(f"{client.request.request_id} is no unread call")
+        client, connection = self.reader.client, self.connection
+        name = client.request.request_id
+        if client.linger_s <= UNREAD_AGE_S + SLACK_S:
+            await trio.sleep(client.linger_s)
+            return
+        await trio.sleep(UNREAD_AGE_S + SLACK_S)
+        connection.num_unread += 1
+        try:
+            await trio.sleep(client.linger_s - UNREAD_AGE_S - SLACK_S)
+            self._unread_calls.count()
+            await trio.sleep(SLACK_S)  # the calls that are reset now leave, this one among them
+            if not self._unread_calls.count():
+                raise Violation(f"{name} is no unread call")
+            connection.check(name)
+        except Violation as violation:
+            self._violation = violation
+        finally:
+            connection.num_unread -= 1
 
     def check(self) -> None:
         """Raise what was found during a write, which takes an exception for a bug of the call."""

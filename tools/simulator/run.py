@@ -10,7 +10,7 @@ import math
 import random
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -47,7 +47,7 @@ from engine.requests.text_values import GenerateRequest
 from engine.status import AbortOutcome
 from engine.worker.fakes.text import FakeScript
 from engine.worker.interface import EncoderKind
-from grpc_service.access.unread_calls import UnreadCalls
+from grpc_service.access.unread_calls import UNREAD_CALLS_MAX, UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
 from tools.simulator import adapters, drawings, pool_faults, resumption, seeing
@@ -63,6 +63,7 @@ from tools.simulator.readers import (
     EncodeReader,
     Reader,
     SimulatedCall,
+    SimulatedConnection,
     TextReader,
     read,
     serve,
@@ -97,6 +98,10 @@ LOAD_ERRORS: dict[str, type[BaseException]] = {
     "raised": RuntimeError,
     "exited": SystemExit,
 }
+BOUNDS_OF_UNREAD = (  # calls of a connection, and of all; few clients of a world have unread ones
+    *((0, UNREAD_CALLS_MAX), (1, UNREAD_CALLS_MAX)),
+    *((64, 0), (64, 1), (64, UNREAD_CALLS_MAX)),
+)
 MOMENT_S = 1e-6  # a jump of the clock may miss by its rounding error
 SLEEPY_LOAD_S = 45.0  # longer than the 30 s that its requests wait
 
@@ -135,6 +140,8 @@ class Simulation:
         self._generations: list[RequestStream[Any]] = []
         self._writers: list[CallWriter] = []  # of calls over the wire
         self._windows = random.Random(world.seed ^ 0x31D0)
+        most, self._most_unread_in_all = BOUNDS_OF_UNREAD[world.seed % len(BOUNDS_OF_UNREAD)]
+        self._connections = [SimulatedConnection(number == 0, most) for number in range(8)]
         self._engine: Engine | None = None
         self._quota = Quota("clients in process", max_queued_tokens=world.quota_tokens)
         self._holder = Quota("clients over the wire")
@@ -332,7 +339,7 @@ class Simulation:
             on_change=self._look_at_change,
         ) as engine:
             self._engine = engine
-            backend = Backend(engine, UnreadCalls(trio.current_time))
+            backend = Backend(engine, self._unread_calls())
             async with trio.open_nursery() as nursery:
                 for client in world.clients:
                     nursery.start_soon(self._client, engine, backend, client)
@@ -345,15 +352,27 @@ class Simulation:
                     nursery.start_soon(self._change_adapter, engine, change)
             with trio.fail_after(PATIENCE_S):
                 await engine.wait_idle()
+            self._check_ended(engine)
             if resumption.FAULT in world.faults:
                 await trio.sleep(resumption.WINDOW_MAX_S + SLACK_S)  # of streams that have ended
             self._check_idle(engine)
             if backend.unread_calls.count():
                 raise Violation(f"{backend.unread_calls.count()} unread_calls without a handler")
         self.outcome.statistics = engine.statistics().totals
-        late = engine.submit(world.clients[0].request, buffer=2) if world.clients else None
-        if late is not None and getattr(late.error, "reason", "") != "SHUTTING_DOWN":
-            raise Violation(f"{late} was accepted by a closed engine")
+        for client in [one for one in world.clients if not one.must_fail][:1]:
+            for request in (client.request, replace(client.request, request_id="")):
+                late = engine.submit(request, buffer=2)
+                if getattr(late.error, "reason", "") != "SHUTTING_DOWN":
+                    raise Violation(f"{late} was accepted by a closed engine")
+
+    def _check_ended(self, engine: Engine) -> None:
+        """Check that an abort finds that the last request which succeeded has ended."""
+        ended = [one for one in self._generations if one.closed_at and one.error is None]
+        last = max(ended, key=lambda one: one.closed_at or 0.0, default=None)
+        if last is None or trio.current_time() > (last.closed_at or 0.0) + ABORT_MEMORY_S:
+            return
+        if (outcome := engine.abort(last.request_id)) is not AbortOutcome.ALREADY_ENDED:
+            raise Violation(f"{last}: after its end, an abort found it {outcome}")
 
     def _note(self, event: Journaled) -> None:
         """Watch the inputs and outputs of cores. At each plan, have one request explained, in turn,
@@ -525,9 +544,7 @@ class Simulation:
         """Attach to a stream of which ``reader`` has a part, and return the call; None if that is
         not possible any more."""
         following, received = resumption.attached(reader)
-        connection, unread_calls = len(self._writers) % 8, backend.unread_calls
-        call = SimulatedCall(connection, following, unread_calls, self._is_window_closed)
-        writer = CallWriter(SimulatedRpc(call), unread_calls, call.encode, call.encode_short)
+        writer, call = self._make_call(backend, following)
         try:
             token = reader.attach_token
             found = engine.detached.attachable(stream.request_id, token, self._holder)
@@ -618,10 +635,7 @@ class Simulation:
 
     def _open(self, backend: Backend, reader: Reader) -> tuple[CallWriter, SimulatedCall]:
         """Submit a request as `Inference` does."""
-        connection = len(self._writers) % 8
-        unread_calls = backend.unread_calls
-        call = SimulatedCall(connection, reader, unread_calls, self._is_window_closed)
-        writer = CallWriter(SimulatedRpc(call), unread_calls, call.encode, call.encode_short)
+        writer, call = self._make_call(backend, reader)
         self._writers.append(writer)
         engine = backend.engine
         call.stream = engine.submit(
@@ -631,6 +645,26 @@ class Simulation:
             origin=Origin(quota=self._holder),
         )
         return writer, call
+
+    def _make_call(self, backend: Backend, reader: Reader) -> tuple[CallWriter, SimulatedCall]:
+        """Return a call on the next connection, and its writer."""
+        connection = self._connections[len(self._writers) % len(self._connections)]
+        unread_calls = backend.unread_calls
+        call = SimulatedCall(connection, reader, unread_calls, self._is_window_closed)
+        is_kept = getattr(reader.client.request, "resume_window_s", None) is not None
+        writer = CallWriter(
+            SimulatedRpc(call),
+            unread_calls,
+            call.encode,
+            call.encode_short,
+            wait_received=call.wait_received if is_kept else None,
+        )
+        return writer, call
+
+    def _unread_calls(self) -> UnreadCalls:
+        """Return the count of unread calls, with the world's bounds."""
+        most = self._connections[0].most_unread
+        return UnreadCalls(trio.current_time, most=most, most_in_all=self._most_unread_in_all)
 
     def _is_window_closed(self) -> bool:
         """Return whether a write finds its client's window closed, unless a bug is planted."""
