@@ -199,7 +199,7 @@ static inline i16v add_quads(i16v acc, b64 bytes, int32_t quad) {
 #endif
 }
 
-// What is added to numbers from -8 to 8 where they have a way of their own (`NarrowSums`).
+// What is added to numbers from -8 to 8 where they have a way of their own (`NarrowSum`).
 constexpr int NARROW_ZERO = 8;
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
 constexpr bool HAS_NARROW = true;

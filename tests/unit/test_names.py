@@ -62,7 +62,7 @@ FOREIGN = {
     "Node.js": {"Long"},
     "FastAPI": {"lifespan"},
     "the processor and the system": {
-        *("madvise", "vscalefps", "vpdpbusd", "vpmaddubsw", "vdpbf16ps", "sdot", "bfdot"),
+        *("madvise", "vscalefps", "vpdpbusd", "vpmaddubsw", "vdpbf16ps", "sdot", "smmla", "bfdot"),
     },
     "llama.cpp": {"llama_vocab"},
     "GPTQ, AWQ and compressed-tensors": {"qlinear_cuda_old", "packing_utils", "actorder"},
