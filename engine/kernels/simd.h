@@ -151,7 +151,9 @@ static inline v16 load(const float *from) { return load_as<v16>(from); }
 
 static inline v16 load(const bf16 *from) { return (v16)(widen(from) << 16); }
 
-static inline void store(float *to, v16 value) {
+// Copies a vector to memory.
+template <class V>
+__attribute__((always_inline)) static inline void store_as(void *to, V value) {
 #if defined(__AVX512F__)
     memcpy(to, &value, sizeof value);
 #else
@@ -159,13 +161,7 @@ static inline void store(float *to, v16 value) {
 #endif
 }
 
-static inline void store(uint8_t *to, b64 value) {
-#if defined(__AVX512F__)
-    memcpy(to, &value, sizeof value);
-#else
-    value.to(to);
-#endif
-}
+static inline void store(float *to, v16 value) { store_as(to, value); }
 
 static inline void store(bf16 *to, v16 value) {
 #if defined(__AVX512BF16__)

@@ -52,7 +52,7 @@ namespace triolet {
 // With 12 rows 24 of 32 registers hold sums, and with four panels of 4 rows 16.
 constexpr int MOST_ROWS = 12, MOST_FLOAT_ROWS = 12, FEW_ROWS = 4;
 constexpr long FETCHING_ROWS = 64;  // measured: with more rows, memory is not what they wait for
-// Of integers, with 2 panels: 12 sums of integers and 12 of floats.
+// A block of integers has 6 rows and 2 panels: 12 sums of integers and 12 of floats in registers.
 constexpr int SMALL_ROWS = 6, SMALL_PANELS = 2;
 #else
 constexpr int MOST_ROWS = 4, FEW_ROWS = 1;  // a vector takes two registers of 16, or four of 32
@@ -62,8 +62,8 @@ constexpr int MOST_FLOAT_ROWS = 6;  // 12 sums, a panel's two vectors, and a num
 constexpr int MOST_FLOAT_ROWS = 4;
 #endif
 constexpr long FETCHING_ROWS = 0;
-// Of integers: the sums of integers fill half of the registers or more, and those of floats are in
-// memory.
+// A block of integers has 4 rows and a panel. Its sums of integers fill half of the registers or more,
+// so that its sums of floats are in memory.
 constexpr int SMALL_ROWS = 4, SMALL_PANELS = 1;
 #endif
 

@@ -301,8 +301,8 @@ static inline void unpack(const uint8_t *from, const uint8_t *table, long count,
     const b64 own = spread_table(table);
     for (long k = 0; k < count; k += 8, from += 4 * PANEL, to += 8 * PANEL) {
         const b64 codes = load_as<b64>(from);
-        store(to, low_quads<4>(codes, own));
-        store(to + 64, high_quads<4>(from, codes, own));
+        store_as(to, low_quads<4>(codes, own));
+        store_as(to + 64, high_quads<4>(from, codes, own));
     }
 }
 
