@@ -180,7 +180,7 @@ def test_a_deadline_that_cannot_be_met_any_more_ends_a_waiting_drawing():
     assert driver.scheduler.next_wakeup(driver.now) == pytest.approx(driver.now + 2.0, abs=1e-3)
     driver.tick(1.9)
     assert "waits" not in driver.finished
-    driver.tick(0.2)
+    driver.tick(driver.scheduler.next_wakeup(driver.now) - driver.now)  # not a moment too early
     assert driver.finished["waits"].reason is EndReason.DEADLINE
     assert driver.finished["waits"].phase == "queued"
     assert "at least 5 s" in driver.finished["waits"].detail

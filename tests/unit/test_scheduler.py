@@ -9,7 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFailed
+from engine.core.common.events import (
+    ObservePrefixes,
+    Pause,
+    PauseMode,
+    Resume,
+    StepDone,
+    StepFailed,
+)
 from engine.core.common.step_budget import CLEAN_STEPS
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason
@@ -463,6 +470,19 @@ def test_blocks_computed_again_after_a_preemption_are_found_by_others():
     driver.run()
     driver.check_tokens()
     driver.check_idle()
+
+
+def test_an_observer_hears_of_each_block_with_its_own_tokens_and_its_parent(driver):
+    heard = []
+    observer = SimpleNamespace(
+        stored=lambda key, parent, tokens: heard.append((key, parent, [*tokens]))
+    )
+    driver.apply(ObservePrefixes(observer))
+    driver.submit(make_request("r", range(1, 13), max_tokens=1))
+    driver.run()
+    assert [tokens for _, _, tokens in heard] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    keys = [key for key, _, _ in heard]
+    assert [parent for _, parent, _ in heard] == [None, *keys[:-1]]
 
 
 def test_under_wait_a_running_request_that_lost_its_blocks_still_finishes():

@@ -34,6 +34,7 @@ END_LIMIT_S = 15.0
 POLL_S = 0.25
 CLIENTS = "tools.bench.peers.clients"
 MAX_LEN = 8192
+DTYPE = os.environ.get("BENCH_DTYPE", "bfloat16")  # what each server computes in
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
 
 
@@ -48,7 +49,7 @@ def triolet_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
     """Return our server's command and environment, as a user would start it."""
     command = [
         *(sys.executable, "-m", "grpc_service", "serve", "--port", str(port)),
-        *("--model", str(model), "--dtype", "bfloat16"),
+        *("--model", str(model), "--dtype", DTYPE),
         *shlex.split(os.environ.get("BENCH_FLAGS", "")),
     ]
     return command, os.environ | {"TRIOLET_LOG": "ERROR"}
@@ -60,7 +61,7 @@ def vllm_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
     command = [
         *(str(peer.python), "-m", "vllm.entrypoints.launchers.grpc_server"),
         *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "bfloat16", "--max-model-len", str(MAX_LEN)),
+        *("--dtype", DTYPE, "--max-model-len", str(MAX_LEN)),
     ]
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     settings = {
