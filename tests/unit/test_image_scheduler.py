@@ -228,6 +228,17 @@ def test_least_times_compare_only_with_smaller_steps():
     assert len(times._shortest) == SHAPES_MAX
 
 
+def test_with_guidance_an_image_takes_as_long_as_two_without():
+    driver = ImageDriver()
+    driver.submit("two", steps=1, n=2)
+    for _ in range(2):  # encode, denoise
+        driver.step(seconds=3.0)
+    for name, guidance in (("guided", 2.0), ("alone", 1.0)):
+        driver.submit(name, steps=1, guidance_scale=guidance, deadline=driver.now + 2.0)
+    assert "guided" in driver.refused
+    assert "alone" not in driver.refused
+
+
 # ---- refusals and pauses
 
 
