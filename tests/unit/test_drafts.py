@@ -13,6 +13,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.common.events import StepDone
 from engine.core.common.steps import FailureKind
 from engine.core.common.types import EndReason
+from engine.core.text.blocks import blocks_for
 from engine.core.text.draft_counts import DRAFTERS, DraftCounter
 from engine.core.text.draft_lengths import (
     EARNED,
@@ -166,6 +167,19 @@ def test_drafts_take_only_blocks_that_are_free():
     finish(driver)
     assert driver.scheduler.statistics().preemptions == 0
     assert totals_of(driver)[0] > 0
+
+
+def test_a_row_has_the_blocks_that_its_drafts_need_and_no_more():
+    driver = drafting(prepared_plans=False)
+    driver.submit(make_request("a", range(1, 6), max_tokens=40))
+    seq, drafted = driver.scheduler._ledger.requests["a"].parent, 0
+    while (plan := driver.begin_step()) is not None:
+        (row,) = plan.rows
+        assert len(seq.blocks) == blocks_for(row.start + row.count, 4)
+        drafted += row.drafts
+        driver.end_step()
+    assert drafted >= 28
+    assert finish(driver) == 0
 
 
 def run_in_small_pool(draft, *, block_size, num_blocks, prompt, max_tokens):

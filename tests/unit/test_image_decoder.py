@@ -69,7 +69,7 @@ def test_an_image_is_read_in_another_process_of_lower_priority_as_here(decoder):
     for read in (FIT.read, partial(read_as, size=(4, 2), max_pixels=10_000)):
         assert decoder(read, picture()) == read(picture())
     pid, nice, data = decoder(about_the_process, b"x")
-    assert (pid, nice, data) == (decoder.pid, os.nice(0) + NICENESS, b"x")
+    assert (pid, nice, data) == (decoder.pid, min(19, os.nice(0) + NICENESS), b"x")
     assert pid != os.getpid()
 
 
@@ -112,7 +112,7 @@ def test_an_error_of_the_decoder_is_raised_with_its_stack(decoder):
 
 def test_what_cannot_be_sent_is_raised_and_the_next_image_is_read(decoder):
     decoder(FIT.read, picture())
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match="pickle|local object"):
         decoder(lambda data: data, b"x")
     assert decoder(FIT.read, picture()) == FIT.read(picture())
 

@@ -238,12 +238,15 @@ def test_phases_add_up_to_a_choices_life(driver):
     driver.tick(2.0)
     assert driver.begin_step() is None  # parked from here
     driver.tick(4.0)
+    assert driver.scheduler.explain("r", driver.now).parked_s == 4.0
     driver.read("r")
     driver.tick(8.0)
     driver.begin_step()
     driver.now += 0.5
     driver.end_step()
+    assert driver.scheduler.is_live("r")
     driver.cancel("r")
+    assert not driver.scheduler.is_live("r")
     seconds = driver.finished["r", 0].timings
     assert (seconds.queue_s, seconds.prefill_s, seconds.parked_s) == (1.0, 1.5, 4.0)
     assert seconds.decode_s == 2.0 + 8.0 + 0.5
