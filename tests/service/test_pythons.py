@@ -1,0 +1,81 @@
+"""The newer Pythons that pyproject.toml admits run the engine, the server and its clients, too.
+
+Each has an environment of its own, in the user's cache, with the versions of constraints.txt. One
+that cannot be installed fails the test; a Python that this machine lacks is skipped by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.gateway import CACHE
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALL_TIMEOUT_S = 600
+TESTS_TIMEOUT_S = 1500
+USABLE = "import sys, venv, ensurepip, ssl, sqlite3; print(*sys.version_info[:2], sep='.')"
+# Of each part that meets Python itself: syntax and typing, pickles, threads, signals, both event
+# loops, the generated protos, the compiled kernels beside torch, and a server with its clients.
+TESTS = (
+    *("tests/unit", "tests/golden", "tests/property", "tests/conformance/test_torch_runner.py"),
+    *(f"tests/service/test_{name}.py" for name in ("aio", "blocking", "generate", "signals")),
+)
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(INSTALL_TIMEOUT_S + TESTS_TIMEOUT_S)]
+
+
+def find_python(version):
+    """Return an interpreter of this version that can make environments, from PATH or from pyenv;
+    None if there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    places = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+    for place in filter(None, places):
+        done = subprocess.run([place, "-c", USABLE], capture_output=True, text=True)
+        if done.returncode == 0 and done.stdout.strip() == version:
+            return place
+    return None
+
+
+def environment_of(python, version):
+    """Return the interpreter of an environment with this checkout and its development tools; make
+    it unless it is there."""
+    wanted = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    stamp = hashlib.sha256(wanted + bytes(ROOT)).hexdigest()[:12]
+    venv = CACHE / f"python-{version}-{stamp}"
+    own, done = venv / "bin" / "python", venv / "installed"
+    if not done.exists():
+        constraints = ROOT / "constraints.txt"
+        [torch] = [line for line in constraints.read_text().split() if line.startswith("torch==")]
+        pip = [own, "-m", "pip", "install", "--quiet", "--no-compile", "-c", constraints]
+        shutil.rmtree(venv, ignore_errors=True)
+        # torch comes first and alone, so that no other package decides its build
+        for argv in ([python, "-m", "venv", venv], [*pip, torch], [*pip, "-e", f"{ROOT}[dev]"]):
+            made = subprocess.run(argv, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+            if made.returncode:
+                pytest.fail(f"Triolet cannot be installed on {python}: {made.stderr[-1000:]}")
+        done.touch()
+    return own
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_a_newer_python_runs_it(version, tmp_path):
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"this machine has no Python {version} that can make environments")
+    own = environment_of(python, version)
+    argv = [own, "-m", "pytest", "-q", "-m", "not full and not alone and not interop", *TESTS]
+    ran = subprocess.run(
+        [*argv, "-o", f"cache_dir={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TESTS_TIMEOUT_S,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:]
+    print(f"Python {version}: {ran.stdout.splitlines()[-1]}")
