@@ -168,6 +168,8 @@ def test_a_deadline_that_no_drawing_meets_is_refused():
     assert isinstance(driver.refused["long"].error, DeadlineInfeasible)
     assert "at least 12 s, of which 9 s are left" in str(driver.refused["long"].error)
     assert "short" not in driver.refused
+    driver.submit("over", steps=10, deadline=driver.now)  # the request's scope ends it by itself
+    assert "over" not in driver.refused
 
 
 def test_a_deadline_that_cannot_be_met_any_more_ends_a_waiting_drawing():

@@ -555,6 +555,19 @@ def test_a_waiting_request_says_what_it_waits_for():
     assert said("c")[1] == reason  # it waits for the same
 
 
+def test_a_pause_leaves_no_estimate_of_when_a_request_starts():
+    driver = Driver(block_size=4, max_num_seqs=1, prepared_plans=False)
+    driver.submit(make_request("before", [1, 2], max_tokens=3))
+    driver.run()
+    for name in ("runs", "waits"):
+        driver.submit(make_request(name, [3, 4], max_tokens=30))
+    driver.step()
+    assert driver.scheduler.explain("waits", driver.now).estimate_s > 0
+    assert driver.scheduler.explain("runs", driver.now).estimate_s is None
+    driver.apply(Pause(PauseMode.KEEP))
+    assert driver.scheduler.explain("waits", driver.now).estimate_s is None
+
+
 def running(*prompts, decodes=0):
     """Return sequences with so many prompt tokens left, and ``decodes`` that have one token."""
     counts = [*prompts, *[1] * decodes]
