@@ -187,3 +187,10 @@ def test_a_running_list_out_of_order_is_noticed():
 def test_the_fixture_has_one_of_each(driver):
     states = {name: sequence(driver, name).state for name in ("parked", "running", "pair")}
     assert states == {"parked": State.PARKED, "running": State.RUNNING, "pair": State.WAITING}
+
+
+def test_the_block_whose_holdings_differ_is_named(driver):
+    block = sequence(driver, "running").blocks[1]
+    ledger(driver).pool._references[block] += 1
+    with pytest.raises(AssertionError, match=f"block {block} has 2 references, 1 holders"):
+        driver.scheduler.check()
