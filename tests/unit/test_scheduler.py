@@ -20,6 +20,7 @@ from engine.core.common.events import (
 from engine.core.common.step_budget import CLEAN_STEPS
 from engine.core.common.steps import FailureKind, StepFailure
 from engine.core.common.types import EndReason
+from engine.core.text import admission
 from engine.core.text.admission import _has_tokens_left
 from engine.core.text.plan import SCORED_TOKENS_MAX, RowResult, StepResult
 from engine.core.text.types import Preempted, Sampling, Tokens
@@ -376,6 +377,21 @@ def test_nobody_gives_way_to_a_request_whose_place_in_the_queue_is_outdated():
     driver.step(read=False)
     assert preempted(driver) == ["younger"]
     assert driver.scheduler.phase_of("older").name in ("prefill", "decode")
+
+
+@pytest.mark.parametrize(("prompt_limit", "is_pending"), [(2, True), (1, False)])
+def test_the_last_two_tokens_of_a_running_prompt_complete_a_block_for_the_next_one(
+    prompt_limit, is_pending
+):
+    driver = Driver(block_size=4, max_num_seqs=2, max_num_batched_tokens=6, prepared_plans=False)
+    driver.submit(make_request("runs", range(1, 9), max_tokens=2))
+    driver.step()  # six tokens of its prompt
+    driver.submit(make_request("waits", range(1, 13), max_tokens=2))
+    ledger = driver.scheduler._ledger
+    first = ledger.requests["waits"].parent
+    matched = admission.match(ledger, first)
+    assert len(matched) == 1
+    assert admission._will_be_pending(ledger, first, matched, prompt_limit) is is_pending
 
 
 def test_a_cached_prefix_counts_once_against_the_free_blocks():
