@@ -26,6 +26,7 @@ def test_a_drawing_takes_its_steps_in_order():
     assert told(driver) == ["1 encode 0", "1 denoise 0", "1 denoise 1 preview", *tiles]
     kinds = [type(event) for event in driver.got["a"]]
     assert kinds == [Stepped, Stepped, Drawn, Drawn]
+    assert driver.finished["a"].choice == 0  # a drawing ends as a whole, whatever its images
     driver.check_idle()
 
 
