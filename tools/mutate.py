@@ -6,7 +6,8 @@ simulated worlds run against the copy until one fails. Survivors are printed.
 `tools/mutation_survivors.md` names the survivors that no test can notice, with the reasons. The
 exit code is 1 below the bar.
 
-`--seed` draws other mutants, `--only TEXT` runs those whose name contains it, `--list` runs none.
+`--seed` draws other mutants, `--only TEXT` runs those whose name contains it (or one of several),
+`--list` runs none.
 """
 
 from __future__ import annotations
@@ -236,7 +237,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100, help="mutants to draw")
     parser.add_argument(
-        "--only", default="", help="run only drawn mutants whose name contains this"
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="run only drawn mutants whose name contains this; several are several texts",
     )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--list", action="store_true", help="print the names and run nothing")
@@ -246,7 +250,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     args = parse(argv)
-    drawn = [mutant for mutant in draw(args.seed, args.count) if args.only in mutant.name]
+    drawn = [
+        mutant
+        for mutant in draw(args.seed, args.count)
+        if args.only is None or any(text in mutant.name for text in args.only)
+    ]
     if args.list:
         print("\n".join(mutant.name for mutant in drawn))
         return 0
