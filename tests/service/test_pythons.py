@@ -19,7 +19,10 @@ from tests.support.gateway import CACHE
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL_TIMEOUT_S = 600
 TESTS_TIMEOUT_S = 1500
-USABLE = "import sys, venv, ensurepip, ssl, sqlite3; print(*sys.version_info[:2], sep='.')"
+USABLE = "import sys, venv, ensurepip, ssl, sqlite3; print(*sys.version_info[:3], sep='.')"
+# These releases start no thread once the main thread has ended (CPython's issue 113964), so that
+# an engine that is open then is not closed without a traceback. README.md says so.
+STARTING_NO_THREADS_AT_EXIT = ("3.12.0", "3.12.1", "3.12.2")
 # Of each part that meets Python itself: syntax and typing, pickles, threads, signals, both event
 # loops, the generated protos, the compiled kernels beside torch, and a server with its clients.
 TESTS = (
@@ -31,14 +34,15 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(INSTALL_TIMEOUT_S + TESTS_TI
 
 
 def find_python(version):
-    """Return an interpreter of this version that can make environments, from PATH or from pyenv;
-    None if there is none."""
+    """Return an interpreter of this version that can make environments, from PATH or from pyenv,
+    and its release; None if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     places = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
     for place in filter(None, places):
         done = subprocess.run([place, "-c", USABLE], capture_output=True, text=True)
-        if done.returncode == 0 and done.stdout.strip() == version:
-            return place
+        release = done.stdout.strip()
+        if done.returncode == 0 and release.startswith(f"{version}."):
+            return place, release
     return None
 
 
@@ -65,11 +69,14 @@ def environment_of(python, version):
 
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
 def test_a_newer_python_runs_it(version, tmp_path):
-    python = find_python(version)
-    if python is None:
+    found = find_python(version)
+    if found is None:
         pytest.skip(f"this machine has no Python {version} that can make environments")
+    python, release = found
     own = environment_of(python, version)
     argv = [own, "-m", "pytest", "-q", "-m", "not full and not alone and not interop", *TESTS]
+    if release in STARTING_NO_THREADS_AT_EXIT:
+        argv += ["-k", "not engine_left_open"]
     ran = subprocess.run(
         [*argv, "-o", f"cache_dir={tmp_path}"],
         cwd=ROOT,
@@ -78,4 +85,4 @@ def test_a_newer_python_runs_it(version, tmp_path):
         timeout=TESTS_TIMEOUT_S,
     )
     assert ran.returncode == 0, ran.stdout[-4000:]
-    print(f"Python {version}: {ran.stdout.splitlines()[-1]}")
+    print(f"Python {release}: {ran.stdout.splitlines()[-1]}")
