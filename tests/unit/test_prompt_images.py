@@ -75,6 +75,7 @@ def test_a_chunk_is_charged_for_an_image_where_it_first_meets_it(wanted, fields)
     [
         ((20, 10), {}),
         ((6, 0), {"count": 8}),  # cut before, never inside
+        ((11, 10), {"count": 11}),  # cut just behind it
         ((6, 0), {"room": 20}),
         ((11, 10), {"room": 21}),
         ((0, 0), {"start": 6, "room": 8, "is_first": False}),
