@@ -357,7 +357,9 @@ def test_timings_add_up():
     driver = EncodeDriver(max_num_seqs=2)
     driver.submit("a", [1] * 4, buffer=2)
     driver.now = 1.0
+    assert driver.scheduler.phase_of("a") == ("queued", False)
     driver.step(read=False)
+    assert driver.scheduler.phase_of("a").has_begun
     assert driver.begin_step() is None  # parked now
     driver.now = 3.0
     driver.read("a")

@@ -34,9 +34,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[LiveDrawing]:
         return iter(self._waiting.values())
 
-    def __contains__(self, live: LiveDrawing) -> bool:
-        return live.request.request_id in self._waiting
-
     def add(self, live: LiveDrawing) -> None:
         """Put a request into the queue."""
         self._waiting[live.request.request_id] = live
