@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.config import SchedulerConfig
+from engine.core.text.plan import StateDelta
 from engine.core.text.snapshots import end_of_chunk
 from engine.core.text.states import States, StepStates
 from engine.core.text.types import PromptImage, Sampling
@@ -102,6 +103,20 @@ def test_a_step_that_is_undone_gives_every_slot_back():
     step.undo([seq])
     assert seq.state_slot is None
     states.pool.check([])
+
+
+def test_a_row_that_is_dropped_gives_back_its_snapshot_alone():
+    states, seq, other = States(4), Holder(), Holder()
+    step = StepStates(states)
+    step.give(seq)
+    step.give(other)
+    dropped, kept = step.snapshot(0), step.snapshot(0)
+    step.drop(StateDelta(seq.state_slot, None, dropped), [seq])
+    step.drop(StateDelta(other.state_slot, None, None), [])
+    assert step.snapshots == [kept]
+    assert seq.state_slot is None
+    assert states.pool.num_free == 2
+    step.keep()
 
 
 def test_each_sequence_that_may_run_has_a_slot():
