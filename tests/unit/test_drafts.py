@@ -578,6 +578,16 @@ def test_more_drafts_than_were_planned_are_a_bug():
     assert "were planned" in caught.value.log_detail
 
 
+def test_a_choice_that_forks_drafts_nothing_in_the_row_of_another_one():
+    driver = drafting()
+    driver.submit(make_request("a", range(1, 6), max_tokens=8, n=2))
+    result = driver.runner.execute(driver.begin_step())
+    forked = result.rows[1]._replace(drafted=1)
+    with pytest.raises(EngineBug) as caught:
+        driver.scheduler.apply(StepDone(replace(result, rows=(result.rows[0], forked))), driver.now)
+    assert "got 1 drafts, and 0 were planned" in caught.value.log_detail
+
+
 def test_a_row_takes_the_drafter_that_gains_more():
     """Of a look-up that is always wrong and a model that is always right, and the other way."""
     for by_model, script in (
