@@ -6,8 +6,8 @@ simulated worlds run against the copy until one fails. Survivors are printed.
 `tools/mutation_survivors.md` names the survivors that no test can notice, with the reasons. The
 exit code is 1 below the bar.
 
-`--seed` draws other mutants, `--only TEXT` runs those whose name contains it (or one of several),
-`--list` runs none.
+`--seed` draws other mutants. `--only TEXT`, which may be given several times, runs those whose name
+contains one of the texts, and `--list` runs none.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--only",
         action="append",
         metavar="TEXT",
-        help="run only drawn mutants whose name contains this; several are several texts",
+        help="run only drawn mutants whose name contains this; may be given several times",
     )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--list", action="store_true", help="print the names and run nothing")

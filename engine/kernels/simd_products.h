@@ -62,8 +62,8 @@ constexpr int MOST_FLOAT_ROWS = 6;  // 12 sums, a panel's two vectors, and a num
 constexpr int MOST_FLOAT_ROWS = 4;
 #endif
 constexpr long FETCHING_ROWS = 0;
-// A block of integers has 4 rows and a panel. Its sums of integers fill half of the registers or more,
-// so that its sums of floats are in memory.
+// A block of integers has 4 rows and a panel. Its sums of integers fill half of the registers or
+// more, so that its sums of floats are in memory.
 constexpr int SMALL_ROWS = 4, SMALL_PANELS = 1;
 #endif
 

@@ -23,8 +23,8 @@ USABLE = "import sys, venv, ensurepip, ssl, sqlite3; print(*sys.version_info[:3]
 # These releases start no thread once the main thread has ended (CPython's issue 113964), so that
 # an engine that is open then is not closed without a traceback. README.md says so.
 STARTING_NO_THREADS_AT_EXIT = ("3.12.0", "3.12.1", "3.12.2")
-# Of each part that meets Python itself: syntax and typing, pickles, threads, signals, both event
-# loops, the generated protos, the compiled kernels beside torch, and a server with its clients.
+# These meet what differs between releases of Python: syntax and typing, pickles, threads, signals,
+# both event loops, the generated protos, the compiled kernels beside torch, servers and clients.
 TESTS = (
     *("tests/unit", "tests/golden", "tests/property", "tests/conformance/test_torch_runner.py"),
     *(f"tests/service/test_{name}.py" for name in ("aio", "blocking", "generate", "signals")),
