@@ -4,6 +4,10 @@
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+# Many containers tell Python to keep no bytecode. Every process would then compile torch anew, which
+# takes longer than everything else that a server does until it is ready.
+unset PYTHONDONTWRITEBYTECODE
+
 find_python() {
     local candidate
     for candidate in "${TRIOLET_PYTHON:-}" python3.11 python3 python3.12 python3.13; do

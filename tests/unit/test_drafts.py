@@ -159,6 +159,13 @@ def test_drafts_stay_inside_the_steps_budget():
     assert totals_of(driver)[0] > 0
 
 
+def test_the_last_token_of_a_steps_budget_is_drafted():
+    driver = drafting(max_num_batched_tokens=2, max_num_seqs=1)
+    driver.submit(make_request("a", [1], max_tokens=20))
+    assert finish(driver) == 11
+    assert totals_of(driver) == (9, 9, 9)
+
+
 def test_drafts_take_only_blocks_that_are_free():
     """Two sequences that just fit are not preempted for the drafts of one of them."""
     driver = drafting(num_blocks=16, max_model_len=64)
@@ -635,6 +642,23 @@ def test_where_a_draft_model_has_switched_itself_off_plans_are_prepared_as_witho
     assert kinds[True, False] == kinds[True, True] == 0
     assert kinds[False, False] <= 1  # the last step, behind which nothing comes
     assert kinds[False, True] >= 59
+
+
+def test_a_draft_model_that_has_switched_itself_off_is_not_used_where_something_is_looked_up():
+    """The model is always right and its cost is known, and the look-up is always wrong."""
+    driver = drafting(script=FakeScript(draft=drafter(0.0), draft_model=always_right))
+    driver.submit(make_request("a", range(1, 6), max_tokens=100))
+    while not driver.begin_step().rows[0].by_model:
+        driver.end_step()
+    driver.end_step()
+    driver.scheduler._drafts.purse.left = -100.0
+    looked_up = 0
+    while (plan := driver.begin_step()) is not None:
+        assert not plan.rows[0].by_model
+        looked_up += plan.num_drafts
+        driver.end_step()
+    driver.check_tokens()
+    assert looked_up > 0
 
 
 def test_a_look_up_beside_a_draft_model_drafts_no_more_than_without_one():

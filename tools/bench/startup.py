@@ -77,6 +77,7 @@ def _resident(pid: int) -> float:
 
 def run() -> list[Row]:
     """Return the bench's rows."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise there is no second start
     stories, large, demos = Start(STORIES), Start(str(checkpoint("s135"))), Start(*DEMOS)
     before = os.environ.get(BEFORE)
     others = [Start(STORIES, root=Path(before))] if before else []
