@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import trio
 from trio.lowlevel import (
@@ -28,8 +29,6 @@ from trio.lowlevel import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from outcome import Outcome
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -73,24 +72,25 @@ class Threads(Protocol):
 
 
 class WorkerThreads:
-    """`Threads` with Trio's thread cache. Wake-up descriptors of past jobs are kept until `close`.
+    """`Threads` on Trio's threads. Those of past jobs are kept until `close`, with their wake-ups.
 
     `start` is `trio.to_thread.run_sync`, split where it begins to wait, because between a step's
-    start and its end the loop delivers and plans. The end comes over an eventfd on which the task
+    start and its end the loop delivers and plans. It differs in two ways, which spare a stream of
+    tokens a tenth of its processor time (R26, R32). The end comes over an eventfd on which the task
     itself waits, instead of over Trio's token, which sends to a socket whose reader, a task of
-    Trio's own, wakes ours. A hop with a job of 2 ms takes 170-185 µs of processor time; the eventfd
-    saves 35-40 of them (in turn in one run), and with one gRPC stream 46 of the 463 µs that a step
-    takes (R26, R32). Shielding each wait from cancellation would cost 25 µs; a thread of our own
-    would save another 10.
+    Trio's own, wakes ours: of the 170-185 µs that a hop with a job of 2 ms takes, that spares
+    35-40. And a thread waits for its next job here, not in Trio's cache, which spares 10. Shielding
+    each wait from cancellation would cost 25.
     """
 
     def __init__(self) -> None:
-        self._descriptors = _WakeupDescriptors()
+        self._idle = _IdleThreads()
 
     def close(self) -> None:
-        """Close the descriptors. No job may be running; more may be started later. A thread whose
-        job has just ended may hold its descriptor open for some microseconds more (rule 3)."""
-        self._descriptors.clear()
+        """End the threads and close their descriptors. No job may be running; more may be started
+        later. A thread whose job has just ended may hold its descriptor open for some microseconds
+        more (rule 3)."""
+        self._idle.clear()
 
     async def run(self, job: Callable[[], T], limiter: trio.CapacityLimiter) -> T:
         """Run a job as `Threads.run` says."""
@@ -98,33 +98,78 @@ class WorkerThreads:
 
     def start(self, job: Callable[[], T], *, reports_begin: bool) -> Job[T]:
         """Start a job as `Threads.start` says."""
-        return _ThreadJob(job, self._descriptors, reports_begin=reports_begin)
+        return _ThreadJob(job, self._idle, reports_begin=reports_begin)
 
 
-class _WakeupDescriptors:
-    """Wake-up eventfds that no running job is using. A running job has one of its own, because only
-    one task at a time may wait for a descriptor. So there are as many as jobs ever ran at once."""
+class _IdleThreads:
+    """The threads that no running job is using. There are as many threads as jobs ever ran at
+    once."""
 
     def __init__(self) -> None:
-        self._free: list[_EventfdWakeup] = []
+        self._threads: list[_JobThread] = []
 
-    def take(self) -> _EventfdWakeup | _TokenWakeup:
-        if self._free:
-            return self._free.pop()
-        try:
-            return _EventfdWakeup()
-        except (AttributeError, OSError):  # not on Linux, or no descriptor is left
-            return _TokenWakeup()
+    def take(self) -> _JobThread:
+        return self._threads.pop() if self._threads else _JobThread()
 
-    def put(self, wakeup: _EventfdWakeup | _TokenWakeup) -> None:
-        """Take a wake-up back for the next job. Its thread has sent every signal, and its task has
-        received them all."""
-        if isinstance(wakeup, _EventfdWakeup):
-            wakeup.num_received = 0
-            self._free.append(wakeup)
+    def put(self, thread: _JobThread) -> None:
+        """Take a thread back for the next job. It has sent every signal of its last job, whose task
+        has received them all."""
+        if isinstance(thread.wakeup, _EventfdWakeup):
+            thread.wakeup.num_received = 0
+            self._threads.append(thread)
 
     def clear(self) -> None:
-        self._free.clear()
+        self._threads.clear()
+
+
+class _JobThread:
+    """A thread that runs one job after another, and the wake-up of the task that waits for the job.
+    The thread ends with the last reference to this object, and a running job holds one of them."""
+
+    __slots__ = ("__weakref__", "_inbox", "wakeup")
+
+    def __init__(self) -> None:
+        self.wakeup = _new_wakeup()
+        self._inbox = _Inbox()
+        start_thread_soon(self._inbox.run_jobs, lambda outcome: outcome.unwrap())
+        weakref.finalize(self, self._inbox.put, None).atexit = False
+
+    def begin(self, job: _ThreadJob[Any]) -> None:
+        self._inbox.put(job)
+
+
+class _Inbox:
+    """The next job of a thread. The lock is free while there is one."""
+
+    __slots__ = ("_job", "_lock")
+
+    def __init__(self) -> None:
+        self._job: _ThreadJob[Any] | None = None
+        self._lock = Lock()
+        self._lock.acquire()
+
+    def put(self, job: _ThreadJob[Any] | None) -> None:
+        """Give the thread its next job, which it begins once it has ended the last one; or None,
+        which ends it."""
+        self._job = job
+        self._lock.release()
+
+    def run_jobs(self) -> None:
+        """Run every job, in the thread."""
+        while True:
+            self._lock.acquire()
+            job, self._job = self._job, None
+            if job is None:
+                return
+            job.run()
+            del job  # an idle thread must not keep what a job refers to
+
+
+def _new_wakeup() -> _EventfdWakeup | _TokenWakeup:
+    try:
+        return _EventfdWakeup()
+    except (AttributeError, OSError):  # not on Linux, or no descriptor is left
+        return _TokenWakeup()
 
 
 class _EventfdWakeup:
@@ -188,52 +233,51 @@ class _TokenWakeup:
 
 
 class _ThreadJob(Generic[T]):
-    """A job in a thread of Trio's cache.
+    """A job in a thread.
 
-    Life: 1. made, which starts it; 2. a thread begins it; 3. its outcome is stored; 4. the thread
-    sends its last signal; 5. the task has waited for it. The thread owns the outcome until 4, the
-    task afterwards.
+    Life: 1. made, which starts it; 2. a thread begins it; 3. its result or its error is stored; 4.
+    the thread sends its last signal; 5. the task has waited for it. The thread owns the outcome
+    until 4, the task afterwards.
     """
 
-    __slots__ = ("_descriptors", "_job", "_num_signals", "_outcome", "_wakeup")
+    __slots__ = ("_error", "_idle", "_job", "_num_signals", "_result", "_thread")
 
-    def __init__(
-        self, job: Callable[[], T], descriptors: _WakeupDescriptors, *, reports_begin: bool
-    ) -> None:
+    def __init__(self, job: Callable[[], T], idle: _IdleThreads, *, reports_begin: bool) -> None:
         self._job = job
-        self._descriptors = descriptors
+        self._idle = idle
         self._num_signals = 2 if reports_begin else 1
-        self._outcome: Outcome[T] | None = None
-        self._wakeup = descriptors.take()
-        try:
-            start_thread_soon(self._run, self._deliver)
-        except BaseException:  # the system has no thread left
-            self._release()
-            raise
+        self._result: T
+        self._error: BaseException | None = None
+        self._thread = idle.take()
+        self._thread.begin(self)
 
     # ---- in the thread
 
-    def _run(self) -> T:
+    def run(self) -> None:
+        """Run the job, and send its signals. What it raises is stored."""
+        wakeup = self._thread.wakeup  # the task deletes `_thread` while this sends
         if self._num_signals == 2:
-            self._wakeup.send()
-        return self._job()
-
-    def _deliver(self, outcome: Outcome[T]) -> None:
-        self._outcome = outcome
-        self._wakeup.send()
+            wakeup.send()
+        try:
+            self._result = self._job()
+        except BaseException as error:
+            self._error = error
+        wakeup.send()
 
     # ---- in the task
 
     async def wait_begun(self) -> None:
-        await self._wakeup.wait_received(1)
+        await self._thread.wakeup.wait_received(1)
 
     async def wait(self) -> T:
-        await self._wakeup.wait_received(self._num_signals)
-        self._release()
-        assert self._outcome is not None
-        return self._outcome.unwrap()
-
-    def _release(self) -> None:
-        self._descriptors.put(self._wakeup)
+        await self._thread.wakeup.wait_received(self._num_signals)
+        self._idle.put(self._thread)
         # An exception of the job's refers to this object, which must not keep the descriptor.
-        del self._wakeup
+        del self._thread
+        if self._error is None:
+            return self._result
+        error, self._error = self._error, None
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame

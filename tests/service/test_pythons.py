@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gateway import CACHE
+from tests.support.environments import virtual_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL_TIMEOUT_S = 600
@@ -51,20 +51,17 @@ def environment_of(python, version):
     it unless it is there."""
     wanted = b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
     stamp = hashlib.sha256(wanted + bytes(ROOT)).hexdigest()[:12]
-    venv = CACHE / f"python-{version}-{stamp}"
-    own, done = venv / "bin" / "python", venv / "installed"
-    if not done.exists():
-        constraints = ROOT / "constraints.txt"
-        [torch] = [line for line in constraints.read_text().split() if line.startswith("torch==")]
-        pip = [own, "-m", "pip", "install", "--quiet", "--no-compile", "-c", constraints]
-        shutil.rmtree(venv, ignore_errors=True)
-        # torch comes first and alone, so that no other package decides its build
-        for argv in ([python, "-m", "venv", venv], [*pip, torch], [*pip, "-e", f"{ROOT}[dev]"]):
-            made = subprocess.run(argv, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
-            if made.returncode:
-                pytest.fail(f"Triolet cannot be installed on {python}: {made.stderr[-1000:]}")
-        done.touch()
-    return own
+    constraints = ROOT / "constraints.txt"
+    [torch] = [line for line in constraints.read_text().split() if line.startswith("torch==")]
+    # torch comes first and alone, so that no other package decides its build
+    venv = virtual_environment(
+        f"python-{version}-{stamp}",
+        ["-c", constraints, torch],
+        ["-c", constraints, "-e", f"{ROOT}[dev]"],
+        python=python,
+        timeout_s=INSTALL_TIMEOUT_S,
+    )
+    return venv / "bin" / "python"
 
 
 @pytest.mark.parametrize("version", ["3.12", "3.13"])

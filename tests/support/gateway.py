@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import socket
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
-import pytest
-
+from tests.support.environments import virtual_environment
 from tests.support.server import real
 from tests.support.wire import wait_until
 
 PACKAGES = ("smg==1.13.0", "openai==3.54.0")
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triolet-tests"
 CLIENT = Path(__file__).resolve().parents[1] / "interop" / "clients" / "openai_calls.py"
 INSTALL_TIMEOUT_S = 240
 READY_LIMIT_S = 60
@@ -32,15 +28,7 @@ GATEWAY_PORT = re.compile(r"is served to gateways on grpc://127\.0\.0\.1:(\d+)")
 def need_gateway():
     """Return the environment with the gateway and the client; make it unless it is there."""
     name = "-".join(package.replace("==", "-") for package in PACKAGES)
-    venv, done = CACHE / name, CACHE / name / "installed"
-    if not done.exists():
-        pip = [venv / "bin" / "python", "-m", "pip", "install", "--quiet", *PACKAGES]
-        for argv in ([sys.executable, "-m", "venv", venv], pip):
-            made = subprocess.run(argv, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
-            if made.returncode:
-                pytest.fail(f"{' '.join(PACKAGES)} cannot be installed: {made.stderr[-1000:]}")
-        done.touch()
-    return venv
+    return virtual_environment(name, PACKAGES, timeout_s=INSTALL_TIMEOUT_S)
 
 
 def port_of(server):

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -20,7 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.gateway import CACHE, free_ports
+from tests.support.environments import virtual_environment
+from tests.support.gateway import free_ports
 from tests.support.wire import connect, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,28 +34,13 @@ INGRESS = "grpc_service.ray.ingress.add_inference"
 
 def need_ray():
     """Return the interpreter with Ray; make its environment unless it is there."""
-    venv = CACHE / f"ray-{VERSION}"
-    python, done = venv / "bin" / "python", venv / "installed"
-    if not done.exists():
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        [wanted] = extras["optional-dependencies"]["ray"]
-        shutil.rmtree(venv, ignore_errors=True)
-        _run([sys.executable, "-m", "venv", venv])
-        [site] = (venv / "lib").glob("python*/site-packages")
-        ours = [path for path in sys.path if path.endswith("site-packages") or "site-" in path]
-        (site / "triolet.pth").write_text("\n".join(ours) + "\n")
-        pinned = ["-c", ROOT / "constraints.txt", f"ray=={VERSION}", wanted]
-        _run([python, "-m", "pip", "install", "--quiet", "--no-compile", *pinned])
-        done.touch()
-    return python
-
-
-def _run(argv):
-    made = subprocess.run(
-        list(map(str, argv)), capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [wanted] = extras["optional-dependencies"]["ray"]
+    pinned = ["-c", ROOT / "constraints.txt", f"ray=={VERSION}", wanted]
+    venv = virtual_environment(
+        f"ray-{VERSION}", pinned, timeout_s=INSTALL_TIMEOUT_S, sees_ours=True
     )
-    if made.returncode:
-        pytest.fail(f"Ray {VERSION} cannot be installed: {made.stderr[-1000:]}")
+    return venv / "bin" / "python"
 
 
 def serve_config(port, import_path, args, **deployment):

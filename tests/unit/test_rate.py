@@ -25,6 +25,13 @@ def test_a_prompt_is_compared_with_steps_as_large_as_its_largest_chunk_only(budg
         assert step < budget or 3 * budget - max(1, budget // 50) <= max(known)
 
 
+def test_a_step_of_one_token_shows_what_a_prompt_of_one_token_takes():
+    rate = BestRate(64)
+    rate.note(1, 2.0)
+    assert rate.seconds_for(1) == 2.0
+    assert rate.seconds_for(2) == 0.0
+
+
 def test_the_best_rate_counts_not_the_last():
     rate = BestRate(BUDGET)
     for seconds in (2.0, 1.0, 4.0):

@@ -446,6 +446,15 @@ def test_the_chunk_budget_comes_back_by_halves_after_so_many_clean_steps(driver)
     assert limits == [4] * CLEAN_STEPS + [8] * CLEAN_STEPS + [16]
 
 
+def test_a_choice_whose_fork_ran_out_of_memory_is_queued_from_then_on(driver):
+    driver.runner.script.step_faults[0] = MemoryError("drawn")
+    driver.submit(make_request("r", range(1, 5), max_tokens=2, n=2))
+    assert driver.step(seconds=0.0)
+    driver.tick(2.0)
+    driver.run()
+    assert driver.finished["r", 1].timings.queue_s == 2.0
+
+
 @pytest.mark.parametrize(("length", "fits"), [(12, True), (13, False), (3, True)])
 def test_a_prompt_of_whole_blocks_needs_no_copies_for_its_choices(length, fits):
     driver = Driver(block_size=4, num_blocks=4, max_model_len=16, max_num_batched_tokens=1024)

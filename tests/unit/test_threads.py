@@ -15,6 +15,7 @@ from contextlib import closing
 
 import pytest
 import trio
+from trio.lowlevel import start_thread_soon
 from trio.testing import wait_all_tasks_blocked
 
 import engine.replica.threads
@@ -258,6 +259,25 @@ def test_descriptors_are_as_many_as_jobs_at_once_and_go_with_close():
             gc.enable()
 
     trio.run(main)
+
+
+@pytest.mark.skipif(not HAS_EVENTFD, reason="without eventfds each job has a thread of its own")
+async def test_one_thread_runs_job_after_job_and_goes_back_to_trio_with_close(monkeypatch):
+    begun, ended = [], threading.Event()
+
+    def start(job, deliver):
+        begun.append(job)
+        start_thread_soon(job, lambda outcome: (deliver(outcome), ended.set()))
+
+    monkeypatch.setattr("engine.replica.threads.start_thread_soon", start)
+    with closing(WorkerThreads()) as threads:
+        used = set()
+        for _ in range(20):
+            used.add(await threads.start(threading.get_ident, reports_begin=False).wait())
+            assert await trio.to_thread.run_sync(threading.get_ident) not in used
+        assert not ended.is_set()
+    assert len(used) == len(begun) == 1
+    wait_until(ended.is_set, LIMIT_S, "the thread's end")
 
 
 @pytest.mark.skipif(not HAS_EVENTFD, reason="counts them by /proc")

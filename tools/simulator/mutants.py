@@ -151,9 +151,9 @@ MUTANTS = (
     Mutant(
         "what a failed step started stays started",
         planned_step.PlannedStep,
-        "_settle",
-        "elif is_started:",
-        "elif is_started and is_fork:",
+        "undo",
+        "seq in self.started:",
+        "seq not in self.sequences:",
         seed=2,
     ),
     Mutant(

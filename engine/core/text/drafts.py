@@ -135,7 +135,7 @@ class Drafts:
         left = len(offers) if may_model else len(looked_up)
         beside = _beside(num_rows, len(looked_up)), _beside(num_rows, len(offers))
         for index, seq in enumerate(step.sequences):
-            if room <= 0 or not left:
+            if not left:
                 return
             offer = offers.get(seq.sequence_id)
             if offer is None or not (may_model or offer.count):

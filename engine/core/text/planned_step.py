@@ -108,22 +108,21 @@ class PlannedStep:
         self._roll_back()
         for seq in self.sequences:
             for child in self.forks.get(seq.sequence_id, []):
-                self._settle(child, now, is_fork=True)
-            self._settle(seq, now, is_started=seq in self.started)
+                if not self._finish_ended(child):
+                    self._ledger.unfork(child, now)
+            if not self._finish_ended(seq) and seq in self.started:
+                self._ledger.preempt(seq, now)
+                if not seq.is_known_to_worker:
+                    seq.enter("queued", now)
 
-    def _settle(
-        self, seq: Sequence, now: float, *, is_fork: bool = False, is_started: bool = False
-    ) -> None:
-        """Put a sequence of an undone step in the place where it belongs now."""
-        if seq.state is State.ENDING:
-            if not seq.in_step:
-                self._ledger.finish(seq)
-        elif is_fork:
-            self._ledger.unfork(seq, now)
-        elif is_started:
-            self._ledger.preempt(seq, now)
-            if not seq.is_known_to_worker:
-                seq.enter("queued", now)
+    def _finish_ended(self, seq: Sequence) -> bool:
+        """Return whether a sequence of an undone step has ended. If so, it is finished, unless
+        another step still uses it."""
+        if seq.state is not State.ENDING:
+            return False
+        if not seq.in_step:
+            self._ledger.finish(seq)
+        return True
 
     def reconcile(self) -> bool:
         """Drop the rows of sequences that ended since the step was prepared, once the step before
