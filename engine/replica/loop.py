@@ -297,7 +297,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self._outbox += events
         planned = self._time()
         if self.telemetry is not None:
-            self.telemetry.loop_spent("plan", planned - now)
+            self.telemetry.loop_s["plan"] += planned - now
             self.telemetry.look_at_cancelled(self.core.is_live, now)
         if plan is not None:
             if self._on_event is not None:
@@ -323,7 +323,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             self._apply(event, self._time())
         now = self._time()
         if self.telemetry is not None:
-            self.telemetry.loop_spent("commands", now - began)
+            self.telemetry.loop_s["commands"] += now - began
         return now
 
     def _apply(self, event: InputEvent[RequestT, ResultT], now: float) -> None:
@@ -358,7 +358,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self._apply(outcome, ended)
         if self.telemetry is not None:
             self.telemetry.step_ended(started, ended)
-            self.telemetry.loop_spent("commit", self._time() - ended)
+            self.telemetry.loop_s["commit"] += self._time() - ended
         if self._check_level >= 2:
             self.core.check()
 
@@ -368,7 +368,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         delivered = self._deliver(now)
         self.core.prepare(delivered)
         if self.telemetry is not None:
-            self.telemetry.loop_spent("prepare", self._time() - delivered)
+            self.telemetry.loop_s["prepare"] += self._time() - delivered
 
     def _execute(self, plan: PlanT) -> StepDone[ResultT] | StepFailed:
         """Execute the plan, in the worker's thread. What the model raises becomes a value (R51,
@@ -425,6 +425,6 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             self._batch.release()
         now = self._time()
         if self.telemetry is not None:
-            self.telemetry.loop_spent("deliver", now - began)
+            self.telemetry.loop_s["deliver"] += now - began
             self.telemetry.delivered(events, now)
         return now

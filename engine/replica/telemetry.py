@@ -143,8 +143,11 @@ class EngineTelemetry:
 class ReplicaTelemetry:
     """The histograms of one replica, filled by its loop. All times are of Trio's clock.
 
-    ``token_event`` is `ReplicaKind.token_event`.
+    ``token_event`` is `ReplicaKind.token_event`. ``loop_s`` are the seconds that the loop has spent
+    in each of the `PHASES` of its turns (R172); it adds them itself. The step has a histogram.
     """
+
+    PHASES: Sequence[str] = ("commands", "plan", "prepare", "deliver", "commit")
 
     def __init__(self, token_event: type[Any] | None) -> None:
         self._token_event = token_event
@@ -153,7 +156,7 @@ class ReplicaTelemetry:
         self._cancelled: dict[RequestId, tuple[float, str]] = {}
         self._cancel_to_free: dict[str, Histogram] = {}
         self._ends: dict[str, int] = {}
-        self._loop_s = dict.fromkeys(self.PHASES, 0.0)
+        self.loop_s = dict.fromkeys(self.PHASES, 0.0)
         self.first_token = Histogram(FIRST_BOUNDS)
         self.inter_token = Histogram(TOKEN_BOUNDS)
         self.request = Histogram(REQUEST_BOUNDS)
@@ -184,15 +187,6 @@ class ReplicaTelemetry:
     def idles(self) -> None:
         """Note that there is no work, so that the time until the next step is no gap."""
         self._step_ended_at = None
-
-    # ---- what the loop does itself
-
-    PHASES: Sequence[str] = ("commands", "plan", "prepare", "deliver", "commit")
-
-    def loop_spent(self, phase: str, seconds: float) -> None:
-        """Add to the time that the loop has spent in one of the `PHASES` of its turns (R172). The
-        step itself has a histogram."""
-        self._loop_s[phase] += seconds
 
     # ---- requests
 
@@ -283,5 +277,5 @@ class ReplicaTelemetry:
             {name: getattr(self, name).snapshot() for name in self.NAMES},
             {phase: one.snapshot() for phase, one in self._cancel_to_free.items()},
             dict(self._ends),
-            dict(self._loop_s),
+            dict(self.loop_s),
         )

@@ -100,11 +100,11 @@ class Drafts:
 
     def note_step(self, step: PlannedStep, draft_s: float) -> None:
         """Count what a draft model took of a step, whose rows were committed."""
-        (drafted, accepted), self._by_model = self._by_model, (0, 0)
-        passes = [row.drafts for row in step.rows if row.by_model]
+        passes = [row.drafts for row in step.rows if row.by_model] if step.num_drafts else ()
         if not passes:
             self.purse.note_other()
             return
+        (drafted, accepted), self._by_model = self._by_model, (0, 0)
         num_rows, most = len(step.rows), max(passes)
         spent = self.costs.in_steps(num_rows, draft_s) or most * self.costs.pass_ratio
         self.purse.note(accepted / num_rows, spent + self.costs.ratio(step.num_drafts) - 1.0)
