@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,6 +37,10 @@ from tools.rooms import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+# The generated protos make their names when they are imported.
+MADE_AT_IMPORT = "grpc_service._generated"
 
 # What the core may not name although Python ships it: the core is pure.
 IMPURE = {
@@ -485,3 +490,71 @@ def test_a_planted_import_is_an_offence(module, source):
 )
 def test_what_a_layer_may_is_no_offence(module, source):
     assert offences(module, source) == []
+
+
+# ---- tools and tests -------------------------------------------------------------------------
+
+
+@cache
+def _bound_names(path: Path) -> frozenset[str] | None:
+    """Return what a module binds at its top; None if it makes attributes when they are asked for.
+    A star stands for the names of another module."""
+    names: set[str] = set()
+    left: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
+    while left:
+        node = left.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        left += ast.iter_child_nodes(node)
+    return None if names & {"__getattr__", "*"} else frozenset(names)
+
+
+def _missing(source: str) -> list[str]:
+    """Return what a file imports of ours and is not there."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            found += [name for name in names if _is_ours(name) and name not in modules()]
+        elif isinstance(node, ast.ImportFrom) and node.module and _is_ours(node.module):
+            names = [alias.name for alias in node.names]
+            found += [f"{node.module}.{name}" for name in names if not _has(node.module, name)]
+    return found
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in FIRST_PARTY and not module.startswith(MADE_AT_IMPORT)
+
+
+def _has(module: str, name: str) -> bool:
+    """Return whether a module of ours has a submodule, or binds a name."""
+    if f"{module}.{name}" in modules():
+        return True
+    bound = _bound_names(modules()[module]) if module in modules() else frozenset()
+    return bound is None or name in bound
+
+
+def test_every_import_of_ours_is_there():
+    """mypy looks at the product alone, and no test imports every tool: a bench once named a module
+    that had moved."""
+    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    missing = {name: _missing((ROOT / name).read_text("utf-8")) for name in files.stdout.split()}
+    assert {name: found for name, found in missing.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from engine.worker.process.channel import PROTOCOL",
+        "from engine.config import NoConfig",
+        "import engine.no_room",
+        "if True:\n    from tools.bench.frame import no_row",
+    ],
+)
+def test_an_import_of_what_is_not_there_is_found(line):
+    assert len(_missing(line)) == 1

@@ -16,10 +16,10 @@ from engine.core.common.types import BlockId, PlanId, SequenceId
 from engine.core.text.plan import BlockDelta, Logits, RowResult, StepPlan, StepResult
 from engine.core.text.plan import Row as PlanRow
 from engine.core.text.types import Alternative, Constraint, TokenLogprob
+from engine.processes.channel import PROTOCOL
 from engine.worker.fakes.text import FakeRunner
 from engine.worker.interface import RunnerSpec
 from engine.worker.process import messages
-from engine.worker.process.channel import PROTOCOL
 from engine.worker.process.runner import ProcessRunner
 from tools.bench.frame import Row, repeat_in_turn, row_of
 
