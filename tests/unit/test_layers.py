@@ -497,8 +497,8 @@ def test_what_a_layer_may_is_no_offence(module, source):
 
 @cache
 def _bound_names(path: Path) -> frozenset[str] | None:
-    """Return what a module binds at its top; None if it makes attributes when they are asked for.
-    A star stands for the names of another module."""
+    """Return the names that a module binds at its top level. Return None if the source does not
+    show them all, because the module has `__getattr__` or imports a star."""
     names: set[str] = set()
     left: list[ast.AST] = [ast.parse(path.read_text("utf-8"))]
     while left:
@@ -515,7 +515,7 @@ def _bound_names(path: Path) -> frozenset[str] | None:
 
 
 def _missing(source: str) -> list[str]:
-    """Return what a file imports of ours and is not there."""
+    """Return the modules and names of ours that a file imports and that do not exist."""
     found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -542,8 +542,7 @@ def _has(module: str, name: str) -> bool:
 def test_every_import_of_ours_is_there():
     """mypy looks at the product alone, and no test imports every tool: a bench once named a module
     that had moved."""
-    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
-    missing = {name: _missing((ROOT / name).read_text("utf-8")) for name in files.stdout.split()}
+    missing = {name: _missing(path.read_text("utf-8")) for name, path in modules().items()}
     assert {name: found for name, found in missing.items() if found} == {}
 
 
