@@ -75,27 +75,39 @@ static inline v16 add_rest(v16 acc, const bf16 *query, const bf16 *key) {
     return add_pairs(acc, load_as<u16v>(query), load_as<u16v>(own));
 }
 
+// Adds up the products of a query with KEYS_AT_ONCE keys: a vector for each key, whose sum is the
+// score.
+template <class T>
+static inline void multiply_keys(const Attention &call, const T *const *keys, long offset,
+                                 const T *query, v16 *products) {
+    constexpr long STEP = 64 / sizeof(T);
+    const long whole = call.width / STEP * STEP;
+    v16 acc[KEYS_AT_ONCE];
+#pragma GCC unroll 16
+    for (int j = 0; j < KEYS_AT_ONCE; j++) acc[j] = splat(0.0f);
+    for (long d = 0; d < whole; d += STEP)
+#pragma GCC unroll 16
+        for (int j = 0; j < KEYS_AT_ONCE; j++)
+            acc[j] = add_products(acc[j], query + d, keys[j] + offset + d);
+    if constexpr (sizeof(T) == 2) {
+        if (whole < call.width)
+#pragma GCC unroll 16
+            for (int j = 0; j < KEYS_AT_ONCE; j++)
+                acc[j] = add_rest(acc[j], query + whole, keys[j] + offset + whole);
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < KEYS_AT_ONCE; j++) store_as(products + j, acc[j]);
+}
+
 // Computes the scores of a tile's keys for ``heads`` queries, which are ``depth`` numbers apart.
 template <class T>
 static void score_keys(const Attention &call, const T *const *keys, long offset, const T *query,
                        long heads, long depth, float *scores) {
-    constexpr long STEP = 64 / sizeof(T);
-    const long whole = call.width / STEP * STEP;
     for (long head = 0; head < heads; head++, query += depth, scores += PART) {
-        v16 acc[TILE];
-#pragma GCC unroll 16
-        for (int j = 0; j < TILE; j++) acc[j] = splat(0.0f);
-        for (long d = 0; d < whole; d += STEP)
-#pragma GCC unroll 16
-            for (int j = 0; j < TILE; j++)
-                acc[j] = add_products(acc[j], query + d, keys[j] + offset + d);
-        if constexpr (sizeof(T) == 2) {
-            if (whole < call.width)
-#pragma GCC unroll 16
-                for (int j = 0; j < TILE; j++)
-                    acc[j] = add_rest(acc[j], query + whole, keys[j] + offset + whole);
-        }
-        store(scores, shape_scores(call, sums(acc)));
+        v16 products[TILE];
+        for (int j = 0; j < TILE; j += KEYS_AT_ONCE)
+            multiply_keys(call, keys + j, offset, query, products + j);
+        store(scores, shape_scores(call, sums(products)));
     }
 }
 
@@ -195,9 +207,9 @@ static void attend_part(const Attention &call, const Stream<T> &stream, long key
             const T *weights = has.weights + g * group * PART + j;
             float *out = has.out + g * group * width;
             long d = 0;
-            for (; width - d >= 4 * LANES; d += 4 * LANES)
-                add_values_of<4>(stream.values() + j, g * width + d, weights, out + d, width,
-                                 group);
+            for (; width - d >= VALUES_AT_ONCE * LANES; d += VALUES_AT_ONCE * LANES)
+                add_values_of<VALUES_AT_ONCE>(stream.values() + j, g * width + d, weights, out + d,
+                                              width, group);
             for (; d < width; d += LANES)
                 add_values_of<1>(stream.values() + j, g * width + d, weights, out + d, width,
                                  group);

@@ -12,7 +12,6 @@ namespace triolet {
 constexpr long ROWS_AT_ONCE = 128, PANELS_MOST = 16;
 constexpr long DEPTH_AT_ONCE = 640;  // measured, K 576 to 4864: a pair of panels fits a core's L1
 constexpr long SMALL_AT_ONCE = 512;  // inputs of weights of 4 bits that are unpacked at once
-constexpr long UNPACKED_ROWS = 4;    // with more rows, weights of 4 bits are unpacked first
 
 // A thread's memory: a task's sums, [ROWS_AT_ONCE][PANELS_MOST x 16], and an unpacked pair of
 // panels. All threads share ``rounded``, memory for the rows of layers with weights of 8 or 4 bits.
@@ -37,8 +36,8 @@ static inline Rounded rounded_in(char *memory, long rows, const Linear &linear) 
     to.block = block_of(linear);
     to.row_scales = (float *)memory;
     to.totals = to.row_scales + rows * to.blocks();
-    to.starts = (int32_t *)(to.totals + rows * to.blocks());
-    to.numbers = (int8_t *)(to.starts + rows * to.blocks());
+    to.counts = (int32_t *)(to.totals + rows * to.blocks());
+    to.numbers = (int8_t *)(to.counts + rows * to.blocks());
     return to;
 }
 
@@ -84,8 +83,9 @@ static inline void sum_unpacked_task(const SmallPanels &own, const Rounded &x, l
         for (long k = 0; k < x.depth; k += SMALL_AT_ONCE) {
             const long count = x.depth - k < SMALL_AT_ONCE ? x.depth - k : SMALL_AT_ONCE;
             for (long i = 0; i < pair; i++)
-                unpack(own.weight + (n + i) * own.stride + k * PANEL / 2, own.table, count,
-                       scratch.unpacked + i * STRIDE);
+                (own.is_centred ? unpack<true> : unpack<false>)(
+                    own.weight + (n + i) * own.stride + k * PANEL / 2, own.table, count,
+                    scratch.unpacked + i * STRIDE);
             multiply_small<8>(x, row, rows, wide, pair, k, k + count, scratch.sums + n * PANEL,
                               panels * PANEL, k > 0);
         }
@@ -96,7 +96,7 @@ static inline void sum_unpacked_task(const SmallPanels &own, const Rounded &x, l
 static inline void sum_small_task(const Linear &linear, const Rounded &x, long row, long rows,
                                   long panel, long panels, Scratch &scratch) {
     const SmallPanels own = panels_of(linear, panel);
-    if (linear.table && rows > UNPACKED_ROWS) {
+    if (linear.table && rows > PACKED_ROWS) {
         sum_unpacked_task(own, x, row, rows, panels, scratch);
         return;
     }

@@ -67,6 +67,30 @@ constexpr long FETCHING_ROWS = 0;
 constexpr int SMALL_ROWS = 4, SMALL_PANELS = 1;
 #endif
 
+// For weights of 8 and 4 bits: how many rows of centred numbers (`CENTRE`) a block computes, how many
+// panels a block of a single row computes, how many bytes ahead a block of one or two rows fetches
+// weights, and for how many rows weights of 4 bits are not unpacked first.
+#if defined(__AVX512F__)
+constexpr int CENTRED_ROWS = SMALL_ROWS, FEW_SMALL_PANELS = 4;
+constexpr long SMALL_AHEAD = 0, PACKED_ROWS = 4;
+#elif defined(__AVX2__) && !defined(__AVXVNNI__)
+// Measured on Zen 3: with two rows the sums of floats are in registers, too, and one panel that is
+// fetched in time is read faster than two side by side.
+constexpr int CENTRED_ROWS = 2, FEW_SMALL_PANELS = 1;
+constexpr long SMALL_AHEAD = 1536, PACKED_ROWS = 16;
+#else
+constexpr int CENTRED_ROWS = SMALL_ROWS, FEW_SMALL_PANELS = 2;
+constexpr long SMALL_AHEAD = 0, PACKED_ROWS = 4;
+#endif
+
+// How many keys a decode scores at once, and how many vectors of values it adds up at once: their sums
+// fit the registers.
+#if defined(__AVX512F__)
+constexpr int KEYS_AT_ONCE = 16, VALUES_AT_ONCE = 4;
+#else
+constexpr int KEYS_AT_ONCE = 4, VALUES_AT_ONCE = 2;
+#endif
+
 // In vectors of several registers, GCC keeps the sums of a block in memory if it inlines the block
 // into a larger function: measured on Zen 3, that takes 1.5 times as long or more.
 #if defined(__AVX512F__)
@@ -78,7 +102,7 @@ constexpr int SMALL_ROWS = 4, SMALL_PANELS = 1;
 // --- pairs of bfloat16 --------------------------------------------------------------------------
 
 // Adds the products of 16 pairs with 16 others to 16 sums, both products of a pair to the same sum.
-static inline v16 add_pairs(v16 acc, u16v pairs, u16v others) {
+TRIOLET_INLINE v16 add_pairs(v16 acc, u16v pairs, u16v others) {
 #if defined(__AVX512BF16__)
     return (v16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)others, (__m512bh)pairs);
 #elif defined(TRIOLET_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -93,7 +117,7 @@ static inline v16 add_pairs(v16 acc, u16v pairs, u16v others) {
 }
 
 // Returns the pair at ``from`` 16 times.
-static inline u16v splat_pair(const bf16 *from) {
+TRIOLET_INLINE u16v splat_pair(const bf16 *from) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     // Otherwise GCC takes the pair apart in general registers, by eight instructions instead of
     // three.
@@ -104,13 +128,13 @@ static inline u16v splat_pair(const bf16 *from) {
 }
 
 // Returns 16 pairs, each of a number of ``first`` and the number of ``second`` at the same place.
-static inline u16v pair_up(const bf16 *first, const bf16 *second) {
+TRIOLET_INLINE u16v pair_up(const bf16 *first, const bf16 *second) {
     return widen(first) | widen(second) << 16;
 }
 
 // Does the same for VECTORS vectors of each.
 template <int VECTORS>
-static inline void pair_up(const bf16 *first, const bf16 *second, u16v *pairs) {
+TRIOLET_INLINE void pair_up(const bf16 *first, const bf16 *second, u16v *pairs) {
 #if defined(__AVX512BW__)
     if constexpr (VECTORS % 2 == 0) {
         const i16v lane = lane_numbers();
@@ -142,7 +166,7 @@ constexpr int ZERO = 0;
 
 #if !defined(__AVX512F__) && defined(__AVX2__)
 // Does for a register of sums what `add_quads` does.
-static inline __m256i add_quads_of(__m256i acc, __m256i bytes, __m256i quad) {
+TRIOLET_INLINE __m256i add_quads_of(__m256i acc, __m256i bytes, __m256i quad) {
 #if defined(__AVXVNNI__)
     return _mm256_dpbusd_avx_epi32(acc, bytes, quad);
 #else
@@ -153,7 +177,7 @@ static inline __m256i add_quads_of(__m256i acc, __m256i bytes, __m256i quad) {
 #endif
 }
 #elif defined(TRIOLET_NEON)
-static inline int32x4_t add_quads_of(int32x4_t acc, int8x16_t bytes, int8x16_t quad) {
+TRIOLET_INLINE int32x4_t add_quads_of(int32x4_t acc, int8x16_t bytes, int8x16_t quad) {
 #if defined(__ARM_FEATURE_DOTPROD)
     return vdotq_s32(acc, bytes, quad);
 #else
@@ -169,7 +193,7 @@ static inline int32x4_t add_quads_of(int32x4_t acc, int8x16_t bytes, int8x16_t q
 // Adds to each of 16 sums the products of its four bytes with the four signed bytes of ``quad``,
 // of which none is -128. The bytes are numbers plus ZERO, unsigned if that is not 0. The sums are
 // exact.
-static inline i16v add_quads(i16v acc, b64 bytes, int32_t quad) {
+TRIOLET_INLINE i16v add_quads(i16v acc, b64 bytes, int32_t quad) {
 #if defined(__AVX512VNNI__)
     return (i16v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)bytes, _mm512_set1_epi32(quad));
 #elif defined(__AVX512BW__)
@@ -199,32 +223,25 @@ static inline i16v add_quads(i16v acc, b64 bytes, int32_t quad) {
 #endif
 }
 
-// What is added to numbers from -8 to 8 where they have a way of their own (`NarrowSum`).
-constexpr int NARROW_ZERO = 8;
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
-constexpr bool HAS_NARROW = true;
-static_assert(ZERO == 0, "only one of both can be counted at the start of a sum");
-#else
-constexpr bool HAS_NARROW = false;
-#endif
-constexpr int COUNTED_ZERO = HAS_NARROW ? NARROW_ZERO : ZERO;
+// What is added to numbers from -8 to 7 of 4 bits, instead of ZERO. Their codes are the bytes then.
+constexpr int CENTRE = 8;
 
-// One vector of sums over a block of inputs, which begins with ``start``: minus COUNTED_ZERO * the sum
-// of the row's numbers.
+// One vector of sums over a block of inputs, which begins with ``start``: minus what was added to each
+// weight's number, times the sum of the row's numbers.
 struct WideSum {
     i16v own;
 
-    inline void begin(int32_t start) { own = splat(ZERO ? start : 0); }
+    inline void begin(int32_t start) { own = splat(start); }
     inline void add(b64 bytes, int32_t quad) { own = add_quads(own, bytes, quad); }
     inline i16v total(int32_t) const { return own; }
 };
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// A vector of sums of numbers from -8 to 8, to which NARROW_ZERO was added. The products of a block fit
-// 16 bits then, which takes half as many instructions.
-struct NarrowSum {
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+// A vector of sums of bytes from 0 to 15. The products of a block fit 16 bits, which takes half as
+// many instructions.
+struct CentredSum {
     typedef Lanes<int16_t, 64, REGISTER> Pairs;  // each lane has the products of two inputs
-    static_assert(2 * 2 * NARROW_ZERO * 127 * (32 / 4) < 1 << 15, "a block has up to 32 inputs");
+    static_assert(2 * 2 * CENTRE * 127 * (32 / 4) < 1 << 15, "a block has up to 32 inputs");
     Pairs own;
 
     inline void begin(int32_t) { own = Pairs::splat(0); }
@@ -244,7 +261,7 @@ struct NarrowSum {
     }
 };
 #else
-typedef WideSum NarrowSum;
+typedef WideSum CentredSum;
 #endif
 
 // The sums of ROWS rows and PANELS panels over one block of inputs.
@@ -252,12 +269,13 @@ template <int ROWS, int PANELS, class Sum>
 struct QuadSums {
     Sum of[ROWS][PANELS];
 
-    // Begins the sums. ``starts`` has the starts of the rows, ``stride`` apart.
-    inline void begin(const int32_t *starts, long stride) {
+    // Begins the sums. ``start`` (m) returns the start of row m.
+    template <class Start>
+    __attribute__((always_inline)) inline void begin(Start start) {
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
-            for (int n = 0; n < PANELS; n++) of[m][n].begin(starts[m * stride]);
+            for (int n = 0; n < PANELS; n++) of[m][n].begin(start(m));
     }
 
     // Adds the products of eight inputs. ``low`` (n) returns the bytes of panel n for the first four,
@@ -290,14 +308,15 @@ struct QuadSums {
 
 #if defined(TRIOLET_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool HAS_ROW_PAIRS = true;
-static_assert(COUNTED_ZERO == 0, "`PairSums` begins with zeros");
 
-// Such sums by products of matrices, of two rows and two outputs.
+// Such sums by products of matrices, of two rows and two outputs. They begin with 0, and each row's
+// start is added at the end.
 template <int ROWS, int PANELS>
 struct PairSums {
     int32x4_t of[ROWS / 2][PANELS][LANES / 2];  // two outputs of one row, then of the other
 
-    inline void begin(const int32_t *, long) {
+    template <class Start>
+    inline void begin(Start) {
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS / 2; m++)
 #pragma GCC unroll 4
@@ -331,9 +350,9 @@ struct PairSums {
         }
     }
 
-    inline i16v total(int m, int n, int32_t) const {
+    inline i16v total(int m, int n, int32_t start) const {
         const int32x4_t *own = of[m / 2][n];
-        return i16v::each([=](int i) {
+        return start + i16v::each([=](int i) {
             const auto a = vreinterpretq_s64_s32(own[2 * i]);
             const auto b = vreinterpretq_s64_s32(own[2 * i + 1]);
             return (i16v::Part)vreinterpretq_s32_s64(m % 2 ? vzip2q_s64(a, b) : vzip1q_s64(a, b));
@@ -347,11 +366,11 @@ template <int ROWS, int PANELS>
 struct PairSums;
 #endif
 
-// The sums of a block in the way of this processor. ``IS_NARROW``: NARROW_ZERO was added.
-template <int ROWS, int PANELS, bool IS_NARROW>
+// The sums of a block in the way of this processor. ``IS_CENTRED``: CENTRE was added, not ZERO.
+template <int ROWS, int PANELS, bool IS_CENTRED>
 using BlockSums = std::conditional_t<
     HAS_ROW_PAIRS && ROWS % 2 == 0, PairSums<ROWS, PANELS>,
-    QuadSums<ROWS, PANELS, std::conditional_t<IS_NARROW, NarrowSum, WideSum>>>;
+    QuadSums<ROWS, PANELS, std::conditional_t<IS_CENTRED, CentredSum, WideSum>>>;
 
 // Returns a table of 16 bytes as `look_up` takes it: in each 16 bytes of a vector.
 static inline b64 spread_table(const uint8_t *table) {
@@ -361,7 +380,7 @@ static inline b64 spread_table(const uint8_t *table) {
 }
 
 // Returns for each byte of ``codes``, which are below 16, the byte at its place in ``table``.
-static inline b64 look_up(b64 codes, b64 table) {
+TRIOLET_INLINE b64 look_up(b64 codes, b64 table) {
 #if defined(__AVX512BW__)
     return (b64)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
 #elif defined(__AVX2__) && !defined(__AVX512F__)

@@ -5,7 +5,8 @@
 // as number + ZERO (see simd_products.h), in panels of 16 outputs:
 //   8 bits    [inputs / 4][16][4]
 //   4 bits    [inputs / 8][16][4], where a byte has the code of input i of 8 below, and that of
-//             i + 4 above; a table of 16 numbers says which one a code stands for
+//             i + 4 above; a table of 16 numbers says which one a code stands for (most often
+//             code - CENTRE, which needs no table)
 // with the inputs padded to a multiple of 32. `vpdpbusd` and `sdot` multiply this order as it is.
 //
 // Rows are rounded to int8, too: the largest number of a block of 32 inputs (16, if the groups are
@@ -46,11 +47,11 @@ static inline long num_groups(long inputs, long group) {
 // Returns how many inputs of a row share a scale.
 static inline long block_of(const Linear &linear) { return linear.group % 32 ? 16 : 32; }
 
-// Returns whether a layer's numbers are from -8 to 8, and this processor has a faster way for them.
-static inline bool is_narrow(const Linear &linear) {
-    if (!HAS_NARROW || !linear.table) return false;
+// Returns whether the codes of a layer are its numbers plus CENTRE, so that no table is needed.
+static inline bool is_centred(const Linear &linear) {
+    if (!linear.table) return false;
     for (int i = 0; i < 16; i++)
-        if (linear.table[i] < -NARROW_ZERO || linear.table[i] > NARROW_ZERO) return false;
+        if (linear.table[i] != i - CENTRE) return false;
     return true;
 }
 
@@ -61,7 +62,7 @@ struct Rounded {
     int8_t *numbers;    // [rows][depth]
     float *row_scales;  // [rows][blocks]
     float *totals;      // [rows][blocks] the sum of a block's rounded inputs: scale * numbers
-    int32_t *starts;    // [rows][blocks] minus COUNTED_ZERO * the sum of a block's numbers
+    int32_t *counts;    // [rows][blocks] the sum of a block's numbers
     long depth, block;
 
     long blocks() const { return depth / block; }
@@ -102,7 +103,7 @@ static inline void round_block(const T *from, long count, const Rounded &to, lon
     const float row_scale = !is_finite ? NAN : is_zero ? 0.0f : largest / INT8_MAX_MAGNITUDE;
     to.row_scales[at] = row_scale;
     to.totals[at] = row_scale * total;
-    to.starts[at] = -COUNTED_ZERO * (int32_t)total;
+    to.counts[at] = (int32_t)total;
 }
 
 // Called by all threads of a region. Rounds rows for a layer; ends with a barrier.
@@ -125,21 +126,24 @@ struct SmallPanels {
     long stride;              // bytes between panels
     const uint16_t *scales, *offsets;  // of the first panel's first group; offsets may be null
     long groups, group;       // of a panel
-    alignas(16) uint8_t table[16];  // of weights of 4 bits, with what is added to the numbers
-    bool is_narrow;
+    alignas(16) uint8_t table[16];  // of weights of 4 bits that are not centred, with ZERO added
+    bool is_centred;
 };
 
 // Returns the numbers of the first four of 8 inputs of a panel, of which ``codes`` are the first 64
 // bytes.
-template <int BITS>
+template <int BITS, bool IS_CENTRED>
 static inline b64 low_quads(b64 codes, b64 table) {
-    return BITS == 8 ? codes : look_up(codes & 15, table);
+    if constexpr (BITS == 8) return codes;
+    return IS_CENTRED ? codes & 15 : look_up(codes & 15, table);
 }
 
 // Returns those of the other four. In 8 bits they are the 64 bytes behind.
-template <int BITS>
+template <int BITS, bool IS_CENTRED>
 static inline b64 high_quads(const uint8_t *from, b64 codes, b64 table) {
-    return BITS == 8 ? load_as<b64>(from + 64) : look_up((b64)((u16v)codes >> 4) & 15, table);
+    if constexpr (BITS == 8) return load_as<b64>(from + 64);
+    const b64 high = (b64)((u16v)codes >> 4) & 15;
+    return IS_CENTRED ? high : look_up(high, table);
 }
 
 // The sums of a block of rows and panels in memory, with the names of `Sums`.
@@ -167,35 +171,42 @@ using SmallSums = std::conditional_t<(SMALL_PANELS > 1 || ROWS * PANELS <= 2), S
 
 // Computes ROWS rows from ``row`` on by PANELS panels: the inputs ``begin`` to ``end`` - 1, which
 // begin and end with blocks.
-template <int BITS, bool IS_NARROW, int ROWS, int PANELS>
+template <int BITS, bool IS_CENTRED, int ROWS, int PANELS>
 TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPanels &w, long begin,
                                       long end, float *out, long ldo, bool is_more) {
     constexpr long BYTES_OF_8 = BITS * PANEL;
     const long blocks = x.blocks();
     const int8_t *numbers = x.numbers + row * x.depth;
     const float *row_scales = x.row_scales + row * blocks, *totals = x.totals + row * blocks;
-    const int32_t *starts = x.starts + row * blocks;
+    const int32_t *counts = x.counts + row * blocks;
     SmallSums<ROWS, PANELS> sums;
     sums.begin(out, ldo, is_more);
     long group = begin / w.group, next = (group + 1) * w.group;
     const uint8_t *weight = w.weight;
     const b64 table = spread_table(w.table);
-    for (long k = begin; k < end; k += x.block) {
-        const long index = k / x.block;
+    long index = begin / x.block;
+    for (long k = begin; k < end; k += x.block, index++) {
         if (k >= next) group++, next += w.group;
-        BlockSums<ROWS, PANELS, IS_NARROW> whole;
-        whole.begin(starts + index, blocks);
+        const auto start = [&](int m) __attribute__((always_inline)) {
+            constexpr int ADDED = IS_CENTRED ? CENTRE : ZERO;
+            return ADDED ? -ADDED * counts[m * blocks + index] : 0;
+        };
+        BlockSums<ROWS, PANELS, IS_CENTRED> whole;
+        whole.begin(start);
         for (long c = 0; c < x.block; c += 8, weight += BYTES_OF_8) {
+            if constexpr (SMALL_AHEAD && ROWS <= 2)
+                for (long byte = 0; byte < BYTES_OF_8; byte += 64)
+                    __builtin_prefetch(weight + SMALL_AHEAD + byte, 0, 2);
             b64 codes[PANELS];
 #pragma GCC unroll 4
             for (int n = 0; n < PANELS; n++) codes[n] = load_as<b64>(weight + n * w.stride);
             whole.add(
                 numbers + k + c, x.depth,
                 [&](int n) __attribute__((always_inline)) {
-                    return low_quads<BITS>(codes[n], table);
+                    return low_quads<BITS, IS_CENTRED>(codes[n], table);
                 },
                 [&](int n) __attribute__((always_inline)) {
-                    return high_quads<BITS>(weight + n * w.stride, codes[n], table);
+                    return high_quads<BITS, IS_CENTRED>(weight + n * w.stride, codes[n], table);
                 });
         }
 #pragma GCC unroll 4
@@ -205,7 +216,7 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++)
                 sums.set(m, n,
-                         multiply_add(to_floats(whole.total(m, n, starts[m * blocks + index])),
+                         multiply_add(to_floats(whole.total(m, n, start(m))),
                                       scale * row_scales[m * blocks + index], sums.get(m, n)));
             if (!w.offsets) continue;
             const v16 offset = load_half(w.offsets + at);
@@ -219,28 +230,29 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
 }
 
 // Computes blocks of ROWS rows from row ``m`` on, as many as fit, and returns the first row left.
-template <int BITS, bool IS_NARROW, int ROWS, int PANELS>
+template <int BITS, bool IS_CENTRED, int ROWS, int PANELS>
 static long small_blocks(long m, const Rounded &x, long row, long rows, const SmallPanels &w,
                          long begin, long end, float *out, long ldo, bool is_more) {
     for (; rows - m >= ROWS; m += ROWS)
-        small_block<BITS, IS_NARROW, ROWS, PANELS>(x, row + m, w, begin, end, out + m * ldo, ldo,
-                                                   is_more);
+        small_block<BITS, IS_CENTRED, ROWS, PANELS>(x, row + m, w, begin, end, out + m * ldo, ldo,
+                                                    is_more);
     return m;
 }
 
-template <int BITS, bool IS_NARROW, int PANELS>
+template <int BITS, bool IS_CENTRED, int PANELS>
 static void small_rows(const Rounded &x, long row, long rows, const SmallPanels &w, long begin,
                        long end, float *out, long ldo, bool is_more) {
     long m = 0;
     auto add = [&](auto size) {
-        m = small_blocks<BITS, IS_NARROW, size.value, PANELS>(m, x, row, rows, w, begin, end, out,
-                                                              ldo, is_more);
+        m = small_blocks<BITS, IS_CENTRED, size.value, PANELS>(m, x, row, rows, w, begin, end, out,
+                                                               ldo, is_more);
     };
     if constexpr (PANELS <= SMALL_PANELS) {
-        if constexpr (SMALL_ROWS > 4) add(std::integral_constant<int, SMALL_ROWS>{});
-        add(std::integral_constant<int, 4>{});
+        constexpr int MOST = IS_CENTRED ? CENTRED_ROWS : SMALL_ROWS;
+        if constexpr (MOST > 4) add(std::integral_constant<int, MOST>{});
+        if constexpr (MOST >= 4) add(std::integral_constant<int, 4>{});
     }
-    if constexpr (PANELS <= 2 * SMALL_PANELS && (PANELS == 1 || SMALL_PANELS > 1))
+    if constexpr (PANELS == 1 || SMALL_PANELS > 1)
         add(std::integral_constant<int, 2>{});
     add(std::integral_constant<int, 1>{});
 }
@@ -256,16 +268,16 @@ static inline SmallPanels behind(const SmallPanels &w, long panels) {
 
 // Computes out[rows][panels x 16] = (if ``is_more``: out +) the product of rows and panels over the
 // inputs ``begin`` to ``end`` - 1.
-template <int BITS, bool IS_NARROW>
+template <int BITS, bool IS_CENTRED>
 static void multiply_small(const Rounded &x, long row, long rows, const SmallPanels &w, long panels,
                            long begin, long end, float *out, long ldo, bool is_more) {
     long n = 0;
     auto take = [&](auto count) {
         for (; panels - n >= count.value; n += count.value)
-            small_rows<BITS, IS_NARROW, count.value>(x, row, rows, behind(w, n), begin, end,
-                                                     out + n * PANEL, ldo, is_more);
+            small_rows<BITS, IS_CENTRED, count.value>(x, row, rows, behind(w, n), begin, end,
+                                                      out + n * PANEL, ldo, is_more);
     };
-    if (rows <= SMALL_PANELS) take(std::integral_constant<int, 2 * SMALL_PANELS>{});
+    if (rows <= SMALL_PANELS) take(std::integral_constant<int, FEW_SMALL_PANELS>{});
     if constexpr (SMALL_PANELS > 1) take(std::integral_constant<int, SMALL_PANELS>{});
     take(std::integral_constant<int, 1>{});
 }
@@ -274,11 +286,8 @@ static void multiply_small(const Rounded &x, long row, long rows, const SmallPan
 template <int BITS>
 static void multiply_small(const Rounded &x, long row, long rows, const SmallPanels &w, long panels,
                            long begin, long end, float *out, long ldo, bool is_more) {
-    if constexpr (HAS_NARROW)
-        if (w.is_narrow)
-            return multiply_small<BITS, true>(x, row, rows, w, panels, begin, end, out, ldo,
-                                              is_more);
-    multiply_small<BITS, false>(x, row, rows, w, panels, begin, end, out, ldo, is_more);
+    (w.is_centred ? multiply_small<BITS, true> : multiply_small<BITS, false>)(
+        x, row, rows, w, panels, begin, end, out, ldo, is_more);
 }
 
 // Returns all panels of a layer from ``panel`` on.
@@ -290,19 +299,19 @@ static inline SmallPanels panels_of(const Linear &linear, long panel) {
     own.groups = num_groups(linear.inputs, linear.group);
     own.scales = linear.scales + panel * own.groups * PANEL;
     own.offsets = linear.offsets ? linear.offsets + panel * own.groups * PANEL : nullptr;
-    own.is_narrow = is_narrow(linear);
-    const int zero = own.is_narrow ? NARROW_ZERO : ZERO;
-    for (int i = 0; i < 16; i++) own.table[i] = linear.table ? (uint8_t)(linear.table[i] + zero) : 0;
+    own.is_centred = is_centred(linear);
+    for (int i = 0; i < 16; i++) own.table[i] = linear.table ? (uint8_t)(linear.table[i] + ZERO) : 0;
     return own;
 }
 
 // Converts ``count`` inputs of a panel from 4 to 8 bits.
+template <bool IS_CENTRED>
 static inline void unpack(const uint8_t *from, const uint8_t *table, long count, uint8_t *to) {
     const b64 own = spread_table(table);
     for (long k = 0; k < count; k += 8, from += 4 * PANEL, to += 8 * PANEL) {
         const b64 codes = load_as<b64>(from);
-        store_as(to, low_quads<4>(codes, own));
-        store_as(to + 64, high_quads<4>(from, codes, own));
+        store_as(to, low_quads<4, IS_CENTRED>(codes, own));
+        store_as(to + 64, high_quads<4, IS_CENTRED>(from, codes, own));
     }
 }
 
