@@ -37,8 +37,8 @@ static inline Rounded rounded_in(char *memory, long rows, const Linear &linear) 
     to.block = block_of(linear);
     to.row_scales = (float *)memory;
     to.totals = to.row_scales + rows * to.blocks();
-    to.counts = (int32_t *)(to.totals + rows * to.blocks());
-    to.numbers = (int8_t *)(to.counts + rows * to.blocks());
+    to.sums_ = (int32_t *)(to.totals + rows * to.blocks());
+    to.numbers = (int8_t *)(to.sums_ + rows * to.blocks());
     return to;
 }
 

@@ -340,15 +340,39 @@ TRIOLET_INLINE i16v to_integers(v16 value) {
 }
 
 // Returns the largest magnitude as the bits of a float. Those of a NaN are above all others.
-static inline uint32_t highest_magnitude(u16v bits) {
+TRIOLET_INLINE uint32_t highest_magnitude(u16v bits) {
     bits &= 0x7fffffff;
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epu32((__m512i)bits);
+#elif defined(__AVX2__)
+    const __m256i pairs = _mm256_max_epu32((__m256i)bits.part[0], (__m256i)bits.part[1]);
+    __m128i own = _mm_max_epu32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    own = _mm_max_epu32(own, _mm_shuffle_epi32(own, 0b01001110));
+    own = _mm_max_epu32(own, _mm_shuffle_epi32(own, 0b10110001));
+    return (uint32_t)_mm_cvtsi128_si32(own);
 #else
     uint32_t own[LANES], best = 0;
     memcpy(own, &bits, sizeof own);
     for (int i = 0; i < LANES; i++) best = own[i] > best ? own[i] : best;
     return best;
+#endif
+}
+
+// Returns the sum of 16 integers.
+TRIOLET_INLINE int32_t add_up(i16v value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)value);
+#elif defined(__AVX2__)
+    const __m256i pairs = _mm256_add_epi32((__m256i)value.part[0], (__m256i)value.part[1]);
+    __m128i own = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    own = _mm_add_epi32(own, _mm_shuffle_epi32(own, 0b01001110));
+    own = _mm_add_epi32(own, _mm_shuffle_epi32(own, 0b10110001));
+    return _mm_cvtsi128_si32(own);
+#else
+    int32_t own[LANES], total = 0;
+    memcpy(own, &value, sizeof own);
+    for (int i = 0; i < LANES; i++) total += own[i];
+    return total;
 #endif
 }
 

@@ -62,7 +62,7 @@ struct Rounded {
     int8_t *numbers;    // [rows][depth]
     float *row_scales;  // [rows][blocks]
     float *totals;      // [rows][blocks] the sum of a block's rounded inputs: scale * numbers
-    int32_t *counts;    // [rows][blocks] the sum of a block's numbers
+    int32_t *sums_;     // [rows][blocks] the sum of a block's numbers
     long depth, block;
 
     long blocks() const { return depth / block; }
@@ -94,16 +94,17 @@ static inline void round_block(const T *from, long count, const Rounded &to, lon
     memcpy(&largest, &most, sizeof largest);
     const bool is_finite = most < 0x7f800000, is_zero = largest < 1e-30f;  // 127 / 1e-30 is finite
     const v16 factor = splat(is_finite && !is_zero ? INT8_MAX_MAGNITUDE / largest : 0.0f);
-    float total = 0.0f;
+    i16v wholes = splat(0);
     for (int i = 0; i < vectors; i++) {
         const i16v whole = is_finite ? to_integers(values[i] * factor) : splat(0);
         store_bytes(numbers + i * LANES, whole);
-        total += sum(to_floats(whole));  // exact: below 2^24
+        wholes += whole;
     }
+    const int32_t total = add_up(wholes);
     const float row_scale = !is_finite ? NAN : is_zero ? 0.0f : largest / INT8_MAX_MAGNITUDE;
     to.row_scales[at] = row_scale;
-    to.totals[at] = row_scale * total;
-    to.counts[at] = (int32_t)total;
+    to.totals[at] = row_scale * (float)total;
+    to.sums_[at] = total;
 }
 
 // Called by all threads of a region. Rounds rows for a layer; ends with a barrier.
@@ -178,7 +179,7 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
     const long blocks = x.blocks();
     const int8_t *numbers = x.numbers + row * x.depth;
     const float *row_scales = x.row_scales + row * blocks, *totals = x.totals + row * blocks;
-    const int32_t *counts = x.counts + row * blocks;
+    const int32_t *sums_ = x.sums_ + row * blocks;
     SmallSums<ROWS, PANELS> sums;
     sums.begin(out, ldo, is_more);
     long group = begin / w.group, next = (group + 1) * w.group;
@@ -189,7 +190,7 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
         if (k >= next) group++, next += w.group;
         const auto start = [&](int m) __attribute__((always_inline)) {
             constexpr int ADDED = IS_CENTRED ? CENTRE : ZERO;
-            return ADDED ? -ADDED * counts[m * blocks + index] : 0;
+            return ADDED ? -ADDED * sums_[m * blocks + index] : 0;
         };
         BlockSums<ROWS, PANELS, IS_CENTRED> whole;
         whole.begin(start);
