@@ -32,8 +32,7 @@ FAULTS = {  # of which file, a line, and what is planted in its place
     "the last lane of a panel is dropped": (
         "small_weights.h",
         "to_floats(whole.total(m, n, start(m)))",
-        "to_floats((i16v)((u16v)whole.total(m, n, start(m)) & "
-        "(u16v)(lane_numbers() < 15)))",
+        "to_floats((i16v)((u16v)whole.total(m, n, start(m)) & (u16v)(lane_numbers() < 15)))",
     ),
     "what was added to centred numbers is not taken off": (
         "small_weights.h",
