@@ -286,6 +286,18 @@ def test_a_row_gives_the_same_bits_whatever_rows_are_beside_it(zoo, name, dtype)
         assert torch.equal(built.logits(row), together[low : low + COUNTS[row]])
 
 
+@pytest.mark.parametrize("mlp", [96, 112, 208, 304])
+def test_a_task_of_a_single_row_has_whole_pairs_of_gates_and_ups(tmp_path, mlp):
+    """With two threads a task's share is 3, 3, 6 and 9 panels, of which it takes an even number."""
+    built = Built(make(tmp_path, "llama", Shape(mlp=mlp)), torch.bfloat16, is_stock=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(built.logits(0), built.logits()[:1])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_model_with_an_unknown_activation_is_not_rewritten(zoo):
     model = load(zoo.directory("llama"), torch.float32)
     calls = probe(model, layer_shapes(model.config))
