@@ -42,10 +42,10 @@ static inline Rounded rounded_in(char *memory, long rows, const Linear &linear) 
     return to;
 }
 
-// Returns how many panels a task has: an even number, because gates and ups alternate. A few rows are
-// soon computed, so that there are few tasks, about two for each thread, which read memory in long
-// pieces. More rows are shared more evenly by small tasks. With many rows, a weight that is in the
-// cache should be used often.
+// Returns how many panels a task has: an even number, because gates and ups alternate. Up to
+// ROWS_OF_LONG_TASKS rows have about two tasks for each thread, because they wait for memory, which is
+// read faster in long pieces. Small tasks divide more rows evenly among the threads. With many rows, a
+// weight that is in the cache should be used often.
 static inline long panels_of_task(long rows, long panels) {
     if (rows > ROWS_AT_ONCE) return PANELS_MOST;
     if (rows <= ROWS_OF_LONG_TASKS) {

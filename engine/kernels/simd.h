@@ -339,17 +339,30 @@ TRIOLET_INLINE i16v to_integers(v16 value) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Combines the 16 numbers of a vector, two by two, until one is left. ``combine`` takes and returns
+// registers of four numbers.
+template <class V, class Combine>
+TRIOLET_INLINE int32_t reduce(V value, Combine combine) {
+    const __m256i low = (__m256i)value.part[0], high = (__m256i)value.part[1];
+    __m128i own = combine(
+        combine(_mm256_castsi256_si128(low), _mm256_castsi256_si128(high)),
+        combine(_mm256_extracti128_si256(low, 1), _mm256_extracti128_si256(high, 1)));
+    own = combine(own, _mm_shuffle_epi32(own, 0b01001110));
+    own = combine(own, _mm_shuffle_epi32(own, 0b10110001));
+    return _mm_cvtsi128_si32(own);
+}
+#endif
+
 // Returns the largest magnitude as the bits of a float. Those of a NaN are above all others.
 TRIOLET_INLINE uint32_t highest_magnitude(u16v bits) {
     bits &= 0x7fffffff;
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epu32((__m512i)bits);
 #elif defined(__AVX2__)
-    const __m256i pairs = _mm256_max_epu32((__m256i)bits.part[0], (__m256i)bits.part[1]);
-    __m128i own = _mm_max_epu32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-    own = _mm_max_epu32(own, _mm_shuffle_epi32(own, 0b01001110));
-    own = _mm_max_epu32(own, _mm_shuffle_epi32(own, 0b10110001));
-    return (uint32_t)_mm_cvtsi128_si32(own);
+    return (uint32_t)reduce(bits, [](__m128i a, __m128i b) __attribute__((always_inline)) {
+        return _mm_max_epu32(a, b);
+    });
 #else
     uint32_t own[LANES], best = 0;
     memcpy(own, &bits, sizeof own);
@@ -359,15 +372,13 @@ TRIOLET_INLINE uint32_t highest_magnitude(u16v bits) {
 }
 
 // Returns the sum of 16 integers.
-TRIOLET_INLINE int32_t add_up(i16v value) {
+TRIOLET_INLINE int32_t sum(i16v value) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)value);
 #elif defined(__AVX2__)
-    const __m256i pairs = _mm256_add_epi32((__m256i)value.part[0], (__m256i)value.part[1]);
-    __m128i own = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
-    own = _mm_add_epi32(own, _mm_shuffle_epi32(own, 0b01001110));
-    own = _mm_add_epi32(own, _mm_shuffle_epi32(own, 0b10110001));
-    return _mm_cvtsi128_si32(own);
+    return reduce(value, [](__m128i a, __m128i b) __attribute__((always_inline)) {
+        return _mm_add_epi32(a, b);
+    });
 #else
     int32_t own[LANES], total = 0;
     memcpy(own, &value, sizeof own);

@@ -100,7 +100,7 @@ static inline void round_block(const T *from, long count, const Rounded &to, lon
         store_bytes(numbers + i * LANES, whole);
         wholes += whole;
     }
-    const int32_t total = add_up(wholes);
+    const int32_t total = sum(wholes);
     const float row_scale = !is_finite ? NAN : is_zero ? 0.0f : largest / INT8_MAX_MAGNITUDE;
     to.row_scales[at] = row_scale;
     to.totals[at] = row_scale * (float)total;
