@@ -21,6 +21,7 @@ from engine.worker.load.packed_checkpoint import PackedCheckpoint, read_layout  
 from engine.worker.outline.config import OutlineConfig  # noqa: E402
 from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs  # noqa: E402
 from tests.support.model_zoo import load_runner  # noqa: E402
+from tools.bench import w8a8  # noqa: E402
 from tools.make_model import make  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -204,6 +205,19 @@ def test_a_packed_checkpoint_computes_what_torch_does_with_the_same_roundings(
     exact = Built(tmp_path, torch.float32, is_stock=True, weights=open_packed(tmp_path))
     round_inputs(exact.execution.model.module, but=("lm_head",))
     check_rounded_alike(small, exact)
+
+
+def test_the_benchs_w8a8_has_the_values_of_its_source_within_a_step(checkpoint, tmp_path):
+    w8a8.write(checkpoint, tmp_path)
+    source = load_file(checkpoint / "model.safetensors")
+    with open_packed(tmp_path) as packed:
+        rounded = [one for one in source if one.endswith("_proj.weight")]
+        assert rounded
+        for one in rounded:
+            steps = source[one].float().abs().amax(1, keepdim=True) / w8a8.LARGEST
+            # The scales are in bfloat16, which moves the largest numbers by half a step more.
+            assert ((packed.read(one) - source[one].float()).abs() <= 1.01 * steps).all()
+            assert packed.form(one).bits == 8
 
 
 def test_a_packed_checkpoint_is_served_by_its_directory(checkpoint, tmp_path):

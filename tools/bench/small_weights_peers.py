@@ -1,9 +1,10 @@
-"""Measures weights of 8 and 4 bits beside llama.cpp's quantised files, in tokens/s.
+"""Measures weights of 8 and 4 bits beside llama.cpp's and vLLM's, in tokens/s.
 
 The checkpoints, the prompts and what is on the clock are those of the bench `step`. llama.cpp has
 the same weights in its own formats, which its own quantiser makes: Q8_0, Q4_0 and Q4_K_M. All
 engines take turns, and one that waits is stopped. Bits per weight are 8.5 for int8 and Q8_0, 4.5
 for int4 and Q4_0. The head has 8 bits in int4 (in a model with tied embeddings), 6 in Q4_K_M.
+vLLM, if it is installed and loads it, has a checkpoint in W8A8 (`tools.bench.w8a8`).
 
 `BENCH_ONLY` is a regular expression that selects measurements by name.
 """
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from tools.bench.checkpoints import gguf
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.peers.environments import PEERS, Peer
-from tools.bench.peers.process import OURS, EngineProcess
+from tools.bench.peers.process import OURS, EngineProcess, start
 from tools.bench.small_weights import BATCHES, SHAPES, cases
 from tools.bench.step import Measured, settings
+from tools.bench.w8a8 import w8a8
 
 if TYPE_CHECKING:
     from tools.bench.step import Case
@@ -31,6 +33,7 @@ MEASURES = ("engine/core", "engine/worker", "engine/kernels")
 OWN = {"bfloat16": "none", "int8": "int8", "int4": "int4"}
 KINDS = ("Q8_0", "Q4_0", "Q4_K_M")  # of llama.cpp
 LIKE = {"int8": "Q8_0", "int4": "Q4_0"}  # has as many bits
+W8A8 = "vLLM's W8A8"
 BAR_ONE = 1.15  # one stream against the format with as many bits
 BAR_MANY = 1.5  # several streams against the best of llama.cpp's
 
@@ -57,6 +60,9 @@ def compare(case: Case, engines: list[EngineProcess]) -> list[Row]:
             name, other = "against the best of llama.cpp's", best
             bar = BAR_MANY if case.what == "decode" else None
         rows.append(ratio_row(f"{case.name}, {name}: {own}", by_name[own], by_name[other], bar))
+    if W8A8 in by_name:
+        name = f"{case.name}, against {W8A8}: int8"
+        rows.append(ratio_row(name, by_name["int8"], by_name[W8A8], None))
     return rows
 
 
@@ -80,6 +86,10 @@ def run() -> list[Row]:
                 engines.append(
                     _start(stack, kind, PEERS["llama.cpp"], common | {"gguf": str(file)})
                 )
+            if vllm := start(PEERS["vllm"], common | {"model": str(w8a8(shape))}):
+                vllm.name = W8A8
+                stack.callback(vllm.close)
+                engines.append(vllm)
             for case in chosen:
                 rows += compare(case, engines)
     return rows
