@@ -2,6 +2,8 @@
 // bytes. Also here: how many sums its registers hold, and the names of its instructions.
 #pragma once
 
+#include <climits>
+
 #include "simd.h"
 
 namespace triolet {
@@ -68,14 +70,16 @@ constexpr int SMALL_ROWS = 4, SMALL_PANELS = 1;
 #endif
 
 // For weights of 8 and 4 bits: how many rows of centred numbers (`CENTRE`) a block computes, how many
-// panels a block of a single row computes, how many bytes ahead a block of one or two rows fetches
-// weights, and for how many rows weights of 4 bits are not unpacked first.
+// panels a block of a single row computes, how many bytes ahead weights are fetched, and for how many
+// rows weights of 4 bits are not unpacked first. A single row reads one panel that is fetched in time
+// faster than several side by side (measured on Zen 3 and Zen 4).
 #if defined(__AVX512F__)
-constexpr int CENTRED_ROWS = SMALL_ROWS, FEW_SMALL_PANELS = 4;
-constexpr long SMALL_AHEAD = 0, PACKED_ROWS = 4;
+// Measured on Zen 4: codes that are taken apart in registers, again for every six rows, are faster
+// than codes that are unpacked to memory once.
+constexpr int CENTRED_ROWS = SMALL_ROWS, FEW_SMALL_PANELS = 1;
+constexpr long SMALL_AHEAD = 1536, PACKED_ROWS = LONG_MAX;
 #elif defined(__AVX2__) && !defined(__AVXVNNI__)
-// Measured on Zen 3: with two rows the sums of floats are in registers, too, and one panel that is
-// fetched in time is read faster than two side by side.
+// Measured on Zen 3: with two rows the sums of floats are in registers, too.
 constexpr int CENTRED_ROWS = 2, FEW_SMALL_PANELS = 1;
 constexpr long SMALL_AHEAD = 1536, PACKED_ROWS = 16;
 #else
