@@ -171,25 +171,31 @@ def test_a_mixed_file_of_k_quants_computes_what_torch_does_with_the_same_roundin
     check_rounded_alike(small, exact)
 
 
-def test_rounding_here_costs_no_more_than_llama_cpps_own_types(tmp_path):
-    """Of the story model's weights, over text that it was not trained on."""
-    text, found = story_text(), {}
-    stock = Model(str(STORIES), "float32", "none", is_stock=True)
-    tokens = stock.tokens_of(text)
+@pytest.mark.parametrize("weights", ["the story model's", "random"])
+def test_rounding_here_costs_no_more_than_llama_cpps_own_types(tmp_path, weights):
+    """Over text that the model was not trained on."""
+    shape = Shape(layers=4, hidden=256, mlp=512)
+    source = STORIES if weights != "random" else make(tmp_path / "random", "llama", shape)
+    found = {}
+    stock = Model(str(source), "float32", "none", is_stock=True)
+    tokens = stock.tokens_of(story_text())
     pieces = [tokens[start : start + PIECE] for start in range(0, 4 * PIECE, PIECE)]
     exact = [stock.logits(piece) for piece in pieces]
     for kind, name in ((Q8_0, "Q8_0"), (Q4_0, "Q4_0")):
-        found[name] = (str(write_model(STORIES, tmp_path / f"{name}.gguf", kind)), "none")
-    found |= {name: (str(STORIES), name) for name in ("int8", "int4")}
+        found[name] = (str(write_model(source, tmp_path / f"{name}.gguf", kind)), "none")
+    found |= {name: (str(source), name) for name in ("int8", "int4")}
     for name, (model, quantization) in found.items():
         rounded = Model(model, "float32", quantization, is_stock=False)
         logits = [rounded.logits(piece) for piece in pieces]
         found[name] = compare(logits, exact, pieces)["mean_kl_nats"]
-        print(f"{name}: {found[name]:.6f} nats")
+        print(f"{weights} weights, {name}: {found[name]:.6f} nats")
         rounded.close()
     stock.close()
-    assert found["int8"] <= 1.05 * found["Q8_0"] <= 0.001
-    assert found["int4"] <= found["Q4_0"] <= 0.1
+    assert found["int8"] <= 1.05 * found["Q8_0"]
+    assert found["int4"] <= found["Q4_0"]
+    if weights != "random":  # rounding costs a random model a hundred times as much
+        assert found["Q8_0"] <= 0.001 / 1.05
+        assert found["Q4_0"] <= 0.1
 
 
 def test_without_kernels_a_file_of_blocks_gives_the_tokens_of_the_expanded_model(
