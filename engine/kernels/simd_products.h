@@ -70,9 +70,9 @@ constexpr int SMALL_ROWS = 4, SMALL_PANELS = 1;
 #endif
 
 // For weights of 8 and 4 bits: how many rows of centred numbers (`CENTRE`) a block computes, how many
-// panels a block of a single row computes, how many bytes ahead weights are fetched, and for how many
-// rows weights of 4 bits are not unpacked first. A single row reads one panel that is fetched in time
-// faster than several side by side (measured on Zen 3 and Zen 4).
+// panels a block of a single row computes, how many bytes ahead weights and scales are fetched (0: they
+// are not), and for how many rows weights of 4 bits are not unpacked first. A single row reads one
+// panel that is fetched in time faster than several side by side (measured on Zen 3 and Zen 4).
 #if defined(__AVX512F__)
 // Measured on Zen 4: codes that are taken apart in registers, again for every six rows, are faster
 // than codes that are unpacked to memory once.

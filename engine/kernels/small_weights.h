@@ -147,11 +147,13 @@ static inline b64 high_quads(const uint8_t *from, b64 codes, b64 table) {
     return IS_CENTRED ? high : look_up(high, table);
 }
 
-// Fetches BYTES bytes into L2 that will be read some time after those at ``from``.
+// Fetches the BYTES bytes that are SMALL_AHEAD behind ``from`` into L2, where this processor gains by
+// it.
 template <int BYTES>
 static inline void fetch_ahead(const void *from) {
-    for (long byte = 0; byte < BYTES; byte += 64)
-        __builtin_prefetch((const uint8_t *)from + SMALL_AHEAD + byte, 0, 2);
+    if constexpr (SMALL_AHEAD)
+        for (long byte = 0; byte < BYTES; byte += 64)
+            __builtin_prefetch((const uint8_t *)from + SMALL_AHEAD + byte, 0, 2);
 }
 
 // The sums of a block of rows and panels in memory, with the names of `Sums`.
@@ -201,11 +203,10 @@ TRIOLET_APART static void small_block(const Rounded &x, long row, const SmallPan
         };
         BlockSums<ROWS, PANELS, IS_CENTRED> whole;
         whole.begin(start);
-        if constexpr (SMALL_AHEAD)
-            for (int n = 0; n < PANELS; n++) fetch_ahead<32>(w.scales + (n * w.groups + group) * PANEL);
+        for (int n = 0; n < PANELS; n++)
+            fetch_ahead<sizeof(uint16_t) * PANEL>(w.scales + (n * w.groups + group) * PANEL);
         for (long c = 0; c < x.block; c += 8, weight += BYTES_OF_8) {
-            if constexpr (SMALL_AHEAD)
-                for (int n = 0; n < PANELS; n++) fetch_ahead<BYTES_OF_8>(weight + n * w.stride);
+            for (int n = 0; n < PANELS; n++) fetch_ahead<BYTES_OF_8>(weight + n * w.stride);
             b64 codes[PANELS];
 #pragma GCC unroll 4
             for (int n = 0; n < PANELS; n++) codes[n] = load_as<b64>(weight + n * w.stride);

@@ -193,8 +193,8 @@ def test_rounding_here_costs_no_more_than_llama_cpps_own_types(tmp_path, weights
     stock.close()
     assert found["int8"] <= 1.05 * found["Q8_0"]
     assert found["int4"] <= found["Q4_0"]
-    if weights != "random":  # rounding costs a random model a hundred times as much
-        assert found["Q8_0"] <= 0.001 / 1.05
+    if weights != "random":  # rounding costs random weights far more
+        assert 1.05 * found["Q8_0"] <= 0.001
         assert found["Q4_0"] <= 0.1
 
 

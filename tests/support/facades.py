@@ -88,10 +88,8 @@ async def fake_rank(model, query, documents):
 
 
 PRELUDE = """
-import asyncio, atexit, logging, os, signal, sys, threading, time
+import asyncio, atexit, os, signal, sys, threading, time
 atexit.register(time.sleep, 0.1)  # registered first, runs last: whoever is woken may complain
-# asyncio's debug mode warns of callbacks that took 0.1 s, which any does on a busy machine.
-logging.getLogger("asyncio").addFilter(lambda record: " took " not in record.msg)
 import engine
 from engine.api import aio, blocking, portal
 from engine.core.common.events import PauseMode

@@ -86,17 +86,21 @@ def run() -> list[Row]:
                 engines.append(
                     _start(stack, kind, PEERS["llama.cpp"], common | {"gguf": str(file)})
                 )
-            if vllm := start(PEERS["vllm"], common | {"model": str(w8a8(shape))}):
-                vllm.name = W8A8
-                stack.callback(vllm.close)
-                engines.append(vllm)
+            vllm = PEERS["vllm"]
+            model = str(w8a8(shape)) if vllm.is_installed else ""
+            if other := start(vllm, common | {"model": model}):
+                engines.append(_kept(stack, W8A8, other))
             for case in chosen:
                 rows += compare(case, engines)
     return rows
 
 
 def _start(stack: ExitStack, name: str, peer: Peer, chosen: dict[str, Any]) -> EngineProcess:
-    engine = EngineProcess(peer, chosen)
-    engine.name = name  # there are several of one peer
+    return _kept(stack, name, EngineProcess(peer, chosen))
+
+
+def _kept(stack: ExitStack, name: str, engine: EngineProcess) -> EngineProcess:
+    """Name an engine, of which there are several of one peer, and close it with the stack."""
+    engine.name = name
     stack.callback(engine.close)
     return engine
