@@ -278,9 +278,9 @@ FLAGS = (
         EngineConfig,
         "inter_token_target_s",
         SECONDS,
-        "how long a step that computes prompts should take while answers are generated, and a "
-        "sixth more for each sequence that waits for its first token; prompts get at least half "
-        "of the step's time; 0: only --step-time-target counts",
+        "how long a step that computes prompts should take while answers are generated; prompts "
+        "get at least half of the step's time, and at least two tokens for each sequence that "
+        "runs or waits; 0: only --step-time-target counts",
     ),
     Flag("block-size", EngineConfig, "block_size", COUNT, "tokens in one block of the KV pool"),
     Flag(

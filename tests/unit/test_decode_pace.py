@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.text.decode_pace import CHUNK_MIN, DecodePace
+from engine.core.text.decode_pace import CHUNK_MIN, TOKENS_EACH, DecodePace
 from tests.support.core_driver import Driver, make_request
 
 MAX_TOKENS = 2048
@@ -29,7 +29,7 @@ def test_without_a_measurement_or_a_target_only_the_budget_counts():
     num_waiting=st.integers(1, 50),
     first=st.integers(1, MAX_TOKENS),
 )
-def test_a_step_takes_the_target_and_a_sixth_for_each_that_waits_or_twice_its_decodes(
+def test_a_step_takes_the_target_or_twice_its_decodes_or_some_tokens_for_each_sequence(
     target_s, token_s, chunk_s, decode_s, num_decodes, num_waiting, first
 ):
     """A step with prompts takes ``chunk_s`` and ``token_s`` a token longer than its decodes."""
@@ -40,8 +40,10 @@ def test_a_step_takes_the_target_and_a_sixth_for_each_that_waits_or_twice_its_de
         count = pace.prompt_tokens(MAX_TOKENS, num_decodes + num_waiting, num_decodes)
         takes_s = decode_s + chunk_s + token_s * count
         pace.note(count, num_decodes, takes_s)
-    allowed_s = max(target_s * (1 + num_waiting / 6), 2 * decode_s)
-    assert count == CHUNK_MIN or takes_s <= 1.2 * allowed_s
+    at_least = max(CHUNK_MIN, TOKENS_EACH * (num_decodes + num_waiting))
+    allowed_s = max(target_s, 2 * decode_s)
+    assert count >= min(at_least, MAX_TOKENS)
+    assert count <= at_least or takes_s <= 1.2 * allowed_s
     is_half_used = takes_s - decode_s > 0.4 * (allowed_s - decode_s)
     assert count == MAX_TOKENS or is_half_used
 
@@ -59,11 +61,34 @@ def test_costs_that_change_are_followed():
     assert counts[89] == pytest.approx(80, rel=0.1)
 
 
+def test_a_size_whose_smallest_step_takes_too_long_is_left():
+    """Steps of 32 tokens and of 31 are of different sizes. Once those of 32 take longer than they
+    may, steps become smaller, though those of 31 were fast when they were measured last."""
+    pace = DecodePace(MAX_TOKENS, 0.05)
+    for count, token_s in [(31, 1e-3), (32, 2e-3)]:
+        pace.note(0, 4, 0.01)
+        pace.note(count, 4, 0.01 + token_s * count)
+    counts = []
+    for _ in range(10):
+        counts.append(pace.prompt_tokens(MAX_TOKENS, 4, 4))
+        pace.note(counts[-1], 4, 0.01 + 2e-3 * counts[-1])
+    assert counts[-1] == pytest.approx(20, rel=0.1), counts
+
+
+def test_many_sequences_have_some_tokens_each_within_the_limit():
+    pace = DecodePace(MAX_TOKENS, 0.02)
+    pace.note(1000, 0, 1.0)
+    pace.note(0, 8, 0.014)
+    assert pace.prompt_tokens(MAX_TOKENS, 8, 8) == CHUNK_MIN
+    assert pace.prompt_tokens(MAX_TOKENS, 60, 8) == 60 * TOKENS_EACH
+    assert pace.prompt_tokens(100, 60, 8) == 100
+
+
 def test_more_decodes_than_were_measured_count_as_those_that_were():
     pace = DecodePace(MAX_TOKENS, 0.1)
     pace.note(1000, 0, 1.0)
     pace.note(0, 4, 0.04)
-    assert pace.prompt_tokens(MAX_TOKENS, 4, 4) == pace.prompt_tokens(MAX_TOKENS, 100, 100) == 60
+    assert pace.prompt_tokens(MAX_TOKENS, 4, 4) == pace.prompt_tokens(MAX_TOKENS, 30, 30) == 60
     assert pace.prompt_tokens(MAX_TOKENS, 1, 1) == 100, "fewer were never measured"
 
 

@@ -1,15 +1,15 @@
 """How many prompt tokens a step may have while sequences decode, so that those get their next
 tokens in time.
 
-Rule: such a step takes the target, and a sixth of it more for each sequence that waits for its
-first token; but prompts get at least as much of its time as decodes. So one prompt delays the
-readers little, many are not kept waiting for a few readers, and prompts go on beside any number of
-decodes.
+Rule: such a step takes the target. But prompts get at least as much of its time as decodes, and at
+least `TOKENS_EACH` tokens for each sequence that decodes or waits for its first token. So a prompt
+delays few readers little; and the more sequences there are, of which each needs its prompt computed
+before it decodes, the more of it a step computes.
 """
 
 from __future__ import annotations
 
-WAITING_SHARE = 6  # measured with 8 and 32 clients: `python -m tools.bench pace`, `serve`
+TOKENS_EACH = 2  # measured with 8 and 32 clients: `python -m tools.bench pace`, `serve`
 GAIN = 0.25  # guess: how much one step changes an estimate
 CHUNK_MIN = 16  # tokens; guess: fewer hardly take less time
 PROMPTS_SHARE_MIN = (
@@ -42,6 +42,10 @@ class DecodePace:
         left_s = max(seconds - self._decodes_take(num_decodes), PROMPTS_SHARE_MIN * seconds)
         k = (-(-self._max_tokens // num_prompt_tokens) - 1).bit_length()
         _follow(self._rates, k, num_prompt_tokens / left_s)
+        if num_prompt_tokens == self._max_tokens >> k:
+            # The largest of the next smaller size takes no less. Otherwise an old rate of that size
+            # would lead here again and again.
+            _follow(self._rates, k + 1, num_prompt_tokens / left_s)
 
     def prompt_tokens(self, limit: int, num_sequences: int, num_decodes: int) -> int:
         """Return how many prompt tokens, at most ``limit``, a step may have beside so many decodes,
@@ -49,8 +53,8 @@ class DecodePace:
         if not (self._target_s and num_decodes):
             return limit
         decode_s = self._decodes_take(num_decodes)
-        step_s = self._target_s * (1 + (num_sequences - num_decodes) / WAITING_SHARE)
-        return min(limit, self._tokens_in(max(step_s - decode_s, decode_s)))
+        in_time = self._tokens_in(max(self._target_s - decode_s, decode_s))
+        return min(limit, max(in_time, TOKENS_EACH * num_sequences))
 
     def _decodes_take(self, num_decodes: int) -> float:
         """Return how long the decodes would take alone, by steps with as many of them or fewer."""
