@@ -98,6 +98,7 @@ def runner_spec(model: ModelConfig, config: EngineConfig) -> RunnerSpec:
         threads=threads_for(model, config),
         block_size=config.block_size,
         kv_bytes=_kv_bytes(model, config),
+        prefault_kv_cache=config.prefault_kv_cache,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -37,9 +37,10 @@ class RunnerSpec:
     """Which model to load, and with what resources. A spec is all that a runner is made from.
 
     ``model`` is a directory, a GGUF file, a demo id or a Hugging Face id. ``kv_bytes`` bounds the
-    KV pool; the runner turns the bound into blocks once it knows the model. ``memory_limit`` is how
-    many bytes the process may use; error messages of a load name it. ``threads`` 0 means the
-    library's default. ``quantization`` is "none", or the bits that float weights are rounded to:
+    KV pool; the runner turns the bound into blocks once it knows the model. If
+    ``prefault_kv_cache``, a CPU's pool has all its memory when the model is loaded.
+    ``memory_limit`` is how many bytes the process may use; error messages of a load name it.
+    ``threads`` 0 means the library's default. ``quantization`` is "none", or the bits that float weights are rounded to:
     "int8" or "int4". ``max_image_pixels`` is how many pixels the file of an image may have.
     ``speculation`` is how tokens are drafted: "off", "lookup", or "model", which adds the model in
     ``draft_model``.
@@ -56,6 +57,7 @@ class RunnerSpec:
     threads: int = 0
     block_size: int = 16
     kv_bytes: int | None = None
+    prefault_kv_cache: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048

@@ -202,6 +202,8 @@ def _prepared(
     calls = probe(model, shapes)
     dtype, device = model.dtype, model.device
     cache = KvCache(shapes, pool.num_blocks, pool.block_size, dtype=dtype, device=device)
+    if spec.prefault_kv_cache:
+        cache.prefault()
     backend, reason = chosen, "it was chosen"
     if backend is None:
         backend, reason = pick_backend(device, dtype, shapes, calls)

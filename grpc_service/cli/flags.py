@@ -293,6 +293,14 @@ FLAGS = (
         "128 MiB for a shipped model)",
     ),
     Flag(
+        "prefault-kv-cache",
+        EngineConfig,
+        "prefault_kv_cache",
+        SWITCH,
+        "write to a CPU's whole KV pool at the load, so that no request waits until the operating "
+        "system provides its memory",
+    ),
+    Flag(
         "memory-limit",
         EngineConfig,
         "memory_limit",

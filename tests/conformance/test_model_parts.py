@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 
+from engine.config import EngineConfig, ModelConfig  # noqa: E402
+from engine.worker.factory import runner_of, runner_spec  # noqa: E402
 from engine.worker.forward.attention import AttentionCall  # noqa: E402
 from engine.worker.forward.kv_cache import DEFAULT_KV_BYTES, KvCache, size_pool  # noqa: E402
 from engine.worker.forward.packing import pack  # noqa: E402
@@ -133,6 +135,27 @@ def test_shapes_follow_the_config():
     assert layer_shapes(make_config("llama", shape, {})) == (LayerShape(2, 16),) * 2
     assert layer_shapes(make_config("gemma3_text", shape, {"head_dim": 32}))[0].head_dim == 32
     assert layer_shapes(make_config("gpt2", shape, {})) == (LayerShape(4, 16),) * 2
+
+
+def resident_bytes():
+    """Return the resident memory of this process."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("is_prefaulted", [False, True])
+def test_a_pool_has_its_memory_from_the_load_on_only_if_that_is_wanted(is_prefaulted):
+    pool_bytes = 512 << 20
+    config = EngineConfig(
+        models=(ModelConfig("demo-stories"),),
+        kv_cache_memory=pool_bytes,
+        prefault_kv_cache=is_prefaulted,
+    )
+    runner = runner_of(runner_spec(config.models[0], config), None)
+    before = resident_bytes()
+    runner.load(lambda progress: None)
+    assert (resident_bytes() - before > 0.95 * pool_bytes) is is_prefaulted
+    runner.close()
 
 
 # --- packing and the reference backend against plain loops -----------------------------------

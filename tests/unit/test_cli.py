@@ -65,6 +65,7 @@ OTHER = {
     "inter_token_target": ("0.1", "0.1"),
     "block_size": ("32", "32"),
     "kv_cache_memory": ("1.5GiB", '"1.5GiB"'),
+    "prefault_kv_cache": (None, "true"),
     "memory_limit": ("8GiB", "8589934592"),
     "no_prefix_cache": (None, "true"),
     "no_prepared_plans": (None, "true"),

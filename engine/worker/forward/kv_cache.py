@@ -142,6 +142,13 @@ class KvCache:
             self.keys.append(torch.empty(size, dtype=dtype, device=device))
             self.values.append(torch.empty(size, dtype=dtype, device=device))
 
+    def prefault(self) -> None:
+        """Write to the whole memory, so that the operating system provides it now and no request
+        waits for it. A device other than a CPU has provided it already."""
+        for tensor in (*self.keys, *self.values):
+            if tensor.device.type == "cpu":
+                tensor.zero_()
+
     def write(
         self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:

@@ -34,6 +34,7 @@ END_LIMIT_S = 15.0
 POLL_S = 0.25
 CLIENTS = "tools.bench.peers.clients"
 MAX_LEN = 8192
+KV_GIB = 2  # of each server
 DTYPE = os.environ.get("BENCH_DTYPE", "bfloat16")  # what each server computes in
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
 
@@ -46,10 +47,12 @@ def free_port() -> int:
 
 
 def triolet_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Return our server's command and environment, as a user would start it."""
+    """Return our server's command and environment, as a user would start it. vLLM writes to its KV
+    pool before it is ready, and so does ours: otherwise it would take new memory in every load."""
     command = [
         *(sys.executable, "-m", "grpc_service", "serve", "--port", str(port)),
         *("--model", str(model), "--dtype", DTYPE),
+        *("--kv-cache-memory", f"{KV_GIB}GiB", "--prefault-kv-cache"),
         *shlex.split(os.environ.get("BENCH_FLAGS", "")),
     ]
     return command, os.environ | {"TRIOLET_LOG": "ERROR"}
@@ -66,7 +69,7 @@ def vllm_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     settings = {
         "VLLM_CPU_OMP_THREADS_BIND": cores,
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     return command, peer.environment() | settings
