@@ -709,6 +709,15 @@ def test_a_model_that_never_pays_earns_ever_less_and_one_that_pays_again_earns_a
     assert purse.left == pytest.approx(before + EARNED)
 
 
+def test_a_model_that_saves_no_more_than_it_costs_does_not_earn_all_again():
+    purse = Purse()
+    purse.note(0.0, 2 * PURSE_STEPS)
+    purse.note(1.0, 1.0)
+    before = purse.left
+    purse.note_other()
+    assert purse.left == pytest.approx(before + EARNED / 4), "halved by each of two steps"
+
+
 def test_a_draft_model_does_not_count_in_the_rates_of_steps():
     """Otherwise the engine would take prompts for slow beside one."""
     driver = with_model(always_right, draft_s=0.5)
@@ -735,6 +744,7 @@ def test_a_draft_model_leaves_steps_to_measure_against():
     asked = [costs.is_known(1) for _ in range(10 * PLAIN_EVERY)]
     assert asked.count(False) == 10
     assert not costs.is_known(2)
+    assert not costs.is_known(DRAFTING_STEP_MAX), "a full step drafts nothing"
 
 
 def test_a_full_step_uses_no_draft_model():
