@@ -285,7 +285,7 @@ class EngineConfig:
     step_time_target_s: float = 0.15
     inter_token_target_s: float = 0.02
     kv_cache_memory: int | None = None  # bytes of each replica's KV pool; None: the runner decides
-    prefault_kv_cache: bool = False  # a CPU's KV pool has its memory from the load on
+    prefault_kv_cache: bool = False  # write to a CPU's whole KV pool at the load
     memory_limit: int | None = None  # bytes of all models; None: 0.80 of what the process may use
     stall_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0  # for running requests, when the server or a model ends

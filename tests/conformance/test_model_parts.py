@@ -22,6 +22,7 @@ from engine.worker.load.architectures import LayerShape, layer_shapes  # noqa: E
 from engine.worker.load.loader import pick_device  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.text.tokenizer import load_tokenizer  # noqa: E402
+from tools.bench.coldstart import resident  # noqa: E402
 from tools.make_model import PRESETS, Shape, main, make, make_config  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -137,24 +138,18 @@ def test_shapes_follow_the_config():
     assert layer_shapes(make_config("gpt2", shape, {})) == (LayerShape(4, 16),) * 2
 
 
-def resident_bytes():
-    """Return the resident memory of this process."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @pytest.mark.parametrize("is_prefaulted", [False, True])
 def test_a_pool_has_its_memory_from_the_load_on_only_if_that_is_wanted(is_prefaulted):
-    pool_bytes = 512 << 20
+    pool_mib = 512
     config = EngineConfig(
         models=(ModelConfig("demo-stories"),),
-        kv_cache_memory=pool_bytes,
+        kv_cache_memory=pool_mib << 20,
         prefault_kv_cache=is_prefaulted,
     )
     runner = runner_of(runner_spec(config.models[0], config), None)
-    before = resident_bytes()
+    before = resident()
     runner.load(lambda progress: None)
-    assert (resident_bytes() - before > 0.95 * pool_bytes) is is_prefaulted
+    assert (resident() - before > 0.95 * pool_mib) is is_prefaulted
     runner.close()
 
 

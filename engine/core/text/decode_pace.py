@@ -2,9 +2,9 @@
 tokens in time.
 
 Rule: such a step takes the target. But prompts get at least as much of its time as decodes, and at
-least `TOKENS_EACH` tokens for each sequence that decodes or waits for its first token. So a prompt
-delays few readers little; and the more sequences there are, of which each needs its prompt computed
-before it decodes, the more of it a step computes.
+least `TOKENS_EACH` tokens for each sequence that decodes or waits for its first token. So with few
+sequences a prompt delays readers little. With many, a step computes more prompt tokens, because
+more answers end meanwhile and other prompts take their places.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class DecodePace:
         k = (-(-self._max_tokens // num_prompt_tokens) - 1).bit_length()
         _follow(self._rates, k, num_prompt_tokens / left_s)
         if num_prompt_tokens == self._max_tokens >> k:
-            # The largest of the next smaller size takes no less. Otherwise an old rate of that size
-            # would lead here again and again.
+            # The smallest step of a size counts for the next smaller size, too, whose largest step
+            # takes as long. Otherwise an old, higher rate of that size would choose this step
+            # again and again.
             _follow(self._rates, k + 1, num_prompt_tokens / left_s)
 
     def prompt_tokens(self, limit: int, num_sequences: int, num_decodes: int) -> int:

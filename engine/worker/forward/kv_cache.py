@@ -143,8 +143,8 @@ class KvCache:
             self.values.append(torch.empty(size, dtype=dtype, device=device))
 
     def prefault(self) -> None:
-        """Write to the whole memory, so that the operating system provides it now and no request
-        waits for it. A device other than a CPU has provided it already."""
+        """Write zeros to the whole pool of a CPU, so that the operating system provides its memory
+        now and no request waits for it. Another device provided it when the pool was made."""
         for tensor in (*self.keys, *self.values):
             if tensor.device.type == "cpu":
                 tensor.zero_()
