@@ -335,8 +335,6 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         """Execute one plan in the worker's thread and commit its result. Meanwhile deliver what the
         last step caused, and prepare the next plan. ``started`` is now."""
         await trio.lowlevel.checkpoint_if_cancelled()
-        if self.telemetry is not None:
-            self.telemetry.step_begins(len(plan.rows), started)
         is_few = max(len(self._outbox), len(plan.rows)) <= EVENTS_TO_SEND_FIRST
         is_held_back = len(self._outbox) >= EVENTS_TO_HOLD_BACK
         if is_few:
@@ -357,7 +355,7 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self.busy_s += ended - started
         self._apply(outcome, ended)
         if self.telemetry is not None:
-            self.telemetry.step_ended(started, ended)
+            self.telemetry.step_ended(len(plan.rows), started, ended)
             self.telemetry.loop_s["commit"] += self._time() - ended
         if self._check_level >= 2:
             self.core.check()

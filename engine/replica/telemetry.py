@@ -3,7 +3,9 @@
 Rule 1: everything here runs on the Trio thread and takes no lock; a reader takes a frozen copy
 there. Rule 2: the loop calls once per step and per delivery, not per token, which costs a fraction
 of a microsecond per token (`python -m tools.bench metrics`). Rule 3: no label comes from a client:
-the labels are models, replicas, phases and ends.
+the labels are models, replicas, phases and ends. Rule 4: what every step adds is noted in a list
+and counted later, many entries at once, because the histograms are not in the processor's caches
+between two steps.
 
 `grpc_service.app.metrics` exports them.
 """
@@ -41,6 +43,8 @@ SHORT_BOUNDS = (
     *(1.0, 2.5, 10.0),
 )
 COUNT_BOUNDS = tuple(float(2**power) for power in range(18))
+
+UNCOUNTED_MAX = 64  # entries of a list (rule 4); guess: few enough to keep, and counted seldom
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,9 @@ class ReplicaTelemetry:
     def __init__(self, token_event: type[Any] | None) -> None:
         self._token_event = token_event
         self._live: dict[RequestId, _Live] = {}
-        self._step_ended_at: float | None = None
+        self._steps: list[tuple[int, float, float]] = []  # rows, start and end; not counted yet
+        self._intervals: list[tuple[float, int]] = []  # and how many; not counted yet
+        self._step_ended_at: float | None = None  # of the last counted step, if work went on
         self._cancelled: dict[RequestId, tuple[float, str]] = {}
         self._cancel_to_free: dict[str, Histogram] = {}
         self._ends: dict[str, int] = {}
@@ -172,21 +178,30 @@ class ReplicaTelemetry:
 
     # ---- steps
 
-    def step_begins(self, num_rows: int, now: float) -> None:
-        """Note that a step starts. If there was work since the step before, the time from that
-        step's end is counted as a gap."""
-        if self._step_ended_at is not None:
-            self.step_gap.observe(now - self._step_ended_at)
-        self.step_rows.observe(num_rows)
-
-    def step_ended(self, started_at: float, now: float) -> None:
-        """Note that a step has ended."""
-        self._step_ended_at = now
-        self.step.observe(now - started_at)
+    def step_ended(self, num_rows: int, started_at: float, now: float) -> None:
+        """Note a step. If there was work since the step before, the time from that step's end to
+        this one's start is a gap."""
+        self._steps.append((num_rows, started_at, now))
+        if len(self._steps) >= UNCOUNTED_MAX:
+            self._count()
 
     def idles(self) -> None:
         """Note that there is no work, so that the time until the next step is no gap."""
+        self._count()
         self._step_ended_at = None
+
+    def _count(self) -> None:
+        """Count what was noted since the last call."""
+        for num_rows, started_at, ended_at in self._steps:
+            if self._step_ended_at is not None:
+                self.step_gap.observe(started_at - self._step_ended_at)
+            self._step_ended_at = ended_at
+            self.step_rows.observe(num_rows)
+            self.step.observe(ended_at - started_at)
+        self._steps.clear()
+        for seconds, times in self._intervals:
+            self.inter_token.observe(seconds, times)
+        self._intervals.clear()
 
     # ---- requests
 
@@ -199,7 +214,7 @@ class ReplicaTelemetry:
         """Note that events have gone out to their requests. Most tokens of a delivery follow a
         token of the same earlier step, so equal intervals are counted together."""
         live, last_step, num_alike = self._live, None, 0
-        observe, token_event = self.inter_token.observe, self._token_event
+        intervals, token_event = self._intervals, self._token_event
         event: Any
         for event in events:
             if event.__class__ is token_event:
@@ -216,14 +231,16 @@ class ReplicaTelemetry:
                     self.first_token.observe(now - one.arrived_at)
                 else:
                     if num_alike and last_step is not None:
-                        observe(now - last_step, num_alike)
+                        intervals.append((now - last_step, num_alike))
                     last_step, num_alike = before, 1
             elif event.__class__ is Finished:
                 self._finished(event, now)
             elif event.__class__ is Refused:
                 live.pop(event.request_id, None)
         if num_alike and last_step is not None:
-            observe(now - last_step, num_alike)
+            intervals.append((now - last_step, num_alike))
+        if len(intervals) >= UNCOUNTED_MAX:
+            self._count()
 
     def _finished(self, event: Finished, now: float) -> None:
         one = self._live.get(event.request_id)
@@ -273,6 +290,7 @@ class ReplicaTelemetry:
 
     def snapshot(self) -> TelemetrySnapshot:
         """Return a frozen copy of everything."""
+        self._count()
         return TelemetrySnapshot(
             {name: getattr(self, name).snapshot() for name in self.NAMES},
             {phase: one.snapshot() for phase, one in self._cancel_to_free.items()},

@@ -95,7 +95,7 @@ class PoolMachine(RuleBasedStateMachine):
         ):
             with pytest.raises(EngineBug) as caught:
                 use()
-            assert "stale" in caught.value.log_detail
+            assert "after its end" in caught.value.log_detail
 
     @precondition(lambda self: self.reservation is not None)
     @rule()

@@ -11,7 +11,14 @@ from engine.core.common.events import Finished, Refused, Submit
 from engine.core.common.types import EndReason, RequestId, Timings, Usage
 from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.errors import Overloaded
-from engine.replica.telemetry import Histogram, ReplicaTelemetry
+from engine.replica.telemetry import (
+    COUNT_BOUNDS,
+    SHORT_BOUNDS,
+    TOKEN_BOUNDS,
+    UNCOUNTED_MAX,
+    Histogram,
+    ReplicaTelemetry,
+)
 
 BOUNDS = (0.5, 1.0, 5.0)
 NUM_REQUESTS, NUM_CHOICES = 4, 3
@@ -63,8 +70,9 @@ def test_intervals_are_those_of_each_choice_by_itself(steps):
             else:
                 firsts.observe(now)
             last[who] = now
-    for mine, plain in ((telemetry.first_token, firsts), (telemetry.inter_token, gaps)):
-        found, wanted = mine.snapshot(), plain.snapshot()
+    all_found = telemetry.snapshot().distributions
+    for name, plain in (("first_token", firsts), ("inter_token", gaps)):
+        found, wanted = all_found[name], plain.snapshot()
         assert found.counts == wanted.counts
         assert found.total == pytest.approx(wanted.total)
 
@@ -118,11 +126,44 @@ def test_a_cancelled_request_is_timed_until_it_holds_nothing():
 def test_idle_time_is_not_counted_as_a_gap_between_steps():
     """R172."""
     telemetry = ReplicaTelemetry(Tokens)
-    telemetry.step_begins(1, 1.0)
-    telemetry.step_ended(1.0, 2.0)
-    telemetry.step_begins(1, 2.25)
-    telemetry.step_ended(2.25, 3.0)
+    telemetry.step_ended(1, 1.0, 2.0)
+    telemetry.step_ended(1, 2.25, 3.0)
     telemetry.idles()
-    telemetry.step_begins(1, 100.0)
-    assert telemetry.step_gap.snapshot().total == 0.25
-    assert telemetry.step.snapshot().total == 1.75
+    telemetry.step_ended(1, 100.0, 101.0)
+    found = telemetry.snapshot().distributions
+    assert found["step_gap"].total == 0.25
+    assert found["step"].total == 2.75
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 200), st.sampled_from(["step", "idle", "read"])), max_size=400
+    )
+)
+def test_every_step_is_counted_once_and_few_of_them_wait_to_be(turns):
+    """R172. Reading, idling and a full list count what was noted; none of them changes a sum."""
+    telemetry, now, ended_at = ReplicaTelemetry(Tokens), 0.0, None
+    rows, gaps, times = Histogram(COUNT_BOUNDS), Histogram(SHORT_BOUNDS), Histogram(TOKEN_BOUNDS)
+    telemetry.submitted(submit(0))
+    for num_rows, what in turns:
+        now += num_rows / 1000
+        if what == "step":
+            if ended_at is not None:
+                gaps.observe(now - ended_at)
+            ended_at = now + 0.02
+            rows.observe(num_rows)
+            times.observe(ended_at - now)
+            telemetry.step_ended(num_rows, now, ended_at)
+            telemetry.delivered([Tokens(RequestId("r0"), 0, (1,), "x")], ended_at)
+            now = ended_at
+        elif what == "idle":
+            telemetry.idles()
+            ended_at = None
+        else:
+            telemetry.snapshot()
+        assert max(len(telemetry._steps), len(telemetry._intervals)) < UNCOUNTED_MAX
+    found = telemetry.snapshot().distributions
+    assert found["step_rows"] == rows.snapshot()
+    assert found["step_gap"].counts == gaps.snapshot().counts
+    assert found["step"].counts == times.snapshot().counts
+    assert found["inter_token"].count == max(0, rows.snapshot().count - 1)

@@ -357,7 +357,7 @@ def test_what_each_drafter_has_drafted_is_told_apart():
     """By the statistics, and by Explain for a request."""
     script = FakeScript(draft=always_right, draft_model=drafter(0.9, count=4))
     driver = drafting(script=script)
-    driver.scheduler._drafts.costs.pass_ratio = 0.01
+    driver.scheduler._speeds.costs.pass_ratio = 0.01
     for name in "abc":
         driver.submit(make_request(name, [*range(1, 6), ord(name)], max_tokens=40))
     explained = Counter()
@@ -630,7 +630,7 @@ def test_a_draft_model_that_does_not_pay_switches_itself_off_for_later_requests_
 def test_where_a_draft_model_has_switched_itself_off_plans_are_prepared_as_without_drafts():
     """Eight sequences whose model is always wrong: the steps are those of decodes alone."""
     driver = with_model(drafter(0.0), num_blocks=400, draft_s=1.0)
-    driver.scheduler._drafts.purse.left = -100.0
+    driver.scheduler._speeds.purse.left = -100.0
     for index in range(8):
         driver.submit(make_request(str(index), [index + 1, 2], max_tokens=60))
     kinds = Counter()
@@ -651,7 +651,7 @@ def test_a_draft_model_that_has_switched_itself_off_is_not_used_where_something_
     while not driver.begin_step().rows[0].by_model:
         driver.end_step()
     driver.end_step()
-    driver.scheduler._drafts.purse.left = -100.0
+    driver.scheduler._speeds.purse.left = -100.0
     looked_up = 0
     while (plan := driver.begin_step()) is not None:
         assert not plan.rows[0].by_model
@@ -667,8 +667,8 @@ def test_a_look_up_beside_a_draft_model_drafts_no_more_than_without_one():
     for model in (None, drafter(0.0)):
         script = FakeScript(draft=_for_the_first, draft_model=model, sleep=lambda _: None)
         driver = drafting(script=script, num_blocks=400)
-        driver.scheduler._drafts.purse.left = -100.0
-        driver.scheduler._drafts.costs._ratios[0] = 1.3
+        driver.scheduler._speeds.purse.left = -100.0
+        driver.scheduler._speeds.costs._ratios[0] = 1.3
         driver.submit(make_request("0", [1, 2], max_tokens=100))
         planned.append([])
         while (plan := driver.begin_step()) is not None:
@@ -726,8 +726,8 @@ def test_a_draft_model_does_not_count_in_the_rates_of_steps():
         model_s = 0.5 * max([row.drafts for row in plan.rows if row.by_model], default=0)
         driver.now += 1.0 + model_s
         driver.end_step()
-    assert driver.scheduler._drafts.costs.ratio(1) <= StepCosts().ratio(1)
-    assert driver.scheduler._drafts.costs.pass_ratio > StepCosts().pass_ratio
+    assert driver.scheduler._speeds.costs.ratio(1) <= StepCosts().ratio(1)
+    assert driver.scheduler._speeds.costs.pass_ratio > StepCosts().pass_ratio
 
 
 def test_a_draft_model_leaves_steps_to_measure_against():
@@ -772,7 +772,7 @@ def test_the_pace_of_decodes_is_that_without_drafts():
         driver.now += 0.016 if plan.num_drafts else 0.01
         driver.end_step()
     assert totals_of(driver)[0] > 0
-    assert 0.008 < max(driver.scheduler._pace._decode_s) < 0.012
+    assert 0.008 < max(driver.scheduler._speeds.pace._decode_s) < 0.012
     costs = measured(1.6, num_drafts=4)
     assert costs.without(1, 4, 0.02) == pytest.approx(0.01)
     assert costs.without(3, 4, 0.032) == pytest.approx(0.02), "no such step was seen"

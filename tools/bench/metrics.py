@@ -66,9 +66,8 @@ def alone(num_rows: int) -> float:
     for step in range(STEPS):
         now = step * 0.02
         telemetry.look_at_cancelled(holds, now)
-        telemetry.step_begins(num_rows, now)
         telemetry.delivered(events, now)
-        telemetry.step_ended(now, now + 0.019)
+        telemetry.step_ended(num_rows, now, now + 0.019)
         for phase in telemetry.PHASES:
             telemetry.loop_s[phase] += 1e-5
     return 1e6 * (time.perf_counter() - started) / STEPS

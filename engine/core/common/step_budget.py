@@ -20,8 +20,10 @@ class StepBudget:
 
     def note_success(self) -> None:
         """Count a step that succeeded."""
+        if self.tokens == self._full:
+            return
         self._clean_steps += 1
-        if self.tokens < self._full and self._clean_steps >= CLEAN_STEPS:
+        if self._clean_steps >= CLEAN_STEPS:
             self._clean_steps = 0
             self.tokens = min(self._full, 2 * self.tokens)
 

@@ -33,25 +33,24 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 class Reservation:
-    """Blocks promised to one plan. Its ``session`` number makes using it after its end an
-    `EngineBug`."""
+    """Blocks promised to one plan. Using it after its end is an `EngineBug`."""
 
-    __slots__ = ("blocks", "is_open", "session")
+    __slots__ = ("blocks", "is_open")
 
-    def __init__(self, session: int) -> None:
-        self.session = session
+    def __init__(self) -> None:
         self.is_open = True
         self.blocks: list[BlockId] = []  # one entry per holding, fresh and shared alike
 
     def __repr__(self) -> str:
-        return f"<Reservation {self.session}: {len(self.blocks)} blocks>"
+        return f"<Reservation of {len(self.blocks)} blocks, {'open' if self.is_open else 'ended'}>"
 
 
 class BlockPool:
     """``num_blocks`` blocks, numbered from 0. Not thread-safe.
 
     `drain_reused` returns the blocks that are about to be overwritten, so that a cached prefix in
-    them can be forgotten.
+    them can be forgotten. ``num_open`` is how many reservations have not ended: one for each plan
+    that exists; read-only outside.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -62,11 +61,10 @@ class BlockPool:
         )
         self._cached: set[BlockId] = set()
         self._reused: list[BlockId] = []
-        self._open: dict[int, Reservation] = {}
-        self._next_session = 1
+        self.num_open = 0
 
     def __repr__(self) -> str:
-        return f"<BlockPool {self.num_free} free of {self.num_blocks}, {len(self._open)} open>"
+        return f"<BlockPool {self.num_free} free of {self.num_blocks}, {self.num_open} open>"
 
     @property
     def num_free(self) -> int:
@@ -78,11 +76,6 @@ class BlockPool:
         """Number of blocks that carry a cached prefix, held or free."""
         return len(self._cached)
 
-    @property
-    def num_open(self) -> int:
-        """Number of reservations that have not ended: one for each plan that exists."""
-        return len(self._open)
-
     def references(self, block: BlockId) -> int:
         """Return how many holdings the block has."""
         return self._references[block]
@@ -91,10 +84,8 @@ class BlockPool:
 
     def open(self) -> Reservation:
         """Return a new reservation for one plan; it must end by `commit` or `rollback`."""
-        reservation = Reservation(self._next_session)
-        self._next_session += 1
-        self._open[reservation.session] = reservation
-        return reservation
+        self.num_open += 1
+        return Reservation()
 
     def take(self, reservation: Reservation, count: int) -> tuple[BlockId, ...] | None:
         """Return ``count`` fresh blocks, the longest unused ones first; None, and take nothing, if
@@ -141,11 +132,11 @@ class BlockPool:
     def _close(self, reservation: Reservation) -> None:
         self._require_open(reservation)
         reservation.is_open = False
-        del self._open[reservation.session]
+        self.num_open -= 1
 
     def _require_open(self, reservation: Reservation) -> None:
-        if self._open.get(reservation.session) is not reservation:
-            raise EngineBug(f"reservation {reservation.session} is stale")
+        if not reservation.is_open:
+            raise EngineBug("a reservation was used after its end")
 
     # ---- holdings
 

@@ -24,9 +24,7 @@ from engine.core.text.draft_lengths import (
     LEAST_WEIGHT_OF_ALL,
     Drafting,
     Lengths,
-    Purse,
     Share,
-    StepCosts,
     Trials,
 )
 from engine.core.text.plan import (
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
     from engine.core.text.plan import Row
     from engine.core.text.planned_step import PlannedStep
     from engine.core.text.sequence import Sequence
+    from engine.core.text.speeds import Speeds
 
 
 class Offer(NamedTuple):
@@ -70,10 +69,9 @@ class Draft(NamedTuple):
 class Drafts:
     """The drafts of one scheduler."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, speeds: Speeds) -> None:
         self._ledger = ledger
-        self.costs = StepCosts()
-        self.purse = Purse()
+        self._speeds = speeds
         self._model_share = Share(FIRST_SHARE, least=LEAST_WEIGHT_OF_ALL)  # of all sequences
         self._model_trials = Trials(slows=True)
         self._offers: dict[SequenceId, Offer] = {}  # for the next plan
@@ -83,7 +81,7 @@ class Drafts:
     def offer(self, seq: Sequence, count: int, *, has_model: bool = False) -> None:
         """Note that the worker has ``count`` drafted tokens for the sequence's next row, and
         whether it has a model that may draft them."""
-        if count or self.purse.is_open:
+        if count or self._speeds.purse.is_open:
             self._offers[seq.sequence_id] = Offer(count, has_model)
 
     def note(
@@ -99,17 +97,18 @@ class Drafts:
             self._by_model = (self._by_model[0] + drafted, self._by_model[1] + accepted)
 
     def note_step(self, step: PlannedStep, draft_s: float) -> None:
-        """Count what a draft model took of a step, whose rows were committed."""
-        passes = [row.drafts for row in step.rows if row.by_model] if step.num_drafts else ()
+        """Count what a draft model took of a step with drafts, whose rows were committed."""
+        costs, purse = self._speeds.costs, self._speeds.purse
+        passes = [row.drafts for row in step.rows if row.by_model]
         if not passes:
-            self.purse.note_other()
+            purse.note_other()
             return
         (drafted, accepted), self._by_model = self._by_model, (0, 0)
         num_rows, most = len(step.rows), max(passes)
-        spent = self.costs.in_steps(num_rows, draft_s) or most * self.costs.pass_ratio
-        self.purse.note(accepted / num_rows, spent + self.costs.ratio(step.num_drafts) - 1.0)
+        spent = costs.in_steps(num_rows, draft_s) or most * costs.pass_ratio
+        purse.note(accepted / num_rows, spent + costs.ratio(step.num_drafts) - 1.0)
         if drafted:  # otherwise the model has only read what was missing in its cache
-            self.costs.note_passes(num_rows, most, draft_s)
+            costs.note_passes(num_rows, most, draft_s)
 
     @property
     def counts(self) -> tuple[DraftCounts, ...]:
@@ -130,8 +129,8 @@ class Drafts:
         if room <= 0 or sum(map(ROW_COUNT, rows)) > num_rows:
             return
         looked_up = [name for name, offer in offers.items() if offer.count]
-        has_model = self.purse.is_open and any(offer.has_model for offer in offers.values())
-        may_model = has_model and self.costs.is_known(num_rows)
+        has_model = self._speeds.purse.is_open and any(offer.has_model for offer in offers.values())
+        may_model = has_model and self._speeds.costs.is_known(num_rows)
         left = len(offers) if may_model else len(looked_up)
         beside = _beside(num_rows, len(looked_up)), _beside(num_rows, len(offers))
         for index, seq in enumerate(step.sequences):
@@ -170,10 +169,11 @@ class Drafts:
             seq.drafting = Drafting(Lengths(self._model_share.value, self._model_trials))
         found, models = seq.drafting.by_look_up, seq.drafting.by_model
         looked_up, num_rows = min(most, offer.count), 1 + sum(beside[0])
+        costs = self._speeds.costs
         has_model = offer.has_model and may_model
-        length, rate = found.best(looked_up, self.costs, *beside[0]) if looked_up else (0, 0.0)
+        length, rate = found.best(looked_up, costs, *beside[0]) if looked_up else (0, 0.0)
         if has_model:
-            drawn, rate_of_model = models.best(most, self.costs, *beside[1])
+            drawn, rate_of_model = models.best(most, costs, *beside[1])
             if rate_of_model > rate:
                 return Draft(drawn, by_model=True)
         if length:

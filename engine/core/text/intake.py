@@ -14,9 +14,8 @@ from engine.errors import DeadlineInfeasible, FieldViolation, RequestTooLarge
 
 if TYPE_CHECKING:
     from engine.core.common.events import PauseMode
-    from engine.core.common.rate import RecentRate
-    from engine.core.text.best_rate import BestRate
     from engine.core.text.ledger import Ledger
+    from engine.core.text.speeds import Speeds
     from engine.core.text.types import Request
     from engine.errors import TrioletError
 
@@ -24,10 +23,9 @@ if TYPE_CHECKING:
 class Intake:
     """Accepts or refuses the requests of one scheduler."""
 
-    def __init__(self, ledger: Ledger, recent_rate: RecentRate, best_rate: BestRate) -> None:
+    def __init__(self, ledger: Ledger, speeds: Speeds) -> None:
         self._ledger = ledger
-        self._recent_rate = recent_rate
-        self._best_rate = best_rate
+        self._speeds = speeds
 
     def refusal(
         self, request: Request, buffer: int, pause: PauseMode | None, now: float
@@ -45,7 +43,7 @@ class Intake:
             len(ledger.waiting),
             request.num_tokens,
             queued_tokens=ledger.waiting.num_tokens,
-            tokens_per_s=self._recent_rate.tokens_per_s,
+            tokens_per_s=self._speeds.recent_rate.tokens_per_s,
         ) or self._infeasible(request, now)
 
     def _misfit(self, request: Request, buffer: int) -> FieldViolation | None:
@@ -70,13 +68,14 @@ class Intake:
         if request.deadline is None or request.deadline <= now:
             return None  # the deadline has passed, and the request's scope is about to end it
         left, length = request.deadline - now, len(request.prompt)
-        if self._best_rate.seconds_for(length) <= left:
+        best_rate = self._speeds.best_rate
+        if best_rate.seconds_for(length) <= left:
             return None
         missing = length - self._ledger.cached_tokens(self._ledger.keys.of_prompt(request))
-        seconds = self._best_rate.seconds_for(missing)
+        seconds = best_rate.seconds_for(missing)
         if seconds <= left:
             return None
-        self._best_rate.note_refusal(missing)
+        best_rate.note_refusal(missing)
         return DeadlineInfeasible(
             f"the prompt takes at least {seconds:.3g} s, of which {left:.3g} s are left",
             phase="queued",

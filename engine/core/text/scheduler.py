@@ -15,7 +15,6 @@ Source: etcd raft's Ready/Advance for the shape; design D4–D7, D17–D19 for t
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.core.common.core import CoreStatistics, Phase
@@ -35,13 +34,10 @@ from engine.core.common.events import (
     Submit,
     Tick,
 )
-from engine.core.common.rate import RecentRate
 from engine.core.common.stalls import next_stall
 from engine.core.common.step_budget import StepBudget
 from engine.core.common.types import EndReason, Explanation, PlanId, RequestId
-from engine.core.text.best_rate import BestRate
 from engine.core.text.commit import Committer
-from engine.core.text.decode_pace import DecodePace
 from engine.core.text.drafts import Drafts
 from engine.core.text.endings import Endings
 from engine.core.text.explain import Explainer
@@ -49,6 +45,7 @@ from engine.core.text.intake import Intake
 from engine.core.text.ledger import Ledger
 from engine.core.text.lifecycle import State
 from engine.core.text.recovery import Recovery
+from engine.core.text.speeds import Speeds
 from engine.core.text.step_builder import StepBuilder
 from engine.core.text.types import Preempted
 from engine.errors import EngineBug
@@ -71,12 +68,10 @@ class Scheduler:
         self._events: list[OutputEvent] = []  # of the call in progress; all parts append to it
         self._ledger = Ledger(config)
         self._budget = StepBudget(config.max_num_batched_tokens)
-        self._recent_rate = RecentRate()
-        self._best_rate = BestRate(config.max_num_batched_tokens, config.step_time_target_s)
-        self._pace = DecodePace(config.max_num_batched_tokens, config.inter_token_target_s)
-        self._intake = Intake(self._ledger, self._recent_rate, self._best_rate)
+        self._speeds = Speeds(config)
+        self._intake = Intake(self._ledger, self._speeds)
         self._endings = Endings(self._ledger, self._events)
-        self._drafts = Drafts(self._ledger)
+        self._drafts = Drafts(self._ledger, self._speeds)
         self._committer = Committer(self._ledger, self._endings, self._drafts, self._events)
         self._recovery = Recovery(self._ledger, self._budget, self._endings, self._note_preemption)
         self._step: PlannedStep | None = None
@@ -191,16 +186,19 @@ class Scheduler:
         return self._builder(now, only_begun=self._pause is PauseMode.WAIT).build()
 
     def _builder(self, now: float, *, only_begun: bool = False) -> StepBuilder:
-        """Return a builder for one step. Its prompt tokens are bounded by the smallest of the
+        """Return a builder for one step."""
+        return StepBuilder(
+            self._ledger, now, self._prompt_limit, self._note_preemption, only_begun=only_begun
+        )
+
+    def _prompt_limit(self, num_decodes: int) -> int:
+        """Return how many prompt tokens a step may have beside so many decodes: the smallest of the
         budget, which is halved by running out of memory (D17), of what can be computed in the time
         that a step should take, and of what the decodes can wait for (D4)."""
-        limit = min(self._budget.tokens, self._best_rate.prompt_budget)
+        limit = min(self._budget.tokens, self._speeds.best_rate.prompt_budget)
         num_sequences = len(self._ledger.running) + len(self._ledger.waiting)
         num_sequences = min(num_sequences, self.config.max_num_seqs)
-        limit_beside = partial(self._pace.prompt_tokens, limit, num_sequences)
-        return StepBuilder(
-            self._ledger, now, limit_beside, self._note_preemption, only_begun=only_begun
-        )
+        return self._speeds.pace.prompt_tokens(limit, num_sequences, num_decodes)
 
     def _note_preemption(self, seq: Sequence) -> None:
         self._preemptions += 1
@@ -231,21 +229,10 @@ class Scheduler:
         step = self._take_step(result.plan_id)
         self._recovery.step_succeeded()
         self._committer.commit(step, result, now)
-        whole_s = now - step.started_at
         draft_s = result.timings.draft_s
-        self._drafts.note_step(step, draft_s)
-        seconds = whole_s - draft_s  # what a draft model took is no part of a step's pace
-        num_tokens = step.plan.num_tokens - step.num_drafts  # a sum over the rows
-        has_prompts = num_tokens > len(step.rows)
-        if not has_prompts:
-            self._drafts.costs.note(num_tokens, step.num_drafts, seconds)
-        if seconds > 0:
-            self._best_rate.note(num_tokens, seconds)
-            self._recent_rate.note(num_tokens, whole_s)
-            if step.num_drafts:  # decodes that verify drafts take longer
-                seconds = self._drafts.costs.without(len(step.rows), step.num_drafts, seconds)
-            if not step.image_cost:  # images that are kept cost it nothing, and others much
-                self._pace.note(*_prompts_and_decodes(step.plan, num_tokens), seconds)
+        if step.num_drafts:
+            self._drafts.note_step(step, draft_s)
+        self._speeds.note(step, now - step.started_at, draft_s)
 
     def _step_failed(self, failure: StepFailure, now: float) -> None:
         step = self._take_step(failure.plan_id)
@@ -294,7 +281,7 @@ class Scheduler:
             live,
             now,
             pause=self._pause,
-            tokens_per_s=self._recent_rate.tokens_per_s,
+            tokens_per_s=self._speeds.recent_rate.tokens_per_s,
             run_s=self._endings.run_s,
             steps=self._planned_steps(),
         )
@@ -368,12 +355,3 @@ class Scheduler:
             credit = live.credit
             assert credit.reserved == promised[live], f"{name}: {credit} for {promised[live]} rows"
             assert min(credit.free, credit.filled) >= 0, f"{name}: {credit} has too few slots"
-
-
-def _prompts_and_decodes(plan: StepPlan, num_tokens: int) -> tuple[int, int]:
-    """Return how many prompt tokens a plan of ``num_tokens``, drafts not counted, has, and how many
-    decodes. A plan with prompts has no drafts."""
-    if num_tokens == len(plan.rows):
-        return 0, len(plan.rows)
-    chunks = [row.count for row in plan.rows if row.count > 1]
-    return sum(chunks), len(plan.rows) - len(chunks)

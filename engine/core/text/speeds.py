@@ -1,0 +1,115 @@
+"""What the committed steps say of how fast the next ones will be: every estimate of a scheduler.
+
+Rule: an estimate is up to date when it is read, and not before. Steps that only decode are noted in
+a list, because dozens of them follow one another before anybody reads an estimate, and between two
+steps the processor's caches are cold: one line of a list costs less than the state of five
+estimates. Each estimate takes the same steps in the same order as if it were told of them at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.core.common.rate import RecentRate
+from engine.core.text.best_rate import BestRate
+from engine.core.text.decode_pace import DecodePace
+from engine.core.text.draft_lengths import Purse, StepCosts
+
+if TYPE_CHECKING:
+    from engine.config import SchedulerConfig
+    from engine.core.text.plan import StepPlan
+    from engine.core.text.planned_step import PlannedStep
+
+UNREAD_MAX = 64  # steps; guess: enough that their estimates' state is read seldom
+
+
+class Speeds:
+    """The estimates of one scheduler, which nothing but `note` tells of steps."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._recent_rate = RecentRate()
+        self._best_rate = BestRate(config.max_num_batched_tokens, config.step_time_target_s)
+        self._pace = DecodePace(config.max_num_batched_tokens, config.inter_token_target_s)
+        self._costs = StepCosts()
+        self._purse = Purse()
+        self._unread: list[tuple[int, float]] = []  # rows and seconds of steps that only decode
+
+    def note(self, step: PlannedStep, whole_s: float, draft_s: float) -> None:
+        """Count a committed step that took ``whole_s``, of which a draft model took ``draft_s``."""
+        num_rows = len(step.rows)
+        num_tokens = step.plan.num_tokens - step.num_drafts  # a sum over the rows
+        is_special = step.num_drafts or step.image_cost or draft_s
+        if num_tokens == num_rows and whole_s > 0 and not is_special:
+            self._unread.append((num_rows, whole_s))
+            if len(self._unread) >= UNREAD_MAX:
+                self._catch_up()
+            return
+        self._catch_up()
+        if not step.num_drafts:
+            self._purse.note_other()
+        seconds = whole_s - draft_s  # what a draft model took is no part of a step's pace
+        if num_tokens == num_rows:
+            self._costs.note(num_tokens, step.num_drafts, seconds)
+        if seconds > 0:
+            self._best_rate.note(num_tokens, seconds)
+            self._recent_rate.note(num_tokens, whole_s)
+            if step.num_drafts:  # decodes that verify drafts take longer
+                seconds = self._costs.without(num_rows, step.num_drafts, seconds)
+            if not step.image_cost:  # images that are kept cost it nothing, and others much
+                self._pace.note(*_prompts_and_decodes(step.plan, num_tokens), seconds)
+
+    def _catch_up(self) -> None:
+        """Tell every estimate of the steps that are not read yet."""
+        unread, self._unread = self._unread, []
+        for num_rows, seconds in unread:
+            self._purse.note_other()
+            self._costs.note(num_rows, 0, seconds)
+            self._best_rate.note(num_rows, seconds)
+            self._recent_rate.note(num_rows, seconds)
+            self._pace.note(0, num_rows, seconds)
+
+    # ---- the estimates, up to date
+
+    @property
+    def recent_rate(self) -> RecentRate:
+        """The rate of the last steps."""
+        if self._unread:
+            self._catch_up()
+        return self._recent_rate
+
+    @property
+    def best_rate(self) -> BestRate:
+        """The highest rate of any step."""
+        if self._unread:
+            self._catch_up()
+        return self._best_rate
+
+    @property
+    def pace(self) -> DecodePace:
+        """How many prompt tokens decodes can wait for."""
+        if self._unread:
+            self._catch_up()
+        return self._pace
+
+    @property
+    def costs(self) -> StepCosts:
+        """How much longer a step with drafts takes."""
+        if self._unread:
+            self._catch_up()
+        return self._costs
+
+    @property
+    def purse(self) -> Purse:
+        """What the drafts of a draft model may still cost."""
+        if self._unread:
+            self._catch_up()
+        return self._purse
+
+
+def _prompts_and_decodes(plan: StepPlan, num_tokens: int) -> tuple[int, int]:
+    """Return how many prompt tokens a plan of ``num_tokens``, drafts not counted, has, and how many
+    decodes. A plan with prompts has no drafts."""
+    if num_tokens == len(plan.rows):
+        return 0, len(plan.rows)
+    chunks = [row.count for row in plan.rows if row.count > 1]
+    return sum(chunks), len(plan.rows) - len(chunks)
