@@ -16,6 +16,7 @@ import logging
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias
 
 import trio
@@ -260,8 +261,9 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         Cancellation: a step in flight is waited for; its result is dropped.
         """
         try:
-            while await self._turn():
-                pass
+            now: float | None = self._time()
+            while now is not None:
+                now = await self._turn(now)
         except Exception as error:
             self._cause = error if isinstance(error, WorkerLost) else EngineBug(repr(error))
             self._has_ended = True
@@ -285,12 +287,12 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         phase = self.core.phase_of(request_id)
         return phase is not None and phase.has_begun
 
-    async def _turn(self) -> bool:
-        """Do one step, or wait once for something to do. Return False once the loop is closed and
-        nothing is live."""
+    async def _turn(self, began: float) -> float | None:
+        """Do one step, or wait once for something to do. Return the time afterwards; None once the
+        loop is closed and nothing is live. ``began`` is now."""
         if self._lost is not None:
             raise self._lost
-        now = self._drain_commands(self._time())
+        now = self._drain_commands(began)
         if (due := self.core.next_wakeup(now)) is not None and due <= now:
             self._apply(Tick(), now)  # also in a busy loop: steps may follow one another for hours
         plan, events = self.core.plan(now)
@@ -302,14 +304,13 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         if plan is not None:
             if self._on_event is not None:
                 self._on_event(plan)
-            await self._step(plan, planned)
-            return True
+            return await self._step(plan, planned)
         self._deliver(planned)
         if self._is_closing and self.is_idle:
             self._check_invariants(now)
-            return False
+            return None
         await self._wait_for_work(now)
-        return True
+        return self._time()
 
     def _drain_commands(self, began: float) -> float:
         """Apply every posted command, and return the time afterwards."""
@@ -331,15 +332,16 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
             self._on_event(event)
         self._outbox += self.core.apply(event, now)
 
-    async def _step(self, plan: PlanT, started: float) -> None:
-        """Execute one plan in the worker's thread and commit its result. Meanwhile deliver what the
-        last step caused, and prepare the next plan. ``started`` is now."""
+    async def _step(self, plan: PlanT, started: float) -> float:
+        """Execute one plan in the worker's thread, commit its result, and return the time
+        afterwards. Meanwhile deliver what the last step caused, and prepare the next plan.
+        ``started`` is now."""
         await trio.lowlevel.checkpoint_if_cancelled()
         is_few = max(len(self._outbox), len(plan.rows)) <= EVENTS_TO_SEND_FIRST
         is_held_back = len(self._outbox) >= EVENTS_TO_HOLD_BACK
         if is_few:
             self._work_ahead(started)
-        job = self._threads.start(lambda: self._execute(plan), reports_begin=is_held_back)
+        job = self._threads.start(partial(self._execute, plan), reports_begin=is_held_back)
         self._watch.begin(plan.plan_id)
         try:
             if is_held_back:
@@ -354,11 +356,13 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         ended = self._time()
         self.busy_s += ended - started
         self._apply(outcome, ended)
-        if self.telemetry is not None:
-            self.telemetry.step_ended(len(plan.rows), started, ended)
-            self.telemetry.loop_s["commit"] += self._time() - ended
         if self._check_level >= 2:
             self.core.check()
+        committed = self._time()
+        if self.telemetry is not None:
+            self.telemetry.step_ended(len(plan.rows), started, ended)
+            self.telemetry.loop_s["commit"] += committed - ended
+        return committed
 
     def _work_ahead(self, now: float) -> None:
         """Do what needs no result of the step: deliver what the last one caused, and prepare the

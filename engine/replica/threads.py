@@ -84,7 +84,8 @@ class WorkerThreads:
     """
 
     def __init__(self) -> None:
-        self._idle = _IdleThreads()
+        # Threads that no running job is using. There are as many threads as jobs ever ran at once.
+        self._idle: list[_JobThread] = []
 
     def close(self) -> None:
         """End the threads and close their descriptors. No job may be running; more may be started
@@ -98,44 +99,20 @@ class WorkerThreads:
 
     def start(self, job: Callable[[], T], *, reports_begin: bool) -> Job[T]:
         """Start a job as `Threads.start` says."""
-        return _ThreadJob(job, self._idle, reports_begin=reports_begin)
-
-
-class _IdleThreads:
-    """The threads that no running job is using. There are as many threads as jobs ever ran at
-    once."""
-
-    def __init__(self) -> None:
-        self._threads: list[_JobThread] = []
-
-    def take(self) -> _JobThread:
-        return self._threads.pop() if self._threads else _JobThread()
-
-    def put(self, thread: _JobThread) -> None:
-        """Take a thread back for the next job, if it has an eventfd; otherwise it ends. It has sent
-        every signal of its last job, whose task has received them all."""
-        if isinstance(thread.wakeup, _EventfdWakeup):
-            thread.wakeup.num_received = 0
-            self._threads.append(thread)
-
-    def clear(self) -> None:
-        self._threads.clear()
+        return _ThreadJob(job, self._idle, 2 if reports_begin else 1)
 
 
 class _JobThread:
     """A thread that runs one job after another, and the wake-up of the task that waits for the job.
     The thread ends with the last reference to this object, and a running job holds one of them."""
 
-    __slots__ = ("__weakref__", "_inbox", "wakeup")
+    __slots__ = ("__weakref__", "inbox", "wakeup")
 
     def __init__(self) -> None:
         self.wakeup = _new_wakeup()
-        self._inbox = _Inbox()
-        start_thread_soon(self._inbox.run_jobs, lambda outcome: outcome.unwrap())
-        weakref.finalize(self, self._inbox.put, None).atexit = False
-
-    def begin(self, job: _ThreadJob[Any]) -> None:
-        self._inbox.put(job)
+        self.inbox = _Inbox()
+        start_thread_soon(self.inbox.run_jobs, lambda outcome: outcome.unwrap())
+        weakref.finalize(self, self.inbox.put, None).atexit = False
 
 
 class _Inbox:
@@ -236,20 +213,21 @@ class _ThreadJob(Generic[T]):
     """A job in a thread.
 
     Life: 1. made, which starts it; 2. a thread begins it; 3. its result or its error is stored; 4.
-    the thread sends its last signal; 5. the task has waited for it. The thread owns the outcome
-    until 4, the task afterwards.
+    the thread sends its last signal; 5. the task has waited for it, and the thread is among the
+    ``idle`` ones if it has an eventfd; otherwise it ends. The thread owns the outcome until 4, the
+    task afterwards.
     """
 
     __slots__ = ("_error", "_idle", "_job", "_num_signals", "_result", "_thread")
 
-    def __init__(self, job: Callable[[], T], idle: _IdleThreads, *, reports_begin: bool) -> None:
+    def __init__(self, job: Callable[[], T], idle: list[_JobThread], num_signals: int) -> None:
         self._job = job
         self._idle = idle
-        self._num_signals = 2 if reports_begin else 1
+        self._num_signals = num_signals
         self._result: T
         self._error: BaseException | None = None
-        self._thread = idle.take()
-        self._thread.begin(self)
+        self._thread = thread = idle.pop() if idle else _JobThread()
+        thread.inbox.put(self)
 
     # ---- in the thread
 
@@ -270,10 +248,13 @@ class _ThreadJob(Generic[T]):
         await self._thread.wakeup.wait_received(1)
 
     async def wait(self) -> T:
-        await self._thread.wakeup.wait_received(self._num_signals)
-        self._idle.put(self._thread)
+        thread, wakeup = self._thread, self._thread.wakeup
+        await wakeup.wait_received(self._num_signals)
+        if wakeup.__class__ is _EventfdWakeup:
+            wakeup.num_received = 0  # every signal of this job
+            self._idle.append(thread)
         # An exception of the job's refers to this object, which must not keep the descriptor.
-        del self._thread
+        del thread, wakeup, self._thread
         if self._error is None:
             return self._result
         error, self._error = self._error, None

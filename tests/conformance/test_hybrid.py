@@ -264,7 +264,7 @@ def test_a_state_that_is_written_before_the_step_has_succeeded_is_noticed(zoo, n
             patch.setattr(loaded.runner, "_choose", choose)
             with pytest.raises(RuntimeError, match="planted"):
                 execute(plan)
-        execute(replace(plan, rows=(), admitted=(), copies=()))
+        execute(plan._replace(rows=(), admitted=(), copies=()))
         return execute(plan)
 
     world.runner = SimpleNamespace(execute=execute_twice)

@@ -96,7 +96,7 @@ def test_a_step_that_raises_can_be_executed_again(loaded, monkeypatch, where, at
                 broken.setattr(*STAGES[where](loaded.runner), fail)
                 with pytest.raises(ZeroDivisionError):
                     stock(plan)
-            return stock(replace(plan, admitted=(), released=()))
+            return stock(plan._replace(admitted=(), released=()))
         return stock(plan)
 
     monkeypatch.setattr(loaded.runner, "execute", execute)
@@ -165,7 +165,7 @@ BUGS = {
 @pytest.mark.parametrize(("plan", "change"), BUGS.values(), ids=BUGS)
 def test_a_plan_that_breaks_the_contract_is_an_engine_bug(loaded, plan, change):
     with pytest.raises(EngineBug):
-        loaded.runner.execute(replace(plan, **change))
+        loaded.runner.execute(plan._replace(**change))
     release(loaded, 1)
 
 

@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import trio
@@ -140,7 +139,7 @@ class FaultyRunner(FakeRunner):
     def execute(self, plan):
         result = super().execute(plan)
         is_broken = self.script.plan_fault.has(BROKEN_STEP, plan)
-        return replace(result, plan_id=result.plan_id + 1) if is_broken else result
+        return result._replace(plan_id=result.plan_id + 1) if is_broken else result
 
 
 class CountedRunner:

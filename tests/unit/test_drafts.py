@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -308,7 +307,7 @@ def test_more_tokens_than_were_drafted_are_a_bug(draft):
     plan = driver.begin_step()
     result = driver.runner.execute(plan)
     [row] = result.rows
-    wrong = replace(result, rows=(row._replace(tokens=row.tokens * 40),))
+    wrong = result._replace(rows=(row._replace(tokens=row.tokens * 40),))
     with pytest.raises(EngineBug) as caught:
         driver.scheduler.apply(StepDone(wrong), driver.now)
     assert "tokens for" in caught.value.log_detail
@@ -579,7 +578,7 @@ def test_more_drafts_than_were_planned_are_a_bug():
     plan = driver.begin_step()
     assert plan.rows[0].by_model
     result = driver.runner.execute(plan)
-    wrong = replace(result, rows=(result.rows[0]._replace(drafted=99),))
+    wrong = result._replace(rows=(result.rows[0]._replace(drafted=99),))
     with pytest.raises(EngineBug) as caught:
         driver.scheduler.apply(StepDone(wrong), driver.now)
     assert "were planned" in caught.value.log_detail
@@ -591,7 +590,7 @@ def test_a_choice_that_forks_drafts_nothing_in_the_row_of_another_one():
     result = driver.runner.execute(driver.begin_step())
     forked = result.rows[1]._replace(drafted=1)
     with pytest.raises(EngineBug) as caught:
-        driver.scheduler.apply(StepDone(replace(result, rows=(result.rows[0], forked))), driver.now)
+        driver.scheduler.apply(StepDone(result._replace(rows=(result.rows[0], forked))), driver.now)
     assert "got 1 drafts, and 0 were planned" in caught.value.log_detail
 
 

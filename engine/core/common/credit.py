@@ -96,14 +96,14 @@ class Credit:
         Raises:
             EngineBug: Fewer messages wait.
         """
-        if count > self.filled + self.again:
+        if count > self.capacity - self.free - self.reserved + self.again:
             raise EngineBug(f"{count} messages released of {self.filled} filled")
         if self.again:
             without = min(self.again, count)
             self.again -= without
             count -= without
         self.free += count
-        was_starved = self.starved
-        if count:
-            self.starved = False
-        return was_starved and count > 0
+        if not self.starved or not count:
+            return False
+        self.starved = False
+        return True

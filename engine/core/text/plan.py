@@ -3,8 +3,8 @@
 Rule 1: every class here is a value that pickles without torch, so that a runner can live in a
 process of its own. Rule 2: each plan is executed once or fails once.
 
-`Row`, `RowResult` and the events that are made once per row and step are named tuples, the rest
-frozen dataclasses: a dataclass of seven fields takes three times as long to make as a named tuple
+What is made for each row of a step, or for each step, is a named tuple, the rest frozen
+dataclasses: a dataclass of seven fields takes three times as long to make as a named tuple
 (`python -m tools.bench primitives`), and the whole budget of plan and commit is 1.5 µs a row.
 
 Index spaces: a *token position* counts a sequence's tokens from 0, prompt and output together; a
@@ -14,7 +14,7 @@ Index spaces: a *token position* counts a sequence's tokens from 0, prompt and o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from engine.core.common.types import BlockId, EndReason, PlanId, SequenceId
     from engine.core.text.types import Constraint, PromptImage, Sampling, Stops, TokenLogprob
 
+
+NO_TIMINGS = StepTimings()
 
 # How many prompt positions one step scores for their log-probabilities, all rows together, but at
 # least one of each row. This bounds the memory of their logits. A guess: 64 rows of 151,936 logits
@@ -152,8 +154,7 @@ class AdmittedSequence:
     images: tuple[PromptImage, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One forward pass.
 
     The worker applies ``released``, then ``admitted``, then the block tables, then the forward pass
@@ -217,11 +218,10 @@ class RowResult(NamedTuple):
     forced: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """The result of a step: one entry for each row of the plan and each child, in the plan's order.
     A row's children follow it."""
 
     plan_id: PlanId
     rows: tuple[RowResult | RowFailure, ...]
-    timings: StepTimings = field(default_factory=StepTimings)
+    timings: StepTimings = NO_TIMINGS
