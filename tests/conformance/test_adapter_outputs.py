@@ -20,7 +20,7 @@ import trio  # noqa: E402
 from engine.api.engine import open_engine  # noqa: E402
 from engine.config import AdapterConfig, EngineConfig, ModelConfig, WorkerConfig  # noqa: E402
 from engine.core.common.events import Finished  # noqa: E402
-from engine.core.text.drafts import StepCosts  # noqa: E402
+from engine.core.text.draft_lengths import StepCosts  # noqa: E402
 from engine.core.text.types import Tokens  # noqa: E402
 from engine.requests.text_values import (  # noqa: E402
     GenerateRequest,

@@ -155,9 +155,9 @@ def test_a_worker_that_gets_no_more_work_ends_and_does_not_spin(seed, is_busy, m
     """R12, R48, R182: at once if it is idle, otherwise after the step in flight."""
     turns, turn = [], EngineLoop._turn
 
-    async def counted(loop):
+    async def counted(loop, began):
         turns.append(trio.current_time())
-        return await turn(loop)
+        return await turn(loop, began)
 
     monkeypatch.setattr(EngineLoop, "_turn", counted)
 

@@ -108,9 +108,9 @@ def test_a_paused_engine_takes_no_turn_and_starts_no_step(monkeypatch):
     """R183: for as long as it is paused, though a request is in the middle of its tokens."""
     turns, turn = [], EngineLoop._turn
 
-    async def counted(loop):
+    async def counted(loop, began):
         turns.append(trio.current_time())
-        return await turn(loop)
+        return await turn(loop, began)
 
     monkeypatch.setattr(EngineLoop, "_turn", counted)
     threads = CountedThreads()

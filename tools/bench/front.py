@@ -12,11 +12,14 @@ The rows with TLS say so; the two servers have the same certificate.
 
 The last row has no ticks: the engine steps as fast as it can, the writers fall behind, and several
 tokens go out in one message. Its figure is per token.
+
+`BENCH_ONLY` is a regular expression that selects rows by name: "1 stream$", "1 stream, TLS".
 """
 
 from __future__ import annotations
 
 import os
+import re
 import statistics
 import time
 from contextlib import contextmanager
@@ -109,9 +112,9 @@ def unpaced(streams: int) -> Row:
     return row_of(f"CPU per token without ticks, {name_of(streams)}", times, "µs", note=note)
 
 
-def name_of(streams: int) -> str:
-    """Return the number of streams in words."""
-    return f"{streams} stream{'s' if streams > 1 else ''}"
+def name_of(streams: int, tls: dict[str, str] | None = None) -> str:
+    """Return the number of streams in words, and whether they use TLS."""
+    return f"{streams} stream{'s' if streams > 1 else ''}{', TLS' if tls else ''}"
 
 
 @contextmanager
@@ -145,7 +148,7 @@ def compare(streams: int, tls: dict[str, str] | None = None) -> list[Row]:
         )
     growth = max(sizes[0]) / max(sizes[1])
     note = "" if growth < SIZE_TOLERANCE else f"messages held {growth:.2f} × the bytes"
-    name = name_of(streams) + (", TLS" if tls else "")
+    name = name_of(streams, tls)
     return [
         row_of(f"CPU per message, {name}", mine, "µs"),
         row_of(f"plain grpc.aio, {name}", theirs, "µs"),
@@ -160,5 +163,7 @@ def _ratios(ones: list[float], others: list[float]) -> list[float]:
 
 def run() -> list[Row]:
     """Return the bench's rows."""
+    wanted = re.compile(os.environ.get("BENCH_ONLY", ""))
     with certificates() as tls:
-        return [row for streams in TICK_S for way in (None, tls) for row in compare(streams, way)]
+        cases = [(streams, way) for streams in TICK_S for way in (None, tls)]
+        return [row for case in cases if wanted.search(name_of(*case)) for row in compare(*case)]

@@ -49,7 +49,7 @@ class BreakingRunner(_Breaking, FakeRunner):
     """A text model that from then on answers with another plan's id."""
 
     def _break(self, result: StepResult) -> StepResult:
-        return replace(result, plan_id=result.plan_id + 1)  # type: ignore[operator]
+        return result._replace(plan_id=PlanId(result.plan_id + 1))
 
 
 class BreakingEncoder(_Breaking, FakeEncoder):

@@ -15,6 +15,7 @@ Source: etcd raft's Ready/Advance for the shape; design D4–D7, D17–D19 for t
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.core.common.core import CoreStatistics, Phase
@@ -186,19 +187,12 @@ class Scheduler:
         return self._builder(now, only_begun=self._pause is PauseMode.WAIT).build()
 
     def _builder(self, now: float, *, only_begun: bool = False) -> StepBuilder:
-        """Return a builder for one step."""
+        """Return a builder for one step. The budget of its prompt tokens is halved by running out
+        of memory (D17)."""
+        limit_beside = partial(self._speeds.prompt_tokens, self._ledger, self._budget.tokens)
         return StepBuilder(
-            self._ledger, now, self._prompt_limit, self._note_preemption, only_begun=only_begun
+            self._ledger, now, limit_beside, self._note_preemption, only_begun=only_begun
         )
-
-    def _prompt_limit(self, num_decodes: int) -> int:
-        """Return how many prompt tokens a step may have beside so many decodes: the smallest of the
-        budget, which is halved by running out of memory (D17), of what can be computed in the time
-        that a step should take, and of what the decodes can wait for (D4)."""
-        limit = min(self._budget.tokens, self._speeds.best_rate.prompt_budget)
-        num_sequences = len(self._ledger.running) + len(self._ledger.waiting)
-        num_sequences = min(num_sequences, self.config.max_num_seqs)
-        return self._speeds.pace.prompt_tokens(limit, num_sequences, num_decodes)
 
     def _note_preemption(self, seq: Sequence) -> None:
         self._preemptions += 1

@@ -17,6 +17,7 @@ from engine.core.text.draft_lengths import Purse, StepCosts
 
 if TYPE_CHECKING:
     from engine.config import SchedulerConfig
+    from engine.core.text.ledger import Ledger
     from engine.core.text.plan import StepPlan
     from engine.core.text.planned_step import PlannedStep
 
@@ -67,6 +68,15 @@ class Speeds:
             self._best_rate.note(num_rows, seconds)
             self._recent_rate.note(num_rows, seconds)
             self._pace.note(0, num_rows, seconds)
+
+    def prompt_tokens(self, ledger: Ledger, limit: int, num_decodes: int) -> int:
+        """Return how many prompt tokens a step may have beside so many decodes: the smallest of
+        ``limit``, of what can be computed in the time that a step should take, and of what the
+        decodes can wait for (D4)."""
+        num_sequences = len(ledger.running) + len(ledger.waiting)
+        num_sequences = min(num_sequences, ledger.config.max_num_seqs)
+        limit = min(limit, self.best_rate.prompt_budget)
+        return self.pace.prompt_tokens(limit, num_sequences, num_decodes)
 
     # ---- the estimates, up to date
 
