@@ -44,7 +44,8 @@ SHORT_BOUNDS = (
 )
 COUNT_BOUNDS = tuple(float(2**power) for power in range(18))
 
-UNCOUNTED_MAX = 64  # entries of a list (rule 4); guess: few enough to keep, and counted seldom
+# Entries of a list (rule 4); a guess. More would save little, and delay one step in so many.
+UNCOUNTED_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from engine.core.text.plan import StepPlan
     from engine.core.text.planned_step import PlannedStep
 
-UNREAD_MAX = 64  # steps; guess: enough that their estimates' state is read seldom
+# Steps; a guess. More of them would save little, and the step after the last one would start later.
+UNREAD_MAX = 16
 
 
 class Speeds:
