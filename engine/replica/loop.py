@@ -358,10 +358,11 @@ class EngineLoop(Generic[RequestT, PlanT, ResultT]):
         self._apply(outcome, ended)
         if self._check_level >= 2:
             self.core.check()
+        if self.telemetry is None:
+            return self._time()
+        self.telemetry.step_ended(len(plan.rows), started, ended)
         committed = self._time()
-        if self.telemetry is not None:
-            self.telemetry.step_ended(len(plan.rows), started, ended)
-            self.telemetry.loop_s["commit"] += committed - ended
+        self.telemetry.loop_s["commit"] += committed - ended
         return committed
 
     def _work_ahead(self, now: float) -> None:

@@ -251,7 +251,7 @@ class _ThreadJob(Generic[T]):
         thread, wakeup = self._thread, self._thread.wakeup
         await wakeup.wait_received(self._num_signals)
         if wakeup.__class__ is _EventfdWakeup:
-            wakeup.num_received = 0  # every signal of this job
+            wakeup.num_received = 0  # this task has received every signal of the job
             self._idle.append(thread)
         # An exception of the job's refers to this object, which must not keep the descriptor.
         del thread, wakeup, self._thread

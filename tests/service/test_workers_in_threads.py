@@ -163,7 +163,7 @@ def taken(monkeypatch):
     async def watched(loop, plan, started):
         in_flight.append(plan)
         try:
-            await step(loop, plan, started)
+            return await step(loop, plan, started)
         finally:
             in_flight.remove(plan)
 

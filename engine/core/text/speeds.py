@@ -1,9 +1,10 @@
-"""What the committed steps say of how fast the next ones will be: every estimate of a scheduler.
+"""What the times of committed steps say of how fast the next ones will be.
 
-Rule: an estimate is up to date when it is read, and not before. Steps that only decode are noted in
-a list, because dozens of them follow one another before anybody reads an estimate, and between two
-steps the processor's caches are cold: one line of a list costs less than the state of five
-estimates. Each estimate takes the same steps in the same order as if it were told of them at once.
+Rule: each estimate is up to date whenever it is read. A step that only decodes is first noted in a
+list, which the estimates take in before one of them is read, or once it holds `UNREAD_MAX` steps.
+Between two steps the processor's caches are cold, and a line of a list costs less than the state of
+five estimates. Each estimate takes in the same steps in the same order as if it were told of them
+at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ UNREAD_MAX = 16
 
 
 class Speeds:
-    """The estimates of one scheduler, which nothing but `note` tells of steps."""
+    """The estimates of one scheduler that follow from the times of its steps. `note` tells them of
+    each step. What else an estimate learns, such as a refused prompt, its reader tells it."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._recent_rate = RecentRate()
