@@ -45,7 +45,7 @@ SHORT_BOUNDS = (
 )
 COUNT_BOUNDS = tuple(float(2**power) for power in range(18))
 
-# Entries of a list (rule 4); a guess. More would save little, and delay one step in so many.
+# Entries of a list (rule 4); a guess. With more, one step in so many would start later.
 UNCOUNTED_MAX = 16
 
 
@@ -158,9 +158,9 @@ class ReplicaTelemetry:
     def __init__(self, token_event: type[Any] | None) -> None:
         self._token_event = token_event
         self._live: dict[RequestId, _Live] = {}
-        self._steps: list[tuple[int, float, float]] = []  # rows, start and end; not counted yet
-        self._intervals: list[tuple[float, int]] = []  # and how many; not counted yet
-        self._step_ended_at: float | None = None  # of the last counted step, if work went on
+        self._steps: list[tuple[int, float, float]] = []  # uncounted: rows, start, end
+        self._intervals: list[tuple[float, int]] = []  # uncounted: seconds, and how many
+        self._step_ended_at: float | None = None  # by the last counted step; None after idling
         self._cancelled: dict[RequestId, tuple[float, str]] = {}
         self._cancel_to_free: dict[str, Histogram] = {}
         self._ends: dict[str, int] = {}

@@ -51,7 +51,7 @@ def step_of(counts, num_drafts, image_cost):
 
 
 class Told:
-    """The estimates, told at once, as the text of `Speeds` has it."""
+    """The same estimates, each told of a step as soon as it is over."""
 
     def __init__(self):
         self.recent_rate, self.purse, self.costs = RecentRate(), Purse(), StepCosts()

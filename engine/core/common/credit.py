@@ -96,7 +96,7 @@ class Credit:
         Raises:
             EngineBug: Fewer messages wait.
         """
-        if count > self.capacity - self.free - self.reserved + self.again:
+        if count > self.filled + self.again:
             raise EngineBug(f"{count} messages released of {self.filled} filled")
         if self.again:
             without = min(self.again, count)

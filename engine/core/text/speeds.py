@@ -64,13 +64,13 @@ class Speeds:
 
     def _catch_up(self) -> None:
         """Tell every estimate of the steps that are not read yet."""
-        unread, self._unread = self._unread, []
-        for num_rows, seconds in unread:
+        for num_rows, seconds in self._unread:
             self._purse.note_other()
             self._costs.note(num_rows, 0, seconds)
             self._best_rate.note(num_rows, seconds)
             self._recent_rate.note(num_rows, seconds)
             self._pace.note(0, num_rows, seconds)
+        self._unread.clear()
 
     def prompt_tokens(self, ledger: Ledger, limit: int, num_decodes: int) -> int:
         """Return how many prompt tokens a step may have beside so many decodes: the smallest of
@@ -86,36 +86,31 @@ class Speeds:
     @property
     def recent_rate(self) -> RecentRate:
         """The rate of the last steps."""
-        if self._unread:
-            self._catch_up()
+        self._catch_up()
         return self._recent_rate
 
     @property
     def best_rate(self) -> BestRate:
         """The highest rate of any step."""
-        if self._unread:
-            self._catch_up()
+        self._catch_up()
         return self._best_rate
 
     @property
     def pace(self) -> DecodePace:
         """How many prompt tokens decodes can wait for."""
-        if self._unread:
-            self._catch_up()
+        self._catch_up()
         return self._pace
 
     @property
     def costs(self) -> StepCosts:
         """How much longer a step with drafts takes."""
-        if self._unread:
-            self._catch_up()
+        self._catch_up()
         return self._costs
 
     @property
     def purse(self) -> Purse:
         """What the drafts of a draft model may still cost."""
-        if self._unread:
-            self._catch_up()
+        self._catch_up()
         return self._purse
 
 
