@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     for pattern in EXCLUDED:
         watch.exclude(pattern)
     watch.start()
-    from tools.simulator.run import simulate  # after the start, so that definitions count
+    from tests.simulator.run import simulate  # after the start, so that definitions count
 
     for seed in range(args.seed, args.seed + args.seeds):
         simulate(seed, num_requests=args.requests)

@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tools.simulator.run import Outcome, simulate
-from tools.simulator.workload import FAULTS
+from tests.simulator.run import Outcome, simulate
+from tests.simulator.workload import FAULTS
 
 TRANSITIONS = Path(__file__).parents[1] / "tests" / "simulation" / "transitions.txt"
 RARE = 10  # guess: what follows a transition that was hit less often in all worlds is hardly tested

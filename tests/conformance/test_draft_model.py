@@ -28,6 +28,7 @@ from engine.worker import draft_model, sequences  # noqa: E402
 from engine.worker.draft_model import DraftModel  # noqa: E402
 from engine.worker.drafting.draft_cache import Resident  # noqa: E402
 from engine.worker.factory import runner_of, runner_spec  # noqa: E402
+from tests.simulator.mutants import Mutant, planted  # noqa: E402
 from tests.support.draft_rows import (  # noqa: E402
     PROMPT,
     ROWS,
@@ -39,7 +40,6 @@ from tests.support.draft_rows import (  # noqa: E402
     drafts_of,
     request_of,
 )
-from tools.simulator.mutants import Mutant, planted  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -35,6 +35,7 @@ from engine.worker import sequences, text_runner  # noqa: E402
 from engine.worker.drafting.look_up import REST_MAX, LookUp  # noqa: E402
 from engine.worker.sampling.constraint_compiler import Matching  # noqa: E402
 from engine.worker.text_runner import NO_SCORES, TorchRunner  # noqa: E402
+from tests.simulator.mutants import Mutant, planted  # noqa: E402
 from tests.support.draft_rows import (  # noqa: E402
     PROMPT,
     ROWS,
@@ -48,7 +49,6 @@ from tests.support.draft_rows import (  # noqa: E402
     request_of,
 )
 from tests.support.model_zoo import load_runner  # noqa: E402
-from tools.simulator.mutants import Mutant, planted  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -24,8 +24,8 @@ from engine.core.common.types import EndReason
 from engine.core.text.prefix import extend_keys, root_key
 from engine.core.text.prompt_images import contents_of_blocks
 from engine.core.text.types import PromptImage, Sampling
+from tests.simulator.drafters import drafter
 from tests.support.core_driver import Driver, expected_tokens, make_request
-from tools.simulator.drafters import drafter
 
 PREFIXES = [tuple(range(1, 30)), tuple(range(100, 130)), ()]
 # Images of a prompt: the tokens before each, and its span, its cost, its digest and whether it is

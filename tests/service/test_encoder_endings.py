@@ -18,6 +18,7 @@ import pytest
 from engine.worker.fakes.encoder import SEPARATOR, score_of, vector_of
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
+from tests.simulator.encode_oracle import image_file, pixels_in
 from tests.support.encode_wire import (
     Encode,
     embed,
@@ -40,7 +41,6 @@ from tests.support.wire import (
     wait_serving,
     wait_until,
 )
-from tools.simulator.encode_oracle import image_file, pixels_in
 
 Code = grpc.StatusCode
 STEP_S = 0.05

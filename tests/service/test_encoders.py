@@ -11,6 +11,7 @@ import pytest
 from engine.requests.encode_values import MAX_INPUTS
 from engine.worker.fakes.encoder import IMAGE_TOKENS, PROMPTS, SEPARATOR, score_of, vector_of
 from grpc_service.client import messages as pb
+from tests.simulator.encode_oracle import image_file, pixels_in
 from tests.support.encode_wire import (
     ENCODERS,
     Encode,
@@ -38,7 +39,6 @@ from tests.support.wire import (
     wait_serving,
     wait_until,
 )
-from tools.simulator.encode_oracle import image_file, pixels_in
 
 Code = grpc.StatusCode
 

@@ -23,6 +23,7 @@ import pytest
 
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
+from tests.simulator.encode_oracle import image_file
 from tests.support.client import stopped_reading
 from tests.support.core_driver import expected_tokens
 from tests.support.proxy import proxy
@@ -41,7 +42,6 @@ from tests.support.wire import (
     wait_serving,
     wait_until,
 )
-from tools.simulator.encode_oracle import image_file
 
 STEP_S = 0.1
 SLOW_S = 3.0  # seconds of loading or encoding, in these phases

@@ -26,7 +26,7 @@ from engine.requests.text_values import (
 )
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 TOOLS = ({"type": "function", "function": {"name": "add"}},)
 ASK = ({"role": "user", "content": "hi"},)

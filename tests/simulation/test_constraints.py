@@ -25,7 +25,7 @@ from engine.replica.compiled_constraints import CompiledConstraints
 from engine.requests.tasks import RequestTasks
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 CONFIG = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
 COSTLY = 1.0

@@ -23,7 +23,7 @@ from grpc_service.rpc.testing import open_server
 from grpc_service.services.backend import Backend
 from grpc_service.services.error_status import status_of
 from grpc_service.services.methods import methods
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.1
 GENERATE = "triolet.v1.Inference/Generate"

@@ -14,7 +14,7 @@ from engine.errors import ShuttingDown, WorkerLost
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import LEVELS, Counts
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 1.0
 DIES_AT_STEP = 5

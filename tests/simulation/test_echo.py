@@ -10,7 +10,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.text.types import Tokens
 from engine.requests.text_values import GenerateRequest, OutputOptions, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 REQUEST = GenerateRequest(
     token_ids=(5, 6, 7), n=2, sampling=SamplingParams(max_tokens=3), output=OutputOptions(echo=True)

@@ -16,7 +16,7 @@ from engine.errors import RequestNotFound
 from engine.requests.chat_values import Chat
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 1.0
 

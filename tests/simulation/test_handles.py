@@ -17,8 +17,8 @@ from engine.errors import InvalidRequest, ModelNotFound, RequestCancelled, Shutt
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.support.core_driver import expected_tokens
-from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 SEEDS = range(4)  # for the order of tasks
 LOAD_S, STEP_S, CALL_S = 0.5, 0.01, 0.1

@@ -20,9 +20,9 @@ from engine.status import Capability
 from engine.worker.fakes.encoder import IMAGE_TOKENS, FakeEncoder, vector_of
 from engine.worker.fakes.text import FakeScript
 from engine.worker.interface import EncoderKind
-from tools.simulator.determinism import VirtualThreads, run_deterministically
-from tools.simulator.encode_oracle import image_file
-from tools.simulator.mutants import Mutant, planted
+from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.encode_oracle import image_file
+from tests.simulator.mutants import Mutant, planted
 
 DECODE_S, STEP_S = 0.1, 0.01
 PIXELS = [bytes([number, 7] * 24) for number in range(200)]

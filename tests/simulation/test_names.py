@@ -22,7 +22,7 @@ from engine.errors import (
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import AbortOutcome
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.01
 REQUEST = GenerateRequest(

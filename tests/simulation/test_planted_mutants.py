@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from tools.simulator.mutants import MUTANTS, NUM_REQUESTS, Mutant, find, planted, shows
-from tools.simulator.run import simulate
+from tests.simulator.mutants import MUTANTS, NUM_REQUESTS, Mutant, find, planted, shows
+from tests.simulator.run import simulate
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.requests.tokenizing import INLINE_TOKENIZE_CHARS
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import FakeTokenizer
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 CONFIG = EngineConfig(models=(ModelConfig("fake"),), check_level=2)
 LONG = "a" * INLINE_TOKENIZE_CHARS

@@ -12,7 +12,7 @@ from engine.config import EngineConfig, ModelConfig, WorkerConfig
 from engine.core.common.types import SequenceId
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 REPLICAS = 3
 FAMILIES = 4  # one more than replicas, or taking turns would find them all

@@ -25,7 +25,7 @@ from engine.requests.text_values import (
 )
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import SamplingDefaults
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 
 def run(request, *, buffer=16, seed=0, runner=None, **config):

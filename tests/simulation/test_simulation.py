@@ -18,8 +18,8 @@ import pytest
 import trio._core._run as trio_run
 
 from engine.core.text.lifecycle import TRANSITIONS as LIFECYCLE
+from tests.simulator.run import simulate
 from tools.simulate import RARE, Table, listed_transitions, main
-from tools.simulator.run import simulate
 
 ROOT = Path(__file__).parents[2]
 SEEDS_PER_CHUNK = 10
@@ -98,7 +98,7 @@ def journal_digest(seed, hash_seed):
     """Return the digest of a seed's journal, from a process of its own."""
     code = (
         "import logging, hashlib; logging.disable(50)\n"
-        "from tools.simulator.run import simulate\n"
+        "from tests.simulator.run import simulate\n"
         f"journal = simulate({seed}, num_requests=60).journal\n"
         "print(hashlib.sha256('\\n'.join(journal).encode()).hexdigest())"
     )

@@ -10,7 +10,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.core.text.scheduler import Scheduler
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 SEEDS = range(8)  # for the order of tasks: each of two starts comes up in about half of them
 

@@ -24,8 +24,8 @@ from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.status import Capability
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 from tests.support.core_driver import expected_tokens
-from tools.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 0.01
 

@@ -15,7 +15,7 @@ from engine.core.text.scheduler import Scheduler
 from engine.replica.loop import EVENTS_TO_SEND_FIRST, EngineLoop, Unbatched
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 STEP_S = 1.0
 

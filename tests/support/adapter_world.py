@@ -10,7 +10,7 @@ from engine.core.text.types import Tokens
 from engine.requests.text_values import GenerateRequest, SamplingParams
 from engine.worker.fakes.adapters import digest_of_adapter
 from engine.worker.fakes.text import FakeRunner, FakeScript
-from tools.simulator.oracle import expected_output
+from tests.simulator.oracle import expected_output
 
 CONTENTS = {"/sql": "sql", "/tales": "tales"}
 

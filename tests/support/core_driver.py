@@ -20,8 +20,8 @@ from engine.core.text.types import Request, Sampling, Stops, Tokens
 from engine.worker.fakes.digests import contents_of, digest_after, next_token
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.fakes.tokenizer import EOS
+from tests.simulator.watch import gave_way_for_nobody
 from tests.support.step_driver import StepDriver
-from tools.simulator.watch import gave_way_for_nobody
 
 
 def expected_tokens(prompt, *, count, seed=None, choice=0, eos_at=None, images=()):

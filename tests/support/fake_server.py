@@ -35,7 +35,7 @@ from grpc_service.app.server_config import ServerConfig
 from grpc_service.rpc.call_tasks import CallTasks
 from grpc_service.rpc.server import RpcServer
 from grpc_service.services.call_writer import CallWriter
-from tools.simulator.drafters import drafter
+from tests.simulator.drafters import drafter
 
 POISONED_STEP = 901  # every step with a row of a prompt that begins with this token raises
 POISONED_ROW = 902  # a prompt that begins with this token fails alone, after its second token

@@ -20,8 +20,8 @@ from engine.core.common.types import RequestId
 from engine.core.image.scheduler import ImageScheduler
 from engine.core.image.types import Drawing, Drawn, ImageRequest, Stepped
 from engine.worker.fakes.drawing import FakeImageRunner, image_of, preview_of
+from tests.simulator.image_watch import ImageWatch
 from tests.support.step_driver import StepDriver
-from tools.simulator.image_watch import ImageWatch
 
 SIZES = (8, 16, 72, 120)
 

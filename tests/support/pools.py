@@ -21,7 +21,7 @@ from engine.worker.fakes.drawing import FAKE_INFO, FakeImageRunner
 from engine.worker.fakes.encoder import FakeEncoder
 from engine.worker.fakes.text import FakeRunner, FakeScript
 from engine.worker.interface import EncoderKind, MemoryEstimate
-from tools.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.determinism import VirtualThreads, run_deterministically
 
 GB = 1 << 30
 ENCODERS = {

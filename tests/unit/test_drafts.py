@@ -34,8 +34,8 @@ from engine.errors import ConfigError, EngineBug
 from engine.worker.factory import runner_spec
 from engine.worker.fakes.digests import digest_after
 from engine.worker.fakes.text import FakeRunner, FakeScript
+from tests.simulator.drafters import drafter, right_draft
 from tests.support.core_driver import Driver, expected_tokens, make_request
-from tools.simulator.drafters import drafter, right_draft
 
 
 def always_right(tokens, seed, choice):

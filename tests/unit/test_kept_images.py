@@ -8,7 +8,7 @@ from engine.images.errors import BadImage
 from engine.images.sight import digest_of
 from engine.requests.kept_images import KeptImages
 from engine.worker.fakes.sight import FakeSight
-from tools.simulator.encode_oracle import image_file
+from tests.simulator.encode_oracle import image_file
 
 FILES = [image_file(bytes([number, 1, 2] * 16)) for number in range(5)]
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.requests.encode_values import MAX_INPUTS, EmbedRequest, RerankRequest
-from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client
-from tools.simulator.encode_oracle import MAX_INPUT_LEN, image_file
+from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client
+from tests.simulator.encode_oracle import MAX_INPUT_LEN, image_file
 
 if TYPE_CHECKING:
     import random

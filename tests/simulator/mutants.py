@@ -1,6 +1,6 @@
 """Plant bugs in production code, one at a time, to check that the simulator finds them.
 
-`python -m tools.simulator.mutants [TITLE…]` prints for each bug the first world that shows it. A
+`python -m tests.simulator.mutants [TITLE…]` prints for each bug the first world that shows it. A
 mutant is a function's own source with one piece replaced. A piece that is no longer in the source
 is an error, so that no mutant becomes void unnoticed.
 """
@@ -54,7 +54,7 @@ from engine.requests import (
 )
 from engine.worker.process import answers, group
 from grpc_service.services import call_writer
-from tools.simulator.run import simulate
+from tests.simulator.run import simulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

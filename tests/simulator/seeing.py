@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 from engine.requests.chat_values import Chat
 from engine.requests.text_values import GenerateRequest
 from engine.status import Capability
-from tools.simulator.clients import MODEL
-from tools.simulator.encode_oracle import image_file
-from tools.simulator.oracle import MAX_MODEL_LEN, prompt_of
+from tests.simulator.clients import MODEL
+from tests.simulator.encode_oracle import image_file
+from tests.simulator.oracle import MAX_MODEL_LEN, prompt_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.config import EngineConfig
-    from tools.simulator.clients import Client
+    from tests.simulator.clients import Client
 
 FAULT = "sees"
 SHARE = 0.3  # of worlds

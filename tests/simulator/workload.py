@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig, ModelConfig
 from engine.status import Capability
-from tools.simulator import adapters, drawings, pool_faults, resumption, seeing, states
-from tools.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_client
-from tools.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
-from tools.simulator.oracle import MAX_MODEL_LEN
+from tests.simulator import adapters, drawings, pool_faults, resumption, seeing, states
+from tests.simulator.clients import FRAGILE, MODEL, SLEEPY, Client, draw_client
+from tests.simulator.encode_clients import EMBEDDER, RERANKER, ask_encoder, show_images
+from tests.simulator.oracle import MAX_MODEL_LEN
 
 FAULTS = (
     "slow_readers",

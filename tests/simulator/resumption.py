@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from engine.requests.continuation import Continuation, ContinuedChoice
 from engine.requests.kept_events import ReceivedChoice
 from engine.requests.text_values import GenerateRequest
-from tools.simulator.readers import TextReader
+from tests.simulator.readers import TextReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from tools.simulator.clients import Client
+    from tests.simulator.clients import Client
 
 FAULT = "resumes"
 SHARE = 0.3  # of worlds

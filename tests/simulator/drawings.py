@@ -28,9 +28,9 @@ from engine.requests.draw_values import (
 )
 from engine.status import Capability
 from engine.worker.fakes.drawing import FAKE_INFO, SLOW_SCHEDULER, image_of, preview_of
-from tools.simulator.clients import draw_client
-from tools.simulator.readers import Reader
-from tools.simulator.watch import Violation
+from tests.simulator.clients import draw_client
+from tests.simulator.readers import Reader
+from tests.simulator.watch import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.core.image.types import RawImage
     from engine.requests.draw_values import DrawEvent
-    from tools.simulator.clients import Client
+    from tests.simulator.clients import Client
 
 FAULT = "drawings"
 SHARE = 0.3  # of worlds

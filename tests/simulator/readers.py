@@ -13,8 +13,8 @@ from engine.requests.encode_values import EmbedRequest, Score
 from engine.requests.text_values import GenerateRequest, Started
 from grpc_service.access.unread_calls import UNREAD_AGE_S
 from grpc_service.services.call_writer import FAILURE_PATIENCE_S
-from tools.simulator.encode_oracle import expected_results, tokens_of
-from tools.simulator.watch import Violation
+from tests.simulator.encode_oracle import expected_results, tokens_of
+from tests.simulator.watch import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.requests.text_values import StreamEvent
     from grpc_service.access.unread_calls import UnreadCalls
     from grpc_service.services.call_writer import CallWriter
-    from tools.simulator.clients import Client
+    from tests.simulator.clients import Client
 
 SLACK_S = 0.1  # seconds by which a status may be late without a violation
 

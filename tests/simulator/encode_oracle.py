@@ -1,6 +1,6 @@
 """What an encode request must get, from the request alone, without a schedule or an engine.
 
-Rule: as in `tools.simulator.oracle`, this follows the fake encoder's definition
+Rule: as in `tests.simulator.oracle`, this follows the fake encoder's definition
 (`engine.worker.fakes.encoder`) and shares only its primitive functions.
 """
 

@@ -14,7 +14,7 @@ from engine.requests.text_values import (
     PromptOptions,
     SamplingParams,
 )
-from tools.simulator.oracle import MAX_MODEL_LEN, prompt_of
+from tests.simulator.oracle import MAX_MODEL_LEN, prompt_of
 
 if TYPE_CHECKING:
     import random

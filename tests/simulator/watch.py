@@ -1,7 +1,7 @@
 """Watchers of the core: its inputs and outputs, judged by rules of their own.
 
 They know nothing of how the scheduler decides. Each sentence is an invariant of engine/README.md.
-`tools.simulator.run` watches the readers.
+`tests.simulator.run` watches the readers.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from engine.core.text.plan import StepPlan
 from engine.core.text.scheduler import Scheduler
 from engine.core.text.sequence import Sequence
 from engine.core.text.types import Preempted, Tokens
-from tools.simulator.encode_watch import EncodeWatch
-from tools.simulator.image_watch import ImageWatch
-from tools.simulator.pace_watch import PaceWatch
+from tests.simulator.encode_watch import EncodeWatch
+from tests.simulator.image_watch import ImageWatch
+from tests.simulator.pace_watch import PaceWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

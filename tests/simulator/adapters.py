@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from engine.config import AdapterConfig
 from engine.requests.text_values import GenerateRequest
-from tools.simulator.clients import MODEL
+from tests.simulator.clients import MODEL
 
 if TYPE_CHECKING:
     from engine.api.engine import Engine
     from engine.config import EngineConfig
-    from tools.simulator.clients import Client
+    from tests.simulator.clients import Client
 
 FAULT = "adapters"
 SHARE = 0.3  # of worlds

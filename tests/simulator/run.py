@@ -50,14 +50,14 @@ from engine.worker.interface import EncoderKind
 from grpc_service.access.unread_calls import UNREAD_CALLS_MAX, UnreadCalls
 from grpc_service.services.backend import Backend
 from grpc_service.services.call_writer import CallWriter
-from tools.simulator import adapters, drawings, pool_faults, resumption, seeing
-from tools.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
-from tools.simulator.determinism import VirtualThreads, run_deterministically
-from tools.simulator.drafters import drafter_of_world, model_of_world
-from tools.simulator.encode_clients import EMBEDDER, RERANKER
-from tools.simulator.encode_oracle import MAX_INPUT_LEN
-from tools.simulator.oracle import echo_of, expected_output, is_end, prompt_of
-from tools.simulator.readers import (
+from tests.simulator import adapters, drawings, pool_faults, resumption, seeing
+from tests.simulator.clients import BAD_FORM, FRAGILE, MODEL, SLEEPY
+from tests.simulator.determinism import VirtualThreads, run_deterministically
+from tests.simulator.drafters import drafter_of_world, model_of_world
+from tests.simulator.encode_clients import EMBEDDER, RERANKER
+from tests.simulator.encode_oracle import MAX_INPUT_LEN
+from tests.simulator.oracle import echo_of, expected_output, is_end, prompt_of
+from tests.simulator.readers import (
     SLACK_S,
     DrawnBug,
     EncodeReader,
@@ -68,8 +68,8 @@ from tools.simulator.readers import (
     read,
     serve,
 )
-from tools.simulator.watch import CoreWatch, Outcome, Violation
-from tools.simulator.workers import (
+from tests.simulator.watch import CoreWatch, Outcome, Violation
+from tests.simulator.workers import (
     BreakingArtist,
     BreakingEncoder,
     BreakingRunner,
@@ -77,7 +77,7 @@ from tools.simulator.workers import (
     VirtualWatchdog,
     WorkerProcess,
 )
-from tools.simulator.workload import Client, World, draw_world
+from tests.simulator.workload import Client, World, draw_world
 
 if TYPE_CHECKING:
     from engine.api.engine import Engine

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from engine.config import ModelConfig, WorkerConfig
-from tools.simulator.clients import MODEL
+from tests.simulator.clients import MODEL
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig
-    from tools.simulator.clients import Client
+    from tests.simulator.clients import Client
 
 FAULT = "model_pool"
 SPARE = "spare"

@@ -14,7 +14,7 @@ from engine.images.sight import digest_of
 from engine.worker.fakes.digests import digest_after, first_digest, next_token
 from engine.worker.fakes.sight import num_tokens_of
 from engine.worker.fakes.tokenizer import EOS, IMAGE_ID, FakeTokenizer
-from tools.simulator.encode_oracle import pixels_in
+from tests.simulator.encode_oracle import pixels_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
