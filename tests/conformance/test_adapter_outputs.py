@@ -31,12 +31,12 @@ from engine.requests.text_values import (  # noqa: E402
 from engine.status import ModelState  # noqa: E402
 from engine.worker import sequences  # noqa: E402
 from engine.worker.load.adapter_config import read_form  # noqa: E402
+from tests.checkpoints.text import make  # noqa: E402
 from tests.conformance.test_adapter_serving import NEW, greedy, prompts  # noqa: E402
 from tests.conformance.test_adapters import COUNTS, Adapted  # noqa: E402
 from tests.conformance.test_drafts import Replaying  # noqa: E402
 from tests.support.adapters import ATTENTION, LINEARS, peft_model, write_by_hand  # noqa: E402
 from tests.support.model_zoo import ZOO  # noqa: E402
-from tools.make_model import make  # noqa: E402
 
 pytestmark = [
     pytest.mark.model,

@@ -25,12 +25,12 @@ from engine.requests.text_values import GenerateRequest, SamplingParams  # noqa:
 from engine.status import ModelState  # noqa: E402
 from grpc_service.client import messages as pb  # noqa: E402
 from grpc_service.client import stubs  # noqa: E402
+from tests.checkpoints.text import make  # noqa: E402
 from tests.conformance.test_hybrid import KINDS  # noqa: E402
 from tests.support.adapters import peft_model, places_of, write_by_hand  # noqa: E402
 from tests.support.model_zoo import ZOO  # noqa: E402
 from tests.support.server import real  # noqa: E402
 from tests.support.wire import broken_fields, error_of, generate, list_models, reason  # noqa: E402
-from tools.make_model import make  # noqa: E402
 
 pytestmark = [
     pytest.mark.model,

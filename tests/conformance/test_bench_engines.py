@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.checkpoints.text import PRESETS, make
 from tools.bench.peers.environments import PEERS
 from tools.bench.peers.process import OURS, start
-from tools.make_model import PRESETS, make
 
 pytestmark = [pytest.mark.model, pytest.mark.full]
 

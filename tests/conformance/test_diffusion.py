@@ -21,8 +21,8 @@ from engine.worker.diffusion import drawing_state, model, noise, tiles
 from engine.worker.diffusion.noise_names import CLASSES
 from engine.worker.diffusion.runner import DiffusionRunner
 from engine.worker.interface import RunnerSpec
+from tests.checkpoints.diffusion import make
 from tests.support.images import pixels
-from tools.make_diffusion import make
 
 pytestmark = [
     pytest.mark.model,

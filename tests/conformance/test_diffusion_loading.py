@@ -21,8 +21,8 @@ from engine.worker.diffusion.runner import DiffusionRunner
 from engine.worker.factory import runner_of
 from engine.worker.interface import RunnerSpec
 from engine.worker.load.capability import capability_of
+from tests.checkpoints.diffusion import make
 from tests.support.estimates import check_estimate
-from tools.make_diffusion import make
 
 pytestmark = [
     pytest.mark.model,

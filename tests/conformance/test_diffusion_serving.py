@@ -14,7 +14,7 @@ from engine.core.common.types import PlanId, SequenceId
 from engine.core.image.types import Drawing, ImagePlan, ImageVerb
 from engine.errors import EngineBug, SpawnFailed, WorkerLost
 from engine.worker.factory import make_process_runner, make_runner
-from tools.make_diffusion import make
+from tests.checkpoints.diffusion import make
 
 pytestmark = [
     pytest.mark.model,

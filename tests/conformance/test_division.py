@@ -27,13 +27,13 @@ from engine.worker.load.architectures import SERVED  # noqa: E402
 from engine.worker.load.division import DividedCheckpoint, Division  # noqa: E402
 from engine.worker.load.recurrent import RECURRENT  # noqa: E402
 from engine.worker.outline.division_plans import PLANS, Style, style_of  # noqa: E402
+from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.conformance.test_parity import run_alone, run_packed  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import COMPILED, REFERENCE, ZOO, Loaded, prompt_of  # noqa: E402
 from tests.support.parity import TALLIES, Tally  # noqa: E402
 from tests.support.process_fakes import drive  # noqa: E402
 from tests.support.rank_threads import RankThreads  # noqa: E402
-from tools.make_model import Shape, make  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -18,7 +18,7 @@ from engine.errors import InvalidRequest, SpawnFailed
 from engine.worker.encoders.runner import groups
 from engine.worker.factory import make_runner
 from engine.worker.interface import EncoderKind
-from tools.make_encoder import make_embedder, make_reranker
+from tests.checkpoints.encoder import make_embedder, make_reranker
 
 pytestmark = pytest.mark.model
 

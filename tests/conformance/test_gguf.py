@@ -19,6 +19,7 @@ from engine.worker.load.gguf_models import LLAMA3_ROPE, MODELS  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.outline.config import OutlineConfig  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
+from tests.checkpoints.text import PRESETS, Shape, make  # noqa: E402
 from tests.conformance.test_rewrites import (  # noqa: E402
     Built,
     check_rounded_alike,
@@ -36,7 +37,6 @@ from tests.support.gguf_files import (  # noqa: E402
 )
 from tests.support.model_zoo import LLAMA3_ROPE as ZOO_ROPE  # noqa: E402
 from tests.support.model_zoo import load_runner  # noqa: E402
-from tools.make_model import PRESETS, Shape, make  # noqa: E402
 from tools.measure_quantization import PIECE, STORIES, Model, compare, story_text  # noqa: E402
 
 pytestmark = pytest.mark.model

@@ -30,8 +30,8 @@ from engine.status import Capability
 from engine.worker.encoders.images import ImageReader
 from engine.worker.factory import make_runner
 from engine.worker.load.capability import capability_of
+from tests.checkpoints.encoder import IMAGE_ARCHS, make_embedder, make_image_embedder
 from tests.support.images import encoded, picture, pixels
-from tools.make_encoder import IMAGE_ARCHS, make_embedder, make_image_embedder
 
 pytestmark = pytest.mark.model
 

@@ -16,9 +16,9 @@ from engine.worker import placed_model as runner_module  # noqa: E402
 from engine.worker.interface import LoadProgress, RunnerSpec  # noqa: E402
 from engine.worker.load import checkpoint, resolve  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
+from tests.checkpoints.text import make  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import REFERENCE, WAYS, load_runner  # noqa: E402
-from tools.make_model import make  # noqa: E402
 
 pytestmark = pytest.mark.model
 

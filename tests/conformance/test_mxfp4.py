@@ -23,11 +23,11 @@ from engine.worker.load.joined_experts import Joining  # noqa: E402
 from engine.worker.load.loader import read_config, weight_bytes  # noqa: E402
 from engine.worker.load.mxfp4_checkpoint import Mxfp4Checkpoint  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
+from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.conformance.test_parity import ALONE_LENGTHS, assert_red, run_alone, run_packed  # noqa: E402
 from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs  # noqa: E402
 from tests.support.model_zoo import REFERENCE, Loaded, load_runner  # noqa: E402
 from tests.support.parity import TALLIES, Oracle, Tally  # noqa: E402
-from tools.make_model import Shape, make  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -19,10 +19,10 @@ from engine.worker.load import packed_checkpoint  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.load.packed_checkpoint import PackedCheckpoint, read_layout  # noqa: E402
 from engine.worker.outline.config import OutlineConfig  # noqa: E402
+from tests.checkpoints.text import make  # noqa: E402
 from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs  # noqa: E402
 from tests.support.model_zoo import load_runner  # noqa: E402
 from tools.bench import w8a8  # noqa: E402
-from tools.make_model import make  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -24,8 +24,8 @@ from engine.worker.load.vision_architectures import (  # noqa: E402
     has_vision,
 )
 from engine.worker.text_runner import TorchRunner  # noqa: E402
+from tests.checkpoints.text import PRESETS, make  # noqa: E402
 from tests.support.model_zoo import LONG_PHI3, load_runner  # noqa: E402
-from tools.make_model import PRESETS, make  # noqa: E402
 
 pytestmark = pytest.mark.model
 TINY = PRESETS["tiny"]

@@ -34,10 +34,10 @@ from engine.worker.outline.families import LISTED  # noqa: E402
 from engine.worker.outline.modules import Outline  # noqa: E402
 from engine.worker.small_weights import ROUNDED, quantise  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
+from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.conformance.test_small_weights import round_row_blocks  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import COMPILED_ROWS  # noqa: E402
-from tools.make_model import Shape, make  # noqa: E402
 
 pytestmark = pytest.mark.model
 

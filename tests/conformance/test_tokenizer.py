@@ -26,8 +26,8 @@ from engine.worker.encoders.tokenizer import InputTokenizer  # noqa: E402
 from engine.worker.interface import Tokenizer  # noqa: E402
 from engine.worker.text.detokenizer import TextState  # noqa: E402
 from engine.worker.text.tokenizer import HfTokenizer, load_tokenizer  # noqa: E402
+from tests.checkpoints.text import write_tokenizer  # noqa: E402
 from tests.support import toy_tokenizers  # noqa: E402
-from tools.make_model import write_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -33,9 +33,9 @@ from engine.requests.text_values import AnswerTokens, GenerateRequest, Tokens
 from engine.requests.tool_grammar import tool_constraint
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler
 from engine.worker.text.tokenizer import HfTokenizer
+from tests.checkpoints.text import EOS
 from tests.support import toy_tokenizers
 from tests.support.model_zoo import Zoo
-from tools.make_model import EOS
 
 pytestmark = pytest.mark.model
 

@@ -29,11 +29,11 @@ from engine.worker import sequences  # noqa: E402
 from engine.worker import text_runner as runner_module  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.text_runner import TorchRunner, is_out_of_memory  # noqa: E402
+from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.support.mini_planner import GREEDY, MiniPlanner  # noqa: E402
 from tests.support.model_zoo import WAYS, load_runner, seeded_prompt  # noqa: E402
 from tools.bench.small_weights import BAR_PEAK, BARS_MEMORY  # noqa: E402
 from tools.bench.small_weights import in_process as measured  # noqa: E402
-from tools.make_model import Shape, make  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -31,11 +31,11 @@ from engine.worker.load.vision_architectures import VISION  # noqa: E402
 from engine.worker.sequences import SequenceState  # noqa: E402
 from engine.worker.vision import runner as runner_module  # noqa: E402
 from engine.worker.vision.positions import positions_of  # noqa: E402
+from tests.checkpoints import vision as vision_checkpoint  # noqa: E402
+from tests.checkpoints.vision import RECIPES  # noqa: E402
 from tests.support.estimates import check_estimate  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.vision import CHATS, load, runner_of  # noqa: E402
-from tools import make_vision  # noqa: E402
-from tools.make_vision import RECIPES  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -217,9 +217,9 @@ def test_what_is_loaded_takes_what_was_estimated(seeing):
 def test_the_estimate_holds_what_images_take(tmp_path, arch, monkeypatch):
     """In a process of its own: as many decoded images as are kept, and the largest image that a
     prompt can have. Red if the estimate does not count what is kept decoded."""
-    monkeypatch.setitem(make_vision.TEXT, "max_position_embeddings", 2048)
-    monkeypatch.setitem(make_vision.GRID_SIZE, "longest_edge", GRID_TOKENS * 16**2)
-    directory = make_vision.make(tmp_path, arch)
+    monkeypatch.setitem(vision_checkpoint.TEXT, "max_position_embeddings", 2048)
+    monkeypatch.setitem(vision_checkpoint.GRID_SIZE, "longest_edge", GRID_TOKENS * 16**2)
+    directory = vision_checkpoint.make(tmp_path, arch)
     check_estimate("vision_memory.py", directory)
 
 

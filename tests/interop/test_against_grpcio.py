@@ -14,8 +14,16 @@ import pytest
 from google.protobuf.wrappers_pb2 import StringValue
 
 from grpc_service.rpc.methods import Dispatcher, Method
+from tests.support.raw_http2 import (
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    RawClient,
+    frame,
+)
 from tests.support.rpc_thread import serving
-from tools.raw_http2 import CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, RawClient, frame
 
 MESSAGE = StringValue(value="hi").SerializeToString()
 PIECE_BYTES = 16_000

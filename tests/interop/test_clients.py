@@ -7,10 +7,10 @@ import pytest
 
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
+from tests.checkpoints.encoder import make_embedder, make_reranker
 from tests.support import encode_wire
 from tests.support.server import real
 from tests.support.wire import SERVING, ended, generate, health, wait_idle, wait_until
-from tools.make_encoder import make_embedder, make_reranker
 
 pytestmark = [pytest.mark.interop, pytest.mark.model]
 

@@ -12,6 +12,7 @@ import pytest
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
+from tests.support.raw_http2 import DATA, END_STREAM, End, RawClient, frame
 from tests.support.server import ROOT, fake
 from tests.support.wire import (
     NOT_SERVING,
@@ -26,7 +27,6 @@ from tests.support.wire import (
     wait_serving,
     wait_until,
 )
-from tools.raw_http2 import DATA, END_STREAM, End, RawClient, frame
 
 STEP_S = 0.02
 LONG = 2000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.checkpoints.diffusion import make
 from tests.support.draw_wire import Draw, draw, draw_request, pixels_of
 from tests.support.encode_wire import wait_all_idle
 from tests.support.server import real
@@ -18,7 +19,6 @@ from tests.support.wire import (
     stats,
     wait_until,
 )
-from tools.make_diffusion import make
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

@@ -21,9 +21,9 @@ from engine import (  # noqa: E402
 )
 from engine.core.text import sequence_keys  # noqa: E402
 from engine.errors import InvalidRequest  # noqa: E402
+from tests.checkpoints.text import make as make_text  # noqa: E402
 from tests.support.images import picture  # noqa: E402
 from tests.support.vision import CHATS, FILES, load  # noqa: E402
-from tools.make_model import make as make_text  # noqa: E402
 
 pytestmark = pytest.mark.model
 

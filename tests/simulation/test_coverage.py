@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.full
 def test_the_simulation_alone_covers_the_core():
     done = subprocess.run(
-        [sys.executable, "-m", "tools.coverage_sim", "--seeds", "40"],
+        [sys.executable, "-m", "tests.simulator.measure_coverage", "--seeds", "40"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.make_encoder import words_tokenizer
+from tests.checkpoints.encoder import words_tokenizer
 
 LENGTH = 64
 SIZES: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Tiny checkpoints of every served architecture, made once for a test run.
 
-The shapes are those of `tools.make_model`: three layers, hidden 64, windows of 24 tokens and
+The shapes are those of `tests.checkpoints.text`: three layers, hidden 64, windows of 24 tokens and
 soft caps and limits low enough that dropping one shows.
 """
 
@@ -14,8 +14,8 @@ from engine.worker.forward.reference_attention import ReferenceBackend
 from engine.worker.interface import RunnerSpec
 from engine.worker.outline.families import LISTED
 from engine.worker.text_runner import TorchRunner
+from tests.checkpoints.text import PRESETS, Shape, make
 from tests.support.parity import Oracle
-from tools.make_model import PRESETS, Shape, make
 
 if TYPE_CHECKING:
     from pathlib import Path

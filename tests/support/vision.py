@@ -13,8 +13,8 @@ from engine.images.sight import digest_of
 from engine.requests.chat_values import Chat
 from engine.requests.image_prompts import ReadImage, hide, place, show
 from engine.worker.factory import make_runner
+from tests.checkpoints.vision import make
 from tests.support.images import picture
-from tools.make_vision import make
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,7 +121,7 @@ def load(root: Path, arch: str) -> Seeing:
     """Make a model and load it twice."""
     import transformers
 
-    from tools.make_vision import RECIPES
+    from tests.checkpoints.vision import RECIPES
 
     directory = make(root / arch, arch)
     runner, info = runner_of(directory, kv_cache_memory=8 << 20)

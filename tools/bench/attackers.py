@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from hpack.hpack import encode_integer
 
 from grpc_service.client import messages as pb
-from tools import raw_http2 as raw
-from tools.raw_http2 import END_HEADERS, END_STREAM, frame
+from tests.support import raw_http2 as raw
+from tests.support.raw_http2 import END_HEADERS, END_STREAM, frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

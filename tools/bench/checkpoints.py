@@ -1,7 +1,7 @@
 """Random-weight checkpoints of the shapes that the benches compare, made once and kept in the
 user's cache.
 
-The shapes are those of `tools.make_model`, in bfloat16, with a context of 8,192. ``thin`` has
+The shapes are those of `tests.checkpoints.text`, in bfloat16, with a context of 8,192. ``thin`` has
 s135's vocabulary and a tiny model, to measure what a step costs outside of the model. ``lfm350``
 has the shape of LFM2-350M: six of its 16 layers have attention, the others short convolutions.
 ``moe850`` is a mixture of 850 million parameters with the widths of Granite 3.1's 1B-A400M.
@@ -14,9 +14,9 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from tests.checkpoints.text import PRESETS, Shape, make
 from tools.bench.peers.environments import PEERS, cache_folder
 from tools.bench.wire import ROOT
-from tools.make_model import PRESETS, Shape, make
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,8 +25,8 @@ from engine.api.blocking import open_engine
 from engine.config import ModelConfig
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.image.types import Drawing, ImagePlan, ImageVerb
+from tests.checkpoints.diffusion import ARCHS, make
 from tools.bench.frame import Row, repeat_in_turn, row_of
-from tools.make_diffusion import ARCHS, make
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

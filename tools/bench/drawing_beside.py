@@ -17,10 +17,10 @@ from typing import Any
 import grpc
 
 from grpc_service.client import messages as pb
+from tests.checkpoints.diffusion import make
 from tools.bench.frame import REPEATS, Row, percentile, row_of
 from tools.bench.served import served
 from tools.bench.wire import GENERATE, NO_PROXY
-from tools.make_diffusion import make
 
 MEASURES = (
     "engine/core",

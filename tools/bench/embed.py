@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from grpc_service.client import messages as pb
+from tests.checkpoints.encoder import PRESETS, WORDS, make_embedder
 from tools.bench.frame import Row, repeat_in_turn, row_of
 from tools.bench.served import served
 from tools.bench.wire import NO_PROXY
-from tools.make_encoder import PRESETS, WORDS, make_embedder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 
 from grpc_service.client import messages as pb
+from tests.checkpoints.encoder import PRESETS, make_embedder
 from tools.bench.embed import EMBED, texts
 from tools.bench.frame import REPEATS, Row, percentile, row_of
 from tools.bench.served import served
 from tools.bench.wire import GENERATE, NO_PROXY
-from tools.make_encoder import PRESETS, make_embedder
 
 MEASURES = (
     "engine/core",

@@ -49,7 +49,8 @@ from unittest.mock import patch
 import grpc
 
 from grpc_service.client import messages as pb
-from tools import make_vision
+from tests.checkpoints import vision as vision_checkpoint
+from tests.checkpoints.encoder import PRESETS, Shape, make_embedder, make_image_embedder
 from tools.bench.embed import EMBED, Client, texts
 from tools.bench.frame import REPEATS, Row, percentile, repeat_in_turn, row_of
 from tools.bench.image_loads import (
@@ -63,7 +64,6 @@ from tools.bench.image_loads import (
 from tools.bench.peers.servers import free_port
 from tools.bench.served import served
 from tools.bench.wire import GENERATE, NO_PROXY
-from tools.make_encoder import PRESETS, Shape, make_embedder, make_image_embedder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -137,11 +137,11 @@ def run() -> list[Row]:
 def seeing_model(directory: str) -> None:
     """Write the model that sees."""
     with (
-        patch.dict(make_vision.TEXT, SEEING_TEXT),
-        patch.dict(make_vision.EYES, SEEING_EYES),
-        patch.multiple(make_vision, SIDE=TILE, PATCH=TILE_PATCH),
+        patch.dict(vision_checkpoint.TEXT, SEEING_TEXT),
+        patch.dict(vision_checkpoint.EYES, SEEING_EYES),
+        patch.multiple(vision_checkpoint, SIDE=TILE, PATCH=TILE_PATCH),
     ):
-        make_vision.make(directory, "smolvlm")
+        vision_checkpoint.make(directory, "smolvlm")
 
 
 # ---- throughput

@@ -39,11 +39,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import CLIPTextConfig, CLIPTextModel
 from transformers.models.clip.tokenization_clip import CLIPTokenizer
 
+from tests.checkpoints.diffusion import END, SCHEDULER, START
 from tools.demo.drawing_words import describe_plainly
 from tools.demo.drawings import SIDE, draw_scene, paint, place_plainly
 from tools.demo.encoder_parts import begin_training, save_facts
 from tools.demo.pieces import Pieces, Unfinished, add_options
-from tools.make_diffusion import END, SCHEDULER, START
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from engine.worker.outline.config import read_outline
 from engine.worker.outline.modules import Outline
-from tools.make_model import PRESETS, Shape, write_tokenizer
+from tests.checkpoints.text import PRESETS, Shape, write_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from google.protobuf.wrappers_pb2 import StringValue
 
-from tools.raw_http2 import (
+from tests.support.raw_http2 import (
     CODES,
     CONTINUATION,
     DATA,

@@ -30,7 +30,7 @@ from tests.conformance.http2.cases import (
     stream_error,
     window_update,
 )
-from tools.raw_http2 import (
+from tests.support.raw_http2 import (
     END_HEADERS,
     END_STREAM,
     HEADERS,

@@ -29,7 +29,7 @@ from tests.conformance.http2.cases import (
     settings,
     window_update,
 )
-from tools.raw_http2 import (
+from tests.support.raw_http2 import (
     ACK,
     DATA,
     END_HEADERS,

@@ -13,7 +13,7 @@ from tests.conformance.http2.cases import (
     reset,
     stream_error,
 )
-from tools.raw_http2 import END_HEADERS, PUSH_PROMISE, frame
+from tests.support.raw_http2 import END_HEADERS, PUSH_PROMISE, frame
 
 UNKNOWN_CODE = 0xFF
 

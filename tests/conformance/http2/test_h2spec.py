@@ -31,8 +31,8 @@ from tests.conformance.http2.cases import (
     goes_on,
     stream_error,
 )
+from tests.support.raw_http2 import PING, frame
 from tests.support.rpc_thread import serving
-from tools.raw_http2 import PING, frame
 
 MODULES = (generic_cases, connection_cases, frame_cases, message_cases, hpack_cases)
 STREAMS = 100  # that a client may have open

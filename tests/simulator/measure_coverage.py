@@ -1,5 +1,5 @@
 """Measures what the simulation alone reaches of core, loop and supervisor: `python -m
-tools.coverage_sim`.
+tests.simulator.measure_coverage`.
 
 It prints branch coverage by file and what is missing. The exit code is 1 below the bar.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import coverage
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A request's life from its submit to its end, for all kinds.
 SUPERVISOR = (
     *("supervisor", "stream", "text_stream", "encode_stream", "tasks"),

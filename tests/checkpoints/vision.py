@@ -1,9 +1,9 @@
 """Writes a random-weight checkpoint of a model that reads images, with its processor.
 
-    python -m tools.make_vision --arch smolvlm --out DIR
+    python -m tests.checkpoints.vision --arch smolvlm --out DIR
 
 Rule 1: the same arguments write the same weights. Rule 2: the libraries themselves write the files,
-so that they are like those of real models. The weights are as those of `tools.make_model`.
+so that they are like those of real models. The weights are as those of `tests.checkpoints.text`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.make_model import EOS, fill, write_tokenizer
+from tests.checkpoints.text import EOS, fill, write_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -303,7 +303,9 @@ def make(out: Path | str, arch: str = "smolvlm", *, seed: int = 0) -> Path:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="make_vision", description="Write a random model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.checkpoints.vision", description="Write a random model."
+    )
     parser.add_argument("--arch", default="smolvlm", choices=sorted(RECIPES))
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,9 @@
 """Writes a random-weight encoder: BERT in the format of sentence-transformers, CLIP or SigLIP.
 
-    python -m tools.make_encoder --preset minilm --out DIR
-    python -m tools.make_encoder --preset tiny --pooling cls --normalize --out DIR
-    python -m tools.make_encoder --preset tiny --rerank --out DIR
-    python -m tools.make_encoder --preset tiny --images siglip --out DIR
+    python -m tests.checkpoints.encoder --preset minilm --out DIR
+    python -m tests.checkpoints.encoder --preset tiny --pooling cls --normalize --out DIR
+    python -m tests.checkpoints.encoder --preset tiny --rerank --out DIR
+    python -m tests.checkpoints.encoder --preset tiny --images siglip --out DIR
 
 Rule 1: the same arguments write the same weights; all randomness comes from ``--seed``. Rule 2: the
 libraries themselves write the files, so that they are like those of real models.

@@ -1,8 +1,8 @@
 """Writes a random-weight checkpoint of any transformers text architecture and shape.
 
-    python -m tools.make_model --arch qwen2 --preset tiny --out DIR
-    python -m tools.make_model --arch llama --preset s135 --dtype bfloat16 --out DIR
-    python -m tools.make_model --arch mistral --layers 4 --set sliding_window=64 --out DIR
+    python -m tests.checkpoints.text --arch qwen2 --preset tiny --out DIR
+    python -m tests.checkpoints.text --arch llama --preset s135 --dtype bfloat16 --out DIR
+    python -m tests.checkpoints.text --arch mistral --layers 4 --set sliding_window=64 --out DIR
 
 Rule 1: the same arguments write the same weights; all randomness comes from ``--seed``. Rule 2: the
 weights are random but not degenerate, so that greedy decoding has few near-ties and every part of
@@ -328,7 +328,9 @@ def write_tokenizer(directory: Path, vocab_size: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="make_model", description="Write a random checkpoint.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.checkpoints.text", description="Write a random checkpoint."
+    )
     parser.add_argument("--arch", default="llama", help="transformers' model type (llama, gpt2)")
     parser.add_argument("--preset", default="tiny", choices=sorted(PRESETS))
     parser.add_argument("--out", required=True, type=Path)
