@@ -1,8 +1,8 @@
 """What a replica needs from a kind of work: the `Core` protocol, and its statistics.
 
-A kind of work (text, encoders) is a request, a plan and a result. Its scheduler decides what a
-step computes; its runner turns a plan into a result. The loop, the replica and the supervisor know
-a scheduler by `Core` alone.
+A kind of work (text, encoders, drawing) is a request, a plan and a result. Its scheduler decides
+what a step computes; its runner turns a plan into a result. The loop, the replica and the
+supervisor know a scheduler by `Core` alone.
 """
 
 from __future__ import annotations
