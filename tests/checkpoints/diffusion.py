@@ -1,8 +1,8 @@
 """Write a random-weight image model: a pipeline of StableDiffusion or SDXL in diffusers' layout.
 
 `python -m tests.checkpoints.diffusion --arch sd --out DIR` writes a model of some hundred
-kilobytes, whose images of 64 x 64 pixels are noise. `--lcm` makes its unet read the guidance scale, as those
-of latent consistency models do.
+kilobytes, whose images of 64 x 64 pixels are noise. `--lcm` makes its unet read the guidance
+scale, as those of latent consistency models do.
 """
 
 from __future__ import annotations
