@@ -1,42 +1,94 @@
-"""Draw the rooms of the product and who imports whom, from the imports in the files.
+"""Draw the rooms of the product in ten boxes and who imports whom, from the imports in the files.
 
     python -m tools.draw_rooms            prints the drawing (Mermaid)
     python -m tools.draw_rooms --check    exits 1 if engine/README.md shows another one
     python -m tools.draw_rooms --write    writes it into engine/README.md
 
-Rule 1: every arrow is an import that some file has; `tools/rooms.txt` only says what the rooms are.
-A dotted arrow is an import inside a function, which runs when it is needed.
+Rule 1: every arrow is an import that some file has; `tools/rooms.txt` says what the rooms are, and
+`BOXES` which of them share a box. A dotted arrow is an import inside a function, which runs when it
+is needed.
 
 Rule 2: three kinds of import are omitted, because nobody could read the rest: imports for types,
-which never run; the single files that any room may need (`COMMON`); and an import of B by A if
-other arrows already lead from A to B.
+which never run; the rooms that any other may need (`COMMON`); and an import of B by A if other
+arrows already lead from A to B.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from typing import NamedTuple
 
 from tools.rooms import PRODUCT, imports_of, line_of, modules, product_modules
-from tools.rooms import lines as rooms
 from tools.shown import Shown
 
-COMMON = {
-    *("engine.errors", "engine.status", "engine.logs", "engine.config"),
-    *("engine.gc_tuning", "engine.memory_limit"),
+COMMON = (
+    *("engine.errors", "engine.status", "engine.logs", "engine.config", "engine.gc_tuning"),
+    *("engine.memory_limit", "engine.images", "engine.processes", "engine.kernels"),
+    *("grpc_service._generated", "grpc_service.addresses", "grpc_service.pem"),
+)
+
+
+class Box(NamedTuple):
+    """One box of the drawing: what it is for, and the rooms in it with all below them."""
+
+    purpose: str
+    rooms: tuple[str, ...]
+
+
+BOXES = {
+    "grpc_service": {
+        "cli, app, ray": Box(
+            "the commands; the server as a program",
+            ("grpc_service", "grpc_service.cli", "grpc_service.app", "grpc_service.ray"),
+        ),
+        "client": Box("a client without the engine", ("grpc_service.client",)),
+        "services, access, vllm_engine": Box(
+            "the RPCs, codecs, keys and limits",
+            ("grpc_service.services", "grpc_service.access", "grpc_service.vllm_engine"),
+        ),
+        "rpc": Box("gRPC on h2: connections, calls, statuses", ("grpc_service.rpc",)),
+    },
+    "engine": {
+        "api, kinds": Box(
+            "what programs call; the parts of each kind of work",
+            ("engine", "engine.api", "engine.aio", "engine.kinds"),
+        ),
+        "requests": Box("one task for each request", ("engine.requests",)),
+        "pool": Box("loads, memory, leases", ("engine.pool",)),
+        "replica": Box("one step at a time", ("engine.replica",)),
+        "core": Box("decides; no torch, no Trio, no clock", ("engine.core",)),
+        "worker": Box("runs the model", ("engine.worker",)),
+    },
 }
-BOXES = ("grpc_service", "engine", "engine.core", "engine.worker")  # one inside the other
 Arrow = tuple[str, str]
 
 
+def box_of(room: str) -> str | None:
+    """Return the name of the box that a room of the product is in; None if it is common.
+
+    Raises:
+        KeyError: The room is neither in a box nor common.
+    """
+    boxes = {
+        one: name for group in BOXES.values() for name, box in group.items() for one in box.rooms
+    }
+    whole = room
+    while room not in boxes and room not in COMMON:
+        room, _, _ = room.rpartition(".")
+        if room in ("", *PRODUCT):  # whose own box has only the files that lie directly in them
+            raise KeyError(whole)
+    return boxes.get(room)
+
+
 def arrows() -> dict[Arrow, bool]:
-    """Return which room imports which, and whether a file does so outside of functions."""
+    """Return which box imports which, and whether a file does so outside of functions."""
     found: dict[Arrow, bool] = defaultdict(bool)
     for module in product_modules():
         for imported in imports_of(modules()[module].read_text()):
             if not imported.is_type_only and imported.target.split(".")[0] in PRODUCT:
-                own, other = line_of(module).room, line_of(imported.target).room
-                if own != other and COMMON.isdisjoint((own, other)):
+                own, other = (box_of(line_of(one).room) for one in (module, imported.target))
+                if own is not None and other is not None and own != other:
                     found[own, other] |= not imported.is_in_function
     return found
 
@@ -59,35 +111,21 @@ def _leads(arrows: set[Arrow], source: str, target: str) -> bool:
 
 
 def draw() -> str:
-    """Return the drawing: a box for each package, in it its rooms, and then the arrows."""
+    """Return the drawing: the boxes of each package, and then the arrows."""
     found = arrows()
-    drawn = [name for name in rooms() if any(name in arrow for arrow in found)]
-    lines = ["flowchart TD", *_box("grpc_service", drawn), *_box("engine", drawn)]
+    lines = ["flowchart TD"]
+    for package, group in BOXES.items():
+        lines.append(f'    subgraph box_{package} ["{package}"]')
+        lines += [f'        {_id(name)}["{name}<br/>{box.purpose}"]' for name, box in group.items()]
+        lines.append("    end")
     for source, target in sorted(reduced(set(found))):
         arrow = "-->" if found[source, target] else "-.->"
         lines.append(f"    {_id(source)} {arrow} {_id(target)}")
     return "\n".join(lines)
 
 
-def _box(name: str, drawn: list[str], indent: str = "    ") -> list[str]:
-    """Return the lines of a box: what is directly in it, and the boxes inside it."""
-    lines = [f'{indent}subgraph box_{_id(name)} ["{name.replace(".", "/")}"]']
-    for room in drawn:
-        if max((box for box in BOXES if _is_in(room, box)), key=len) == name:
-            label = room.removeprefix(f"{name}.").replace(".", "/")
-            lines.append(f'{indent}    {_id(room)}["{"*.py" if room == name else label}"]')
-    for box in BOXES:
-        if box.rpartition(".")[0] == name:
-            lines += _box(box, drawn, f"{indent}    ")
-    return [*lines, f"{indent}end"]
-
-
 def _id(name: str) -> str:
-    return name.replace(".", "_")
-
-
-def _is_in(room: str, box: str) -> bool:
-    return room == box or room.startswith(f"{box}.")
+    return name.partition(",")[0]
 
 
 SHOWN = Shown("rooms", "tools.draw_rooms", draw, str(__doc__).splitlines()[0])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import draw_lifecycle, draw_rooms, list_models
+from tools import draw_lifecycle, draw_rooms, list_models, rooms
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -222,12 +222,23 @@ def test_every_module_and_tool_named_exists(page):
     assert missing == []
 
 
-def test_every_file_of_the_engine_has_a_line_in_its_readme():
-    engine = ROOT / "engine"
-    linked = {(engine / target).resolve() for _, target in links(engine / "README.md")}
-    files = [path for suffix in ("py", "h", "cpp") for path in engine.rglob(f"*.{suffix}")]
-    silent = {name_of(path) for path in files if path.name != "__init__.py"}
-    assert silent - {name_of(path) for path in linked if path.is_relative_to(ROOT)} == set()
+def pseudo_code() -> str:
+    """Return the scheduler as the engine's page writes it."""
+    page = (ROOT / "engine" / "README.md").read_text()
+    [code] = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return code
+
+
+def test_the_schedulers_pseudo_code_fits_its_page_and_names_the_functions_that_it_describes():
+    code = pseudo_code()
+    assert len(code.splitlines()) <= 100
+    assert max(map(len, code.splitlines())) <= 100
+    named = re.findall(r"^(?:async )?def (\w+)\(.*\):  # ([\w/]+\.py)", code, re.MULTILINE)
+    assert len(named) == len(re.findall(r"^(?:async )?def ", code, re.MULTILINE))
+    assert [one for one in named if not _defines(ROOT / "engine" / one[1], one[0])] == []
+    core = "".join(path.read_text() for path in (ROOT / "engine" / "core" / "text").glob("*.py"))
+    settings = re.findall(r"\b(?:max|num)_\w+|\b\w+_target\b", code)
+    assert [name for name in settings if name not in core] == []
 
 
 def test_every_folder_of_tests_has_a_line():
@@ -292,6 +303,21 @@ def test_an_outdated_drawing_is_noticed(shown, tmp_path, capsys):
 def test_a_page_without_markers_is_refused():
     with pytest.raises(ValueError, match="both markers"):
         draw_lifecycle.SHOWN.embed("# Nothing", draw_lifecycle.draw())
+
+
+def test_every_room_is_in_one_of_ten_boxes_or_left_out_by_name():
+    boxes = [box for group in draw_rooms.BOXES.values() for box in group.values()]
+    assert len(boxes) == 10
+    for name in rooms.lines():
+        draw_rooms.box_of(rooms.line_of(name).room)  # raises KeyError for a room that has none
+    with pytest.raises(KeyError):
+        draw_rooms.box_of("engine.new_room")
+    named = [room for box in boxes for room in box.rooms] + list(draw_rooms.COMMON)
+    assert len(named) == len(set(named))
+    found = [line.room for line in rooms.lines().values()]
+    assert [
+        one for one in named if not any(f"{room}.".startswith(f"{one}.") for room in found)
+    ] == []
 
 
 def test_an_arrow_that_others_imply_is_omitted():
