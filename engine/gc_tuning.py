@@ -10,7 +10,7 @@ import gc
 
 # A step of 1,024 rows makes thousands of tuples that live until the next step. At Python's own
 # threshold of 700, collections began while the scheduler planned, which then took a third longer
-# (`python -m tools.bench schedule`).
+# (`python -m tools.lab.bench schedule`).
 GC_THRESHOLDS = (50_000, 20, 100)
 
 

@@ -7,7 +7,7 @@ Rule 3: an idle or paused engine makes no wake-ups.
 Phases of a turn (R172), each of which is timed: apply commands · plan · start the step · deliver
 what the last step caused · prepare the next plan · wait for the step · commit. Between two steps,
 the loop does only what decides the second one; delivering the tokens of 128 readers takes 0.3 ms
-and preparing takes 0.1 ms (`python -m tools.bench gap`).
+and preparing takes 0.1 ms (`python -m tools.lab.bench gap`).
 """
 
 from __future__ import annotations

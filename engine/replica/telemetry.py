@@ -2,11 +2,11 @@
 
 Rule 1: everything here runs on the Trio thread and takes no lock; a reader takes a frozen copy
 there. Rule 2: the loop calls once per step and per delivery, not per token, which costs a fraction
-of a microsecond per token (`python -m tools.bench metrics`). Rule 3: no label comes from a client:
-the labels are models, replicas, phases and ends. Rule 4: what every step adds, its rows, its
-times and the intervals between tokens, is noted in lists and counted later, many entries at once,
-because the histograms are not in the processor's caches between two steps. What a request adds is
-counted at once.
+of a microsecond per token (`python -m tools.lab.bench metrics`). Rule 3: no label comes from a
+client: the labels are models, replicas, phases and ends. Rule 4: what every step adds, its rows,
+its times and the intervals between tokens, is noted in lists and counted later, many entries at
+once, because the histograms are not in the processor's caches between two steps. What a request
+adds is counted at once.
 
 `grpc_service.app.metrics` exports them.
 """

@@ -6,7 +6,7 @@ back; a connection whose budget is empty is ended, as HAProxy, Envoy and nghttp2
 *owed time* bounds the rate: the connection is read from as `fairness.OverheadLimiter` has room.
 
 The costs are rounded, from a server's processor time for each, and checked by
-`python -m tools.bench abuse`.
+`python -m tools.lab.bench abuse`.
 Source: CVE-2019-9511 to 9518, CVE-2023-44487, CVE-2024-27316, CVE-2025-8671.
 """
 

@@ -30,7 +30,7 @@ DECOMPRESSED_PART_BYTES = 2**16  # takes about a quarter of a millisecond
 _COMPRESSED_PART_BYTES = 2**14  # zlib copies what it has not used yet
 # The buffer of a body is emptied into a block of the heap when it has this many bytes, and blocks
 # into a segment, which is a memory mapping of its own. Buffers that grow side by side, and blocks
-# that are freed, leave holes in the heap, which nothing fills (`python -m tools.bench abuse`).
+# that are freed, leave holes in the heap, which nothing fills (`python -m tools.lab.bench abuse`).
 _BLOCK_BYTES = 2**14
 _SEGMENT_BYTES = 2**20
 _LEVEL = 1  # higher ones take several times as long for some per cent

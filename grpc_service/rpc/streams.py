@@ -1,7 +1,7 @@
 """The streams of an HTTP/2 connection: what is sent and received in one call.
 
 Messages bypass h2: making a DATA frame takes h2 eight times as long or more, which is much of what
-a token costs from end to end (`python -m tools.bench primitives`, `front`). h2's count of the
+a token costs from end to end (`python -m tools.lab.bench primitives`, `front`). h2's count of the
 windows stays right, as `Stream` subtracts what it sends from h2's own numbers
 (`h2_overrides.Window`).
 

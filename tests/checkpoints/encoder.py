@@ -48,7 +48,7 @@ class Shape:
 
 PRESETS = {
     "tiny": Shape(),
-    # sentence-transformers/all-MiniLM-L6-v2, the shape that `python -m tools.bench embed` times
+    # sentence-transformers/all-MiniLM-L6-v2, the shape that `python -m tools.lab.bench embed` times
     "minilm": Shape(6, 384, 12, 1536, 30522, 512),
 }
 

@@ -1,4 +1,4 @@
-"""`tools.bench step` compares the same work.
+"""`tools.lab.bench step` compares the same work.
 
 Our engine and the stock one, each in its process, give the same tokens for the same prompts,
 however they are run.
@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.checkpoints.text import PRESETS, make
-from tools.bench.peers.environments import PEERS
-from tools.bench.peers.process import OURS, start
+from tools.lab.peers.environments import PEERS
+from tools.lab.peers.process import OURS, start
 
 pytestmark = [pytest.mark.model, pytest.mark.full]
 

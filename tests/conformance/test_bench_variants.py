@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tools.bench import variants
-from tools.bench.step import STEPS, Case
+from tools.lab.bench import variants
+from tools.lab.bench.step import STEPS, Case
 
 pytestmark = pytest.mark.model
 

@@ -1,7 +1,7 @@
 """The shipped model that embeds drawings, as the engine serves it by its id.
 
-It reaches its bars on a part of the held-out drawings. `python -m tools.measure_demo clip` measures
-all of them.
+It reaches its bars on a part of the held-out drawings. `python -m tools.lab.measure_demo clip`
+measures all of them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from sentence_transformers import SentenceTransformer
 
 import engine
 from engine.worker.load.resolve import resolve
-from tools.demo import measure_clip
-from tools.demo.drawings import paint, png_of
-from tools.demo.figures import SIZE_BYTES_MAX, size_of
-from tools.demo.pieces import Pieces, Unfinished
+from tools.lab.demo import measure_clip
+from tools.lab.demo.drawings import paint, png_of
+from tools.lab.demo.figures import SIZE_BYTES_MAX, size_of
+from tools.lab.demo.pieces import Pieces, Unfinished
 
 pytestmark = pytest.mark.model
 

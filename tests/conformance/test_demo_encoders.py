@@ -1,7 +1,7 @@
 """The shipped embedding model and cross-encoder, loaded by sentence-transformers.
 
-They reach their bars on a part of the held-out texts. `python -m tools.measure_demo embed` measures
-all of them.
+They reach their bars on a part of the held-out texts. `python -m tools.lab.measure_demo embed`
+measures all of them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from engine.core.common.types import PlanId, SequenceId
 from engine.core.encode.types import EncodeOptions, EncodePlan, EncodeRow
 from engine.worker.factory import make_runner
 from engine.worker.load.resolve import resolve
-from tools.demo import measure_embed, measure_rerank
-from tools.demo.figures import SIZE_BYTES_MAX, missed_bars, size_of
-from tools.demo.searches import held_out_search
-from tools.demo.triples import held_out_triple
+from tools.lab.demo import measure_embed, measure_rerank
+from tools.lab.demo.figures import SIZE_BYTES_MAX, missed_bars, size_of
+from tools.lab.demo.searches import held_out_search
+from tools.lab.demo.triples import held_out_triple
 
 pytestmark = pytest.mark.model
 

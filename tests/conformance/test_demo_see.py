@@ -1,7 +1,7 @@
 """The shipped model that answers questions about drawings, as the engine serves it by its id.
 
-It reaches its bars on a part of the held-out drawings. `python -m tools.measure_demo see` measures
-all of them.
+It reaches its bars on a part of the held-out drawings. `python -m tools.lab.measure_demo see`
+measures all of them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import pytest
 
 import engine
 from engine.worker.load.resolve import resolve
-from tools.demo import measure_see
-from tools.demo.drawing_words import NO_PICTURE, ask_description
-from tools.demo.drawings import held_out_drawing, png_of
-from tools.demo.figures import missed_bars, size_of
+from tools.lab.demo import measure_see
+from tools.lab.demo.drawing_words import NO_PICTURE, ask_description
+from tools.lab.demo.drawings import held_out_drawing, png_of
+from tools.lab.demo.figures import missed_bars, size_of
 
 pytestmark = pytest.mark.model
 

@@ -1,6 +1,6 @@
 """The training of a model that draws: what it writes is a pipeline that the engine serves.
 
-What a whole training reaches is measured by `python -m tools.measure_demo draw`.
+What a whole training reaches is measured by `python -m tools.lab.measure_demo draw`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from PIL import Image
 
 import engine
 from engine.worker.load.loader import pick_dtype
-from tools.demo import measure_draw, train_draw
+from tools.lab.demo import measure_draw, train_draw
 
 pytestmark = [
     pytest.mark.model,

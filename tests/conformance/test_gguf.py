@@ -37,7 +37,7 @@ from tests.support.gguf_files import (  # noqa: E402
 )
 from tests.support.model_zoo import LLAMA3_ROPE as ZOO_ROPE  # noqa: E402
 from tests.support.model_zoo import load_runner  # noqa: E402
-from tools.measure_quantization import PIECE, STORIES, Model, compare, story_text  # noqa: E402
+from tools.lab.measure_quantization import PIECE, STORIES, Model, compare, story_text  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -1,4 +1,4 @@
-"""`python -m tools.gpu` runs whole on a CPU, with small shapes."""
+"""`python -m tools.lab.gpu` runs whole on a CPU, with small shapes."""
 
 import json
 import subprocess
@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.support.model_zoo import ZOO
-from tools.gpu.__main__ import main
-from tools.gpu.phases import PHASES
-from tools.gpu.wheels import NEEDED, complete, lacking
+from tools.lab.gpu.__main__ import main
+from tools.lab.gpu.phases import PHASES
+from tools.lab.gpu.wheels import NEEDED, complete, lacking
 
 pytestmark = pytest.mark.model
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def run(tmp_path, *arguments):
     """Return the exit code, the rows by name, what is known of the machine, and standard error."""
     file = tmp_path / "gpu.json"
-    argv = [sys.executable, "-m", "tools.gpu", "--json", str(file), *arguments]
+    argv = [sys.executable, "-m", "tools.lab.gpu", "--json", str(file), *arguments]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     if not file.exists():
         return done.returncode, {}, {}, done.stderr
@@ -76,19 +76,19 @@ def test_what_there_was_no_time_for_is_named(tmp_path):
 
 
 def test_a_phase_that_fails_costs_no_other_its_rows(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tools.gpu.__main__.PHASES", {"nothing": 0.5, "kernel": 0.5})
+    monkeypatch.setattr("tools.lab.gpu.__main__.PHASES", {"nothing": 0.5, "kernel": 0.5})
     file = tmp_path / "gpu.json"
     assert main(["--device", "cpu", "--only", "kernel, float16", "--json", str(file)]) == 1
     failed, kernel = json.loads(file.read_text())["rows"]
     assert (failed["name"], failed["unit"]) == ("nothing", "failed")
-    assert "No module named 'tools.gpu.nothing'" in failed["note"]
+    assert "No module named 'tools.lab.gpu.nothing'" in failed["note"]
     assert kernel["pass"]
 
 
 def test_a_device_that_is_not_there_is_one_sentence(tmp_path):
     code, rows, _, trouble = run(tmp_path, "--device", "cuda:77")
     assert (code, rows) == (2, {})
-    assert trouble.startswith("tools.gpu: the device cuda:77 is not there: ")
+    assert trouble.startswith("tools.lab.gpu: the device cuda:77 is not there: ")
     assert len(trouble.splitlines()) == 1
 
 
@@ -121,7 +121,7 @@ def test_only_what_is_missing_comes_from_the_wheels(tmp_path):
 
 def test_a_package_that_is_nowhere_is_named_with_the_command(tmp_path, monkeypatch, capsys):
     made_up = {"triolet_made_up": "triolet-made-up"}
-    monkeypatch.setattr("tools.gpu.wheels.NEEDED", NEEDED | made_up)
+    monkeypatch.setattr("tools.lab.gpu.wheels.NEEDED", NEEDED | made_up)
     assert lacking(tmp_path) == ["triolet-made-up"]
     assert main(["--device", "cpu"]) == 2
     told = capsys.readouterr().err

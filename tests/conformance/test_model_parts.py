@@ -23,7 +23,7 @@ from engine.worker.load.loader import pick_device  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.text.tokenizer import load_tokenizer  # noqa: E402
 from tests.checkpoints.text import PRESETS, Shape, main, make, make_config  # noqa: E402
-from tools.bench.coldstart import resident  # noqa: E402
+from tools.lab.bench.coldstart import resident  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -22,7 +22,7 @@ from engine.worker.outline.config import OutlineConfig  # noqa: E402
 from tests.checkpoints.text import make  # noqa: E402
 from tests.conformance.test_rewrites import Built, check_rounded_alike, round_inputs  # noqa: E402
 from tests.support.model_zoo import load_runner  # noqa: E402
-from tools.bench import w8a8  # noqa: E402
+from tools.lab.bench import w8a8  # noqa: E402
 
 pytestmark = pytest.mark.model
 

@@ -32,8 +32,8 @@ from engine.worker.text_runner import TorchRunner, is_out_of_memory  # noqa: E40
 from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.support.mini_planner import GREEDY, MiniPlanner  # noqa: E402
 from tests.support.model_zoo import WAYS, load_runner, seeded_prompt  # noqa: E402
-from tools.bench.small_weights import BAR_PEAK, BARS_MEMORY  # noqa: E402
-from tools.bench.small_weights import in_process as measured  # noqa: E402
+from tools.lab.bench.small_weights import BAR_PEAK, BARS_MEMORY  # noqa: E402
+from tools.lab.bench.small_weights import in_process as measured  # noqa: E402
 
 pytestmark = pytest.mark.model
 

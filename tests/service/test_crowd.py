@@ -20,8 +20,8 @@ from tests.support.wire import (
     wait_serving,
     wait_until,
 )
-from tools.bench import load
-from tools.bench.frame import report
+from tools.lab.bench import load
+from tools.lab.bench.frame import report
 
 FINISH, VANISH, STALL = 350, 100, 50
 TOKENS = 40

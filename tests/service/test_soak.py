@@ -1,14 +1,14 @@
 """A server keeps nothing of any kind of client, and answers others as before.
 
-`python -m tools.soak` runs the same for any time.
+`python -m tools.lab.soak` runs the same for any time.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tools.soak import soak
-from tools.soak_clients import KINDS
+from tools.lab.soak import soak
+from tools.lab.soak_clients import KINDS
 
 WARM_UP_MIB = 12.0
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import stale, tables
-from tools.bench.__main__ import main
-from tools.bench.catalog import FIGURES, names
-from tools.bench.frame import Row, report, row_of
+from tools.lab.bench import stale, tables
+from tools.lab.bench.__main__ import main
+from tools.lab.bench.catalog import FIGURES, names
+from tools.lab.bench.frame import Row, report, row_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +39,7 @@ def page_after(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     monkeypatch.setattr("sys.argv", ["tables", "--write", str(page)])
+    monkeypatch.setattr(tables, "FIGURES", tmp_path / "figures")
     tables.main()
     return page.read_text()
 
@@ -113,8 +114,8 @@ def test_json_holds_what_a_bar_decides(tmp_path, capsys):
 def test_a_bench_without_the_development_tools_is_one_sentence_with_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "uvloop", None)  # importing it fails, as if it were missing
     for name in ("front", "wire"):
-        monkeypatch.delitem(sys.modules, f"tools.bench.{name}", raising=False)
-    monkeypatch.setattr("sys.argv", ["python -m tools.bench", "front"])
+        monkeypatch.delitem(sys.modules, f"tools.lab.bench.{name}", raising=False)
+    monkeypatch.setattr("sys.argv", ["python -m tools.lab.bench", "front"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == (
@@ -124,9 +125,9 @@ def test_a_bench_without_the_development_tools_is_one_sentence_with_the_command(
 
 
 def test_a_missing_module_of_ours_is_no_missing_tool(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tools.bench.wire", None)
-    monkeypatch.delitem(sys.modules, "tools.bench.front", raising=False)
-    monkeypatch.setattr("sys.argv", ["python -m tools.bench", "front"])
+    monkeypatch.setitem(sys.modules, "tools.lab.bench.wire", None)
+    monkeypatch.delitem(sys.modules, "tools.lab.bench.front", raising=False)
+    monkeypatch.setattr("sys.argv", ["python -m tools.lab.bench", "front"])
     with pytest.raises(ModuleNotFoundError):
         main()
 
@@ -176,7 +177,7 @@ def test_two_rows_of_one_name_are_printed_and_not_written(tmp_path, capsys):
 
 
 def test_every_benchs_figures_are_on_the_page_which_is_made_from_them():
-    page = (FIGURES.parent / "performance.md").read_text()
+    page = (ROOT / "docs" / "performance.md").read_text()
     assert tables.written(page, FIGURES) == page
     shown = {found["name"] for found in tables.PART.finditer(page)}
     assert set(names()) - shown == set()
@@ -186,7 +187,7 @@ def test_every_benchs_figures_are_on_the_page_which_is_made_from_them():
 
 def test_stale_is_a_command(monkeypatch, capsys):
     monkeypatch.setattr(stale, "stale", lambda root: iter(["step: there are no figures"]))
-    monkeypatch.setattr("sys.argv", ["python -m tools.bench", "stale"])
+    monkeypatch.setattr("sys.argv", ["python -m tools.lab.bench", "stale"])
     assert main() == 1
     assert capsys.readouterr().out == "step: there are no figures\n"
     monkeypatch.setattr(stale, "stale", lambda root: iter([]))

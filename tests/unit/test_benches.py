@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from tools.bench import coldstart, simulated, stale
-from tools.bench.catalog import FIGURES, measured_paths, names
+from tools.lab.bench import coldstart, simulated, stale
+from tools.lab.bench.catalog import FIGURES, measured_paths, names
 
 ROOT = Path(__file__).parents[2]
-BENCHES = ROOT / "tools" / "bench"
+BENCHES = ROOT / "tools" / "lab" / "bench"
 
 
 # ---- the names of rows, over all benches -----------------------------------------------------
@@ -139,13 +139,13 @@ def test_names_that_cannot_differ_are_found(source, is_unique):
 
 
 def test_every_bench_says_what_it_measures():
-    """`python -m tools.bench stale` compares these paths with the history."""
+    """`python -m tools.lab.bench stale` compares these paths with the history."""
     for path in BENCHES.glob("*.py"):
         has_run = re.search(r"^def run\(\)", path.read_text(), re.MULTILINE) is not None
         assert has_run == (path.stem.replace("_", "-") in names()), path.name
     for name in names():
         paths = measured_paths(name)
-        assert f"tools/bench/{name.replace('-', '_')}.py" in paths
+        assert f"tools/lab/bench/{name.replace('-', '_')}.py" in paths
         assert len(paths) > 1, f"{name} measures nothing"
         assert [one for one in paths if not (ROOT / one).exists()] == []
 
@@ -185,10 +185,10 @@ def repository(tmp_path):
         git("commit", "-qm", message)
         return git("rev-parse", "--short", "HEAD")
 
-    for folder in ("docs/figures", "tools/bench", "engine", "rest"):
+    for folder in ("tools/lab/figures", "tools/lab/bench", "engine", "rest"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "file").write_text("")
-    (tmp_path / "tools" / "bench" / "step.py").write_text('MEASURES = ("engine",)\n')
+    (tmp_path / "tools" / "lab" / "bench" / "step.py").write_text('MEASURES = ("engine",)\n')
     git("init", "-q")
     return commit
 
@@ -196,7 +196,7 @@ def repository(tmp_path):
 def figures_at(tmp_path, commit):
     """Write a bench's figures as if they had been measured at a commit."""
     found = {"bench": "step", "commit": commit, "machine": {"when": "2026-01-02 03:04 UTC"}}
-    (tmp_path / "docs" / "figures" / "step.json").write_text(json.dumps(found))
+    (tmp_path / "tools" / "lab" / "figures" / "step.json").write_text(json.dumps(found))
 
 
 def test_figures_are_old_when_what_they_measure_has_changed(tmp_path, repository):
@@ -215,7 +215,7 @@ def test_figures_are_old_when_what_they_measure_has_changed(tmp_path, repository
 
 def test_figures_are_old_when_their_bench_has_changed(tmp_path, repository):
     figures_at(tmp_path, repository("First"))
-    bench = {"tools__bench__step.py": 'MEASURES = ("engine",)\nROW = 1\n'}
+    bench = {"tools__lab__bench__step.py": 'MEASURES = ("engine",)\nROW = 1\n'}
     changed = repository("Another row", **bench)
     [line] = stale.stale(tmp_path)
     assert line.endswith(f"1 later commit, the last {changed} Another row")

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from tools.demo.drawing_words import ASKING, Facts, describe, questions
-from tools.demo.drawings import (
+from tools.lab.demo.drawing_words import ASKING, Facts, describe, questions
+from tools.lab.demo.drawings import (
     COLOURS,
     SIDE,
     Drawing,

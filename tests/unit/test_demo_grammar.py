@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from tools.demo.corpus import (
+from tools.lab.demo.corpus import (
     document,
     named_prompt,
     request_and_story,
     strange_name,
     training_stories,
 )
-from tools.demo.grammar import (
+from tools.lab.demo.grammar import (
     OPTIONAL_SHARE,
     STORIES,
     _choices,
@@ -22,8 +22,8 @@ from tools.demo.grammar import (
     story_from_seed,
     write_story,
 )
-from tools.demo.notation import GrammarError, Tables, _add_entry, load, split_sentences
-from tools.demo.parser import story_parser
+from tools.lab.demo.notation import GrammarError, Tables, _add_entry, load, split_sentences
+from tools.lab.demo.parser import story_parser
 
 SEEDS = range(40)
 

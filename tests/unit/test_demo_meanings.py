@@ -6,21 +6,21 @@ import random
 
 import pytest
 
-from tools.demo.handwritten import queries, triples
-from tools.demo.inflection import ing_of, past_of, plural_of, third_of, with_article
-from tools.demo.meaning_notation import lexicon, parse
-from tools.demo.meanings import Meaning, differing, draw_meaning
-from tools.demo.notation import GrammarError
-from tools.demo.searches import (
+from tools.lab.demo.handwritten import queries, triples
+from tools.lab.demo.inflection import ing_of, past_of, plural_of, third_of, with_article
+from tools.lab.demo.meaning_notation import lexicon, parse
+from tools.lab.demo.meanings import Meaning, differing, draw_meaning
+from tools.lab.demo.notation import GrammarError
+from tools.lab.demo.searches import (
     HELD_OUT_DOCUMENTS,
     TRAINING_DOCUMENTS,
     first_search,
     held_out_search,
     training_search,
 )
-from tools.demo.triples import held_out_triple, swap_lesson, training_triple
-from tools.demo.which import chosen
-from tools.demo.wording import draw_wording, like, say
+from tools.lab.demo.triples import held_out_triple, swap_lesson, training_triple
+from tools.lab.demo.which import chosen
+from tools.lab.demo.wording import draw_wording, like, say
 
 SEEDS = range(150)
 

@@ -100,7 +100,7 @@ async def test_a_text_is_a_prompt():
 
 def test_asyncio_programs_and_threads_get_the_same(monkeypatch):
     """Red if a drawing's end waits for the timer by which readers give credit back: that cost each
-    drawing 0.1 s, a tenth of its time (`python -m tools.bench drawing`)."""
+    drawing 0.1 s, a tenth of its time (`python -m tools.lab.bench drawing`)."""
     monkeypatch.setattr(portal, "RELEASE_AFTER_S", 1e9)
     asked = config(stall_timeout_s=2.0)
 

@@ -7,9 +7,9 @@ import random
 import pytest
 from PIL import Image, ImageDraw
 
-from tools.demo.drawing_reader import MIXED, NO_SHAPE, read_scene
-from tools.demo.drawing_words import describe
-from tools.demo.drawings import (
+from tools.lab.demo.drawing_reader import MIXED, NO_SHAPE, read_scene
+from tools.lab.demo.drawing_words import describe
+from tools.lab.demo.drawings import (
     COLOURS,
     SIDE,
     Scene,

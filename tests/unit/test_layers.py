@@ -552,7 +552,7 @@ def test_every_import_of_ours_is_there():
         "from engine.worker.process.channel import PROTOCOL",
         "from engine.config import NoConfig",
         "import engine.no_room",
-        "if True:\n    from tools.bench.frame import no_row",
+        "if True:\n    from tools.lab.bench.frame import no_row",
     ],
 )
 def test_an_import_of_what_is_not_there_is_found(line):

@@ -23,7 +23,7 @@ PAGE = Path("docs") / "requirements.md"
 ITEM = re.compile(r"^- \*\*R(\d+)\*\* (.+?)(?=^- \*\*|^#|\Z)", re.MULTILINE | re.DOTALL)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 SCRIPT = re.compile(r"`(tests/golden/\w+\.txt)`")
-BENCH = re.compile(r'`(tools/bench/\w+\.py)`(?:, row "([^"]+)")?')
+BENCH = re.compile(r'`(tools/lab/bench/\w+\.py)`(?:, row "([^"]+)")?')
 HEADING = re.compile(r"\[[^\]]+\]\(([\w./-]+\.md)#([\w-]+)\)")
 DEPARTURE = re.compile(r"\bdeparture ([a-z])\b")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -177,7 +177,7 @@ def faults_of(tmp_path):
     for path, text in {
         "tests/unit/test_a.py": TESTS,
         "tests/golden/a.txt": "# Source: R7.\n",
-        "tools/bench/a.py": '"""Measures (R7)."""\nrow = row_of(f"time, {n} rows", [])\n',
+        "tools/lab/bench/a.py": '"""Measures (R7)."""\nrow = row_of(f"time, {n} rows", [])\n',
         "docs/page.md": "# Page\n\n## Who may call?\n\n```\n# no heading\n```\n",
         "docs/decisions.md": "## Departures\n\n- **a. One** (D1).\n",
     }.items():
@@ -197,8 +197,8 @@ def faults_of(tmp_path):
         "`tests/unit/test_a.py::test_cites`",
         "`tests/unit/test_a.py::test_is_cited_above`,\n    `tests/unit/test_a.py::TestMachine`",
         "`tests/golden/a.txt`",
-        "`tools/bench/a.py`",
-        '`tools/bench/a.py`, row\n    "rows"',
+        "`tools/lab/bench/a.py`",
+        '`tools/lab/bench/a.py`, row\n    "rows"',
         "[page.md: Who may call](page.md#who-may-call). This is departure a.",
     ],
 )
@@ -220,8 +220,11 @@ def test_evidence_that_is_there_is_no_fault(faults_of, evidence):
         ),
         ("  - `tests/unit/test_a.py::test_is_long`", "R7: test_is_long runs only with --full"),
         ("  - `tests/golden/b.txt`", "R7: there is no tests/golden/b.txt"),
-        ("  - `tools/bench/b.py`", "R7: there is no tools/bench/b.py"),
-        ('  - `tools/bench/a.py`, row "memory"', "R7: tools/bench/a.py has no row 'memory'"),
+        ("  - `tools/lab/bench/b.py`", "R7: there is no tools/lab/bench/b.py"),
+        (
+            '  - `tools/lab/bench/a.py`, row "memory"',
+            "R7: tools/lab/bench/a.py has no row 'memory'",
+        ),
         ("  - [no](page.md#no-heading)", "R7: page.md has no heading #no-heading"),
         ("  - [no](other.md#page)", "R7: there is no other.md"),
         ("  - `tests/golden/a.txt`: departure b.", "R7: there is no departure b"),

@@ -44,8 +44,8 @@ class Committer:
         """Take the results of a step that succeeded.
 
         A decode that goes on is the common case, and its time is most of the scheduler's cost
-        (`python -m tools.bench schedule`). So it is committed here, with `Credit.fill` inlined, to
-        the same effect as `_commit_row`, which takes all other rows.
+        (`python -m tools.lab.bench schedule`). So it is committed here, with `Credit.fill` inlined,
+        to the same effect as `_commit_row`, which takes all other rows.
         """
         step.keep()
         results = iter(result.rows)

@@ -9,7 +9,7 @@ more answers end meanwhile and other prompts take their places.
 
 from __future__ import annotations
 
-TOKENS_EACH = 2  # measured with 8 and 32 clients: `python -m tools.bench pace`, `serve`
+TOKENS_EACH = 2  # measured with 8 and 32 clients: `python -m tools.lab.bench pace`, `serve`
 GAIN = 0.25  # guess: how much one step changes an estimate
 CHUNK_MIN = 16  # tokens; guess: fewer hardly take less time
 PROMPTS_SHARE_MIN = (

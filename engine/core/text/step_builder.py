@@ -165,7 +165,7 @@ class StepBuilder:
         """Plan the running sequences in rank order.
 
         A decode is the common case, and its time is most of the scheduler's cost
-        (`python -m tools.bench schedule`). So it is planned here, with `Credit.try_reserve` and
+        (`python -m tools.lab.bench schedule`). So it is planned here, with `Credit.try_reserve` and
         `Sequence.count_ahead` inlined; `_plan_running` plans all other rows.
         """
         step, size, is_running = self._step, self._size, State.RUNNING

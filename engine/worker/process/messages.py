@@ -2,8 +2,8 @@
 
 Rows of plans and results come with every step, and a row may have dozens of log-probabilities. They
 are taken apart into plain tuples first: named tuples and frozen dataclasses pickle by calls of
-Python for each, and a step's messages cost half as much this way (`python -m tools.bench process`).
-Plans and results of other kinds of work travel as they are, so they must not be plain tuples.
+Python for each, and a step's messages cost half as much this way (bench `process`). Plans and
+results of other kinds of work travel as they are, so they must not be plain tuples.
 
 Rule: imports no torch.
 

@@ -14,7 +14,7 @@ side channel of its own, so that compilations and steps do not wait for each oth
 not wait, so it sends nothing: the next `compile` carries its constraint.
 
 The tokenizers are sent over once, pickled, and work here. If each text were sent to the process, it
-would take a hop of at least 0.05 ms (`python -m tools.bench process`) and wait for Python's lock
+would take a hop of at least 0.05 ms (bench `process`) and wait for Python's lock
 beside a step, where encoding a line takes 0.03 ms; and a dead worker could encode nothing. If they
 were read here from the model's files, they could differ from those that the model runs with, above
 all an encoder's, which sentence-transformers makes. A tokenizer of 128,000 tokens is 6 MB and takes

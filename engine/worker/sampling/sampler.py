@@ -27,7 +27,7 @@ inverts the CDF in two levels, with one pass of exp over the vocabulary. A seede
 Gumbel-max with noise from `engine.worker.sampling.noise`, over the candidates that can still win.
 
 The table shows the median µs per row for 32 rows of normal logits at temperature 0.8, on Zen 3
-(`python -m tools.microbench_text`); in brackets is numpy without the compiled kernels:
+(`python -m tools.lab.microbench_text`); in brackets is numpy without the compiled kernels:
 
     vocabulary   greedy     unseeded     top_k 50     top_p 0.95     seeded
         49,152    7 (7)     87 (142)      83 (85)      155 (201)     172 (393)

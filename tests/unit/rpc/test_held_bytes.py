@@ -429,7 +429,7 @@ async def test_calls_that_wait_for_another_message_are_bounded(autojump_clock):
 
 async def test_a_call_whose_request_is_not_complete_counts_itself_and_its_bytes(autojump_clock):
     """1,500 calls with some bytes each took 65 MB, when the larger of the two was counted, and 40
-    since (`python -m tools.bench abuse`, half messages)."""
+    since (`python -m tools.lab.bench abuse`, half messages)."""
     async with serving(echo, Limits()) as running:
         client = await running.connect()
         call = client.call(is_last=False)

@@ -1,1 +1,0 @@
-"""Benches: `python -m tools.bench NAME [--json FILE]`. One file per claim."""

@@ -1,0 +1,46 @@
+"""`python -m tools.lab.bench NAME [--json FILE]`, and `python -m tools.lab.bench stale`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+from tools.lab.bench import stale
+from tools.lab.bench.catalog import measured_paths, names
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+OURS = {"engine", "grpc_service", "tests", "tools"}
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.lab.bench",
+        description="Run a bench; 'stale' names those whose figures are older than what they "
+        "measure.",
+    )
+    parser.add_argument("name", choices=[*names(), "stale"])
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    if args.name == "stale":
+        return stale.report()
+    try:
+        bench = importlib.import_module(f"tools.lab.bench.{args.name.replace('-', '_')}")
+        rows = bench.run()
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] in OURS:
+            raise
+        sys.exit(
+            f"the bench {args.name} needs the Python module {error.name}; install the development "
+            "tools: pip install -e '.[dev,measure]' -c constraints.txt"
+        )
+    from tools.lab.bench.frame import report
+
+    return report(args.name, rows, args.json, measured_paths(args.name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

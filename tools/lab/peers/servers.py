@@ -1,0 +1,185 @@
+"""Runs whole servers with their clients, for the benches that compare them.
+
+Rule: between its turns a server is stopped with all its processes, like an engine
+(`tools.lab.peers.process`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tools.lab.peers.environments import PEERS, PeerError
+from tools.lab.peers.process import OURS, ROOT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from tools.lab.peers.environments import Peer
+
+START_LIMIT_S = 600.0  # guess: vLLM compiles at its first start
+END_LIMIT_S = 15.0
+POLL_S = 0.25
+CLIENTS = "tools.lab.peers.clients"
+MAX_LEN = 8192
+KV_GIB = 2  # size of each server's KV pool
+DTYPE = os.environ.get("BENCH_DTYPE", "bfloat16")  # what each server computes in
+NO_PROXY = [("grpc.enable_http_proxy", 0)]
+
+
+def free_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def triolet_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return our server's command and environment. Its KV pool has the size of vLLM's, and all its
+    memory before the server is ready, as vLLM's has. Otherwise our server would wait for new memory
+    while it is measured."""
+    command = [
+        *(sys.executable, "-m", "grpc_service", "serve", "--port", str(port)),
+        *("--model", str(model), "--dtype", DTYPE),
+        *("--kv-cache-memory", f"{KV_GIB}GiB", "--prefault-kv-cache"),
+        *shlex.split(os.environ.get("BENCH_FLAGS", "")),
+    ]
+    return command, os.environ | {"TRIOLET_LOG": "ERROR"}
+
+
+def vllm_server(model: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command and environment of vLLM's own gRPC server, on all cores."""
+    peer = PEERS["vllm"]
+    command = [
+        *(str(peer.python), "-m", "vllm.entrypoints.launchers.grpc_server"),
+        *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", DTYPE, "--max-model-len", str(MAX_LEN)),
+    ]
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    settings = {
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    return command, peer.environment() | settings
+
+
+SERVERS: dict[str, tuple[Peer, Callable[[Path, int], tuple[list[str], dict[str, str]]]]] = {
+    "triolet": (OURS, triolet_server),
+    "vllm": (PEERS["vllm"], vllm_server),
+}
+
+
+class ServerWithClients:
+    """A server that is ready, and the process of its clients. ``flags`` are more flags of the
+    server.
+
+    Raises:
+        PeerError: The server or its clients ended. Their messages are on standard error.
+    """
+
+    def __init__(self, name: str, model: Path, vocab: int, flags: Sequence[str] = ()) -> None:
+        peer, command_of = SERVERS[name]
+        self.name = " ".join((name, *flags))
+        port = free_port()
+        command, environment = command_of(model, port)
+        command += flags
+        started = time.perf_counter()
+        self._server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=sys.stderr, start_new_session=True
+        )
+        self._clients: subprocess.Popen[str] | None = None
+        try:
+            self._wait_ready(port)
+            self.start_s = time.perf_counter() - started
+            self._clients = subprocess.Popen(
+                [str(peer.python), "-m", CLIENTS, name, f"127.0.0.1:{port}", str(vocab)],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, **load: Any) -> dict[str, Any]:
+        """Run a load and return the clients' measurements (`tools.lab.peers.clients`)."""
+        assert self._clients is not None
+        assert self._clients.stdin is not None
+        self._signal(signal.SIGCONT)
+        try:
+            self._clients.stdin.write(json.dumps(load) + "\n")
+            self._clients.stdin.flush()
+            return self._read()
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End the clients and the server with all its processes."""
+        self._signal(signal.SIGCONT)
+        if self._clients is not None:
+            self._clients.communicate()  # they end with their input
+        self._signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._server.wait(END_LIMIT_S)
+        self._signal(signal.SIGKILL)  # the server's child processes, too
+        self._server.wait()
+
+    def _wait_ready(self, port: int) -> None:
+        request = health_pb2.HealthCheckRequest()
+        limit = time.monotonic() + START_LIMIT_S
+        with grpc.insecure_channel(f"127.0.0.1:{port}", options=NO_PROXY) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while time.monotonic() < limit:
+                if self._server.poll() is not None:
+                    raise PeerError(f"{self.name}'s server ended with {self._server.returncode}")
+                try:
+                    answer = stub.Check(request, timeout=POLL_S, wait_for_ready=True)
+                except grpc.RpcError:
+                    continue
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+                time.sleep(POLL_S)
+        raise PeerError(f"{self.name}'s server is not ready after {START_LIMIT_S:g} s")
+
+    def _read(self) -> dict[str, Any]:
+        assert self._clients is not None
+        assert self._clients.stdout is not None
+        line = self._clients.stdout.readline()
+        if not line:
+            raise PeerError(f"the clients of {self.name} ended with {self._clients.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._server.pid, number)
+
+
+def start_server(
+    name: str, model: Path, vocab: int, flags: Sequence[str] = ()
+) -> ServerWithClients | None:
+    """Start a server. If it is not installed or does not start, print why and return None."""
+    if not SERVERS[name][0].is_installed:
+        print(f"{name} is not installed: python -m tools.lab.peers install {name}", file=sys.stderr)
+        return None
+    try:
+        return ServerWithClients(name, model, vocab, flags)
+    except PeerError as error:
+        print(f"{error}; its messages are above", file=sys.stderr)
+        return None
