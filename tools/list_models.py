@@ -1,8 +1,8 @@
 """List the text models that are served, and those that read images, from the tables that decide it.
 
     python -m tools.list_models            prints the list
-    python -m tools.list_models --check    exits 1 if README.md shows another one
-    python -m tools.list_models --write    writes it into README.md
+    python -m tools.list_models --check    exits 1 if docs/features.md shows another one
+    python -m tools.list_models --write    writes it into docs/features.md
 
 Rule 1: the list comes from `SERVED`, `LISTED`, `VISION` and `UNPAGED_TYPES`; there is no second
 one.
@@ -19,7 +19,7 @@ from engine.worker.outline.division_plans import PLANS
 from engine.worker.outline.families import LISTED
 from tools.shown import Shown
 
-README = Path(__file__).parent.parent / "README.md"
+FEATURES = Path(__file__).parent.parent / "docs" / "features.md"
 
 
 def make_list() -> str:
@@ -39,7 +39,7 @@ def make_list() -> str:
 
 
 SHOWN = Shown(
-    "models", "tools.list_models", make_list, str(__doc__).splitlines()[0], fence="", page=README
+    "models", "tools.list_models", make_list, str(__doc__).splitlines()[0], fence="", page=FEATURES
 )
 
 if __name__ == "__main__":

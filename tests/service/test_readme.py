@@ -1,8 +1,9 @@
 """The snippets of the README and of docs/ run as they are printed, on a server of shipped models.
 
 A fenced block is executed if the comment above it says so: ``<!-- runs, prints: TEXT -->``, ``<!--
-runs with TOOL, prints: TEXT -->``. Any other block in a language that could run here must say why
-it does not: ``<!-- not run: REASON -->``.
+runs with TOOL, prints: TEXT -->``. A block that others import says which file it is: ``<!-- the
+file NAME -->``. Any other block in a language that could run here must say why it does not: ``<!--
+not run: REASON -->``.
 
 Four things differ from what a reader types. The addresses are those of the test's servers. The
 folder is not the repository's root, but one that has what the snippets use of it, so that what they
@@ -38,6 +39,7 @@ BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 RUNS = re.compile(r"runs(?: with (?P<tool>\w+))?, prints: (?P<prints>.+)")
+FILE = re.compile(r"the file (?P<name>[\w.]+)")
 NOT_RUN = re.compile(r"not run: .+")
 PRELUDE = """
 set -euo pipefail
@@ -79,6 +81,12 @@ class Snippet:
         """The match of a mark with which the block runs, or None."""
         return RUNS.fullmatch(self.mark)
 
+    @property
+    def file(self) -> str:
+        """The name of the file that the block is, or ""."""
+        found = FILE.fullmatch(self.mark)
+        return found["name"] if found else ""
+
 
 def snippets(path: Path) -> list[Snippet]:
     """Return the blocks of a page."""
@@ -111,11 +119,12 @@ def test_every_block_of_code_runs_or_says_why_not():
     silent = [
         f"{snippet.page} line {snippet.line}"
         for snippet in SNIPPETS
-        if snippet.language in LANGUAGES and not (snippet.runs or NOT_RUN.fullmatch(snippet.mark))
+        if snippet.language in LANGUAGES
+        if not (snippet.runs or snippet.file or NOT_RUN.fullmatch(snippet.mark))
     ]
     assert silent == [], "mark these blocks as this file says"
     in_readme = [one for one in SNIPPETS if one.page == "README.md" and one.runs]
-    assert {snippet.language for snippet in in_readme} == LANGUAGES
+    assert {snippet.language for snippet in in_readme} == {"sh", "python"}
     assert {snippet.language for snippet in SNIPPETS if snippet.runs} == LANGUAGES
 
 
@@ -130,7 +139,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def second_server():
-    """Run the README's second server, until its two models are ready."""
+    """Run the second server of docs/clients.md, until its two models are ready."""
     with real("--model", "demo-see", model="demo-clip") as one:
         for name in ("demo-clip", "demo-see"):
             wait_until(lambda name=name: health(one.channel, f"model/{name}") == SERVING, 90)
@@ -144,6 +153,9 @@ def folder(tmp_path_factory):
     (folder / "proto").symlink_to(ROOT / "proto")
     (folder / "node_modules").symlink_to(toolchains.NODE_MODULES)
     (folder / "one.png").write_bytes(png_of(held_out_drawing(0, 0)))
+    for snippet in SNIPPETS:
+        if snippet.file:
+            (folder / snippet.file).write_text(snippet.text)
     return folder
 
 
@@ -196,7 +208,7 @@ def _command(snippet: Snippet, text: str, env: dict[str, str], folder: Path) -> 
     """Return the command that runs the text; install its tools where they are missing."""
     if snippet.language == "js":
         toolchains.need_npm()
-        return ["node", "-e", text]
+        return ["node", "-e", text]  # `require` looks in the folder, as it does in a file's
     if snippet.language == "ruby":
         stubs = folder / "ruby_stubs"
         if not stubs.exists():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *(ROOT / "engine" / "README.md", ROOT / "tools" / "README.md", ROOT / "tests" / "README.md"),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
