@@ -1,9 +1,8 @@
 """The streams of an HTTP/2 connection: what is sent and received in one call.
 
 Messages bypass h2: making a DATA frame takes h2 eight times as long or more, which is much of what
-a token costs from end to end (`python -m tools.lab.bench primitives`, `front`). h2's count of the
-windows stays right, as `Stream` subtracts what it sends from h2's own numbers
-(`h2_overrides.Window`).
+a token costs from end to end (D1). h2's count of the windows stays right, as `Stream` subtracts
+what it sends from h2's own numbers (`h2_overrides.Window`).
 
 Rule: a message that fits into one frame of `Http2Connection.whole_bytes` is sent whole or not at
 all, so that a status can still follow when the client's window has no room for the message.

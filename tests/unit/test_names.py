@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),  # the changelog keeps old names
     *(ROOT / "engine" / "README.md", ROOT / "tools" / "README.md", ROOT / "tests" / "README.md"),
     *sorted((ROOT / "docs").glob("*.md")),
 ]

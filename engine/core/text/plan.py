@@ -4,8 +4,8 @@ Rule 1: every class here is a value that pickles without torch, so that a runner
 process of its own. Rule 2: each plan is executed once or fails once.
 
 What is made for each row of a step, or for each step, is a named tuple, the rest frozen
-dataclasses: a dataclass of seven fields takes three times as long to make as a named tuple
-(`python -m tools.lab.bench primitives`), and the whole budget of plan and commit is 1.5 µs a row.
+dataclasses: a dataclass of seven fields takes three times as long to make as a named tuple (D8),
+and the whole budget of plan and commit is 1.5 µs a row.
 
 Index spaces: a *token position* counts a sequence's tokens from 0, prompt and output together; a
 *block* is the place of ``block_size`` consecutive positions in the KV pool; a *slot* is

@@ -3,8 +3,8 @@
 compares the page with its figures.
 
 In a page, the lines between ``<!-- table: NAME REGEX -->`` and ``<!-- end -->`` are made from
-``tools/lab/figures/NAME.json`` (and ``NAME-1.json`` …, if it was measured in parts). They contain
-the rows whose names the regular expression finds, and the machine and the commit.
+``tools/lab/figures/NAME.json``. They contain the rows whose names the regular expression finds, and
+the machine and the commit.
 
 A table has a row for each measurement and a column for each engine or way to compute. Rows without
 these are listed separately. Of rows with the same name, the last file's counts.
@@ -104,8 +104,8 @@ def read(files: Iterable[Path], pattern: str = "") -> tuple[list[dict[str, Any]]
 def filled(match: re.Match[str], figures: Path) -> str:
     """Return a page's part with a new table."""
     name, pattern = match["name"], match["pattern"] or ""
-    files = [*sorted(figures.glob(f"{name}-[0-9]*.json")), figures / f"{name}.json"]
-    rows, origins = read((file for file in files if file.exists()), pattern)
+    file = figures / f"{name}.json"
+    rows, origins = read([file] if file.exists() else [], pattern)
     body = tables(rows) if rows else ["Not measured yet."]
     if origins:
         origin = f"Measured {'; '.join(origins)}."
