@@ -1,4 +1,4 @@
-"""Every name in code type exists, in docstrings, comments, pages and protos; retired ones do not.
+"""Every name in code type exists, in docstrings, comments, pages and protos.
 
 A name is looked up where it claims to be: ``Class.method`` in the class and its bases,
 ``module.name`` in the module, a path in the repository, a flag among the flags. A single word is
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from grpc_service.cli.main import build_parser
-from tools.rooms import FIRST_PARTY, PRODUCT, ROOT, modules, product_modules
+from tools.rooms import FIRST_PARTY, PRODUCT, ROOT, modules
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -298,88 +298,3 @@ def test_an_existing_name_is_known(text):
 )
 def test_an_unknown_name_is_found(text):
     assert unknown(text)
-
-
-# ---- retired names -----------------------------------------------------------------------------
-
-RETIRED_CLASSES = {  # the name of a class, a function or a variable, and its successor
-    "Lifetime": "RequestStream",
-    "Generation": "TextStream",
-    "Encoding": "EncodeStream",
-    "Reception": "Interceptor",
-    "Zombies": "UnreadCalls",
-    "Apart": "ChoiceParser",
-    "tell_apart": "ChoiceParser",
-    "Turnstile": "StartLimiter",
-    "_Share": "FairShareLimiter",
-    "_Bells": "WakeupDescriptors",
-    "Bells": "WakeupDescriptors",
-    "Mortal": "ProcessWorker",
-    "ChildRunner": "ProcessRunner",
-    "Vetters": "ConstraintSandbox",
-    "Planner": "StepBuilder",
-    "Deliveries": "the reader that a request is submitted with",
-}
-RETIRED_MODULES = (
-    *("engine.sync", "engine.heap", "engine.shift", "engine.model", "engine.generation"),
-    *("engine.prompts", "engine.inputs", "engine.answers", "engine.constraints"),
-)
-RETIRED_WORDS = ("zombies", "tell_apart", "Vetters", "Turnstile", "heap.py", "shift.py")
-
-
-def _searched() -> list[Path]:
-    folders = ("engine", "grpc_service", "proto", "deploy", "docs", "tests", "tools")
-    suffixes = (".py", ".pyi", ".md", ".proto", ".json", ".yaml", ".h", ".cpp", ".service", "")
-    files = [
-        path
-        for folder in folders
-        for path in (ROOT / folder).rglob("*")
-        if path.is_file() and path.suffix in suffixes and path.name != "tokenizer.json"
-        if not {"node_modules", "__pycache__", "figures", "third_party"} & set(path.parts)
-    ]
-    return [*files, ROOT / "README.md", ROOT / "CHANGELOG.md"]
-
-
-def test_retired_words_do_not_come_back():
-    pattern = re.compile("|".join(map(re.escape, RETIRED_WORDS)), re.IGNORECASE)
-    modules = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in RETIRED_MODULES))
-    found = {
-        path.relative_to(ROOT).as_posix(): sorted(set(hits))
-        for path in _searched()
-        if path.name not in ("test_names.py", "CHANGELOG.md")  # these name what was renamed
-        if (hits := [*pattern.findall(text := path.read_text()), *modules.findall(text)])
-    }
-    assert found == {}
-
-
-def test_retired_classes_do_not_come_back():
-    found = {
-        module: sorted(hits)
-        for module in product_modules()
-        if (
-            hits := RETIRED_CLASSES.keys() & set(_ours_in(ast.parse(modules()[module].read_text())))
-        )
-    }
-    assert found == {}
-    spans = {
-        path.relative_to(ROOT).as_posix(): sorted(hits)
-        for path in WRITTEN
-        if (
-            hits := {name for text in texts(path) for name in _named(text)} & RETIRED_CLASSES.keys()
-        )
-    }
-    assert spans == {}
-
-
-def _ours_in(tree: ast.AST) -> Iterator[str]:
-    """Yield what a file defines, and what it imports from our files."""
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield node.name
-        elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in PRODUCT:
-            yield from (alias.name for alias in node.names)
-
-
-def _named(text: str) -> Iterator[str]:
-    for double, single in SPAN.findall(text):
-        yield from WORD.findall(double or single)
