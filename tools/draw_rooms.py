@@ -19,7 +19,7 @@ import sys
 from collections import defaultdict
 from typing import NamedTuple
 
-from tools.rooms import PRODUCT, imports_of, line_of, modules, product_modules
+from tools.rooms import PRODUCT, imports_of, modules, product_modules, room_of
 from tools.shown import Shown
 
 COMMON = (
@@ -87,7 +87,7 @@ def arrows() -> dict[Arrow, bool]:
     for module in product_modules():
         for imported in imports_of(modules()[module].read_text()):
             if not imported.is_type_only and imported.target.split(".")[0] in PRODUCT:
-                own, other = (box_of(line_of(one).room) for one in (module, imported.target))
+                own, other = (box_of(room_of(one).name) for one in (module, imported.target))
                 if own is not None and other is not None and own != other:
                     found[own, other] |= not imported.is_in_function
     return found

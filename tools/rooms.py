@@ -21,57 +21,47 @@ FIRST_PARTY = (*PRODUCT, "tests", "tools")
 
 
 @dataclass
-class Line:
-    """A line of the table: a room, or a file of one."""
+class Room:
+    """A room: which others and which libraries it may import."""
 
     name: str
-    place: int  # the number of lines above it
-    room: str  # the room itself, or the room of the file
+    place: int  # the number of rooms above it
     arrows: frozenset[str] = frozenset()
     libraries: frozenset[str] = frozenset()
-    has_files: bool = False
 
 
-def parse(table: str) -> dict[str, Line]:
-    """Return the lines of a table by the whole name of what each is about.
+def parse(table: str) -> dict[str, Room]:
+    """Return the rooms of a table by their whole names.
 
     Raises:
-        ValueError: A line names something that no line above it is about.
+        ValueError: A line names something that is no room above it.
     """
-    found: dict[str, Line] = {}
-    room = line = None
+    found: dict[str, Room] = {}
+    room = None
     for text in table.splitlines():
         if text.startswith("#"):
             continue
         head, _, libraries = text.partition(";")
         head, *arrows = head.split("<")
         if head.strip():
-            is_file = head.startswith(" ")
-            name = f"{room.name}.{head.strip()}" if is_file and room else head.strip()
-            line = Line(name, len(found), room.name if is_file and room else name)
-            found[name] = line
-            if is_file and room:
-                room.has_files = True
-            else:
-                room = line
-        if line:
-            named = {_whole(name, line, found) for part in arrows for name in part.split()}
-            line.arrows |= named
-            line.libraries |= frozenset(libraries.split())
+            room = found[head.strip()] = Room(head.strip(), len(found))
+        if room:
+            room.arrows |= {_whole(name, room, found) for part in arrows for name in part.split()}
+            room.libraries |= frozenset(libraries.split())
     return found
 
 
-def _whole(name: str, line: Line, above: dict[str, Line]) -> str:
-    package = line.name.split(".")[0] if line.room == line.name else line.room
+def _whole(name: str, room: Room, above: dict[str, Room]) -> str:
+    package = room.name.split(".")[0]
     for whole in (f"{package}.{name}", name):
-        if whole in above and whole != line.name:
+        if whole in above and whole != room.name:
             return whole
-    raise ValueError(f"{line.name} may import only what a line above it is about, not {name}")
+    raise ValueError(f"{room.name} may import only rooms above it, not {name}")
 
 
 @cache
-def lines() -> dict[str, Line]:
-    """Return the lines of `tools/rooms.txt`."""
+def rooms() -> dict[str, Room]:
+    """Return the rooms of `tools/rooms.txt`."""
     return parse(TABLE.read_text())
 
 
@@ -146,6 +136,6 @@ def is_within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def line_of(module: str) -> Line:
-    """Return the line of the table that a module belongs to: the longest name that holds it."""
-    return lines()[max((name for name in lines() if is_within(module, name)), key=len)]
+def room_of(module: str) -> Room:
+    """Return the room that a module belongs to: the longest name that holds it."""
+    return rooms()[max((name for name in rooms() if is_within(module, name)), key=len)]
