@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),  # the changelog keeps old names
-    *(ROOT / "engine" / "README.md", ROOT / "tools" / "README.md", ROOT / "tests" / "README.md"),
+    *(ROOT / folder / "README.md" for folder in ("engine", "tools", "tools/lab", "tests")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 PROTOS = sorted((ROOT / "proto" / "triolet").rglob("*.proto"))
