@@ -57,7 +57,7 @@ FOREIGN = {
     "torch": {"mha_varlen_fwd"},
     "trio": {"SSLStream", "MemorySendChannel"},
     "vllm": {"LLMEngine"},
-    "smg": {"--enable-igw"},
+    "smg": {"--enable-igw", "--tokenizer-path"},
     "Ray Serve": {"request_router_kwargs"},
     "Node.js": {"Long"},
     "FastAPI": {"lifespan"},
