@@ -1,8 +1,10 @@
-"""The benches' command line, their rows and verdicts, and the tables of `docs/performance.md` that
-are made from their JSON: nothing else of the page changes."""
+"""The benches' command line, their rows and verdicts, and the tables of README.md and of
+docs/performance.md, which are made from their JSON."""
 
 import json
+import re
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,61 +12,143 @@ import pytest
 from tools.lab.bench import stale, tables
 from tools.lab.bench.__main__ import main
 from tools.lab.bench.catalog import FIGURES, names
+from tools.lab.bench.claims import FILES, Claim, File, Line
 from tools.lab.bench.frame import Row, report, row_of
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("xeon", "zen3", "zen4", "zen5")  # of machines; in the names of figures
 
-PAGE = """Before.
-<!-- table: step decode -->
-old
-<!-- end -->
-Between.
-<!-- table: serve -->
-<!-- end -->
-More.
-<!-- table: startup -->
-<!-- end -->
-"""
+FIGURES_OF_TWO = {
+    "bench": "step",
+    "commit": "1234567",
+    "machine": {"when": "2026-01-02 03:04 UTC", "cpu": "A CPU", "cores": 2, "load": 1.5},
+    "rows": [
+        asdict(row) | {"pass": row.passed}
+        for row in (
+            row_of("decode: triolet", (1234.5, 1300.25), "tokens/s"),
+            row_of("decode: vllm", (0.123456,), "tokens/s"),
+            row_of("decode: against the best", (0.8, 0.9, 1.0), "×", bar=1.0, better="higher"),
+            Row("decode: llama.cpp", None, "tokens/s"),
+        )
+    ],
+}
+ROWS = ("decode: triolet", "decode: llama.cpp", "decode: vllm", "decode: against the best")
+CLAIM = Claim(
+    "two",
+    "page.md",
+    ("Triolet", "llama.cpp", "vLLM", "× the best"),
+    (Line("decode", "tokens/s", ROWS, "two"),),
+)
+PART = """```sh
+BENCH_ONLY="^decode" python -m tools.lab.bench step --json tools/lab/figures/two.json
+```
+
+| | Triolet | llama.cpp | vLLM | × the best |
+|---|---|---|---|---|
+| decode, tokens/s | 1267 | – | 0.123 | **0.9** ± 0.2 |
+
+Measured on 2 cores of A CPU (Zen 9) 2026-01-02 at commit 1234567, load 1.5."""
+PAGE = f"Before.\n{tables.HEAD.format('two')}\n{PART}\n{tables.END}\nAfter.\n"
 
 
-def write(file, rows, capsys):
-    """Write rows as a bench does."""
-    report("step", rows, str(file))
-    capsys.readouterr()
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """Return a folder with the figures of one claim, the only one of a page in the folder."""
+    (tmp_path / "two.json").write_text(json.dumps(FIGURES_OF_TWO))
+    (tmp_path / "page.md").write_text(PAGE)
+    monkeypatch.setitem(FILES, "two", File("Zen 9", "^decode"))
+    monkeypatch.setattr(tables, "CLAIMS", (CLAIM,))
+    monkeypatch.setattr(tables, "PAGES", ("page.md",))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "FIGURES", tmp_path)
+    return tmp_path
 
 
-def page_after(tmp_path, monkeypatch):
-    """Return the page after its tables were written."""
-    page = tmp_path / "page.md"
-    page.write_text(PAGE)
-    monkeypatch.setattr("sys.argv", ["tables", "--write", str(page)])
-    monkeypatch.setattr(tables, "FIGURES", tmp_path / "figures")
-    tables.main()
-    return page.read_text()
+# ---- the parts of pages ----------------------------------------------------------------------
 
 
-def test_a_page_gets_the_rows_of_its_patterns_and_keeps_the_rest(tmp_path, monkeypatch, capsys):
-    (tmp_path / "figures").mkdir()
-    rows = [
-        Row("decode B=8: triolet", 300.0, "tokens/s", spread=3.0, n=5),
-        Row("decode B=8: vllm", 200.0, "tokens/s", spread=2.0, n=5),
-        Row("decode B=8: against the best", 1.5, "×", 1.0, "higher", 0.1, 5),
-        row_of("decode B=1: against the best", (0.8, 0.9, 1.2, 1.3), "×", bar=1.0, better="higher"),
-        Row("prefill: triolet", 1.0, "tokens/s"),
-    ]
-    write(tmp_path / "figures" / "step.json", rows, capsys)
-    text = page_after(tmp_path, monkeypatch)
-    assert text.startswith("Before.\n<!-- table: step decode -->\n")
-    assert "| decode B=8 | 300 ± 3 | 200 ± 2 | tokens/s |" in text
-    assert "| decode B=8: against the best | 1.5 ± 0.1 | × | ≥ 1, met |" in text
-    hair = "≥ 1, met by a hair; quartile 0.875"
-    assert f"| decode B=1: against the best | 1.05 ± 0.5 | × | {hair} |" in text
-    assert "old" not in text
-    assert "prefill" not in text
-    for name in ("serve", "startup"):
-        assert f"<!-- table: {name} -->\nNot measured yet.\n<!-- end -->\n" in text
-    assert "More." in text
+def test_a_part_is_its_commands_a_table_and_where_it_was_measured(two):
+    assert tables.part(CLAIM) == PART
+    brief = tables.part(replace(CLAIM, brief="A model"))
+    assert brief.endswith(
+        "A model, 2 cores of A CPU (Zen 9), 2026-01-02 to 2026-01-02; "
+        "`python -m tools.lab.bench` `step`."
+    )
+    assert "```" not in brief
+
+
+def test_a_page_with_another_figure_is_noticed_and_written(two, capsys):
+    assert tables.main(["--check"]) == 0
+    (two / "page.md").write_text(PAGE.replace("1267", "1268").replace(", made by", " made by"))
+    assert tables.main(["--check"]) == 1
+    assert "page.md shows other figures; run python -m" in capsys.readouterr().err
+    assert tables.main(["--write"]) == 0
+    assert (two / "page.md").read_text() == PAGE
+
+
+@pytest.mark.parametrize(
+    "text", ["", PAGE + PAGE, PAGE.replace("two,", "three,"), PAGE.replace(tables.END, "")]
+)
+def test_a_page_has_a_part_for_each_of_its_claims(two, text):
+    (two / "page.md").write_text(text)
+    with pytest.raises(ValueError, match=r"page\.md has the parts"):
+        tables.main(["--check"])
+
+
+def test_a_claim_whose_row_is_not_in_its_file_cannot_be_shown(two):
+    line = replace(CLAIM.lines[0], rows=("prefill", None, None, None))
+    with pytest.raises(KeyError, match=r"two\.json has no row 'prefill'"):
+        tables.part(replace(CLAIM, lines=(line,)))
+
+
+def test_the_pages_show_the_committed_figures():
+    assert tables.main(["--check"]) == 0
+
+
+# What a bench measures: a number and a unit of time, memory or speed, or a ratio.
+MEASURED = re.compile(
+    r"""(?<![\w.,-])\d[\d.,]*\s?
+    (?: × | % | times\b | [nµm]?s\b | seconds?\b | minutes?\b | hours?\b
+      | [KMGT]?i?B(?:/s)?\b | G?FLOP/s | [a-z]+/s\b )""",
+    re.VERBOSE,
+)
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def measured_outside_parts(text):
+    """Return the numbers with a unit, or a ratio, that stand neither in a made part nor in code."""
+    return MEASURED.findall(FENCED.sub("", tables.PART.sub("", text)))
+
+
+@pytest.mark.parametrize("page", tables.PAGES)
+def test_no_measured_number_stands_outside_the_parts_that_are_made_from_figures(page):
+    """A figure that somebody writes into the text has no command, and grows old."""
+    assert measured_outside_parts((ROOT / page).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_measured"),
+    [
+        ("It makes 86.2 tokens/s.", True),
+        ("the first token after 254 ms", True),
+        ("a start takes 3.18 s", True),
+        ("16 µs a message", True),
+        ("285 MB, then 2 GiB", True),
+        ("1.47 × of vLLM", True),
+        ("1.5 times as fast", True),
+        ("takes 10 % more", True),
+        ("24.2 GB/s", True),
+        ("8 sequences of 1,024 tokens, 134.5 million parameters, 4 bits", False),
+        ("Python 3.11, Zen 4, s135, D4, Q8_0, 128 + n", False),
+        ("```sh\nsleep 3 s\n```", False),
+        (PAGE, False),
+    ],
+)
+def test_measured_numbers_are_distinguished_from_others(text, is_measured):
+    assert bool(measured_outside_parts(text)) == is_measured
+
+
+# ---- printed tables, and JSON ----------------------------------------------------------------
 
 
 def test_ways_to_compute_are_columns_as_engines_are():
@@ -167,12 +251,6 @@ def test_two_rows_of_one_name_are_printed_and_not_written(tmp_path, capsys):
         report("step", rows, str(tmp_path / "j"))
     assert "0.7" in capsys.readouterr().out
     assert not (tmp_path / "j").exists()
-
-
-def test_the_page_of_figures_is_made_from_them():
-    page = (ROOT / "docs" / "performance.md").read_text()
-    assert tables.PART.search(page)
-    assert tables.written(page, FIGURES) == page
 
 
 def test_each_file_of_figures_is_one_benchs_on_one_kind_of_machine():

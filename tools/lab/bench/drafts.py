@@ -17,6 +17,10 @@ Another row compares unseeded answers with and without drafts by a chi-squared t
 first tokens that may be drafted: the share of the statistic's critical value at one in a thousand.
 
 `BENCH_ONLY` is a regular expression that selects rows by name.
+
+A draft of k tokens makes a step longer by what k more rows cost: on the story model, whose step
+takes a third of a millisecond, one more row costs a third of a step and seven cost 0.8, and on
+larger models less. So the engine measures what its own steps take.
 """
 
 from __future__ import annotations

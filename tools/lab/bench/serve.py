@@ -12,6 +12,13 @@ ids; its gateway makes the text.
 
 `BENCH_ONLY` is a regular expression that selects loads by name. `BENCH_PEERS=` leaves vLLM out.
 `BENCH_FLAGS` are more flags for our server.
+
+What explains the figures: clients begin together. vLLM computes the first prompts in one step,
+after which all decode and none waits for another's prompt. Triolet computes prompts beside decodes,
+in steps of `--inter-token-target` or as long as the decodes take: answers begin and end sooner, the
+last first tokens come later, and the longest waits between tokens are steps with prompts. The file
+of Zen 3 is in float32, with an earlier pace; a step of 32 decodes takes longer than the target
+there.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ vocabulary, and is left out.
 The last rows are those of `tools.lab.bench.variants`: kernels of other processors.
 
 `BENCH_ONLY` is a regular expression that selects measurements by name.
+
+Without VNNI (Zen 3), a prompt's int8 products of s135 gain 1.2 times and miss the bar of 1.3.
 """
 
 from __future__ import annotations

@@ -14,6 +14,35 @@ outside the model (packing, sampling, text) by rows and by context, with a tiny 
 `BENCH_ONLY` is a regular expression that selects measurements by name. `BENCH_PEERS` is a
 comma-separated list of the engines to compare with; unset, `COMPARED` or `COMPARED_TOO`
 (transformers' continuous batching is slower than its plain forward and takes minutes).
+
+What was tried to make the kernels faster (`engine/kernels`), in one core's processor time on shared
+machines. It gained:
+
+- one call for a whole forward, with a barrier between its parts and no allocation: four calls a
+  layer, and Python in each, cost more than the products of a small model;
+- blocks of products as functions of their own where a vector takes several registers: inlined, GCC
+  kept the sums of integers in memory, and one row with AVX2 took four times as long;
+- panels of 16 outputs with inputs in pairs, the order that AVX512-BF16 and AMX need: a core reads
+  them from front to back, and tied embeddings are looked up in them;
+- AMX for one row, too: a tile takes as long for 16 rows, the time goes into waiting for weights,
+  and a row has the same bits in any batch;
+- float32 between products, which costs nothing measurable and is closer to float32 than stock
+  bfloat16;
+- an exponential by `vscalefps`, masks only at the diagonal, no denormals in masked scores, equal
+  passes of at most 640 inputs, and sums that stay in registers, by explicitly unrolled loops;
+- a last layer only for the rows that need it: a 24th of q05's prompt;
+- a decode's attention that takes all key heads of a position, prefetches 32 positions ahead into
+  the second cache, and multiplies pairs of bfloat16: 69 to 179 tokens/s with 8 sequences at 4,096
+  (a prefetch into the first cache, or in long bursts, takes twice as long);
+- the next pair of panels fetched while 16 to 64 rows pass over the last one: 25 to 21.5 ms for 32
+  rows; weights of 8 and 4 bits fetched 1.5 KiB ahead, and few, long tasks for up to four rows;
+- codes of 4 bits without a table, and with AVX2 in sums of 16 bits;
+- logits and activations in memory that is kept, and small vector functions that are always inlined.
+
+It gained nothing, or less than the noise: other blocks of sums; prefetching float weights, which
+the processor does; rounding a single row in every thread; three or six rows of integers at once;
+four panels for a single row; huge pages, for the KV pool and for tensors; a kernel of dot products
+for single rows beside AMX; int8 weights that are widened to bfloat16; passes over fewer inputs.
 """
 
 from __future__ import annotations

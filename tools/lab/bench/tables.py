@@ -1,13 +1,14 @@
-"""Makes tables of the benches' results: `python -m tools.lab.bench.tables JSON…` prints them, and
-`python -m tools.lab.bench.tables --write docs/performance.md` puts them into the page. A test
-compares the page with its figures.
+"""Makes tables of the benches' results.
 
-In a page, the lines between ``<!-- table: NAME REGEX -->`` and ``<!-- end -->`` are made from
-``tools/lab/figures/NAME.json``. They contain the rows whose names the regular expression finds, and
-the machine and the commit.
+    python -m tools.lab.bench.tables JSON…     prints every row of the files
+    python -m tools.lab.bench.tables --check   exits 1 if a page shows other figures than the files
+    python -m tools.lab.bench.tables --write   writes the figures into the pages
 
-A table has a row for each measurement and a column for each engine or way to compute. Rows without
-these are listed separately. Of rows with the same name, the last file's counts.
+A printed table has a row for each measurement and a column for each engine or way to compute. Rows
+without these are listed separately.
+
+A page has the parts that `tools.lab.bench.claims` describes: the lines between ``<!-- figures: NAME
+…-->`` and ``<!-- figures: end -->``. A part is the command, the table, and where it was measured.
 """
 
 from __future__ import annotations
@@ -15,20 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.lab.bench.catalog import FIGURES
+from tools.lab.bench.catalog import FIGURES, ROOT
+from tools.lab.bench.claims import CLAIMS, FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from tools.lab.bench.claims import Claim, Line
 
-PART = re.compile(
-    r"(?P<head><!-- table: (?P<name>[\w-]+)(?: (?P<pattern>[^\n]*?))? -->)\n"
-    r".*?(?P<tail><!-- end -->)",
-    re.DOTALL,
-)
 # What follows the last colon of a row's name and has a column of its own: engines, and the ways to
 # compute the same model.
 ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "transformers-cb")
@@ -37,16 +35,35 @@ WAYS = tuple(
 )
 KINDS = ("int8", "int4", "Q8_0", "Q4_0", "Q4_K_M")  # of small weights: ours, and llama.cpp's
 COLUMNS = (*ENGINES, *WAYS, *KINDS)
-LINE_LENGTH = 100  # of the page's text
+LINE_LENGTH = 100  # of a page's text
+PART = re.compile(r"<!-- figures: (?P<name>[\w-]+)[^\n]*-->\n.*?<!-- figures: end -->", re.DOTALL)
+HEAD = "<!-- figures: {}, made by `python -m tools.lab.bench.tables --write` -->"
+END = "<!-- figures: end -->"
+PAGES = tuple(dict.fromkeys(claim.page for claim in CLAIMS))
+
+# ---- printed: every row
+
+
+def rounded(value: float, digits: int) -> str:
+    """Return a number with so many digits that count, and without an exponent if it is large."""
+    short = float(f"{value:.{digits}g}")
+    return f"{round(value)}" if value >= 1000 else f"{short:g}"
 
 
 def figure(row: dict[str, Any] | None) -> str:
     """Return a cell: the median, bold if a bar was missed, and its spread."""
     if row is None or row["value"] is None:
         return "–"
-    text = f"{row['value']:.3g}" if row["value"] < 1000 else f"{row['value']:.0f}"
-    spread = f" ± {row['spread']:.2g}" if row["n"] > 1 and row["spread"] else ""
-    return f"**{text}**{spread}" if row["pass"] is False else f"{text}{spread}"
+    spread = f" ± {rounded(row['spread'], 2)}" if row["n"] > 1 and row["spread"] else ""
+    return f"{median(row)}{spread}"
+
+
+def median(row: dict[str, Any] | None) -> str:
+    """Return a cell without the spread."""
+    if row is None or row["value"] is None:
+        return "–"
+    text = rounded(row["value"], 3)
+    return f"**{text}**" if row["pass"] is False else text
 
 
 def bar(row: dict[str, Any]) -> str:
@@ -85,51 +102,123 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def read(files: Iterable[Path], pattern: str = "") -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows whose names ``pattern`` finds, and descriptions of their origins."""
-    found: dict[str, dict[str, Any]] = {}
-    origins = []
-    for file in files:
-        data = json.loads(file.read_text())
-        rows = {row["name"]: row for row in data["rows"] if re.search(pattern, row["name"])}
-        found |= rows
-        where = data["machine"]
-        machine = f"{where['cpu']}, {where['cores']} cores, load {where['load']}"
-        origin = f"{where['when']} on {machine}, commit {data['commit']}"
-        if rows and origin not in origins:
-            origins.append(origin)
-    return list(found.values()), origins
+def printed(file: Path) -> str:
+    """Return the tables of a file below its name."""
+    rows = json.loads(file.read_text("utf-8"))["rows"]
+    return "\n".join([f"## {file.stem}", "", *tables(rows), ""])
 
 
-def filled(match: re.Match[str], figures: Path) -> str:
-    """Return a page's part with a new table."""
-    name, pattern = match["name"], match["pattern"] or ""
-    file = figures / f"{name}.json"
-    rows, origins = read([file] if file.exists() else [], pattern)
-    body = tables(rows) if rows else ["Not measured yet."]
-    if origins:
-        origin = f"Measured {'; '.join(origins)}."
-        body += ["", *textwrap.wrap(origin, LINE_LENGTH, break_on_hyphens=False)]
-    return "\n".join([match["head"], *body, match["tail"]])
+# ---- in pages: the rows that a claim names
 
 
-def written(page: str, figures: Path) -> str:
-    """Return a page with its tables made from the files in ``figures``."""
-    return PART.sub(lambda part: filled(part, figures), page)
+def part(claim: Claim) -> str:
+    """Return what a page shows of a claim: the commands, the table, and where they were measured.
+    The front page has the names of the benches for their commands.
+
+    Raises:
+        KeyError: A row of the claim is not in its file.
+    """
+    data = {name: json.loads((FIGURES / f"{name}.json").read_text("utf-8")) for name in claim.files}
+    rows = {name: {row["name"]: row for row in one["rows"]} for name, one in data.items()}
+    width = len(claim.columns) + 1
+    table = [
+        f"| | {' | '.join(claim.columns)} |",
+        "|---" * width + "|",
+        *(_line(line, rows[line.file]) for line in claim.lines),
+    ]
+    if claim.brief:
+        return "\n".join([*table, "", *_wrapped(f"{claim.brief}, {_briefly(data)}")])
+    commands = ["```sh", *(_command(name, one["bench"]) for name, one in data.items()), "```"]
+    return "\n".join([*commands, "", *table, "", *_wrapped(_origins(data))])
 
 
-def main() -> None:
-    """Run the command line."""
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, LINE_LENGTH, break_on_hyphens=False, break_long_words=False)
+
+
+def _command(name: str, bench: str) -> str:
+    only = f'BENCH_ONLY="{FILES[name].only}" ' if FILES[name].only else ""
+    line = f"{only}python -m tools.lab.bench {bench} --json tools/lab/figures/{name}.json"
+    return line if len(line) <= LINE_LENGTH else line.replace(" python", " \\\n    python", 1)
+
+
+def _line(line: Line, rows: dict[str, dict[str, Any]]) -> str:
+    cells = []
+    for index, name in enumerate(line.rows):
+        if name is not None and name not in rows:
+            raise KeyError(f"{line.file}.json has no row {name!r}")
+        has_spread = index in line.spread or index - len(line.rows) in line.spread
+        cells.append((figure if has_spread else median)(None if name is None else rows[name]))
+    unit = f", {line.unit}" if line.unit else ""
+    return f"| {line.label}{unit} | {' | '.join(cells)} |"
+
+
+def _origins(data: dict[str, dict[str, Any]]) -> str:
+    """Return on which machine the files of a claim were measured, when, and at which commits."""
+    times: dict[str, list[str]] = {}
+    for name, one in data.items():
+        when, load = one["machine"]["when"].split()[0], one["machine"]["load"]
+        times.setdefault(_machine(name, one), []).append(
+            f"{when} at commit {one['commit']}, load {load}"
+        )
+    found = "; ".join(f"on {machine} {', '.join(at)}" for machine, at in times.items())
+    return f"Measured {found}."
+
+
+def _briefly(data: dict[str, dict[str, Any]]) -> str:
+    machines = " and ".join(dict.fromkeys(_machine(name, one) for name, one in data.items()))
+    days = sorted(one["machine"]["when"].split()[0] for one in data.values())
+    benches = ", ".join(f"`{one['bench']}`" for one in data.values())
+    return f"{machines}, {days[0]} to {days[-1]}; `python -m tools.lab.bench` {benches}."
+
+
+def _machine(name: str, data: dict[str, Any]) -> str:
+    where = data["machine"]
+    kind = FILES[name].machine or ", ".join(where.get("has", ()))
+    return f"{where['cores']} cores of {where['cpu']}" + (f" ({kind})" if kind else "")
+
+
+def _filled(match: re.Match[str]) -> str:
+    claims = {claim.name: claim for claim in CLAIMS}
+    name = match["name"]
+    return f"{HEAD.format(name)}\n{part(claims[name])}\n{END}"
+
+
+def written(page: str, text: str) -> str:
+    """Return the ``text`` of a page with its parts made from the figures.
+
+    Raises:
+        ValueError: The page does not have a part for each of its claims, once and in their order.
+        KeyError: There is no such row in a claim's file.
+    """
+    wanted = [claim.name for claim in CLAIMS if claim.page == page]
+    if (found := [match["name"] for match in PART.finditer(text)]) != wanted:
+        raise ValueError(f"{page} has the parts {found} and not {wanted}")
+    return PART.sub(_filled, text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.lab.bench.tables")
     parser.add_argument("files", type=Path, nargs="*", metavar="JSON")
-    parser.add_argument("--write", type=Path, metavar="PAGE")
-    args = parser.parse_args()
-    if args.files:
-        print("\n".join(tables(read(args.files)[0])))
-    if args.write:
-        page = args.write.read_text("utf-8")
-        args.write.write_text(written(page, FIGURES), "utf-8")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true", help="compare the pages with the figures")
+    mode.add_argument("--write", action="store_true", help="write the figures into the pages")
+    args = parser.parse_args(argv)
+    for file in args.files:
+        print(printed(file))
+    code = 0
+    for page in PAGES if args.check or args.write else ():
+        text = (ROOT / page).read_text("utf-8")
+        wanted = written(page, text)
+        if args.write:
+            (ROOT / page).write_text(wanted, "utf-8")
+        elif text != wanted:
+            hint = "run python -m tools.lab.bench.tables --write"
+            print(f"{page} shows other figures; {hint}", file=sys.stderr)
+            code = 1
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,6 +8,9 @@ that dividing can only cost: this bench shows how much. It cannot show what divi
 needs a GPU for each rank.
 
 `BENCH_ONLY` is a regular expression that selects measurements by name.
+
+Each sum of the ranks is a round trip over loopback: 48 in a step of q05, and 24 in one of d40, a
+small model of 12 layers.
 """
 
 from __future__ import annotations

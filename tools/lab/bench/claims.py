@@ -1,0 +1,330 @@
+"""The tables of README.md and docs/performance.md: one for each claim, made from the figures.
+
+Rule 1: a number of these tables is a row of a file in `tools/lab/figures`, which the command in
+front of the table wrote. Rule 2: what a claim shows, and of which file, is said here and nowhere
+else. A file that was measured again changes the tables by `python -m tools.lab.bench.tables
+--write`; a file under another name needs a line in `FILES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of figures: the kind of machine, where a person knew it and the file does not say it,
+    and the pattern that chose the rows (`BENCH_ONLY`)."""
+
+    machine: str = ""
+    only: str = ""
+
+
+FILES = {
+    "step-zen4": File("Zen 4", "^(s135|q05) (decode B=.* at 128|prefill)"),
+    "small-weights-peers-zen4": File("Zen 4"),
+    "serve-zen4": File("Zen 4", "^(8|32) clients"),
+    "embed": File("Zen 3"),
+    "front-zen4": File("Zen 4"),
+    "front-real": File("Zen 4"),
+    "startup": File("Zen 4"),
+    "small-weights-zen4": File("Zen 4"),
+    "coldstart": File(),
+    "workers": File("Zen 3"),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table: for each column the row of the file that it shows, or None. ``spread``:
+    the columns that show it, the last one by default."""
+
+    label: str
+    unit: str
+    rows: tuple[str | None, ...]
+    file: str
+    spread: tuple[int, ...] = (-1,)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A table, and the page that shows it."""
+
+    name: str
+    page: str
+    columns: tuple[str, ...]
+    lines: tuple[Line, ...]
+    brief: str = ""  # what is measured, if the part names the benches and has no whole commands
+
+    @property
+    def files(self) -> list[str]:
+        """Return the names of the files that the table shows."""
+        return list(dict.fromkeys(line.file for line in self.lines))
+
+
+PAGE = "docs/performance.md"
+CASES = {
+    "decode B=1 at 128": "decode, 1 sequence",
+    "decode B=8 at 128": "decode, 8 sequences",
+    "decode B=32 at 128": "decode, 32 sequences",
+    "prefill 1 × 1024": "prompt of 1,024",
+    "prefill 8 × 128": "8 prompts of 128",
+}
+ENGINES = ("triolet", "llama.cpp", "vllm", "transformers", "against the best")
+
+
+def _decode() -> tuple[Line, ...]:
+    return tuple(
+        Line(
+            f"{model}, {label}",
+            "tokens/s",
+            tuple(f"{model} {case}: {engine}" for engine in ENGINES),
+            "step-zen4",
+        )
+        for model in ("s135", "q05")
+        for case, label in CASES.items()
+    )
+
+
+def _gguf_lines() -> tuple[Line, ...]:
+    lines = []
+    for model in ("s135", "q05"):
+        for case, label in list(CASES.items())[:4]:
+            head, one = f"{model} {case}", "B=1" in case
+            best = "against the best of llama.cpp's"
+            rows = (
+                *(
+                    f"{head}: int8",
+                    f"{head}: Q8_0",
+                    f"{head}, {'against Q8_0' if one else best}: int8",
+                ),
+                *(f"{head}: int4", f"{head}: Q4_0", f"{head}: Q4_K_M"),
+                f"{head}, {'against Q4_0' if one else best}: int4",
+            )
+            lines.append(
+                Line(f"{model}, {label}", "tokens/s", rows, "small-weights-peers-zen4", (2, 6))
+            )
+    return tuple(lines)
+
+
+def _servers() -> tuple[Line, ...]:
+    compared = ("output", "first token p50", "between tokens p99")
+    start = ("start to ready: triolet", "start to ready: vllm", None)
+    lines = [Line("start to ready", "s", start, "serve-zen4")]
+    for clients in ("8 clients", "32 clients"):
+        for what in (
+            *("output", "first token p50", "first token p99"),
+            *("between tokens p50", "between tokens p99"),
+        ):
+            head = f"{clients}, {what}"
+            against = f"{head} against vllm" if what in compared else None
+            rows = (f"{head}: triolet", f"{head}: vllm", against)
+            lines.append(Line(head, "tokens/s" if what == "output" else "ms", rows, "serve-zen4"))
+    return tuple(lines)
+
+
+def _grpc() -> tuple[Line, ...]:
+    cases = [f"{count} stream{'s' * (count > 1)}" for count in (1, 16, 128, 512)]
+    return tuple(
+        Line(
+            f"a message, {case}",
+            "µs",
+            (f"CPU per message, {case}", f"plain grpc.aio, {case}", f"against plain, {case}"),
+            "front-zen4",
+        )
+        for case in (*cases, f"{cases[0]}, TLS", f"{cases[-1]}, TLS")
+    )
+
+
+def _devices() -> tuple[Line, ...]:
+    return tuple(
+        Line(
+            f"{count} simulated devices",
+            "",
+            (
+                f"{count} devices against one",
+                f"{count} devices behind one lock",
+                f"{count} devices: p99 against a request alone",
+            ),
+            "workers",
+            (),
+        )
+        for count in (2, 4, 8)
+    )
+
+
+def _one(file: str, *rows: tuple[str, str, str]) -> tuple[Line, ...]:
+    """Return lines of one column: label, unit and row."""
+    return tuple(Line(label, unit, (row,), file) for label, unit, row in rows)
+
+
+def _readme() -> tuple[Line, ...]:
+    """Return what the front page shows of the other tables: s135 beside llama.cpp and vLLM."""
+    plain = {
+        "decode B=1 at 128": "1 stream",
+        "decode B=8 at 128": "8 streams",
+        "decode B=32 at 128": "32 streams",
+        "prefill 1 × 1024": "prompt of 1,024",
+    }
+    peers = ("llama.cpp", "vllm")
+    small = [
+        ("8 bits", "int8", "Q8_0", "vLLM's W8A8"),
+        ("4 bits", "int4", "Q4_0", None),
+    ]
+    return (
+        *(
+            Line(
+                f"{label}, bfloat16",
+                "tokens/s",
+                tuple(f"s135 {case}: {engine}" for engine in ("triolet", *peers)),
+                "step-zen4",
+                (),
+            )
+            for case, label in plain.items()
+        ),
+        *(
+            Line(
+                f"1 stream, {bits}",
+                "tokens/s",
+                tuple(way and f"s135 decode B=1 at 128: {way}" for way in ways),
+                "small-weights-peers-zen4",
+                (),
+            )
+            for bits, *ways in small
+        ),
+        *(
+            Line(
+                label,
+                unit,
+                (f"{row}: triolet", None, f"{row}: vllm"),
+                "serve-zen4",
+                (),
+            )
+            for label, unit, row in (
+                ("8 clients, first token", "ms", "8 clients, first token p50"),
+                ("start to ready", "s", "start to ready"),
+            )
+        ),
+        Line(
+            "weights in memory, 8 bits",
+            "MB",
+            ("s135 memory of the weights: bfloat16 int8", None, None),
+            "small-weights-zen4",
+            (),
+        ),
+    )
+
+
+CLAIMS = (
+    Claim(
+        "readme",
+        "README.md",
+        ("Triolet", "llama.cpp", "vLLM"),
+        _readme(),
+        "A Llama of 135 million parameters",
+    ),
+    Claim(
+        "decode", PAGE, ("Triolet", "llama.cpp", "vLLM", "transformers", "× the best"), _decode()
+    ),
+    Claim(
+        "gguf",
+        PAGE,
+        (
+            *("8 bits", "Q8_0", "× llama.cpp"),
+            *("4 bits", "Q4_0", "Q4_K_M", "× llama.cpp"),
+        ),
+        _gguf_lines(),
+    ),
+    Claim("servers", PAGE, ("Triolet", "vLLM", "× vLLM"), _servers()),
+    Claim(
+        "embeddings",
+        PAGE,
+        ("measured",),
+        _one(
+            "embed",
+            ("256 requests through gRPC", "s", "256 requests through gRPC"),
+            ("the library, all in one call", "s", "encode, all in one call, 1 thread"),
+            ("the library, one by one", "s", "encode, one by one, 1 thread"),
+            ("throughput, × one call", "", "throughput against one call"),
+            ("throughput, × one by one", "", "throughput against one by one"),
+        ),
+    ),
+    Claim("grpc", PAGE, ("Triolet", "plain grpc.aio", "× plain"), _grpc()),
+    Claim(
+        "grpc-of-a-model",
+        PAGE,
+        ("through gRPC", "in process", "× in process"),
+        (
+            Line(
+                "s135, 256 streams",
+                "tokens/s",
+                (
+                    "s135, 256 gRPC streams",
+                    "s135, 256 readers in process",
+                    "through gRPC against in process",
+                ),
+                "front-real",
+            ),
+        ),
+    ),
+    Claim(
+        "memory",
+        PAGE,
+        ("measured",),
+        (
+            *_one(
+                "startup",
+                ("start to ready, the story model", "s", "second start, the story model"),
+                ("importing the libraries alone", "s", "floor: the libraries that this imports"),
+                ("start to ready, s135", "s", "second start, s135"),
+                ("all three demo models loaded", "s", "second start, all three demo models loaded"),
+                ("memory when ready, the story model", "MiB", "memory when ready, the story model"),
+            ),
+            *_one(
+                "small-weights-zen4",
+                *(
+                    (f"weights of {model}, {label}", "MB", f"{model} memory of the weights: {way}")
+                    for model in ("s135", "q05")
+                    for label, way in (
+                        ("bfloat16", "bfloat16"),
+                        ("8 bits", "bfloat16 int8"),
+                        ("4 bits", "bfloat16 int4"),
+                    )
+                ),
+            ),
+            *_one(
+                "coldstart",
+                ("500 requests for 2 cold replicas: loads", "", "500 waiters: loads"),
+                (
+                    "500 requests: growth of the process",
+                    "MiB",
+                    "500 waiters: the process's growth at most while loading",
+                ),
+                (
+                    "500 requests: the last one's wait",
+                    "ms",
+                    "500 waiters: the last waiter's wait after ready",
+                ),
+            ),
+        ),
+    ),
+    Claim("devices", PAGE, ("× one device", "× behind one lock", "p99, × alone"), _devices()),
+    Claim(
+        "replicas",
+        PAGE,
+        ("one replica", "two", "× one"),
+        tuple(
+            Line(
+                f"s135, a {kind} each",
+                "tokens/s",
+                (
+                    f"s135 ({kind}): one replica of a thread",
+                    f"s135 ({kind}): two replicas of a thread",
+                    f"s135 ({kind}): two against one",
+                ),
+                "workers",
+            )
+            for kind in ("thread", "process")
+        ),
+    ),
+)
