@@ -174,10 +174,13 @@ def test_a_missed_bar_stands_out_and_a_missing_figure_is_a_dash():
     assert tables.figure({"value": None}) == "–"
 
 
-def test_every_bench_of_the_readme_is_there():
-    readme = (ROOT / "tools" / "lab" / "README.md").read_text()
-    for name in names():
-        assert f"| `{name}` |" in readme
+def test_the_list_says_in_a_sentence_what_each_bench_measures(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["python -m tools.lab.bench", "list"])
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == names()
+    for line in lines:
+        assert re.fullmatch(r"[a-z-]+: (Measures|Profiles) .+\.", line)
 
 
 def test_json_holds_what_a_bar_decides(tmp_path, capsys):

@@ -1,4 +1,8 @@
-"""`python -m tools.lab.bench NAME [--json FILE]`, and `python -m tools.lab.bench stale`."""
+"""`python -m tools.lab.bench NAME [--json FILE]` runs a bench.
+
+`python -m tools.lab.bench list` says what each one measures, and `python -m tools.lab.bench stale`
+whose figures are older than what they measure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import os
 import sys
 
 from tools.lab.bench import stale
-from tools.lab.bench.catalog import measured_paths, names
+from tools.lab.bench.catalog import measured_paths, names, purpose
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -19,12 +23,14 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.lab.bench",
-        description="Run a bench; 'stale' names those whose figures are older than what they "
-        "measure.",
+        description="Run a bench. 'list' says what each measures, 'stale' whose figures are old.",
     )
-    parser.add_argument("name", choices=[*names(), "stale"])
+    parser.add_argument("name", choices=[*names(), "list", "stale"])
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
+    if args.name == "list":
+        print("\n".join(f"{name}: {purpose(name)}" for name in names()))
+        return 0
     if args.name == "stale":
         return stale.report()
     try:

@@ -31,6 +31,13 @@ def measured_paths(name: str, root: Path = ROOT) -> tuple[str, ...]:
     return (*(_assigned(root / path) or ()), path.as_posix())
 
 
+def purpose(name: str, root: Path = ROOT) -> str:
+    """Return what the bench ``name`` measures: the first paragraph of its docstring."""
+    path = root / FOLDER / f"{name.replace('-', '_')}.py"
+    docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
 @cache
 def _assigned(path: Path) -> tuple[str, ...] | None:
     """Return what a module assigns to ``MEASURES``, or None."""
