@@ -12,6 +12,7 @@ from functools import partial
 from random import SystemRandom
 from typing import TYPE_CHECKING
 
+from engine.core.common.vocabulary import check_text
 from engine.core.image.types import Drawing, ImageRequest
 from engine.errors import FieldViolation, InvalidRequest, RequestTooLarge
 from engine.images.errors import BadImage
@@ -99,7 +100,8 @@ class DrawPreparer:
         """Return the number of a prompt's tokens.
 
         Raises:
-            InvalidRequest: The prompt cannot be tokenised. RequestTooLarge: It is too long.
+            InvalidRequest: The prompt cannot be tokenised, or has a token that the model lacks.
+            RequestTooLarge: It is too long.
         """
         try:
             ids = await self._tokenizing.tokenize(replica, text, add_special_tokens=True)
@@ -109,6 +111,7 @@ class DrawPreparer:
         most = replica.info.max_model_len
         if len(ids) > most:
             raise RequestTooLarge.of(field, f"has {len(ids)} tokens, of at most {most}")
+        check_text(field, ids, replica.info.vocab_size, replica.tokenizer)
         return len(ids)
 
     async def _read_source(

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.core.common.vocabulary import violation_of_ids, violation_of_text
 from engine.core.encode.types import (
     EncodeInput,
     EncodeOptions,
@@ -89,6 +90,7 @@ class InputPreparer:
             paths = [f"documents[{index}]" for index in range(len(tokenized))]
             options = EncodeOptions(raw_scores=bool(asked.raw_scores))
         _check_lengths(tokenized, paths, info.max_model_len, may_cut=asked.truncate is not False)
+        _check_tokens(asked, tokenized, paths, replica)
         if isinstance(asked, EmbedRequest) and asked.has_images:
             images = await self._read_images(stream, asked, info, held)
         deadline = stream.scope.deadline
@@ -220,17 +222,11 @@ def _check_embed(asked: EmbedRequest, info: EncoderInfo) -> None:
         found.append(FieldViolation("prompt_name", f"is not one of the model's prompts: {known}"))
     for index, one in enumerate(asked.inputs):
         if isinstance(one, tuple):
-            found += _unknown_ids(f"inputs[{index}].token_ids.ids", one, info.vocab_size)
+            path = f"inputs[{index}].token_ids.ids"
+            if (wrong := violation_of_ids(path, one, info.vocab_size)) is not None:
+                found.append(wrong)
     if found:
         raise InvalidRequest(found)
-
-
-def _unknown_ids(path: str, ids: Sequence[int], vocab_size: int) -> Iterator[FieldViolation]:
-    """Yield a violation for the first id of an input that is outside the vocabulary."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        place = next(i for i, one in enumerate(ids) if not 0 <= one < vocab_size)
-        what = f"is {ids[place]}, outside the vocabulary of {vocab_size}"
-        yield FieldViolation(f"{path}[{place}]", what)
 
 
 def _check_lengths(
@@ -252,3 +248,29 @@ def _check_lengths(
             found.append(FieldViolation(path, what))
     if found:
         raise (InvalidRequest if has_empty else RequestTooLarge)(found)
+
+
+def _check_tokens(
+    asked: EmbedRequest | RerankRequest,
+    tokenized: Sequence[TokenizedInput],
+    paths: Sequence[str],
+    replica: EncodeReplica,
+) -> None:
+    """Check that the tokens of every text are of the model's vocabulary. In a pair, such a token is
+    the query's if the query alone has it.
+
+    Raises:
+        InvalidRequest: Some are not; it lists every text that has one.
+    """
+    vocab_size, tokenizer = replica.info.vocab_size, replica.tokenizer
+    texts = [
+        violation_of_text(path, one.input.token_ids, vocab_size, tokenizer)
+        for path, one in zip(paths, tokenized, strict=True)
+    ]
+    found = [one for one in texts if one is not None]
+    if found and not isinstance(asked, EmbedRequest):
+        own = tokenizer.encode(asked.query, add_special_tokens=False)
+        if (wrong := violation_of_text("query", own, vocab_size, tokenizer)) is not None:
+            found = [wrong]
+    if found:
+        raise InvalidRequest(found)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from engine.core.common.vocabulary import check_ids, check_text
 from engine.core.text.types import Request
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.requests.answer_format import PLAIN, AnswerFormat, detect_format
@@ -17,7 +18,6 @@ from engine.requests.context_truncation import choose_dropped, truncation_limits
 from engine.requests.prepare_chat import Seeing, SeeingPrompt
 from engine.requests.resolve_text import resolve_sampling, resolve_stops
 from engine.requests.text_values import MAX_PROMPT_LOGPROBS
-from engine.requests.tokenizing import check_ids
 from engine.requests.tool_grammar import tool_constraint
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class TextPreparer:
         (ids, images), form = await self._prompt_ids(stream, replica, held)
         constraint = asked.constraint or _tool_constraint(asked, form, replica)
         prompt = _truncate(asked.prompt, ids)
-        self._check_prompt(asked, prompt, images, info)
+        self._check_prompt(asked, prompt, images, replica)
         bad_words = await self._check_sampling(asked.sampling, replica)
         stops = resolve_stops(asked.sampling, asked.output, info, len(prompt))
         stops = replace(stops, shown=replica.tokenizer.special_ids_of(form.markers))
@@ -164,9 +164,10 @@ class TextPreparer:
         asked: GenerateRequest,
         prompt: tuple[int, ...],
         images: tuple[PromptImage, ...],
-        info: ModelInfo,
+        replica: TextReplica,
     ) -> None:
         """Check the cut prompt against the model's limits."""
+        info = replica.info
         if not prompt:
             raise InvalidRequest.of("input", "has no tokens")
         if len(prompt) >= info.max_model_len:
@@ -191,6 +192,9 @@ class TextPreparer:
             cut_off = len(asked.token_ids) - len(prompt)
             first = 0 if asked.prompt.truncate_left is False else cut_off
             check_ids("token_ids.ids", prompt, info.vocab_size, first=first)
+            return
+        field = "text" if asked.chat is None else "chat"
+        check_text(field, prompt, info.vocab_size, replica.tokenizer)
 
     async def _check_sampling(
         self, sampling: SamplingParams, replica: TextReplica

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
+from engine.core.common.vocabulary import check_ids
 from engine.errors import EngineBug, InvalidRequest, RequestTooLarge, ShuttingDown
 from engine.images.decoder import decode_here
 
@@ -182,21 +183,6 @@ def of_chat() -> Iterator[None]:
     except (InvalidRequest, RequestTooLarge) as error:
         [violation] = error.violations
         raise type(error).of("chat", violation.description) from error
-
-
-def check_ids(field: str, ids: Sequence[int], vocab_size: int, *, first: int = 0) -> None:
-    """Check that every id is in the vocabulary. ``first`` is the index in the field of ``ids[0]``.
-
-    Raises:
-        InvalidRequest: an id is outside; the violation names the first such id.
-    """
-    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
-        return
-    for index, token_id in enumerate(ids, start=first):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest.of(
-                f"{field}[{index}]", f"is {token_id}, outside the vocabulary of {vocab_size}"
-            )
 
 
 def _guarded(work: Callable[[], T]) -> Callable[[], T]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from engine.core.common.vocabulary import check_text
+
 if TYPE_CHECKING:
     from engine.core.image.types import Drawing
 
@@ -38,34 +40,44 @@ class Prompts:
         before they come here (`engine.requests.prepare_drawing`)."""
         return int(self.tokenizers[0].model_max_length)
 
+    @property
+    def vocab_size(self) -> int:
+        """How many ids the embeddings of all encoders have."""
+        return min(map(_vocab_size, self.encoders))
+
     def encode(self, drawing: Drawing, *, guided: bool) -> Embeddings:
         """Return the embeddings of a drawing's images, a row for each. With guidance, as many rows
-        of the negative prompt come first."""
-        wanted = _repeated(self._of_text(drawing.prompt), drawing.num_images)
+        of the negative prompt come first.
+
+        Raises:
+            InvalidRequest: a prompt has a token that an encoder lacks.
+        """
+        wanted = _repeated(self._of_text("prompt", drawing.prompt), drawing.num_images)
         if not guided:
             return wanted
         if not drawing.negative_prompt and self.zeros_for_none:
             unwanted = _zeros_like(wanted)
         else:
-            unwanted = _repeated(self._of_text(drawing.negative_prompt), drawing.num_images)
+            of_negative = self._of_text("negative_prompt", drawing.negative_prompt)
+            unwanted = _repeated(of_negative, drawing.num_images)
         return _joined(unwanted, wanted)
 
-    def _of_text(self, text: str) -> Embeddings:
+    def _of_text(self, field: str, text: str) -> Embeddings:
         if len(self.encoders) == 1:
-            return Embeddings(_last_layer(self.tokenizers[0], self.encoders[0], text))
+            return Embeddings(_run(self.tokenizers[0], self.encoders[0], field, text)[0])
         found = [
-            _run(tokenizer, encoder, text, output_hidden_states=True)
+            _run(tokenizer, encoder, field, text, output_hidden_states=True)
             for tokenizer, encoder in zip(self.tokenizers, self.encoders, strict=True)
         ]
         tokens = torch.cat([one.hidden_states[-2] for one in found], dim=-1)
         return Embeddings(tokens, found[-1].text_embeds)
 
 
-def _last_layer(tokenizer: Any, encoder: Any, text: str) -> torch.Tensor:
-    return _run(tokenizer, encoder, text)[0]
+def _vocab_size(encoder: Any) -> int:
+    return int(encoder.get_input_embeddings().num_embeddings)
 
 
-def _run(tokenizer: Any, encoder: Any, text: str, **options: Any) -> Any:
+def _run(tokenizer: Any, encoder: Any, field: str, text: str, **options: Any) -> Any:
     read = tokenizer(
         [text],
         padding="max_length",
@@ -73,6 +85,7 @@ def _run(tokenizer: Any, encoder: Any, text: str, **options: Any) -> Any:
         truncation=True,
         return_tensors="pt",
     ).to(encoder.device)
+    check_text(field, read.input_ids[0].tolist(), _vocab_size(encoder), tokenizer)
     if getattr(encoder.config, "use_attention_mask", False):
         options["attention_mask"] = read.attention_mask
     return encoder(read.input_ids, **options)

@@ -16,7 +16,7 @@ import torch
 from engine.core.common.steps import RowFailure, StepTimings
 from engine.core.common.types import PlanId, SequenceId
 from engine.core.image.types import Drawing, ImagePlan, ImageResult, ImageRowResult, ImageVerb
-from engine.errors import EngineBug
+from engine.errors import EngineBug, InvalidRequest
 from engine.gc_tuning import collect_after_close
 from engine.worker.diffusion import pipelines
 from engine.worker.diffusion.noise_names import CLASSES
@@ -141,7 +141,7 @@ class DiffusionRunner:
             architecture=pipeline.architecture,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
-            vocab_size=self._tokenizer.vocab_size,
+            vocab_size=prompts.vocab_size,
             max_model_len=prompts.num_tokens,
             memory_bytes=loading.memory_bytes(pipeline, dtype, spec.max_drawings),
             default_width=width,
@@ -175,7 +175,7 @@ class DiffusionRunner:
             given = drawing if verb is ImageVerb.ENCODE else None
             row = self._execute(ImagePlan(PlanId(0), sequence, verb, drawing=given)).row
             if isinstance(row, RowFailure):
-                raise Refusal("its images are not finite numbers")
+                raise Refusal(f"it cannot draw an image of an empty prompt: {row.detail}")
         self._states.clear()
 
     # ---- one step
@@ -188,6 +188,8 @@ class DiffusionRunner:
             row: ImageRowResult | RowFailure = ImageRowResult(plan.sequence, self._compute(plan))
         except FloatingPointError as error:
             row = RowFailure(plan.sequence, plan.verb.value, str(error))
+        except InvalidRequest as error:  # of the second encoder's tokenizer, which requests lack
+            row = RowFailure(plan.sequence, plan.verb.value, str(error), error.violations[0])
         return ImageResult(plan.plan_id, row, StepTimings(forward_s=perf_counter() - started))
 
     def _compute(self, plan: ImagePlan) -> RawImage | None:

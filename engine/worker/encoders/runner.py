@@ -198,6 +198,7 @@ class EncoderRunner:
         if self._capability is Capability.IMAGE_EMBEDDING:
             self._images = _image_reader(transformer, spec.max_image_pixels)
         texts = getattr(config, "text_config", config)
+        self._check_fixed_ids(texts)
         num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         workspace = _workspace(spec, config.to_dict(), max_tokens, dtype)
         info = EncoderInfo(
@@ -245,6 +246,26 @@ class EncoderRunner:
         self._is_causal = is_causal(model[0])
         is_padded = text_width(model[0].model.config) > 0
         self._pads_left = self._is_causal or (is_padded and tokenizer.padding_side == "left")
+
+    def _check_fixed_ids(self, config: Any) -> None:
+        """Check the ids that no request brings: the padding's, and the types of a pair's tokens.
+
+        Raises:
+            Refusal: the model's embeddings have no rows for them.
+        """
+        if not 0 <= self._pad_id < config.vocab_size:
+            raise Refusal(
+                f"its padding token has the id {self._pad_id}, outside the vocabulary of "
+                f"{config.vocab_size}"
+            )
+        num_types = getattr(config, "type_vocab_size", None)
+        if self._has_types and num_types and self._capability is Capability.RERANK:
+            [pair] = self.encoder_tokenizer.encode_pairs("a", ["a"])
+            if (most := max(pair.input.type_ids, default=0)) >= num_types:
+                raise Refusal(
+                    f"its tokenizer gives a pair's tokens the type {most}, and the model has "
+                    f"{num_types}"
+                )
 
     def _take_modules(self, model: Any, *, is_rerank: bool) -> None:
         self._modules = list(model)

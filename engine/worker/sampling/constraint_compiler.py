@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from engine.core.common.steps import RowFailure
+from engine.core.common.vocabulary import first_outside
 from engine.core.text.types import TOOLS_KIND
 from engine.errors import EngineBug, FieldViolation, InvalidRequest, Unsupported
 from engine.worker.sampling.constraint_sandbox import ConstraintSandbox
@@ -76,11 +77,17 @@ class Matching:
     """The state of one sequence in its grammar. Each step fills a mask with `fill`, and reports the
     sampled token with `push`."""
 
-    __slots__ = ("_field", "_matcher", "_num_words", "ends")
+    __slots__ = ("_field", "_matcher", "_num_words", "_vocab", "ends")
 
     def __init__(
-        self, matcher: LLMatcher | None, ends: tuple[int, ...], num_words: int, field: str
+        self,
+        matcher: LLMatcher | None,
+        ends: tuple[int, ...],
+        num_words: int,
+        field: str,
+        vocab: int,
     ) -> None:
+        self._vocab = vocab
         self._matcher = matcher  # None if the constraint is not compiled, which fails the row
         self._num_words = num_words
         self._field = field
@@ -111,9 +118,13 @@ class Matching:
         return self._matcher is None or self._matcher.validate_tokens([token]) == 1
 
     def forced(self) -> list[int]:
-        """Return the tokens that alone can follow, as the tokenizer writes their text. Other tokens
-        of the same text may still be sampled. The list is empty if the text is not decided."""
-        return [] if self._matcher is None else self._matcher.compute_ff_tokens()
+        """Return the tokens that alone can follow, as the tokenizer writes their text, up to one
+        that the model lacks. Other tokens of the same text may still be sampled. The list is empty
+        if the text is not decided."""
+        if self._matcher is None:
+            return []
+        tokens = self._matcher.compute_ff_tokens()
+        return tokens[: first_outside(tokens, self._vocab)]
 
     def num_allowed(self, tokens: list[int]) -> int:
         """Return how many of these tokens, from the first on, may follow one another."""
@@ -132,7 +143,7 @@ class Matching:
     def fork(self) -> Matching:
         """Return an independent copy."""
         twin = None if self._matcher is None else self._matcher.deep_copy()
-        return Matching(twin, self.ends, self._num_words, self._field)
+        return Matching(twin, self.ends, self._num_words, self._field, self._vocab)
 
 
 class ConstraintCompiler:
@@ -185,9 +196,9 @@ class ConstraintCompiler:
         the row that uses it fails, and its step does not."""
         matcher, tokenizer = self._compiled.get(constraint), self._tokenizer
         if matcher is None or tokenizer is None:
-            return Matching(None, (), 0, constraint.asked_by)
+            return Matching(None, (), 0, constraint.asked_by, self._vocab)
         ends, num_words = tuple(tokenizer.eos_tokens), _num_words(tokenizer)
-        return Matching(matcher.deep_copy(), ends, num_words, constraint.asked_by)
+        return Matching(matcher.deep_copy(), ends, num_words, constraint.asked_by, self._vocab)
 
     def forget(self, constraint: Constraint) -> None:
         """Drop a constraint that will not be started any more."""
