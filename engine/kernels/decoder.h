@@ -12,6 +12,7 @@
 #include <initializer_list>
 
 #include "attention.h"
+#include "bounds.h"
 #include "experts.h"
 #include "short_convolution.h"
 
@@ -41,11 +42,11 @@ typedef int32_t (*SumFunction)(float *numbers, int64_t count);
 // Mirrored by `engine.worker.forward.kernel_structs.Model`.
 struct Model {
     const Layer *layers;
-    int64_t num_layers, hidden, mlp, vocab, activation;
+    int64_t num_layers, hidden, mlp, vocab, embedding_rows, activation;
     float eps, embedding_scale, residual_scale, logits_scale, logits_softcap;
     float gate_alpha, gate_limit;  // of CLAMPED_SWIGLU
     int32_t is_packed;
-    const void *embedding;  // [vocab][hidden], or null if is_packed
+    const void *embedding;  // [embedding_rows][hidden], or null if is_packed
     Linear table;           // the embedding in panels if is_packed, such as the head
     const float *final_norm;
     Linear head;
@@ -200,6 +201,25 @@ static inline void norm(const float *from, const float *weight, float eps, long 
     for (; d < width; d++) store_one(to + d, from[d] * scale * (weight ? weight[d] : 1.0f));
 }
 
+// Returns whether a step's indices are inside their bounds (bounds.h), but for its tokens' ids.
+static bool step_fits(const Model &model, const Step &step) {
+    const long tokens = step.rows.num_tokens;
+    if (!rows_fit(step.rows) || !all_inside(step.keep, step.num_kept, tokens)) return false;
+    for (long i = 1; i < step.num_kept; i++)
+        if (step.keep[i - 1] >= step.keep[i]) return false;
+    if (!all_inside(step.image_tokens, step.num_image_tokens, tokens)) return false;
+    for (long i = 0; i < step.num_groups; i++) {
+        const Group &group = step.groups[i];
+        if (!spans_fit(group.first, group.count, tokens) ||
+            !spans_fit(group.kept_first, group.kept_count, step.num_kept))
+            return false;
+    }
+    for (long i = 0; i < model.num_layers; i++)
+        if (model.layers[i].convolution.length) return states_fit(step.states, tokens);
+    return true;
+}
+
+// A token whose id the embedding lacks becomes NaN: its row gets no token, and the others theirs.
 template <class T>
 static void embed(const Model &model, const Step &step, float *residual) {
     const long depth = padded_depth<T>(model.hidden);
@@ -207,6 +227,10 @@ static void embed(const Model &model, const Step &step, float *residual) {
     for (long token = 0; token < step.rows.num_tokens; token++) {
         const long id = step.ids[token];
         float *to = residual + token * model.hidden;
+        if (!is_inside(id, model.embedding_rows)) {
+            for (long d = 0; d < model.hidden; d++) to[d] = NAN;
+            continue;
+        }
         if (!model.is_packed) {
             const T *from = (const T *)model.embedding + id * model.hidden;
             for (long d = 0; d < model.hidden; d++)
@@ -521,11 +545,12 @@ static int64_t step_bytes(const Model &model, const Step &step) {
     return (int64_t)needed.used;
 }
 
-// Returns 0, 1 if there was no memory, or 2 if a sum over the ranks failed. Changes only the arena,
-// the step's slots and its logits.
+// Returns a `Status`. Changes only the arena, the step's slots and its logits; nothing if the step is
+// refused.
 template <class T>
 static int run_step(const Model &model, const Step &step, Arena &arena) {
-    if (!arena.reserve(step_bytes<T>(model, step))) return 1;
+    if (!step_fits(model, step)) return OUT_OF_BOUNDS;
+    if (!arena.reserve(step_bytes<T>(model, step))) return NO_MEMORY;
     Buffers<T> has;
     Allotment given{arena.memory};
     has.lay_out(given, model, step);
@@ -547,7 +572,7 @@ static int run_step(const Model &model, const Step &step, Arena &arena) {
         }
         run_head(model, step, has, scratch);
     }
-    return has_failed ? 2 : 0;
+    return has_failed ? SUM_FAILED : DONE;
 }
 
 }  // namespace triolet

@@ -15,7 +15,7 @@ constexpr long WIDTH_MOST = 256;  // numbers of a head
 // ``untils``; a row of one token sees those before the row's end, which is the same.
 struct Rows {
     const int64_t *starts, *ends, *offsets, *tables, *slots, *untils;
-    int64_t num_rows, table_width, block_size, num_tokens;
+    int64_t num_rows, table_width, block_size, num_tokens, num_blocks;
 };
 
 // Mirrored by `engine.worker.forward.kernel_structs.Attention`.

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "simd.h"
+#include "bounds.h"
 
 namespace triolet {
 
@@ -29,8 +29,19 @@ struct StateRows {
     const int64_t *offsets;  // [count + 1] into the tokens
     const int64_t *sources;  // [count] the slot of the state that a row begins from; -1: none
     void *results;           // [convolutions][count][length][hidden]
-    int64_t count;
+    int64_t count, slots;    // slots: how many states there are
 };
+
+// Returns whether rows divide a step's tokens and begin from states that there are.
+static inline bool states_fit(const StateRows &rows, long num_tokens) {
+    if (!offsets_fit(rows.offsets, rows.count, num_tokens)) return false;
+    for (long row = 0; row < rows.count; row++) {
+        if (rows.sources[row] < -1 || rows.sources[row] >= rows.slots) return false;
+        for (long token = rows.offsets[row]; token < rows.offsets[row + 1]; token++)
+            if (rows.owners[token] != row) return false;
+    }
+    return true;
+}
 
 // Computes one layer for all tokens: from ``products`` [num_tokens][3][hidden] to ``to``
 // [num_tokens][depth], and the state behind each row. All threads of the region call this.

@@ -19,14 +19,15 @@ struct AttentionMemory {
     }
 };
 
-// Each tensor is [num_tokens][heads][width]. Returns 0, or 1 if there was no memory.
+// Each tensor is [num_tokens][heads][width]. Returns a `Status`.
 template <class T>
 static int run_attention(const Attention &call, const Rows &rows, const T *query, const T *key,
                          const T *value, T *out, long num_threads, Arena &arena) {
+    if (!rows_fit(rows)) return OUT_OF_BOUNDS;
     AttentionMemory has;
     Allotment needed{nullptr}, given{nullptr};
     has.lay_out<T>(needed, call, rows, num_threads);
-    if (!arena.reserve(needed.used)) return 1;
+    if (!arena.reserve(needed.used)) return NO_MEMORY;
     given.memory = arena.memory;
     has.lay_out<T>(given, call, rows, num_threads);
     list_decodes(rows, has.plan);
@@ -43,10 +44,10 @@ static int run_attention(const Attention &call, const Rows &rows, const T *query
         }
         attend<T>(call, rows, has.plan, has.queries, own, out, own, gathered);
     }
-    return 0;
+    return DONE;
 }
 
-// Computes out[rows][outputs] of x[rows][inputs]. Returns 0, or 1 if there was no memory.
+// Computes out[rows][outputs] of x[rows][inputs]. Returns a `Status`.
 template <class T>
 static int run_linear(const Linear &layer, const T *x, long rows, T *out, long num_threads,
                       Arena &arena) {
@@ -54,7 +55,7 @@ static int run_linear(const Linear &layer, const T *x, long rows, T *out, long n
     const size_t size = padded * depth * sizeof(T);
     const size_t scratch_size = sizeof(Scratch) * num_threads;
     const size_t rounded_size = layer.scales ? rounded_bytes(rows, layer.inputs) : 0;
-    if (!arena.reserve(size + scratch_size + rounded_size)) return 1;
+    if (!arena.reserve(size + scratch_size + rounded_size)) return NO_MEMORY;
     Scratch *scratch = (Scratch *)arena.memory;
     T *own = (T *)(arena.memory + scratch_size);
 #pragma omp parallel num_threads((int)num_threads)
@@ -79,7 +80,7 @@ static int run_linear(const Linear &layer, const T *x, long rows, T *out, long n
                    });
                });
     }
-    return 0;
+    return DONE;
 }
 
 }  // namespace triolet

@@ -126,15 +126,14 @@ int64_t triolet_step_bytes(int64_t kind, const Model *model, const Step *step) {
     return kind ? step_bytes<bf16>(*model, *step) : step_bytes<float>(*model, *step);
 }
 
-// Runs one forward. Returns 0, 1 if there was no memory (then nothing was computed), or 2 if a sum
-// over the ranks failed.
+// Runs one forward. Returns a `Status`: with OUT_OF_BOUNDS or NO_MEMORY, nothing was computed.
 int triolet_step(int64_t kind, const Model *model, const Step *step, void *arena) {
     return kind ? run_step<bf16>(*model, *step, *(Arena *)arena)
                 : run_step<float>(*model, *step, *(Arena *)arena);
 }
 
 // Computes the attention of one layer for stock modules. Each tensor is [num_tokens][heads][width]
-// in the cache's dtype. Returns 0, or 1 if there was no memory.
+// in the cache's dtype. Returns a `Status`.
 int triolet_attend(int64_t kind, const Attention *call, const Rows *rows, const void *query,
                    const void *key, const void *value, void *out, int64_t num_threads,
                    void *arena) {
@@ -147,7 +146,7 @@ int triolet_attend(int64_t kind, const Attention *call, const Rows *rows, const 
 }
 
 // Computes one linear layer for stock modules. ``x`` is [rows][inputs] and ``out`` is
-// [rows][outputs], both in the layer's dtype. Returns 0, or 1 if there was no memory.
+// [rows][outputs], both in the layer's dtype. Returns a `Status`.
 int triolet_linear(int64_t kind, const Linear *layer, const void *x, int64_t rows, void *out,
                    int64_t num_threads, void *arena) {
     return kind ? run_linear<bf16>(*layer, (const bf16 *)x, rows, (bf16 *)out, num_threads,

@@ -87,8 +87,15 @@ class SmallWeight:
         """Return the weight with scales and offsets in half precision, as the kernels take them.
 
         Raises:
-            Refusal: half precision cannot hold one of them.
+            Refusal: half precision cannot hold one of them, or there are not as many as groups.
         """
+        wanted = (len(self.numbers), -(-self.numbers.shape[1] // self.group))
+        for one in (self.scales, self.offsets):
+            if one is not None and tuple(one.shape) != wanted:
+                raise Refusal(
+                    f"one of its weights, {list(self.numbers.shape)} in groups of {self.group}, "
+                    f"has scales of the shape {list(one.shape)}, and needs {list(wanted)}"
+                )
         scales = self.scales.half()
         offsets = None if self.offsets is None else self.offsets.half()
         if not scales.isfinite().all() or not (offsets is None or offsets.isfinite().all()):

@@ -117,7 +117,7 @@ def attention_cases(count: int) -> Iterator[bytes]:
                 wholes(1, structs.KINDS[dtype], *shape, window),
                 struct.pack("<dd", call.scaling, softcap),
                 *(array(one.tobytes()) for one in step._arrays),
-                wholes(case.rows.block_size),
+                wholes(case.rows.block_size, case.cache.num_blocks),
                 *map(array, (*map(raw, tensors), own, raw(wanted))),
                 struct.pack("<d", attention.TOLERANCE[dtype]),
             )

@@ -177,7 +177,7 @@ static std::string replay_attention(Reader &from, void *arena) {
     auto slots = from.array<int64_t>(), untils = from.array<int64_t>();
     Rows rows{starts.data(), ends.data(), offsets.data(), tables.data(), slots.data(),
               untils.data(), (int64_t)starts.size(), (int64_t)(tables.size() / starts.size()), from.whole(),
-              (int64_t)slots.size()};
+              (int64_t)slots.size(), from.whole()};
     auto keys = from.array<uint8_t>(), values = from.array<uint8_t>();
     auto query = from.array<uint8_t>(), key = from.array<uint8_t>(), value = from.array<uint8_t>();
     const auto sinks = from.array<float>();
@@ -190,7 +190,7 @@ static std::string replay_attention(Reader &from, void *arena) {
     if (find<decltype(&triolet_attend)>("triolet_attend")(kind, &call, &rows, query.data(),
                                                           key.data(), value.data(), out.data(), 1,
                                                           arena))
-        return "there is no memory";
+        return "it was refused";
     return compare(out, kind, wanted, tolerance);
 }
 

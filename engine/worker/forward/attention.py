@@ -108,6 +108,12 @@ def paged_attention(
     if not getattr(module, "is_causal", True):
         raise UnsupportedAttention("it attends in both directions")
     check_keywords(keywords)
+    if sliding_window is not None and sliding_window < 1:
+        raise UnsupportedAttention(f"its attention has a window of {sliding_window} tokens")
+    if query.shape[1] % key.shape[1]:
+        raise UnsupportedAttention(
+            f"its {query.shape[1]} heads cannot share {key.shape[1]} keys and values evenly"
+        )
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise UnsupportedAttention("its attention layers carry no layer_idx")

@@ -220,6 +220,7 @@ class NativeDecoder(torch.nn.Module):
         super().__init__()
         self._library = library
         self._rotaries = parts.rotaries
+        _check_rotaries(parts)
         self._vocab = parts.head.out_features
         self._packer = packer = Packer(library, dtype)
         self._layers = (structs.Layer * len(parts.layers))()
@@ -285,7 +286,7 @@ class NativeDecoder(torch.nn.Module):
         """Return the experts of a layer that has them.
 
         Raises:
-            Refusal: The weights of its experts are in different forms.
+            Refusal: The weights of its experts are in different forms, or it has too few.
         """
         if isinstance(parts, MlpParts):
             return structs.Experts()
@@ -299,10 +300,13 @@ class NativeDecoder(torch.nn.Module):
         if parts.stock is not None:
             for name in ("gate_up_proj", "down_proj"):
                 parts.stock.register_parameter(name, None)
-        router = packer.linear([parts.router])
-        return structs.Experts(
-            router, gate_up, down, len(parts.experts), parts.chosen, int(parts.is_normalised)
-        )
+        router, count = packer.linear([parts.router]), len(parts.experts)
+        if not 0 < parts.chosen <= count == router.outputs:
+            raise Refusal(
+                f"{parts.chosen} of {router.outputs} experts are to compute a token, and a layer "
+                f"has {count}"
+            )
+        return structs.Experts(router, gate_up, down, count, parts.chosen, int(parts.is_normalised))
 
     def _pack_ends(self, parts: DecoderParts) -> structs.Model:
         packer = self._packer
@@ -323,6 +327,7 @@ class NativeDecoder(torch.nn.Module):
             hidden,
             parts.mlp,
             self._vocab,
+            parts.embedding.num_embeddings,
             parts.activation.kind,
             parts.eps,
             parts.embedding_scale,
@@ -367,7 +372,8 @@ class NativeDecoder(torch.nn.Module):
         """Compute the logits of one step.
 
         Raises:
-            MemoryError: There is no memory for the activations. Nothing was computed.
+            MemoryError: There is no memory for the activations. EngineBug: An index is outside its
+                bounds. Nothing was computed.
             Exception: A sum over the ranks raised it.
         """
         prepared = keywords[KEYWORD]
@@ -408,8 +414,7 @@ class NativeDecoder(torch.nn.Module):
         )
         if self._sum is not None:
             self._sum.raise_error()
-        if status:
-            raise MemoryError("no memory for a step's activations")
+        native.check(status, "a step")
         return Output(logits[None])
 
     def activation_bytes(
@@ -431,6 +436,7 @@ class NativeDecoder(torch.nn.Module):
             0,
             pool.block_size,
             num_tokens,
+            pool.num_blocks,
         )
         step = structs.Step(rows=rows, num_kept=num_kept, num_threads=torch.get_num_threads())
         chunks = self._library.triolet_step_bytes(
@@ -451,6 +457,19 @@ class NativeDecoder(torch.nn.Module):
         if self._logits.shape[0] < rows:
             self._logits = torch.empty((rows, self._vocab), dtype=torch.float32)
         return self._logits[:rows]
+
+
+def _check_rotaries(parts: DecoderParts) -> None:
+    """Check that every rotary embedding turns the same numbers of a head, and no more than it has.
+
+    Raises:
+        Refusal: one does not.
+    """
+    position = torch.zeros((1, 1), dtype=torch.int64)
+    widths = {angle.shape[-1] for rotary in parts.rotaries for angle in rotary(position)}
+    if len(widths) > 1 or max(widths) > parts.head_dim:
+        found = ", ".join(map(str, sorted(widths)))
+        raise Refusal(f"its rotary embeddings turn {found} numbers of heads of {parts.head_dim}")
 
 
 class PackedLinear(torch.nn.Module):
@@ -481,8 +500,7 @@ class PackedLinear(torch.nn.Module):
             torch.get_num_threads(),
             self._backend.arena,
         )
-        if status:
-            raise MemoryError("no memory for a linear layer")
+        native.check(status, "a linear layer")
         return out
 
 

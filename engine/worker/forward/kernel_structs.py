@@ -39,6 +39,7 @@ class Rows(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("starts", "ends", "offsets", "tables", "slots", "untils")),
         *((name, c_int64) for name in ("num_rows", "table_width", "block_size", "num_tokens")),
+        ("num_blocks", c_int64),
     )
 
 
@@ -80,7 +81,7 @@ class StateRows(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("owners", "offsets", "sources", "results")),
-        ("count", c_int64),
+        *((name, c_int64) for name in ("count", "slots")),
     )
 
 
@@ -117,7 +118,8 @@ class Model(Structure):
 
     _fields_ = (
         ("layers", POINTER(Layer)),
-        *((name, c_int64) for name in ("num_layers", "hidden", "mlp", "vocab", "activation")),
+        *((name, c_int64) for name in ("num_layers", "hidden", "mlp")),
+        *((name, c_int64) for name in ("vocab", "embedding_rows", "activation")),
         *(
             (name, c_float)
             for name in (

@@ -23,6 +23,7 @@ import weakref
 from functools import lru_cache
 from pathlib import Path
 
+from engine.errors import EngineBug
 from engine.worker.forward import variants
 from engine.worker.forward.kernel_structs import MIRRORED, SIGNATURES
 from engine.worker.forward.variants import (
@@ -38,6 +39,7 @@ from engine.worker.forward.variants import (
 SOURCES = Path(__file__).resolve().parents[2] / "kernels"
 FLAGS = (*variants.FLAGS, "-march=native")
 COMPILE_TIMEOUT_S = 120  # guess: compiling takes 4 to 10 s
+OUT_OF_BOUNDS = 3  # Status in engine/kernels/bounds.h
 
 
 class Unavailable(Exception):
@@ -111,6 +113,19 @@ def origin(library: ctypes.CDLL) -> str:
 def _wanted() -> str:
     """Return the variant that `SWITCH` names, or ""."""
     return os.environ.get(SWITCH, "").lower()
+
+
+def check(status: int, what: str) -> None:
+    """Check what a function of the kernels returned, a `Status` of engine/kernels/bounds.h, which
+    computed ``what``. A failed sum over the ranks has raised an error of its own before.
+
+    Raises:
+        MemoryError: there was no memory for it. EngineBug: an index is outside its bounds.
+    """
+    if status == OUT_OF_BOUNDS:
+        raise EngineBug(f"an index is outside its bounds in {what}")
+    if status:
+        raise MemoryError(f"no memory for {what}")
 
 
 def find_compiler() -> str:

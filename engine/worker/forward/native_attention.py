@@ -49,6 +49,7 @@ class NativeStep:
             rows.tables.shape[1],
             rows.block_size,
             rows.num_tokens,
+            cache.num_blocks,
         )
 
     def attend(
@@ -57,7 +58,7 @@ class NativeStep:
         """Compute one layer's attention.
 
         Raises:
-            MemoryError: There is no scratch memory. Keys and values may have been written.
+            MemoryError: There is no scratch memory. EngineBug: A row's blocks are not the cache's.
         """
         library, dtype = self.backend.library, self.cache.keys[call.layer].dtype
         query, key, value = (one.contiguous() for one in (query, key, value))
@@ -82,8 +83,7 @@ class NativeStep:
             torch.get_num_threads(),
             self.backend.arena,
         )
-        if status:
-            raise MemoryError("no memory for a step's attention")
+        native.check(status, "a step's attention")
         return out
 
 

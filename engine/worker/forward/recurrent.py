@@ -255,7 +255,8 @@ class CompiledStates:
         self._results = self._states.new_empty((layers, count, *shape))
         self._targets = _targets_of(states, self._states.device)
         addresses = (array.ctypes.data for array in self._arrays)
-        self._decoder.begin_states(structs.StateRows(*addresses, self._results.data_ptr(), count))
+        own = structs.StateRows(*addresses, self._results.data_ptr(), count, self._states.shape[1])
+        self._decoder.begin_states(own)
 
     def write(self) -> None:
         """As `States.write`."""
