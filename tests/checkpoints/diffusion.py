@@ -163,7 +163,10 @@ def make(
 
 def main() -> None:
     """Write the model that the arguments describe."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.checkpoints.diffusion",
+        description=(__doc__ or "").split("\n")[0],
+    )
     parser.add_argument("--arch", choices=ARCHS, default="sd")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--scheduler", default="PNDMScheduler", help="the class in diffusers")

@@ -241,7 +241,10 @@ def make_image_embedder(
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.checkpoints.encoder",
+        description=(__doc__ or "").split("\n", 1)[0],
+    )
     parser.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     parser.add_argument("--rerank", action="store_true")
     parser.add_argument("--images", choices=sorted(IMAGE_ARCHS))

@@ -227,7 +227,7 @@ def test_every_path_named_exists(page):
 
 @pages
 def test_every_module_and_tool_named_exists(page):
-    modules = re.findall(r"python -m ((?:tools|engine|grpc_service)[\w.]*)", page.read_text())
+    modules = re.findall(r"python -m ((?:tests|tools|engine|grpc_service)[\w.]*)", page.read_text())
     missing = [
         name
         for name in modules
