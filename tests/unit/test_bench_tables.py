@@ -101,6 +101,16 @@ def test_a_claim_whose_row_is_not_in_its_file_cannot_be_shown(two):
         tables.part(replace(CLAIM, lines=(line,)))
 
 
+def test_a_new_line_is_shown_once_its_file_has_a_row_of_it(two):
+    new = replace(CLAIM.lines[0], label="memory", rows=("memory", None, None, None), is_new=True)
+    claim = replace(CLAIM, lines=(*CLAIM.lines, new))
+    assert tables.part(claim) == PART
+    row = asdict(Row("memory", 149.0, "MB")) | {"pass": None}
+    found = FIGURES_OF_TWO | {"rows": [*FIGURES_OF_TWO["rows"], row]}
+    (two / "two.json").write_text(json.dumps(found))
+    assert "| memory, tokens/s | 149 | – | – | – |" in tables.part(claim)
+
+
 def test_the_pages_show_the_committed_figures():
     assert tables.main(["--check"]) == 0
 

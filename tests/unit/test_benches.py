@@ -5,6 +5,7 @@ import ast
 import json
 import re
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import trio
 
 from tools.lab.bench import coldstart, simulated, stale
 from tools.lab.bench.catalog import FIGURES, measured_paths, names
+from tools.lab.peers.process import memory_mb
 
 ROOT = Path(__file__).parents[2]
 BENCHES = ROOT / "tools" / "lab" / "bench"
@@ -257,6 +259,18 @@ def test_a_simulated_step_does_with_the_gil_what_it_says(step, leaves_the_gil):
     thread.join()
     during = [at for at in ticks if start + 0.01 < at < end - 0.01]
     assert (len(during) > 0) == leaves_the_gil
+
+
+def test_the_memory_of_an_engine_is_that_of_all_its_processes():
+    """vLLM's engine is a process below the one that was started."""
+    hold = "held = bytearray(64 << 20); print(1, flush=True); input()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "1\n"
+        assert 67 < memory_mb(process.pid) < 200
+        process.stdin.close()
 
 
 def test_the_memory_of_a_cold_start_is_sampled_while_it_loads(monkeypatch):

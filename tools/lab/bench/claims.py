@@ -37,13 +37,15 @@ FILES = {
 @dataclass(frozen=True)
 class Line:
     """A line of a table: for each column the row of the file that it shows, or None. ``spread``:
-    the columns that show it, the last one by default."""
+    the columns that show it, the last one by default. ``is_new``: left out until its file, measured
+    again, has one of the rows."""
 
     label: str
     unit: str
     rows: tuple[str | None, ...]
     file: str
     spread: tuple[int, ...] = (-1,)
+    is_new: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ def _servers() -> tuple[Line, ...]:
             against = f"{head} against vllm" if what in compared else None
             rows = (f"{head}: triolet", f"{head}: vllm", against)
             lines.append(Line(head, "tokens/s" if what == "output" else "ms", rows, "serve-zen4"))
+    memory = ("memory: triolet", "memory: vllm", None)
+    lines.append(Line("memory", "MB", memory, "serve-zen4", is_new=True))
     return tuple(lines)
 
 
@@ -206,7 +210,15 @@ def _readme() -> tuple[Line, ...]:
             )
         ),
         Line(
-            "weights in memory, 8 bits",
+            "memory of the engine, 8 bits",
+            "MB",
+            tuple(f"s135 memory: {way}" for way in ("int8", "Q8_0", "vLLM's W8A8")),
+            "small-weights-peers-zen4",
+            (),
+            is_new=True,
+        ),
+        Line(
+            "memory of weights, 8 bits",
             "MB",
             ("s135 memory of the weights: bfloat16 int8", None, None),
             "small-weights-zen4",

@@ -1,14 +1,15 @@
 """Measures a whole server under load, beside vLLM's gRPC server: requests/s, output tokens/s, the
 time to the first token, and the time between tokens (R77).
 
-The model is s135 in bfloat16, or in the dtype that the environment variable BENCH_DTYPE names: on
-a processor without bfloat16, vLLM takes seconds for a prompt in bfloat16. Prompts have 128 ids that
+The model is s135 in bfloat16, or in the dtype that the environment variable BENCH_DTYPE names: on a
+processor without bfloat16, vLLM takes seconds for a prompt in bfloat16. Prompts have 128 ids that
 no cache has, and the output is 64 tokens, greedy. The clients are a process of their own on the
 same cores. Closed loop: each of 1, 8 or 32 clients sends `WAVES` requests, the next one as soon as
 the last is answered; the clock runs until the last answer. Open loop: requests at random instants
 (Poisson), `RATE` per second. The servers take turns; a server that waits for its turn is stopped
 with all its processes. Our server also makes the text of its tokens. vLLM's gRPC server sends only
-ids; its gateway makes the text.
+ids; its gateway makes the text. The memory is that behind the loads (`peers.process.memory_mb`);
+both have a KV cache of the same size in it.
 
 `BENCH_ONLY` is a regular expression that selects loads by name. `BENCH_PEERS=` leaves vLLM out.
 `BENCH_FLAGS` are more flags for our server.
@@ -136,4 +137,5 @@ def run() -> list[Row]:
         for name, load in loads().items():
             if wanted.search(name):
                 rows += compare(name, load, servers)
+        rows += [row_of(f"memory: {one.name}", [one.memory_mb], "MB") for one in servers]
     return rows

@@ -1,4 +1,4 @@
-"""Measures weights of 8 and 4 bits beside llama.cpp's and vLLM's, in tokens/s.
+"""Measures weights of 8 and 4 bits beside llama.cpp's and vLLM's: tokens/s, and engines' memory.
 
 The checkpoints, the prompts and what is on the clock are those of the bench `step`. llama.cpp has
 the same weights in its own formats, which its own quantiser makes: Q8_0, Q4_0 and Q4_K_M. All
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tools.lab.bench.checkpoints import gguf
 from tools.lab.bench.frame import Row, repeat_in_turn, row_of
 from tools.lab.bench.small_weights import BATCHES, SHAPES, cases
-from tools.lab.bench.step import Measured, settings
+from tools.lab.bench.step import Measured, memory_rows, settings
 from tools.lab.bench.w8a8 import w8a8
 from tools.lab.peers.environments import PEERS, Peer
 from tools.lab.peers.process import OURS, EngineProcess, start
@@ -97,6 +97,7 @@ def run() -> list[Row]:
                 engines.append(_kept(stack, W8A8, other))
             for case in chosen:
                 rows += compare(case, engines)
+            rows += memory_rows(shape, engines)
     return rows
 
 

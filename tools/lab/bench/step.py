@@ -8,8 +8,9 @@ is on its clock: for ours plan, execute and commit, and the same for vLLM; llama
 transformers have no scheduler and make no text. Decode: every sequence gets `STEPS` more tokens,
 beginning at the named context. Prefill: prompts that no cache has, until each has its first token.
 
-Further rows are a step while two other processes keep both cores busy, and the cost of a step
-outside the model (packing, sampling, text) by rows and by context, with a tiny model.
+Further rows are each engine's memory behind its cases, a step while two other processes keep both
+cores busy, and the cost of a step outside the model (packing, sampling, text) by rows and by
+context, with a tiny model.
 
 `BENCH_ONLY` is a regular expression that selects measurements by name. `BENCH_PEERS` is a
 comma-separated list of the engines to compare with; unset, `COMPARED` or `COMPARED_TOO`
@@ -61,7 +62,7 @@ from typing import TYPE_CHECKING, Any
 from tools.lab.bench.checkpoints import MAX_LEN, MODELS, checkpoint, gguf
 from tools.lab.bench.frame import Row, repeat_in_turn, row_of
 from tools.lab.peers.environments import PEERS
-from tools.lab.peers.process import OURS, EngineProcess, start
+from tools.lab.peers.process import OURS, EngineProcess, memory_mb, start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -204,6 +205,11 @@ def against_best(case: Case, samples: dict[str, list[float]], missing: Sequence[
     )
 
 
+def memory_rows(shape: str, engines: Sequence[EngineProcess]) -> list[Row]:
+    """Return the rows of the engines' memory, with the KV cache that the cases used."""
+    return [row_of(f"{shape} memory: {one.name}", [memory_mb(one.pid)], "MB") for one in engines]
+
+
 @contextmanager
 def opened(shape: str, peers: Sequence[str], seqs: int) -> Iterator[list[EngineProcess]]:
     """Run our engine and the installed ``peers``, all with the model loaded."""
@@ -297,6 +303,8 @@ def run() -> Iterator[Row]:
                 yield row_of(f"{shape} load: {one.name}", [one.load_s], "s")
             for case in chosen:
                 yield from compare(case, engines, missing)
+            if chosen:
+                yield from memory_rows(shape, engines)
             yield from beside_busy(engines[0], shape) if beside else ()
     if wanted.search("outside the model"):
         with opened("thin", [], 128) as engines:

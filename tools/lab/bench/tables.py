@@ -120,11 +120,12 @@ def part(claim: Claim) -> str:
     """
     data = {name: json.loads((FIGURES / f"{name}.json").read_text("utf-8")) for name in claim.files}
     rows = {name: {row["name"]: row for row in one["rows"]} for name, one in data.items()}
+    shown = [one for one in claim.lines if not one.is_new or set(one.rows) & set(rows[one.file])]
     width = len(claim.columns) + 1
     table = [
         f"| | {' | '.join(claim.columns)} |",
         "|---" * width + "|",
-        *(_line(line, rows[line.file]) for line in claim.lines),
+        *(_line(line, rows[line.file]) for line in shown),
     ]
     if claim.brief:
         return "\n".join([*table, "", *_wrapped(f"{claim.brief}, {_briefly(data)}")])

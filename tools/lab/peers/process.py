@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,19 @@ ROOT = Path(__file__).parents[3]
 OURS = Peer("triolet", "tools.lab.peers.triolet")
 ANSWER_LIMIT_S = 900.0  # guess: a first torch.compile of a large model
 END_LIMIT_S = 10.0
+
+
+def memory_mb(pid: int) -> float:
+    """Return the memory of a process and of all processes below it, in MB. Pages that several
+    processes share count in part for each (PSS), and files count as far as they are mapped."""
+    found, kilobytes = [pid], 0
+    for one in found:  # grows meanwhile
+        folder = Path("/proc") / str(one)
+        pss = re.search(r"^Pss:\s+(\d+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+        kilobytes += int(pss[1]) if pss else 0
+        for children in folder.glob("task/*/children"):
+            found += map(int, children.read_text().split())
+    return kilobytes * 1024 / 1e6
 
 
 class EngineProcess:

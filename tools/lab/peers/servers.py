@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tools.lab.peers.environments import PEERS, PeerError
-from tools.lab.peers.process import OURS, ROOT
+from tools.lab.peers.process import OURS, ROOT, memory_mb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,6 +116,11 @@ class ServerWithClients:
             self.close()
             raise
         self._signal(signal.SIGSTOP)
+
+    @property
+    def memory_mb(self) -> float:
+        """The memory of the server with all its processes, in MB."""
+        return memory_mb(self._server.pid)
 
     def ask(self, **load: Any) -> dict[str, Any]:
         """Run a load and return the clients' measurements (`tools.lab.peers.clients`)."""
