@@ -58,9 +58,9 @@ class EmbedRequest(CheckedFields):
     bytes of an image file (JPEG, PNG, WebP or GIF), for models that embed images.
 
     ``dimensions`` cuts each vector to that many numbers. ``normalize`` says whether to scale
-    vectors to length 1; unset: as the model does. ``truncate`` says whether inputs that are too
-    long lose their end (unset: True) or are refused. ``timeout_s``, ``request_id``, ``check`` and
-    what is raised are as in `GenerateRequest`.
+    vectors, after the cut, to length 1; unset: as the model does. ``truncate`` says whether inputs
+    that are too long lose their end (unset: True) or are refused. ``timeout_s``, ``request_id``,
+    ``check`` and what is raised are as in `GenerateRequest`.
     """
 
     model: str = ""

@@ -282,7 +282,7 @@ def _add_embed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--normalize",
         action=argparse.BooleanOptionalAction,
-        help="scale the vectors to length 1 (default: as the model is configured)",
+        help="scale the vectors to length 1, also after a cut (default: as the model does)",
     )
     _add_client(parser, timeout_s=None)
 

@@ -65,6 +65,10 @@ def as_layout(directory, layout, root):
     shutil.copytree(directory, where / "0_CLIPModel")
     kind = "sentence_transformers.models.CLIPModel"
     modules = [{"idx": 0, "name": "0", "path": "0_CLIPModel", "type": kind}]
+    if layout == "normalised":
+        (where / "1_Normalize").mkdir()
+        kind = "sentence_transformers.models.Normalize"
+        modules.append({"idx": 1, "name": "1", "path": "1_Normalize", "type": kind})
     (where / "modules.json").write_text(json.dumps(modules))
     return where
 
@@ -72,6 +76,7 @@ def as_layout(directory, layout, root):
 MODELS = {
     "clip": ("clip", "transformers"),
     "clip, by its module": ("clip", "modules"),
+    "clip, normalised": ("clip", "normalised"),
     "clip, with an old processor": ("clip", "old processor"),
     "siglip": ("siglip", "transformers"),
     "siglip2": ("siglip2", "transformers"),
@@ -185,11 +190,18 @@ def test_vectors_are_those_of_transformers_itself(model):
     assert cosines(execute(runner, text_inputs(runner, info, TEXTS)), of_texts).min() >= ENOUGH
 
 
-def test_dimensions_and_normalisation_of_images_are_the_librarys(model):
+@pytest.mark.parametrize("normalize", [None, True])
+def test_dimensions_and_normalisation_of_images_are_the_librarys(model, normalize):
+    """A model that normalises does so behind the cut, too, as in test_encoders.py."""
     _, runner, info, oracle = model
-    want = oracle.encode(opened(FILES), truncate_dim=7, normalize_embeddings=True)
-    got = execute(runner, image_inputs(info, FILES), dimensions=7, normalize=True)
-    np.testing.assert_allclose(got, want, atol=1e-5)
+    scales = normalize or type(oracle[-1]).__name__ == "Normalize"
+    for inputs, given in (
+        (image_inputs(info, FILES), opened(FILES)),
+        (text_inputs(runner, info, TEXTS), TEXTS),
+    ):
+        want = oracle.encode(given, truncate_dim=7, normalize_embeddings=scales)
+        got = execute(runner, inputs, dimensions=7, normalize=normalize)
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_pixels_are_the_processors_to_the_last_bit(model):

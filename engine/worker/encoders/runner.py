@@ -378,13 +378,12 @@ class EncoderRunner:
         return [made[place] for place in range(len(rows))]
 
     def _finish_vectors(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
-        """Normalise, cut and normalise again, each if requested, in the order of
-        ``SentenceTransformer.encode``. Return [rows, dimensions] float32."""
-        normalize = torch.nn.functional.normalize
-        if self._normalizes and options.normalize is not False:
-            raw = normalize(raw, p=2, dim=-1)
+        """Cut each vector, and then scale it to length 1, if the model or the request says so. The
+        library's ``truncate_dim`` alone leaves a model's vectors shorter than its Normalize
+        promises. Return [rows, dimensions] float32."""
         raw = raw[:, : options.dimensions]
-        return normalize(raw, p=2, dim=-1) if options.normalize else raw
+        scales = self._normalizes if options.normalize is None else options.normalize
+        return torch.nn.functional.normalize(raw, p=2, dim=-1) if scales else raw
 
     def _finish_scores(self, raw: torch.Tensor, options: EncodeOptions) -> torch.Tensor:
         """Apply the model's activation unless raw scores are requested. Return [rows, 1]
