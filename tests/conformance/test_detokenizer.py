@@ -24,6 +24,7 @@ from tests.support import toy_tokenizers
 
 pytestmark = pytest.mark.model
 
+STOP = EndReason.STOP
 BYTES = HfTokenizer(toy_tokenizers.byte_level())
 QWEN = HfTokenizer(toy_tokenizers.qwen_like())
 LLAMA = HfTokenizer(toy_tokenizers.llama_like())
@@ -222,34 +223,83 @@ def test_held_invalid_bytes_are_bounded():
 
 def oracle_steps(tokenizer, stops, prompt, output):
     """Return (all text so far, finish, matched) after each token, by decoding everything again."""
-    arrived, steps = "", []
+    hidden = searched(tokenizer, stops)
+    whole = [s for s in stops.strings if any(text in s for text in hidden.values())]
+    plain = [s for s in stops.strings if s not in whole]
+    arrived, steps = [], []
     for count, token_id in enumerate(output):
         armed = count >= stops.min_tokens
         is_stop_id = armed and token_id in stops.token_ids
         is_last = count + 1 == stops.max_tokens
         tokens = output[: count + (stops.include or not is_stop_id)]
-        full = text_after(tokenizer, prompt, tokens, stops.skip_special)
+        full = marked_text(tokenizer, prompt, tokens, stops, {} if is_stop_id else hidden)
         old = len(arrived)
-        if is_stop_id or is_last or not full.endswith("\ufffd"):
+        if is_stop_id or is_last or full[-1:] != [("\ufffd", True)]:
             arrived = full
-        ends = [
-            (at + len(s), -len(s), s)
-            for s in stops.strings
-            for at in range(len(arrived))
-            if arrived.startswith(s, at) and at + len(s) > old
-        ]
+        shown = [place for place, (_, is_shown) in enumerate(arrived) if is_shown]
+        ends = occurrences(arrived, range(len(arrived)), whole)
+        ends += occurrences(arrived, shown, plain)
+        ends = [one for one in ends if one[0] > old]
         if armed and ends:
-            end, _, stop = min(ends)
-            cut = end if stops.include else end - len(stop)
-            return [*steps, (arrived[:cut], EndReason.STOP, stop)]
+            end, _, stop, begin = min(ends)
+            return [*steps, (visible(arrived[: end if stops.include else begin]), STOP, stop)]
         if is_stop_id:
-            return [*steps, (arrived, EndReason.STOP, token_id)]
+            return [*steps, (visible(arrived), STOP, token_id)]
         if is_last:
-            return [*steps, (arrived, EndReason.LENGTH, None)]
-        proper = {s[:i] for s in stops.strings for i in range(1, len(s))}
-        held = max((len(p) for p in proper if arrived.endswith(p)), default=0)
-        steps.append((arrived[: len(arrived) - held], None, None))
+            return [*steps, (visible(arrived), EndReason.LENGTH, None)]
+        held = max(held_of(arrived, whole), held_of([arrived[i] for i in shown], plain))
+        text = visible(arrived)
+        steps.append((text[: len(text) - held], None, None))
     return steps
+
+
+def searched(tokenizer, stops):
+    """Return the special tokens that are left out of the text and may be part of a stop string."""
+    if not stops.skip_special:
+        return {}
+    added = tokenizer.backend.get_added_tokens_decoder()
+    texts = {id_: token.content for id_, token in added.items() if token.special}
+    return {id_: t for id_, t in texts.items() if any(t in s for s in stops.strings)}
+
+
+def marked_text(tokenizer, prompt, tokens, stops, hidden):
+    """Return each character of the output, and whether it is shown. Around a token of ``hidden``
+    the texts are decoded apart."""
+    parts, rest = [[]], []
+    for token_id in tokens:
+        parts[-1].append(token_id)
+        if token_id in hidden:
+            parts.append([])
+    for number, part in enumerate(parts):
+        before = () if number else prompt
+        rest += [(c, True) for c in text_after(tokenizer, before, part, stops.skip_special)]
+        if part and part[-1] in hidden:
+            rest += [(c, False) for c in hidden[part[-1]]]
+    return rest
+
+
+def occurrences(marked, places, strings):
+    """Return where each string ends and begins in the characters at these places."""
+    text = "".join(marked[place][0] for place in places)
+    return [
+        (places[at + len(s) - 1] + 1, -len(s), s, places[at])
+        for s in strings
+        for at in range(len(text))
+        if text.startswith(s, at)
+    ]
+
+
+def held_of(marked, strings):
+    """Return how many shown characters the longest suffix has that may begin a string."""
+    text = "".join(c for c, _ in marked)
+    proper = {s[:i] for s in strings for i in range(1, len(s))}
+    size = max((len(p) for p in proper if text.endswith(p)), default=0)
+    return len(visible(marked[len(marked) - size :]))
+
+
+def visible(marked):
+    """Return the characters that are shown."""
+    return "".join(c for c, is_shown in marked if is_shown)
 
 
 def actual_steps(state, output):
@@ -266,7 +316,10 @@ def actual_steps(state, output):
 
 END_TOKEN = BYTES.backend.token_to_id("<|endoftext|>")
 FEW_IDS = [*byte_ids(BYTES, "abcé".encode()), *BYTES.encode(" a"), END_TOKEN]
-stop_strings = st.lists(st.text("abcé a", min_size=1, max_size=5), max_size=4).map(tuple)
+letters = st.sampled_from([*"abcé a", "<|endoftext|>"])
+stop_strings = st.lists(st.lists(letters, min_size=1, max_size=5).map("".join), max_size=4).map(
+    tuple
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -364,6 +417,35 @@ def test_a_stop_token_shows_its_text_only_when_asked_and_not_special():
         )
         got = actual_steps(TextState(BYTES, stops, ()), [*byte_ids(BYTES, b"x"), END_TOKEN])
         assert got[-1] == (text, EndReason.STOP, END_TOKEN)
+
+
+END_TEXT = "<|endoftext|>"
+# A stop string, what the model writes, and the text that is shown without and with the stop string.
+SPECIAL_STOPS = [
+    (END_TEXT, ["ab", END_TOKEN], "ab", "ab"),
+    ("b" + END_TEXT, ["ab", END_TOKEN], "a", "ab"),
+    (END_TEXT + "\nx", ["ab", END_TOKEN, "\nx"], "ab", "ab\nx"),
+    (END_TEXT * 2, ["a", END_TOKEN, END_TOKEN], "a", "a"),
+    (END_TEXT, ["ab" + END_TEXT], "ab", "ab" + END_TEXT),  # written as letters
+    ("ab", ["a", END_TOKEN, "b"], "", "ab"),  # a token that no stop string has is not in the way
+]
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(("stop", "written", "before", "whole"), SPECIAL_STOPS)
+def test_a_stop_string_with_a_special_token_stops_at_the_token(
+    stop, written, before, whole, include
+):
+    """vLLM#2123: special tokens are not part of the text, and still stop it."""
+    ids = [
+        id_
+        for part in written
+        for id_ in ([part] if part == END_TOKEN else byte_ids(BYTES, part.encode()))
+    ]
+    stops = Stops(max_tokens=99, strings=(stop,), include=include)
+    steps = actual_steps(TextState(BYTES, stops, ()), [*ids, *byte_ids(BYTES, b"zz")])
+    assert steps[-1] == (whole if include else before, STOP, stop)
+    assert len(steps) == len(ids)
 
 
 def test_min_tokens_defers_stops_and_a_stop_that_ended_before_stays_unseen():

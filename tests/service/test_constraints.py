@@ -121,6 +121,21 @@ def test_settings_that_leave_no_token_are_the_clients_mistake(demo):
     wait_idle(demo.channel)
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_with_a_special_token_ends_every_choice_at_the_token(demo, include):
+    """vLLM#2123. The form makes the model write the token, which the text leaves out."""
+    form = {"lark": 'start: "ab" <|user|> "cd"'}
+    sampling = {"max_tokens": 20, "stop": ["b<|user|>"], "include_stop": include}
+    unstopped = generate(demo.channel, constraint=form, max_tokens=20)
+    assert unstopped.text() == "abcd"
+    heard = generate(demo.channel, constraint=form, sampling=sampling, n=3)
+    for choice in range(3):
+        finished = heard.finished(choice)
+        assert (finished.reason, finished.stop) == (STOP, "b<|user|>")
+        assert heard.text(choice) == ("ab" if include else "a")
+    wait_idle(demo.channel)
+
+
 def test_a_cancel_while_a_constraint_compiles_frees_everything(demo):
     before = ended(demo.channel)
     with Generation(demo.channel, constraint=costly(1), max_tokens=5) as call:

@@ -20,7 +20,10 @@ For each token, with ``count`` tokens before it, these rules apply in this order
 3. A stop string ends the sequence with STOP. Of several, the one that ends first is the match, and
    of those that end together the longest. The text behind it is dropped, and without ``include``
    its own text too. It takes precedence over ``max_tokens``, and, as in vLLM, over a stop token
-   that only released the text with the stop string.
+   that only released the text with the stop string. A stop string in which the text of a special
+   token occurs is found where the model wrote that token, even though the token is left out of the
+   output's text. So ``<|im_end|>`` stops at its token, as the id would, and ``x<|im_end|>`` at the
+   token behind an ``x``.
 4. The token that completes a constraint's grammar ends the sequence with STOP and no match.
 5. With ``max_tokens`` tokens, the sequence ends with LENGTH.
 Every end but a stop string releases what was held back: text that could have become a stop string,
@@ -31,14 +34,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tokenizers.decoders import DecodeStream
 
 from engine.core.common.types import EndReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from engine.core.text.types import Stops
     from engine.worker.text.tokenizer import HfTokenizer
@@ -72,13 +75,21 @@ class TextState:
     when a `TextStep` has a ``finish``. A push after that is a bug.
     """
 
-    __slots__ = ("_decoder", "_is_done", "_matcher", "_num_tokens", "_stops")
+    __slots__ = ("_decoder", "_is_done", "_matcher", "_num_tokens", "_searched", "_stops")
 
     def __init__(self, tokenizer: HfTokenizer, stops: Stops, prompt: Sequence[int]) -> None:
         self._stops = stops
         hidden = tokenizer.special_ids - stops.shown if stops.skip_special else frozenset()
         self._decoder = IncrementalDecoder(tokenizer, prompt, hidden=hidden)
-        self._matcher = StopMatcher(stops.strings, include=stops.include)
+        # Texts of the tokens that are left out of the text and may end it, by their ids.
+        self._searched: dict[int, str] = {
+            token_id: tokenizer.backend.id_to_token(token_id) or ""
+            for string in stops.strings
+            for token_id in tokenizer.special_ids_within(string) & hidden
+        }
+        self._matcher = StopMatcher(
+            stops.strings, include=stops.include, hidden=self._searched.values()
+        )
         self._num_tokens = 0
         self._is_done = False
 
@@ -97,10 +108,11 @@ class TextState:
         if is_armed and token_id in stops.token_ids:
             return self._end_by_token(token_id)
         is_last = self._num_tokens >= stops.max_tokens
+        hidden = self._searched.get(token_id, "")
         text = self._decoder.step(token_id)
-        if is_last or is_complete:
+        if is_last or is_complete or hidden:
             text += self._decoder.flush()
-        text, matched = self._matcher.feed(text, is_armed=is_armed)
+        text, matched = self._matcher.feed(text, hidden, is_armed=is_armed)
         if matched is not None:
             return self._end(text, EndReason.STOP, matched)
         if is_complete:
@@ -120,7 +132,7 @@ class TextState:
         """Return an independent copy."""
         twin = copy.copy(self)
         twin._decoder = self._decoder.fork()
-        twin._matcher = copy.copy(self._matcher)
+        twin._matcher = self._matcher.fork()
         return twin
 
     def _end_by_token(self, token_id: int) -> TextStep:
@@ -138,34 +150,52 @@ class TextState:
 class StopMatcher:
     """Finds stop strings in a text that comes in pieces.
 
-    Invariant: ``_held`` is the longest suffix of the text that is a proper prefix of a stop string;
-    everything before it was returned. The work for a piece is bounded by the lengths of the piece
-    and of the longest stop string.
+    ``hidden`` are the texts of tokens that do not belong to the text. A stop string in which one of
+    them occurs is searched in the text with these tokens, any other in the text without them.
+
+    Invariant: ``_held`` is the longest suffix of the text that may begin a stop string; everything
+    before it was returned. The work for a piece is bounded by the lengths of the piece and of the
+    longest stop string.
     """
 
-    __slots__ = ("_firsts", "_held", "_include", "_strings")
+    __slots__ = ("_held", "_include", "_plain", "_whole")
 
-    def __init__(self, strings: Sequence[str], *, include: bool) -> None:
-        self._strings = tuple(s for s in strings if s)
-        self._firsts = frozenset(s[0] for s in self._strings)
+    def __init__(
+        self, strings: Sequence[str], *, include: bool, hidden: Iterable[str] = ()
+    ) -> None:
+        texts = tuple(hidden)
+        whole = tuple(s for s in strings if any(text in s for text in texts))
+        self._plain = _Search(tuple(s for s in strings if s and s not in whole))
+        self._whole = _Search(whole) if whole else None
         self._include = include
         self._held = ""
 
-    def feed(self, piece: str, *, is_armed: bool = True) -> tuple[str, str | None]:
-        """Add a piece. Return the text that may be shown now, and the stop string that was found.
+    def feed(
+        self, piece: str, hidden: str = "", *, is_armed: bool = True
+    ) -> tuple[str, str | None]:
+        """Add a piece, and behind it the text of a hidden token. Return the text that may be shown
+        now, and the stop string that was found.
 
         Without ``is_armed``, stop strings are not searched, but text that may begin one is held
         back all the same.
         """
-        if not self._held and self._firsts.isdisjoint(piece):
-            return piece, None
-        old = len(self._held)
         text = self._held + piece
-        if is_armed and (found := self._find(text, old)) is not None:
-            end, stop = found
+        found = [self._plain.feed(piece, is_armed=is_armed)] if piece else []
+        if self._whole is not None:
+            if piece:
+                found.append(self._whole.feed(piece, is_armed=is_armed))
+            if hidden and not any(found):
+                found.append(self._whole.feed(hidden, is_armed=is_armed, is_hidden=True))
+        hits = [one for one in found if one is not None]
+        if hits:
+            first = max(hits, key=lambda one: (one.num_behind, len(one.stop)))
+            end = len(text) - first.num_behind
             self._held = ""
-            return text[: end if self._include else end - len(stop)], stop
-        cut = self._begin_of_held(text)
+            return text[: end if self._include else end - first.num_inside], first.stop
+        num_held = self._plain.num_shown
+        if self._whole is not None:
+            num_held = max(num_held, self._whole.num_shown)
+        cut = len(text) - num_held
         self._held = text[cut:]
         return text[:cut], None
 
@@ -173,6 +203,53 @@ class StopMatcher:
         """Return the text that was held back. Call this at the end of the text."""
         held, self._held = self._held, ""
         return held
+
+    def fork(self) -> StopMatcher:
+        """Return an independent copy."""
+        twin = copy.copy(self)
+        twin._plain = copy.copy(self._plain)
+        twin._whole = copy.copy(self._whole)
+        return twin
+
+
+class _Found(NamedTuple):
+    """A stop string that was found, with the number of shown characters inside and behind it."""
+
+    stop: str
+    num_inside: int
+    num_behind: int
+
+
+class _Search:
+    """Searches some stop strings in one text, of which some characters may be hidden.
+
+    Invariant: ``_held`` is the longest suffix of the text that is a proper prefix of a stop string.
+    ``_shown`` has a 1 for each of its characters that is shown, and a 0 for each other.
+    """
+
+    __slots__ = ("_firsts", "_held", "_shown", "_strings", "num_shown")
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._strings = strings
+        self._firsts = frozenset(s[0] for s in strings)
+        self._held = self._shown = ""
+        self.num_shown = 0
+
+    def feed(self, piece: str, *, is_armed: bool, is_hidden: bool = False) -> _Found | None:
+        """Add a piece, and return the stop string that was found in it."""
+        if not self._held and self._firsts.isdisjoint(piece):
+            return None
+        old = len(self._held)
+        text = self._held + piece
+        shown = self._shown + ("0" if is_hidden else "1") * len(piece)
+        if is_armed and (found := self._find(text, old)) is not None:
+            end, stop = found
+            inside = shown.count("1", end - len(stop), end)
+            return _Found(stop, inside, shown.count("1", end))
+        cut = self._begin_of_held(text)
+        self._held, self._shown = text[cut:], shown[cut:]
+        self.num_shown = self._shown.count("1")
+        return None
 
     def _find(self, text: str, old: int) -> tuple[int, str] | None:
         """Return the stop string that ends first behind the first ``old`` characters, the longest

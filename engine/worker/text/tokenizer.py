@@ -84,6 +84,9 @@ class HfTokenizer:
         self._added = {
             token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()
         }
+        self._special_sizes = frozenset(
+            len(text) for text, id_ in self._added.items() if id_ in self.special_ids
+        )
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.anchor = _find_anchor(backend)
         self._chat_templates = dict(chat_templates or {})
@@ -222,6 +225,11 @@ class HfTokenizer:
         """Return the ids of those texts that are special tokens."""
         ids = (self.backend.token_to_id(text) for text in texts)
         return self.special_ids.intersection(ids)
+
+    def special_ids_within(self, text: str) -> frozenset[int]:
+        """Return the ids of the special tokens whose text occurs in this text."""
+        parts = {text[at : at + size] for at in range(len(text)) for size in self._special_sizes}
+        return self.special_ids_of([part for part in parts if part in self._added])
 
     def added_id_of(self, text: str) -> int | None:
         """Return the id of a text that is one token beside the vocabulary, special or not; None for
