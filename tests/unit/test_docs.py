@@ -7,6 +7,7 @@ text of a link to a file; that file then has to define or mention it.
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from dataclasses import replace
 from functools import cache
@@ -17,16 +18,11 @@ import pytest
 from tools import draw_lifecycle, draw_rooms, list_models, rooms
 
 ROOT = Path(__file__).resolve().parents[2]
+LISTED = ("git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md")
 PAGES = [
-    ROOT / "README.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "engine" / "README.md",
-    ROOT / "tests" / "README.md",
-    ROOT / "tools" / "README.md",
-    ROOT / "tools" / "lab" / "README.md",
-    ROOT / "grpc_service" / "rpc" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    path
+    for name in subprocess.check_output(LISTED, cwd=ROOT, text=True).splitlines()
+    if (path := ROOT / name).exists()
 ]
 SOURCES = [
     path

@@ -20,12 +20,12 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTH = 92  # columns
+WIDTH = 100  # columns
 READY_LIMIT_S = 300
 SERVE = "triolet serve"
 COMMANDS = (
     'triolet generate "Once upon a time" --seed 7 --max-tokens 60',
-    'triolet rerank "Where is the dog?" "A hound naps near the hearth." "The ship left at dawn."',
+    'triolet rerank "Where is the dog?" "A hound naps by the fire." "The ship left at dawn."',
     "triolet models",
 )
 
