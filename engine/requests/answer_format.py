@@ -7,7 +7,10 @@ The formats:
                or after <|python_tag|>; further calls after ";"
     MISTRAL    [TOOL_CALLS][{"name": …, "arguments": {…}}, …] or         Mistral
                [TOOL_CALLS]name[ARGS]{…}
-    reasoning  <think>…</think> as the answer's beginning; the template may have opened it
+    reasoning  <think>…</think> as the answer's beginning, or another pair of `REASONING`;
+               the template may have opened it
+    text       <answer>…</answer> behind the reasoning, or another pair of `ANSWERS`; the template
+               may have opened it
     CHANNELS   messages with headers, <|channel|>NAME<|message|>…<|end|>,  GPT-OSS
                whose channel says what is reasoning (engine.requests.channel_parser)
 """
@@ -16,8 +19,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
-THINK, END_THINK = "<think>", "</think>"
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 # Of messages in channels ("harmony").
@@ -36,6 +42,33 @@ class ToolFormat(Enum):
     CHANNELS = "channels"
 
 
+class Pair(NamedTuple):
+    """The markers around a part of an answer. A model writes them if its template has ``closing``
+    or one of ``signs``, or opens the part."""
+
+    opening: str
+    closing: str
+    signs: tuple[str, ...] = ()
+
+    def is_of(self, template: str) -> bool:
+        """Return whether the model of this template writes the markers."""
+        return any(sign in template for sign in (self.closing, *self.signs))
+
+
+# Hunyuan's templates need not have the markers of its answers.
+_HUNYUAN = ("<｜hy_Assistant｜>", "<|extra_0|>")
+REASONING = (
+    Pair("<think>", "</think>", _HUNYUAN),  # Qwen 3, DeepSeek's distilled models, and most others
+    Pair("[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    Pair("<seed:think>", "</seed:think>"),  # Seed-OSS
+    Pair("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere 2
+)
+ANSWERS = (
+    Pair("<answer>", "</answer>", _HUNYUAN),
+    Pair("<response>", "</response>"),  # ERNIE 4.5 Thinking, Granite 3
+    Pair("<|START_RESPONSE|>", "<|END_RESPONSE|>"),  # Cohere 2
+)
+
 _OPENINGS = {
     ToolFormat.HERMES: HERMES_OPEN,
     ToolFormat.LLAMA: PYTHON_TAG,
@@ -50,20 +83,27 @@ _MARKERS = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """Says what to look for in an answer. ``begins_inside``: the prompt ends with the marker that
-    opens the reasoning, so that the answer begins inside it. ``has_channels``: the answer is
-    messages in channels. ``opened`` is what the prompt's end has of the first one."""
+    """Says what to look for in an answer: calls of the functions ``names``, and the markers around
+    its reasoning and around its text. ``has_channels``: the answer is messages in channels.
+    ``opened`` is what the prompt's end has opened: the marker of a part, or the header of the first
+    message."""
 
     tools: ToolFormat | None = None
-    reasons: bool = False
-    begins_inside: bool = False
+    names: frozenset[str] = frozenset()
+    reasoning: Pair | None = None
+    answer: Pair | None = None
     has_channels: bool = False
     opened: str = ""
 
     @property
     def is_plain(self) -> bool:
         """Whether the whole answer is text, so that no parser is needed."""
-        return self.tools is None and not self.reasons and not self.has_channels
+        return not (self.tools or self.reasoning or self.answer or self.has_channels)
+
+    @property
+    def begins_inside(self) -> bool:
+        """Whether the answer begins inside the reasoning."""
+        return self.reasoning is not None and self.opened == self.reasoning.opening
 
     @property
     def opening(self) -> str:
@@ -77,37 +117,54 @@ class AnswerFormat:
         if self.has_channels:
             return (START, CHANNEL, MESSAGE, CONSTRAIN, *CHANNEL_ENDS)
         of_tools = () if self.tools is None else _MARKERS[self.tools]
-        return of_tools + ((THINK, END_THINK) if self.reasons else ())
+        pairs = [pair for pair in (self.reasoning, self.answer) if pair is not None]
+        return of_tools + tuple(marker for pair in pairs for marker in pair[:2])
 
 
 PLAIN = AnswerFormat()
 
 
 def detect_format(
-    template: str, *, has_tools: bool, prompt: str, constraint: str | None = None
+    template: str, *, names: Iterable[str] = (), prompt: str, constraint: str | None = None
 ) -> AnswerFormat:
     """Return the format in which a model with this chat template answers.
 
-    Tool calls are parsed only if the request offers tools. ``prompt`` is the text that the template
-    rendered for the request: if it ends with the marker that opens the reasoning, the answer begins
-    inside the reasoning. ``constraint`` is the source of the answer's grammar: the whole answer is
-    then text, unless the source contains the marker that ends the reasoning or names a channel.
+    ``names`` are those of the tools that the request offers; only calls of these are parsed.
+    ``prompt`` is the text that the template rendered for the request: if it ends with the marker
+    that opens the reasoning or the text, the answer begins inside it. ``constraint`` is the source
+    of the answer's grammar: the whole answer is then text, unless the source contains the marker
+    that ends the reasoning or names a channel.
     """
+    offered = frozenset(names)
     has_channels = CHANNEL in template and MESSAGE in template
+    reasoning, opened = _find_pair(REASONING, template, prompt)
+    answer, answer_opened = _find_pair(ANSWERS, template, prompt)
     if constraint is not None:
-        has_tools = False
-        if (CHANNEL if has_channels else END_THINK) not in constraint:
+        offered, answer = frozenset(), None
+        ending = CHANNEL if has_channels else reasoning.closing if reasoning else None
+        if ending is None or ending not in constraint:
             return PLAIN
     if has_channels:
         opened = START + prompt.rpartition(START)[2] if START in prompt else ""
-        tools = ToolFormat.CHANNELS if has_tools else None
-        return AnswerFormat(tools, has_channels=True, opened=opened)
-    reasons = END_THINK in template
+        tools = ToolFormat.CHANNELS if offered else None
+        return AnswerFormat(tools, offered, has_channels=True, opened=opened)
     return AnswerFormat(
-        tools=_tool_format(template) if has_tools else None,
-        reasons=reasons,
-        begins_inside=reasons and prompt.rstrip().endswith(THINK),
+        tools=_tool_format(template) if offered else None,
+        names=offered,
+        reasoning=reasoning,
+        answer=answer,
+        opened=opened or answer_opened,
     )
+
+
+def _find_pair(pairs: Iterable[Pair], template: str, prompt: str) -> tuple[Pair | None, str]:
+    """Return the pair of markers that the model writes, and its opening if the prompt has it at its
+    end."""
+    end = prompt.rstrip()
+    for pair in pairs:
+        if end.endswith(pair.opening) and (pair.opening in template or pair.is_of(template)):
+            return pair, pair.opening
+    return next((pair for pair in pairs if pair.is_of(template)), None), ""
 
 
 def _tool_format(template: str) -> ToolFormat | None:

@@ -1,27 +1,21 @@
 """Parses a chat model's answer into reasoning, text and tool calls, of models that mark both inside
 their text.
 
-Rule: as `engine.requests.answer_reader`. Only whitespace around reasoning, before a call and after
-the last call belongs to the format and is dropped.
+Rule: as `engine.requests.answer_reader`. Only whitespace around reasoning, inside the markers of
+the text, before a call and after the last call belongs to the format and is dropped. The marker
+that ends the text belongs to it only where nothing but calls follows.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.requests.answer_format import (
-    END_THINK,
-    HERMES_CLOSE,
-    MISTRAL_ARGS,
-    MISTRAL_ID,
-    THINK,
-    ToolFormat,
-)
+from engine.requests.answer_format import HERMES_CLOSE, MISTRAL_ARGS, MISTRAL_ID, ToolFormat
 from engine.requests.answer_reader import AnswerReader
 
 if TYPE_CHECKING:
-    from engine.requests.answer_format import AnswerFormat
-    from engine.requests.answer_reader import Reading
+    from engine.requests.answer_format import AnswerFormat, Pair
+    from engine.requests.answer_reader import Reading, Trying
 
 
 class AnswerParser(AnswerReader):
@@ -30,32 +24,40 @@ class AnswerParser(AnswerReader):
     def __init__(self, form: AnswerFormat) -> None:
         self._form = form
         self._opening = form.opening
-        super().__init__()
+        self._closing = ""  # the marker that ends the text, once one has opened it
+        super().__init__(form.names, needs_arguments=form.tools is ToolFormat.LLAMA)
 
     def _read_answer(self) -> Reading:
         """Read the whole answer: reasoning if there is any, then text and calls."""
         yield from self._advance()
-        space = ""
-        if self._form.begins_inside:
-            yield from self._read_reasoning()
-        else:
-            space = yield from self._skip_space()
-            if self._form.reasons and (yield from self._try_marker(THINK)):
-                space = ""
-                yield from self._read_reasoning()
+        space = yield from self._skip_space()
+        reasoning, answer = self._form.reasoning, self._form.answer
+        if reasoning is not None and (yield from self._try_opening(reasoning)):
+            space = ""
+            yield from self._read_reasoning(reasoning.closing)
+        if answer is not None and (yield from self._try_opening(answer)):
+            space, self._closing = "", answer.closing
         if self._form.tools is ToolFormat.LLAMA and self._next == "{":
             yield from self._read_llama(space)
         else:
             self._emit_text(space)
         yield from self._read_text()
 
-    def _read_reasoning(self) -> Reading:
+    def _try_opening(self, pair: Pair) -> Trying:
+        """Consume the marker that opens a part, and the whitespace after it. Return whether the
+        part is open, which the prompt's end may have done: then the marker is a repetition."""
+        is_open = self._form.opened == pair.opening
+        while (yield from self._try_marker(pair.opening)):
+            is_open = True
+            yield from self._skip_space()
+        return is_open
+
+    def _read_reasoning(self, closing: str) -> Reading:
         """Read up to the marker that ends the reasoning and the whitespace after it, or to the
         answer's end."""
-        yield from self._skip_space()
         while self._next:
             space = yield from self._skip_space()
-            if self._next == "<" and (yield from self._try_marker(END_THINK)):
+            if self._next == closing[0] and (yield from self._try_marker(closing)):
                 yield from self._skip_space()
                 return
             self._reasoning.append(space + self._next)
@@ -64,19 +66,23 @@ class AnswerParser(AnswerReader):
 
     def _read_text(self) -> Reading:
         """Read text and the calls in it, to the answer's end."""
-        opening = self._opening
+        opening, closing = self._opening, self._closing
         while self._next:
-            space = (yield from self._skip_space()) if opening else ""
+            raw = (yield from self._skip_space()) if opening or closing else ""
+            if closing and self._next == closing[0] and (yield from self._try_marker(closing)):
+                raw += closing + (yield from self._skip_space())
+                if not self._next:
+                    return
             if opening and self._next == opening[0] and (yield from self._try_marker(opening)):
-                yield from self._read_calls(space + opening)
+                yield from self._read_calls(raw + opening)
                 continue
             if self._next or not self._is_after_call:
-                self._emit_text(space + self._next)
+                self._emit_text(raw + self._next)
             if self._next:
                 yield from self._advance()
 
     def _read_calls(self, raw: str) -> Reading:
-        """Read what follows an opening marker. ``raw`` holds the marker and the whitespace before
+        """Read what follows an opening marker. ``raw`` holds the marker and what stands before
         it, which become text if no call follows."""
         if self._form.tools is ToolFormat.HERMES:
             yield from self._read_hermes(raw)

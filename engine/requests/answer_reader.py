@@ -4,7 +4,8 @@ it streams, with markers that may turn out to be text, and JSON objects that may
 Rule 1: a reader is pure and takes linear time. Each character is read once, or twice if it began
 like a marker, so that a reader can run on the engine's thread whatever a model writes. Rule 2: the
 output does not depend on how the text was cut into pieces. Rule 3: nothing is lost. Text that
-begins like a tool call but is not one comes out as text, together with its marker.
+begins like a tool call but is not one, or calls a function that was not offered, comes out as text,
+together with its marker.
 
 A call comes out whole, once its JSON is complete and valid. Arguments that had been sent piece by
 piece could not be taken back if the rest turned out to be invalid JSON.
@@ -23,7 +24,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Collection, Generator, Sequence
 
     Reading = Generator[None, str, None]
     Trying = Generator[None, str, bool]
@@ -61,10 +62,13 @@ class AnswerReader(ABC):
     """Reads one answer: `feed` takes the text in pieces of any size, `close` ends it.
 
     The reader is a generator that is sent one character at a time. ``_next`` is the character that
-    is read but not consumed. Text that may still become a marker or a call is held back.
+    is read but not consumed. Text that may still become a marker or a call is held back. ``names``
+    are the functions that can be called; ``needs_arguments``: an object with a name alone is data.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str], *, needs_arguments: bool = False) -> None:
+        self._names = names
+        self._needs_arguments = needs_arguments
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
@@ -157,14 +161,15 @@ class AnswerReader(ABC):
         while self._next and scanner.takes(self._next):
             json_text.append(self._next)
             if scanner.depth == 0:
-                call = _call_of("".join(json_text), name, call_id)
-                if call is not None:
+                call = _call_of("".join(json_text), name, call_id, self._needs_arguments)
+                is_call = call is not None and call.name in self._names
+                if call is not None and is_call:
                     self._calls.append(call)
                     self._is_after_call = True
                 else:
                     self._emit_text(raw, *json_text)
                 yield from self._advance()
-                return call is not None
+                return is_call
             yield from self._advance()
         self._emit_text(raw, *json_text)
         return False
@@ -204,7 +209,7 @@ class _Scanner:
         return self.depth <= DEPTH_MAX
 
 
-def _call_of(text: str, name: str, call_id: str) -> ToolCall | None:
+def _call_of(text: str, name: str, call_id: str, needs_arguments: bool) -> ToolCall | None:
     """Return the call that a JSON object describes, or None if it describes none. Arguments keep
     the model's spelling."""
     try:
@@ -214,7 +219,10 @@ def _call_of(text: str, name: str, call_id: str) -> ToolCall | None:
     if name:
         return ToolCall(name, text, call_id)
     named, _ = fields.get("name", (None, ""))
-    arguments, written = fields.get("arguments") or fields.get("parameters") or ({}, "{}")
+    given = fields.get("arguments") or fields.get("parameters")
+    if given is None and needs_arguments:
+        return None
+    arguments, written = given or ({}, "{}")
     if isinstance(arguments, str):  # some models write the object as a string
         written = arguments
         try:

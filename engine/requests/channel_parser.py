@@ -10,9 +10,10 @@ An answer is a series of messages, the first of which the prompt has begun:
 
 The recipient may also stand before the channel, and the word json without its marker. Rule: as
 `engine.requests.answer_reader`. Headers and the markers between messages belong to the format and
-are dropped; what looks like a header but leads to no message is text. A message to a recipient that
-is neither a call nor reasoning is text, together with its header. Two messages of one kind are
-separated by an empty line.
+are dropped. A header without its last marker ends where free text begins, which is the message; of
+such a header nothing is text but words that no header has. A message to a recipient that is neither
+a call of a function that was offered nor reasoning is text, together with its header. Two messages
+of one kind are separated by an empty line.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from engine.requests.answer_format import (
     MESSAGE,
     RECIPIENT,
     START,
-    ToolFormat,
 )
 from engine.requests.answer_reader import AnswerReader
 
@@ -36,24 +36,28 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from engine.requests.answer_format import AnswerFormat
-    from engine.requests.answer_reader import Reading
+    from engine.requests.answer_reader import Reading, Trying
 
 REASONING_CHANNEL = "analysis"
+CHANNELS = (REASONING_CHANNEL, "commentary", "final")
 APART = "\n\n"
+MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *CHANNEL_ENDS)
 HEADER_CHARS_MAX = 512  # guess: a few words, of which only a function's name may be long
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*([\w.-]+)")
 RECIPIENT_NAME = re.compile(re.escape(RECIPIENT) + r"([\w.-]+)")
 
 
 class Header(NamedTuple):
-    """What a message's header says. ``raw`` is the header as the answer has it."""
+    """What a message's header says. ``raw`` is the header as the answer has it if the marker behind
+    it came, and otherwise empty; ``rest`` is then what was read of the message."""
 
     channel: str
     recipient: str
-    raw: str
+    raw: str = ""
+    rest: str = ""
 
 
-NOTHING_KNOWN = Header("", "", "")
+NOTHING_KNOWN = Header("", "")
 
 
 class ChannelParser(AnswerReader):
@@ -62,7 +66,7 @@ class ChannelParser(AnswerReader):
     def __init__(self, form: AnswerFormat) -> None:
         self._form = form
         self._has_text = self._has_reasoning = False  # there has been a message of this kind
-        super().__init__()
+        super().__init__(form.names)
 
     def _read_answer(self) -> Reading:
         """Read the message that the prompt has begun, and those after it."""
@@ -73,14 +77,14 @@ class ChannelParser(AnswerReader):
         elif not any(end in content for end in CHANNEL_ENDS):
             yield from self._read_content(_known(header))
         while self._next:
-            marker = yield from self._try_markers((START, CHANNEL, MESSAGE))
+            marker = yield from self._try_markers(MARKERS)
             if marker == START:
                 role = yield from self._read_word()
                 yield from self._read_message(marker + role)
-            elif marker:
+            elif marker in (CHANNEL, MESSAGE):
                 self._unread(marker)
                 yield from self._read_message("")
-            else:
+            elif not marker:
                 self._emit_text(self._next)
                 yield from self._advance()
 
@@ -92,57 +96,80 @@ class ChannelParser(AnswerReader):
             yield from self._read_content(header)
 
     def _read_header(self, raw: str, known: Header) -> Generator[None, str, Header | None]:
-        """Read a header and the marker behind it. If it turns out to be no header, what was read
-        becomes text, and None is returned."""
+        """Read a header and the marker behind it, or up to where free text begins. Return None if
+        there is no header, or nothing behind one."""
         channel, recipient = known.channel, known.recipient
+        is_header, is_typed = bool(raw or channel or recipient), False
+        rest = ""  # of what was read: words that no header has
         while len(raw) <= HEADER_CHARS_MAX:
-            raw += yield from self._skip_space()
+            space = yield from self._skip_space()
             marker = yield from self._try_markers((MESSAGE, CHANNEL, CONSTRAIN, RECIPIENT))
             if marker == MESSAGE:
-                return Header(channel, recipient, raw + marker)
-            word = (yield from self._read_word()) if marker or channel else ""
-            raw += marker + word
-            if not word:
+                return Header(channel, recipient, raw + space + marker)
+            word = (yield from self._read_word()) if marker or (channel and not is_typed) else ""
+            raw += space + marker + word
+            if not marker + word:
+                rest += space
                 break
-            channel = word if marker == CHANNEL else channel
-            recipient = word if marker == RECIPIENT else recipient
+            is_header = is_header or marker in (CHANNEL, CONSTRAIN)
+            if marker == CHANNEL:
+                channel = word
+            elif marker == RECIPIENT:
+                recipient = word
+            is_cut = not self._next and any(one.startswith(word) for one in CHANNELS)
+            if marker == CHANNEL and not (word in CHANNELS or is_cut):
+                rest += word
+            elif marker == RECIPIENT and word.startswith(FUNCTIONS):
+                rest += marker + word
+            elif not marker:
+                rest, is_typed = rest + space + word, True
+        if is_header:
+            return Header(channel, recipient, rest=rest.lstrip()) if self._next or rest else None
         self._emit_text(raw)
         return None
 
     def _read_content(self, header: Header) -> Reading:
         """Read a message up to the marker that ends it, or to where another one begins."""
         is_function = header.recipient.startswith(FUNCTIONS)
-        if is_function and self._form.tools is ToolFormat.CHANNELS:
+        is_offered = header.recipient.removeprefix(FUNCTIONS) in self._form.names
+        if is_function and is_offered and (header.raw or self._next == "{"):
             yield from self._read_call(header)
         elif header.channel == REASONING_CHANNEL and not is_function:
-            apart, self._has_reasoning = APART * self._has_reasoning, True
-            yield from self._read_part(apart, self._emit_reasoning)
+            apart = APART * self._has_reasoning
+            is_told = yield from self._read_part(apart, header.rest, self._emit_reasoning)
+            self._has_reasoning |= is_told
         else:
             if header.recipient:
                 self._emit_text(header.raw)
-            apart, self._has_text = APART * self._has_text, True
-            yield from self._read_part(apart, self._emit_text)
+            apart = APART * self._has_text
+            self._has_text |= yield from self._read_part(apart, header.rest, self._emit_text)
 
     def _read_call(self, header: Header) -> Reading:
         """Read the arguments of a call. If they are no JSON object, header and content are text."""
-        raw = header.raw + (yield from self._skip_space())
+        raw = (header.raw or header.rest) + (yield from self._skip_space())
         yield from self._try_call(raw, header.recipient.removeprefix(FUNCTIONS))
         yield from self._skip_space()
-        yield from self._read_part("", self._emit_text)
+        yield from self._read_part("", "", self._emit_text)
 
-    def _read_part(self, apart: str, emit: Callable[[str], None]) -> Reading:
-        """Read a message's content. ``apart`` comes before its first character."""
+    def _read_part(self, apart: str, begun: str, emit: Callable[[str], None]) -> Trying:
+        """Read a message's content, the beginning of which is ``begun``. ``apart`` comes before its
+        first character. Return whether it has one."""
+        is_told = bool(begun)
+        if begun:
+            emit(apart + begun)
         while self._next:
             marker = ""
-            if self._next == CHANNEL_ENDS[0][0]:
-                marker = yield from self._try_markers((*CHANNEL_ENDS, START))
-            if marker == START:
+            if self._next == START[0]:
+                marker = yield from self._try_markers(MARKERS)
+            if marker in (START, CHANNEL):
                 self._unread(marker)
-            if marker:
-                return
-            emit(apart + self._next)
-            apart = ""
-            yield from self._advance()
+            if marker in (START, CHANNEL, *CHANNEL_ENDS):
+                break
+            if not marker:
+                emit(self._next if is_told else apart + self._next)
+                is_told = True
+                yield from self._advance()
+        return is_told
 
     def _emit_reasoning(self, text: str) -> None:
         self._reasoning.append(text)

@@ -14,6 +14,7 @@ from engine.core.common.vocabulary import check_ids, check_text
 from engine.core.text.types import Request
 from engine.errors import InvalidRequest, RequestTooLarge
 from engine.requests.answer_format import PLAIN, AnswerFormat, detect_format
+from engine.requests.chat_values import function_of
 from engine.requests.context_truncation import choose_dropped, truncation_limits, without_messages
 from engine.requests.prepare_chat import Seeing, SeeingPrompt
 from engine.requests.resolve_text import resolve_sampling, resolve_stops
@@ -131,10 +132,10 @@ class TextPreparer:
             stream.dropped = await self._messages_to_drop(replica, asked, chat)
             chat = replace(chat, messages=without_messages(chat.messages, stream.dropped))
         text, prompt = await self._seeing.prompt_of(replica, chat, bool(add_special))
-        has_tools = bool(chat.offered_tools)
+        names = [function_of(tool)["name"] for tool in chat.offered_tools]
         form = detect_format(
-            replica.tokenizer.chat_template(has_tools=has_tools),
-            has_tools=has_tools,
+            replica.tokenizer.chat_template(has_tools=bool(names)),
+            names=names,
             # the answer's beginning, if the chat has it, is no part of what the template opened
             prompt=text.removesuffix(chat.answer_begun.lstrip()),
             constraint=None if asked.constraint is None else asked.constraint.source,

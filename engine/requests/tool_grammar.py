@@ -18,7 +18,6 @@ from engine.requests.answer_format import (
     CHANNEL,
     CHANNEL_ENDS,
     CONSTRAIN,
-    END_THINK,
     FUNCTIONS,
     HERMES_CLOSE,
     HERMES_OPEN,
@@ -28,7 +27,6 @@ from engine.requests.answer_format import (
     MISTRAL_OPEN,
     RECIPIENT,
     START,
-    THINK,
     ToolFormat,
 )
 from engine.requests.answer_reader import NAME_CHARS_MAX
@@ -91,12 +89,13 @@ def _lead(form: AnswerFormat, find_id: FindId) -> list[str]:
         begin = f'{_marker(CHANNEL, find_id)} "analysis" {_marker(MESSAGE, find_id)}'
         again = f'{_marker(START, find_id)} "assistant"'
         return [f"start: ({begin} thought {again})? calls", _thought(CHANNEL_ENDS[0], find_id)]
-    if not form.reasons:
+    if form.reasoning is None:
         return ["start: calls"]
-    rules = [r"reasoning: thought /[ \n]{1,4}/?", _thought(END_THINK, find_id)]
+    opening, closing, _ = form.reasoning
+    rules = [r"reasoning: thought /[ \n]{1,4}/?", _thought(closing, find_id)]
     if form.begins_inside:
         return ["start: reasoning calls", *rules]
-    return [f"start: ({_marker(THINK, find_id)} reasoning)? calls", *rules]
+    return [f"start: ({_marker(opening, find_id)} reasoning)? calls", *rules]
 
 
 def _thought(end: str, find_id: FindId) -> str:
@@ -104,7 +103,7 @@ def _thought(end: str, find_id: FindId) -> str:
     token_id = find_id(end)
     if token_id is not None:
         return rf"thought: /(.|\n)*/ <[{token_id}]>"
-    escaped = end.replace("/", r"\/").replace("|", r"\|")
+    escaped = re.escape(end).replace("/", r"\/")
     return rf"thought[lazy]: /(.|\n)*{escaped}/"
 
 

@@ -26,7 +26,7 @@ from engine.core.common.events import Finished
 from engine.core.common.types import EndReason
 from engine.core.text.types import Constraint
 from engine.errors import InvalidRequest, Unsupported
-from engine.requests.answer_format import AnswerFormat, detect_format
+from engine.requests.answer_format import detect_format
 from engine.requests.chat_values import Chat
 from engine.requests.choice_parser import parser_of
 from engine.requests.text_values import AnswerTokens, GenerateRequest, Tokens
@@ -60,12 +60,13 @@ TOOLS = [
 ]
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>")
 MARKERS += ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|start|>", "<|channel|>", "<|message|>")
-MARKERS += ("<|end|>", "<|constrain|>", "<|call|>")
+MARKERS += ("<|end|>", "<|constrain|>", "<|call|>", "[THINK]", "[/THINK]")
 TEMPLATES = {
     "hermes": "<tool_call></tool_call>",
     "hermes, reasoning": "<think></think><tool_call></tool_call>",
     "llama": "<|python_tag|>",
     "llama, reasoning": "</think><|python_tag|>",
+    "mistral, named with reasoning": "[THINK][/THINK][TOOL_CALLS][ARGS]",
     "mistral": "[TOOL_CALLS]",
     "mistral, named": "[TOOL_CALLS][ARGS]",
     "mistral, named with ids": "[TOOL_CALLS][CALL_ID][ARGS]",
@@ -133,19 +134,21 @@ def check(calls, only):
 def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
     tokenizer, grammars = compiler
     template = TEMPLATES[name]
-    prompts = ["", "<think>\n"] if "reasoning" in name else [""]
+    of_think = "[THINK]\n" if name.startswith("mistral") else "<think>\n"
+    prompts = ["", of_think] if "reasoning" in name else [""]
     prompts = ["<|start|>assistant"] if name == "channels" else prompts
     named = set()
     for prompt in prompts:
-        form = detect_format(template, has_tools=True, prompt=prompt)
+        form = detect_format(template, names=SCHEMAS, prompt=prompt)
         constraint = tool_constraint(TOOLS, only, template, form, tokenizer.added_id_of)
         grammars.compile(constraint)
         begins = [""]
-        if form.reasons:  # a random walk would not leave the reasoning
-            call = form.opening if name.startswith("hermes") else "{"
-            begins = [call, "<think>\nhm</think>"]
-        if form.begins_inside:
-            begins = ["hm <b> </ hm</think>\n\n"]
+        if form.reasoning:  # a random walk would not leave the reasoning
+            opening, closing, _ = form.reasoning
+            call = "{" if name.startswith("llama") else form.opening
+            begins = [call, f"{opening}\nhm{closing}"]
+            if form.begins_inside:
+                begins = [f"hm <b> </ hm{closing}\n\n"]
         if form.has_channels:
             thought = "<|channel|>analysis<|message|>hm <b> <|<|end|><|start|>assistant"
             begins = [f"{lead}<|channel|>commentary" for lead in ("", thought)]
@@ -166,7 +169,7 @@ def test_whatever_the_grammar_allows_is_parsed_as_calls(compiler, name, only):
 
 def test_a_format_that_is_not_known_cannot_be_enforced():
     for template in ("", "<tool_call>\n<function=name>", "<tool_call>name\n<arg_key>"):
-        form = detect_format(template, has_tools=True, prompt="")
+        form = detect_format(template, names=SCHEMAS, prompt="")
         with pytest.raises(Unsupported, match=r"^chat\.tool_choice cannot be enforced") as caught:
             tool_constraint(TOOLS, "", template, form, lambda _: None)
         assert caught.value.field == "chat.tool_choice"
@@ -188,7 +191,7 @@ def test_a_format_that_is_not_known_cannot_be_enforced():
     ],
 )
 def test_a_tool_that_cannot_be_called_is_named(template, function, field):
-    form = detect_format(template, has_tools=True, prompt="")
+    form = detect_format(template, names=SCHEMAS, prompt="")
     with pytest.raises(InvalidRequest) as caught:
         tool_constraint([{"function": function}], "", template, form, lambda _: None)
     assert [violation.field for violation in caught.value.violations] == [field]
@@ -197,7 +200,7 @@ def test_a_tool_that_cannot_be_called_is_named(template, function, field):
 def test_a_schema_that_cannot_be_enforced_is_refused_by_the_tools_field(compiler):
     tokenizer, grammars = compiler
     tool = {"name": "f", "parameters": {"properties": {"a": {"type": "foo"}}}}
-    form = AnswerFormat(detect_format("<tool_call>", has_tools=True, prompt="").tools)
+    form = detect_format("<tool_call>", names=["f"], prompt="")
     constraint = tool_constraint([tool], "", "<tool_call>", form, tokenizer.added_id_of)
     with pytest.raises(InvalidRequest, match="foo") as caught:
         grammars.compile(constraint)
@@ -210,7 +213,7 @@ def test_a_tokenizer_that_cannot_be_constrained_names_the_choice():
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     own = ConstraintCompiler(HfTokenizer(words), 3, frozenset({2}))
-    form = detect_format("<tool_call>", has_tools=True, prompt="")
+    form = detect_format("<tool_call>", names=SCHEMAS, prompt="")
     constraint = tool_constraint(TOOLS, "", "<tool_call>", form, lambda _: None)
     with pytest.raises(Unsupported, match="tokenizer") as caught:
         own.compile(constraint)

@@ -4,32 +4,49 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.requests.answer_format import AnswerFormat, ToolFormat, detect_format
+from engine.requests.answer_format import (
+    ANSWERS,
+    REASONING,
+    AnswerFormat,
+    ToolFormat,
+    detect_format,
+)
 from engine.requests.answer_parser import AnswerParser
 from engine.requests.answer_reader import DEPTH_MAX, ToolCall
 
+MARKS = [marker for pair in (*REASONING, *ANSWERS) for marker in pair[:2]]
 PIECES = [
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
+    *MARKS,
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
     *("[ARGS]", "[CALL_ID]", "[", "]", "{", "}", '"', "\\", ",", ";", ":", "<", "</", " ", "\n"),
     *('{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "parameters": {}}', '{"name": 1}'),
     *('{"name":"a<b","arguments":{"t":"</tool_call> \\" }"}}', "get_it", "tool_call", "é🌶", "a"),
 ]
 INSIDE = (ToolFormat.HERMES, ToolFormat.LLAMA, ToolFormat.MISTRAL)  # calls marked inside the text
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
+NAMES = frozenset({"f", "a<b", "add", "g", "now"})
 formats = st.builds(
     AnswerFormat,
     tools=st.sampled_from([None, *INSIDE]),
-    reasons=st.booleans(),
+    names=st.just(NAMES),
+    reasoning=st.sampled_from([None, *REASONING]),
+    answer=st.sampled_from([None, *ANSWERS]),
 ).flatmap(
     lambda form: st.sampled_from(
-        [form, AnswerFormat(form.tools, form.reasons, begins_inside=form.reasons)]
+        [form, *(replace(form, opened=one.opening) for one in (form.reasoning, form.answer) if one)]
     )
 )
+
+
+def form_of(tools=None, **others):
+    """Return a format whose calls are of the functions of this file."""
+    return AnswerFormat(tools, NAMES, **others)
 
 
 def parse(form, *pieces):
@@ -52,10 +69,13 @@ def test_an_answer_is_the_same_however_its_text_is_cut(form, text):
 
 @settings(max_examples=300)
 @given(form=formats, text=texts)
-def test_without_calls_and_reasoning_the_text_is_unchanged(form, text):
+def test_without_calls_and_markers_the_text_is_unchanged(form, text):
     said, reasoning, calls = parse(form, text)
-    if not calls and not reasoning and "</think>" not in text and "<think>" not in text:
-        assert said == ("" if form.begins_inside else text)
+    if not calls and not any(marker in text for marker in MARKS):
+        if form.opened:
+            assert (said + reasoning).strip() == text.strip()
+        else:
+            assert (said, reasoning) == (text, "")
 
 
 @settings(max_examples=300)
@@ -65,15 +85,23 @@ def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
     said, reasoning, calls = parse(form, text)
     for call in calls:
         assert isinstance(json.loads(call.arguments_json), dict)
-        assert call.name
+        assert call.name in NAMES
     kept = len(re.sub(r"\s", "", said + reasoning))
     in_calls = sum(len(call.name) + len(call.arguments_json) for call in calls)
-    markers = len(re.findall(r"</?think>", text)) * 8
+    markers = sum(text.count(marker) * len(marker) for marker in MARKS)
     lost = len(re.sub(r"\s", "", text)) - kept - in_calls
     overhead = 70 * len(calls)  # the markers and the fields' names of a call
     assert lost <= markers + overhead
     letters = iter(text)
     assert all(letter in letters for letter in said)
+
+
+@settings(max_examples=300)
+@given(text=texts, tools=st.sampled_from(INSIDE))
+def test_what_calls_no_tool_that_was_offered_is_text(text, tools):
+    """Also data with a name, which a model writes without any call in mind."""
+    said, reasoning, calls = parse(AnswerFormat(tools, frozenset({"other"})), text)
+    assert (said, reasoning, calls) == (text, "", [])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +115,7 @@ def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
 def test_a_call_with_half_a_character_in_it_is_text(fields):
     """JSON can write half a surrogate pair, and no message can carry one."""
     text = f"<tool_call>{{{fields}}}"
-    assert parse(AnswerFormat(ToolFormat.HERMES), text) == (text, "", [])
+    assert parse(form_of(ToolFormat.HERMES), text) == (text, "", [])
 
 
 @given(form=formats, text=texts)
@@ -102,8 +130,10 @@ def test_plain_text_comes_at_once(form, text):
 
 CALL = '{"name": "add", "arguments": {"a": 1.0, "b": "}</tool_call>"}}'
 ADD = ToolCall("add", '{"a": 1.0, "b": "}</tool_call>"}')
-HERMES, LLAMA, MISTRAL = (AnswerFormat(tools) for tools in INSIDE)
-THINKING = AnswerFormat(ToolFormat.HERMES, reasons=True)
+HERMES, LLAMA, MISTRAL = (form_of(tools) for tools in INSIDE)
+THINKING = form_of(ToolFormat.HERMES, reasoning=REASONING[0])
+IN_ANSWER = form_of(reasoning=REASONING[0], answer=ANSWERS[0], opened="<answer>")
+INSIDE_THOUGHT = replace(THINKING, opened="<think>")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +174,12 @@ THINKING = AnswerFormat(ToolFormat.HERMES, reasons=True)
         (THINKING, "\n<think>a\n\nb</think> c", ("c", "a\n\nb", [])),
         (THINKING, "<think>never <tool_call>", ("", "never <tool_call>", [])),
         (THINKING, "say <think>not</think>", ("say <think>not</think>", "", [])),
-        (AnswerFormat(None, True, True), "a < b\n</think>\nc", ("c", "a < b", [])),
+        (INSIDE_THOUGHT, "a < b\n</think>\nc", ("c", "a < b", [])),
+        (INSIDE_THOUGHT, "\n<think>\na</think>c", ("c", "a", [])),
+        (INSIDE_THOUGHT, "a <think> b</think>c", ("c", "a <think> b", [])),
+        (LLAMA, '{"name": "Ada", "born": 1815}', ('{"name": "Ada", "born": 1815}', "", [])),
+        (LLAMA, '{"name": "f"}', ('{"name": "f"}', "", [])),
+        (LLAMA, '{"name": "h", "parameters": {}}', ('{"name": "h", "parameters": {}}', "", [])),
     ],
 )
 def test_formats(form, text, expected):
@@ -191,25 +226,25 @@ def test_a_call_is_sent_when_its_json_is_complete():
     assert parser.feed(CALL[-1]).calls == (ADD,)
 
 
-@pytest.mark.parametrize("piece", ['<tool_call>{"a":"', '<tool_call>{"a":{', "<", " ", "[{", "\\"])
-@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, THINKING])
-def test_the_work_grows_with_the_text_alone(form, piece):
-    """The work is the number of characters that the parser's states read, with repetitions."""
-    text = piece * (20_000 // len(piece))
-    parser = AnswerParser(form)
+@pytest.mark.parametrize(
+    "piece",
+    ['<tool_call>{"a":"', '<tool_call>{"a":{', "<", " ", "[{", "\\", "</answer>", "<think> "],
+)
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, THINKING, IN_ANSWER])
+def test_the_work_grows_with_the_text_alone(form, piece, monkeypatch):
+    """The work is the number of characters that are read, again after a marker that was none."""
     read = 0
+    stock = AnswerParser._advance
 
-    class Counting(list):
-        def pop(self, *index):
-            nonlocal read
-            read += 1
-            return super().pop(*index)
+    def advance(parser):
+        nonlocal read
+        read += 1
+        return stock(parser)
 
-    parser._again = Counting()
-    for at in range(0, len(text), 7):
-        parser.feed(text[at : at + 7])
-    parser.close()
-    assert read <= 2 * len(text)
+    monkeypatch.setattr(AnswerParser, "_advance", advance)
+    text = piece * (20_000 // len(piece))
+    parse(form, text)
+    assert len(text) <= read <= 4 * len(text)
 
 
 # ---- which format
@@ -230,28 +265,33 @@ def test_the_work_grows_with_the_text_alone(form, piece):
     ],
 )
 def test_the_format_of_calls_is_read_from_the_template(template, tools):
-    assert detect_format(template, has_tools=True, prompt="").tools is tools
-    assert detect_format(template, has_tools=False, prompt="").tools is None
+    assert detect_format(template, names=NAMES, prompt="").tools is tools
+    assert detect_format(template, prompt="").tools is None
 
 
 @pytest.mark.parametrize(
     ("prompt", "inside"), [("…<think>\n", True), ("…<think>\n\n</think>\n\n", False), ("…", False)]
 )
 def test_a_prompt_may_have_opened_the_reasoning(prompt, inside):
-    form = detect_format("<think> … </think>", has_tools=False, prompt=prompt)
-    assert (form.reasons, form.begins_inside) == (True, inside)
-    assert detect_format("", has_tools=True, prompt=prompt).is_plain
+    for template in ("<think> … </think>", "</think>", "<think>"):  # one of them is enough
+        form = detect_format(template, prompt=prompt)
+        if inside or "</think>" in template:
+            assert (form.reasoning, form.begins_inside) == (REASONING[0], inside)
+    assert detect_format("", names=NAMES, prompt=prompt).is_plain
 
 
 @pytest.mark.parametrize("prompt", ["…<think>\n", "…"])
 def test_an_answer_in_a_form_is_text_unless_the_form_writes_reasoning(prompt):
     def find(constraint):
         return detect_format(
-            "</think><tool_call>", has_tools=True, prompt=prompt, constraint=constraint
+            "</think><response></response><tool_call>",
+            names=NAMES,
+            prompt=prompt,
+            constraint=constraint,
         )
 
     assert find('{"type": "object"}').is_plain
     assert find("").is_plain  # any JSON object has no calls
     reasoned = find('start: /[^<]+/ "</think>" /[0-9]+/')
-    assert (reasoned.tools, reasoned.reasons) == (None, True)
+    assert (reasoned.tools, reasoned.reasoning, reasoned.answer) == (None, REASONING[0], None)
     assert reasoned.begins_inside == prompt.endswith("<think>\n")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.requests.answer_format import AnswerFormat, ToolFormat, detect_format
+from engine.requests.answer_format import RECIPIENT, AnswerFormat, ToolFormat, detect_format
 from engine.requests.answer_reader import ToolCall
 from engine.requests.channel_parser import ChannelParser
 from engine.requests.choice_parser import parser_of
@@ -26,14 +27,10 @@ PIECES = [
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=12).map("".join)
 OPENED = ["", ASSISTANT, f"{ASSISTANT}{CHANNEL}final{MESSAGE}", f"{ASSISTANT}{CHANNEL}analysis",
           f"{ASSISTANT}{CHANNEL}final{MESSAGE}so{END}"]  # fmt: skip
-formats = st.builds(
-    AnswerFormat,
-    tools=st.sampled_from([None, ToolFormat.CHANNELS]),
-    has_channels=st.just(True),
-    opened=st.sampled_from(OPENED),
-)
+NAMES = frozenset({"f", "get"})
 PLAIN = AnswerFormat(has_channels=True, opened=ASSISTANT)
-TOOLS = AnswerFormat(ToolFormat.CHANNELS, has_channels=True, opened=ASSISTANT)
+TOOLS = AnswerFormat(ToolFormat.CHANNELS, NAMES, has_channels=True, opened=ASSISTANT)
+formats = st.builds(replace, st.sampled_from([PLAIN, TOOLS]), opened=st.sampled_from(OPENED))
 
 
 def parse(form, *pieces):
@@ -90,11 +87,8 @@ def test_messages_come_out_by_their_channels(messages, cuts):
 
 
 def joined(parts):
-    """Return messages of one kind in one text: an empty line precedes each later one that has
-    one."""
-    return "".join(
-        part if index == 0 or not part else f"\n\n{part}" for index, part in enumerate(parts)
-    )
+    """Return messages of one kind in one text, with an empty line between them."""
+    return "\n\n".join(part for part in parts if part)
 
 
 @settings(max_examples=300, deadline=None)
@@ -108,6 +102,33 @@ def test_each_character_of_the_answer_is_in_the_text_in_order(form, text):
     for call in calls:
         assert form.tools is ToolFormat.CHANNELS
         assert isinstance(json.loads(call.arguments_json), dict)
+    if RECIPIENT not in text:  # a message to somebody else keeps its header
+        assert not any(marker in said + reasoning for marker in form.markers)
+
+
+# What may stand in a header, in any order; a piece that is no marker ends at the next one.
+HEADER_PIECES = [
+    *(CHANNEL, f"{CHANNEL}analysis", f"{CHANNEL}final", f"{CHANNEL}commentary", ASSISTANT, START),
+    *(f"{CHANNEL}commentary to=assistant", f"{CONSTRAIN}json", CONSTRAIN, " "),
+]
+headers = st.lists(st.sampled_from(HEADER_PIECES), max_size=4).map("".join)
+free = st.text("xyz. 1?", max_size=12).map(lambda words: f"?{words}?")
+
+
+@settings(max_examples=300, deadline=None)
+@given(parts=st.lists(st.tuples(headers, free), min_size=1, max_size=4), form=formats)
+def test_malformed_headers_leave_their_free_text_and_nothing_else(parts, form):
+    """As gpt-oss writes them in about one answer of twenty-five (llama.cpp's issue 27720)."""
+    text = "".join(f"{CHANNEL}{header}{words}{END}" for header, words in parts)
+    said, reasoning, calls = parse(replace(form, opened=ASSISTANT), text)
+    assert calls == []
+    last = [(CHANNEL + header).rpartition(START)[2] for header, _ in parts]  # of several headers
+    thought = [header.rpartition(CHANNEL)[2].startswith("analysis") for header in last]
+    for found, is_thought in ((said, False), (reasoning, True)):
+        wanted = [
+            words for (_, words), own in zip(parts, thought, strict=True) if own == is_thought
+        ]
+        assert found.replace("\n\n", "") == "".join(wanted)
 
 
 @given(text=st.text("abc <|>.=", max_size=40))
@@ -130,7 +151,17 @@ GET = f"{CHANNEL}commentary to=functions.get {CONSTRAIN}json{MESSAGE}"
         (PLAIN, f"{CHANNEL}final {CONSTRAIN}json{MESSAGE}{{}}", ("{}", "", [])),
         (PLAIN, f"{MESSAGE}bare", ("bare", "", [])),
         (PLAIN, "Hello.", ("Hello.", "", [])),
-        (PLAIN, f"{CHANNEL}fin", (f"{CHANNEL}fin", "", [])),
+        (PLAIN, f"{CHANNEL}fin", ("", "", [])),
+        (PLAIN, f"{CHANNEL}analysis{MESSAGE}Hm{END}{START}assi", ("", "Hm", [])),
+        (PLAIN, f"{CHANNEL}final It is 4.{RETURN}", ("It is 4.", "", [])),
+        (PLAIN, f"{CHANNEL}finalx{MESSAGE}It is 4.", ("It is 4.", "", [])),
+        (PLAIN, f"{CHANNEL}{MESSAGE}It is 4.", ("It is 4.", "", [])),
+        (PLAIN, f"{CHANNEL}It is 4.{END}{START}{ASSISTANT}{CHANNEL}analysis{MESSAGE}Hm",
+         ("It is 4.", "Hm", [])),
+        (PLAIN, f"{CHANNEL}commentary to=assistant{CHANNEL}commentary?no{END}", ("?no", "", [])),
+        (PLAIN, f"{CHANNEL}analysis?? Hm{CHANNEL}final{MESSAGE}Hi", ("Hi", "?? Hm", [])),
+        (PLAIN, f"Hi{END} so {CONSTRAIN}", ("Hi so ", "", [])),
+        (PLAIN, "to=x, it is", ("to=x, it is", "", [])),
         (PLAIN, f"{GET}{{}}{CALL}", (f"{GET}{{}}", "", [])),
         (PLAIN, f"{CHANNEL}analysis to=python code{MESSAGE}1{CALL}", ("", "1", [])),
         (TOOLS, f"{GET}{{\"a\": 1}}{CALL}", ("", "", [ToolCall("get", '{"a": 1}')])),
@@ -143,6 +174,12 @@ GET = f"{CHANNEL}commentary to=functions.get {CONSTRAIN}json{MESSAGE}"
          ("", "", [ToolCall("get", "{}")])),
         (TOOLS, f"{CHANNEL}commentary{MESSAGE}I look.{END}{ASSISTANT}{GET}{{}}{CALL}",
          ("I look.", "", [ToolCall("get", "{}")])),
+        (TOOLS, f"{CHANNEL}commentary to=functions.get {CONSTRAIN}json{{}}{CALL}",
+         ("", "", [ToolCall("get", "{}")])),
+        (TOOLS, f"{CHANNEL}commentary to=functions.get ? {{}}{CALL}",
+         ("to=functions.get ? {}", "", [])),
+        (TOOLS, f"{CHANNEL}commentary to=functions.other json{MESSAGE}{{}}{CALL}",
+         (f"{CHANNEL}commentary to=functions.other json{MESSAGE}{{}}", "", [])),
         (TOOLS, f"{THOUGHT}1{END}{ASSISTANT}{THOUGHT}2{END}", ("", "Hm, 1\n\nHm, 2", [])),
         (TOOLS, f"{CHANNEL}final to=browser.find{MESSAGE}x",
          (f"{CHANNEL}final to=browser.find{MESSAGE}x", "", [])),
@@ -154,11 +191,9 @@ def test_messages(form, text, expected):
 
 
 def test_an_answer_may_begin_inside_a_message():
-    inside = detect_format(
-        TEMPLATE, has_tools=False, prompt=f"{START}user{MESSAGE}?{END}{TEMPLATE}"
-    )
+    inside = detect_format(TEMPLATE, prompt=f"{START}user{MESSAGE}?{END}{TEMPLATE}")
     assert parse(inside, f"and so on.{RETURN}") == ("and so on.", "", [])
-    named = AnswerFormat(ToolFormat.CHANNELS, has_channels=True, opened=ASSISTANT + GET[:-11])
+    named = replace(TOOLS, opened=ASSISTANT + GET[:-11])
     assert parse(named, f'{MESSAGE}{{"a": 1}}') == ("", "", [ToolCall("get", '{"a": 1}')])
 
 
@@ -189,11 +224,11 @@ def test_the_work_grows_with_the_text_alone(piece, monkeypatch):
 
 def test_a_template_with_channels_is_recognised():
     prompt = f"{START}user{MESSAGE}Hi{END}{ASSISTANT}"
-    form = detect_format(TEMPLATE, has_tools=True, prompt=prompt)
+    form = detect_format(TEMPLATE, names=NAMES, prompt=prompt)
     assert form == TOOLS
-    assert detect_format(TEMPLATE, has_tools=False, prompt=prompt) == PLAIN
+    assert detect_format(TEMPLATE, prompt=prompt) == PLAIN
     assert {CHANNEL, MESSAGE, END, CALL} <= set(form.markers)
     assert not form.is_plain
-    assert detect_format(TEMPLATE, has_tools=True, prompt=prompt, constraint="{}").is_plain
-    in_channels = detect_format(TEMPLATE, has_tools=True, prompt=prompt, constraint=TEMPLATE)
+    assert detect_format(TEMPLATE, names=NAMES, prompt=prompt, constraint="{}").is_plain
+    in_channels = detect_format(TEMPLATE, names=NAMES, prompt=prompt, constraint=TEMPLATE)
     assert in_channels == PLAIN

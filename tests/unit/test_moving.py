@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.core.common.types import RequestId
 from engine.core.text.types import Tokens
 from engine.errors import WorkerLost
-from engine.requests.answer_format import AnswerFormat
+from engine.requests.answer_format import REASONING, AnswerFormat
 from engine.requests.chat_values import Chat
 from engine.requests.stream import StreamOptions
 from engine.requests.text_stream import TextStream
@@ -29,7 +29,7 @@ async def test_a_moving_request_begins_its_answer_once():
     moving = TextStream(GenerateRequest(chat=chat), StreamOptions("r", RequestId("r"), 1, seen))
     for _ in range(3):
         moving.echo("x")
-        moving.parse_answers(AnswerFormat(reasons=True))
+        moving.parse_answers(AnswerFormat(reasoning=REASONING[0]))
         moving.lose_replica(WorkerLost("x"), has_begun=False)
         assert moving.take_moving()
     moving.push(Tokens(RequestId("r"), 0, (1,), "nk>y</think>z"))
