@@ -1,8 +1,8 @@
-"""Draw the README's picture of a terminal: commands and what they print, from a real server.
+"""Draw the README's picture of a terminal: commands, and what they print of a server that runs.
 
     python -m tools.lab.terminal FILE.svg
 
-The commands run as they are shown, so the server's default port has to be free.
+The tool starts the server of the shipped models, on its default port, which has to be free.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 100  # columns
 READY_LIMIT_S = 300
-SERVE = "triolet serve"
 COMMANDS = (
+    "triolet models",
     'triolet generate "Once upon a time" --seed 7 --max-tokens 60',
     'triolet rerank "Where is the dog?" "A hound naps by the fire." "The ship left at dawn."',
-    "triolet models",
+    "triolet stats",
 )
 
 # An SVG that a page embeds may load nothing: neither a font nor a style of another host.
@@ -64,19 +64,16 @@ def run(command: str) -> str:
     return subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def read_summary(server: subprocess.Popen[str]) -> str:
-    """Return what the server prints until it is ready, its last line included."""
+def wait_until_ready(server: subprocess.Popen[str]) -> None:
+    """Wait until the server has said that it is ready, and every model is READY.
+
+    Raises:
+        RuntimeError: The server ended.
+        TimeoutError: A model took too long.
+    """
     assert server.stdout is not None
-    summary = []
-    for line in server.stdout:
-        summary.append(line)
-        if line.startswith("Ctrl-C"):
-            return "".join(summary)
-    raise RuntimeError(f"{SERVE} ended with {server.wait()}")
-
-
-def wait_for_models() -> None:
-    """Wait until every model of the server is READY."""
+    if not any(line.startswith("Ctrl-C") for line in server.stdout):
+        raise RuntimeError(f"triolet serve ended with {server.wait()}")
     limit = time.monotonic() + READY_LIMIT_S
     while not all("READY" in line for line in run("triolet models").splitlines()[1:]):
         if time.monotonic() > limit:
@@ -94,14 +91,11 @@ def show(console: Console, command: str, output: str) -> None:
 def draw() -> str:
     """Return the picture as SVG."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
-    argv = [sys.executable, "-m", "grpc_service", *shlex.split(SERVE)[1:]]
+    argv = [sys.executable, "-m", "grpc_service", "serve"]
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as server:
+    with subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as server:
         try:
-            show(console, SERVE, read_summary(server))
-            wait_for_models()
+            wait_until_ready(server)
             for command in COMMANDS:
                 show(console, command, run(command))
         finally:
