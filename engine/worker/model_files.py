@@ -56,7 +56,7 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
 
     Raises:
         Refusal: there is no such model, or its GGUF file is not read here.
-        SpawnFailed: its GGUF file has no tokenizer.
+        SpawnFailed: its GGUF file has a tokenizer that cannot be built.
     """
     source = resolve(model, revision)
     if source.gguf is None:
@@ -66,6 +66,6 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
         written = Path(stack.enter_context(TemporaryDirectory(prefix="triolet-gguf-")))
         with GgufFile(source.gguf) as file:
             file.write_config(written)
-        if with_tokenizer:
-            write_tokenizer(source.gguf, written)
+            if with_tokenizer:
+                write_tokenizer(file.vocabulary(), written)
         yield ModelFiles(replace(source, directory=written), GgufFile(source.gguf))

@@ -16,6 +16,7 @@ from engine.worker.load import gguf_file  # noqa: E402
 from engine.worker.load.gguf_blocks import BLOCK_TYPES, OTHER_TYPES, decode  # noqa: E402
 from engine.worker.load.gguf_file import GgufFile  # noqa: E402
 from engine.worker.load.gguf_models import LLAMA3_ROPE, MODELS  # noqa: E402
+from engine.worker.load.gguf_vocabulary import TOKENS  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.outline.config import OutlineConfig  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
@@ -245,6 +246,48 @@ def test_a_file_is_served_by_its_path_alone(checkpoints, tmp_path):
     assert 0.5 * info.memory_bytes <= estimate.estimate().num_bytes <= 2 * info.memory_bytes
 
 
+def test_a_distilled_files_markers_and_ends_are_ids_of_the_file(checkpoints, tmp_path):
+    """Markers whose letters stand for no byte, a turn's end that is stored as a plain token, and a
+    beginning that the pre-tokenizer's name alone asks for."""
+    checkpoint = checkpoints("llama")
+    path = write_model(checkpoint, tmp_path / "model.gguf")
+    with GgufFile(path) as file:
+        tokens = file.metadata[TOKENS]
+    kinds = [1] * len(tokens)
+    markers = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<|im_end|>", "<｜User｜>")
+    places = [tokens.index(letter) for letter in "ĀāĂă"]  # bytes that are in no merge
+    for place, marker, kind in zip(places, markers, (3, 3, 1, 4), strict=True):
+        tokens[place], kinds[place] = marker, kind
+    write_model(
+        checkpoint,
+        path,
+        metadata={
+            TOKENS: tokens,
+            "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.pre": "llama-bpe",
+            "tokenizer.ggml.bos_token_id": places[0],
+            "tokenizer.ggml.eos_token_id": places[1],
+        },
+    )
+    runner, info = load_gguf(path)
+    assert info.eos_token_ids >= {places[1], places[2]}
+    assert runner.tokenizer.vocab_size == len(tokens)
+    text = "".join(markers)
+    assert list(runner.tokenizer.encode(text)) == [places[0], *places]
+    assert runner.tokenizer.decode(places, skip_special_tokens=False) == text
+
+
+def test_more_tokens_than_rows_of_the_embedding_are_refused(checkpoints, tmp_path):
+    checkpoint = checkpoints("llama")
+    path = write_model(checkpoint, tmp_path / "model.gguf")
+    with GgufFile(path) as file:
+        tokens = file.metadata[TOKENS]
+    more = {TOKENS: [*tokens, "[PAD]"], "tokenizer.ggml.token_type": [1] * (len(tokens) + 1)}
+    write_model(checkpoint, path, metadata=more)
+    with pytest.raises(SpawnFailed, match=f"{len(tokens) + 1} tokens, .* {len(tokens)} rows"):
+        load_gguf(path)
+
+
 def test_llama_3s_rotary_factors_become_its_settings(tmp_path):
     rope = ZOO_ROPE | {"factor": 8.0, "original_max_position_embeddings": 8192}
     checkpoint = make(tmp_path / "made", "llama", extra={"rope_parameters": rope})
@@ -330,7 +373,10 @@ def test_a_damaged_or_unknown_file_is_refused_by_what_is_wrong(checkpoints, tmp_
         ({"llama.rope.scaling.type": "longrope"}, "rotary embedding is of type 'longrope'"),
         ({"llama.rope.dimension_count": 8}, "turns 8 of 16 numbers"),
         ({"llama.attention.head_count_kv": [2, 2, 1]}, "layers differ in attention.head_count_kv"),
-        ({"tokenizer.ggml.model": "none"}, "no tokenizer that transformers builds"),
+        (
+            {"tokenizer.ggml.model": "none"},
+            r"no tokenizer that is read \(tokenizer.ggml.model is 'none'",
+        ),
     ],
 )
 def test_what_a_file_has_and_is_not_understood_is_named(checkpoints, tmp_path, metadata, why):

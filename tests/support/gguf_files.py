@@ -11,7 +11,6 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from safetensors.numpy import load_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -167,6 +166,8 @@ def write_model(
 ) -> Path:
     """Write the checkpoint as one GGUF file. Matrices have the type ``kind``, and if that is one of
     blocks, embedding and head have that of `ENDS`. ``metadata`` and ``tensors`` are added."""
+    from safetensors.numpy import load_file  # not in llama.cpp's environment
+
     config = json.loads((checkpoint / "config.json").read_text())
     arch = ARCHS.get(config["model_type"], config["model_type"])
     told: dict[str, Any] = {"general.architecture": arch}
@@ -292,6 +293,8 @@ def _value(value: Any) -> bytes:
         return struct.pack("<If", 6, value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _text(value)
+    if type(value[0]) is int:  # as llama.cpp's writer has them, and its tokenizer's reader
+        return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     items = [_value(item) for item in value]
     return (
         struct.pack("<I", 9)

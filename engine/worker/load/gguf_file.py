@@ -23,6 +23,7 @@ from engine.worker.load.gguf_models import (
     name_in_checkpoint,
     row_order,
 )
+from engine.worker.load.gguf_vocabulary import STRING_LISTS, read_vocabulary
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -30,17 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.worker.load.gguf_models import GgufModel
+    from engine.worker.load.gguf_vocabulary import Vocabulary
     from engine.worker.small_weights import Form, SmallWeight
-
-# Tokens at which a chat's answer ends, beside the file's own end token. Source: llama.cpp's
-# `llama_vocab`, which ends a generation at each of them.
-END_TOKENS = (
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
-    "<|end_of_text|>", "<EOT>", "_<EOT>", "<|end_of_role|>", "<end_of_utterance>",
-)  # fmt: skip
-END_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-CONTROL = 3  # GGUF's type of a token that is no text
-TOKENS, TOKEN_TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 
 
 class GgufFile(Checkpoint):
@@ -74,7 +66,7 @@ class GgufFile(Checkpoint):
             ) from error
         try:
             blob = _mapped(str(self._path))
-            self.metadata, count, place = _read_metadata(blob, str(self._path), (TOKENS,))
+            self.metadata, count, place = _read_metadata(blob, str(self._path), STRING_LISTS)
             _refuse_parts(self.metadata)
             entries, place = _read_tensor_table(blob, count, place)
             alignment = int(self.metadata.get("general.alignment", 32))
@@ -105,9 +97,26 @@ class GgufFile(Checkpoint):
         shapes = {own: self.tensors[name].shape for name, (own, *_) in self._found.items()}
         return make_config(self.metadata, shapes, self._factors)
 
+    def vocabulary(self) -> Vocabulary:
+        """Return the file's tokens.
+
+        Raises:
+            Refusal: as `read_vocabulary`, or there are more tokens than rows of the embedding.
+        """
+        found = read_vocabulary(self.metadata)
+        rows = self.config()["vocab_size"]
+        if len(found.tokens) > rows:
+            raise Refusal(f"its vocabulary has {len(found.tokens)} tokens, and its embedding has "
+                          f"{rows} rows")  # fmt: skip
+        return found
+
     def write_config(self, directory: Path) -> None:
-        """Write config.json and generation_config.json."""
-        ends = {"eos_token_id": self._ends()}
+        """Write config.json and generation_config.json.
+
+        Raises:
+            Refusal: as `config` and `vocabulary`.
+        """
+        ends = {"eos_token_id": sorted(self.vocabulary().ends)}
         for name, content in (("config", self.config()), ("generation_config", ends)):
             (directory / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
 
@@ -194,18 +203,6 @@ class GgufFile(Checkpoint):
             one = own.format(expert=expert)
             self.tensors[one] = StoredTensor(one, shape[-2:], label, self._path.name)
             self._found[one] = (name, start + size // count * expert, kind)
-
-    def _ends(self) -> list[int]:
-        """Return the ids at which a generation ends."""
-        fields = (self.metadata.get(f"tokenizer.ggml.{name}") for name in END_FIELDS)
-        ends = {int(value) for value in fields if value is not None}
-        kinds = self.metadata.get(TOKEN_TYPES) or []
-        for index, (token, kind) in enumerate(
-            zip(self.metadata.get(TOKENS) or [], kinds, strict=False)
-        ):
-            if kind == CONTROL and token in END_TOKENS:
-                ends.add(index)
-        return sorted(ends)
 
 
 def _refuse_parts(metadata: dict[str, Any]) -> None:

@@ -1,0 +1,214 @@
+"""Reads the tokens of a GGUF file from its metadata: their kinds, and which of them end an answer.
+
+Rule: a token's text decides before its stored kind, because many files have a wrong one. The texts
+and the default ids are those of llama.cpp's ``llama_vocab``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PREFIX = "tokenizer.ggml."
+TOKENS, MERGES = f"{PREFIX}tokens", f"{PREFIX}merges"
+STRING_LISTS = (TOKENS, MERGES)  # what the reader has to read beside numbers
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # GGUF's kinds of a token
+MARKERS = (UNKNOWN, CONTROL, USER_DEFINED)  # found whole in a text
+
+END_TEXTS = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~[",
+))  # fmt: skip
+# Of the tokens that fill in the middle of a text, those that end it, by the field that names one.
+FILL_END_TEXTS = {
+    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep_token_id": (
+        "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>",
+    ),
+    "fim_sep_token_id": ("<|file_sep|>",),
+}  # fmt: skip
+FILL_TEXTS = frozenset((
+    "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+    "<|code_prefix|>", "<|prefix|>", "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>",
+    "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|fim_middle|>",
+    "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
+    "<|middle|>",
+))  # fmt: skip
+END_FIELDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Where all of these texts end an answer, the next one does not, and has another kind.
+NO_END_BESIDE = (
+    ({"<|return|>", "<|call|>"}, "<|end|>", USER_DEFINED),
+    ({"<|flush|>", "<|call|>"}, "<|end|>", USER_DEFINED),
+    ({"<|flush|>", "<|calls|>"}, "<|end|>", USER_DEFINED),
+    ({"<|tool_response>"}, "</s>", NORMAL),
+)
+# A file without these fields means these ids. llama.cpp also takes 11 for both ends of a byte-level
+# vocabulary without them, which is Falcon's and no one else's; here such a file names none.
+DEFAULT_IDS = {
+    SENTENCEPIECE: {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
+    BYTE_LEVEL: {},
+}
+
+
+# The names that templates have for special tokens. The last two are special only where the file's
+# kinds say so: some files name a plain token, such as "!", for padding.
+NAMES = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
+NAMES_IF_MARKED = {"unk_token": "unknown_token_id", "pad_token": "padding_token_id"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The tokens of a GGUF file.
+
+    ``tokens`` are texts as they are stored, and ``kinds`` GGUF's kinds of them, corrected.
+    ``scores`` are those of a sentencepiece vocabulary. ``merges`` is None for a file that has none.
+    ``ids`` are those of special tokens by their fields' names. ``ends`` are the ids at which an
+    answer ends. The flags are None for a file that does not say.
+    """
+
+    model: str
+    pre_tokenizer: str
+    tokens: Sequence[str]
+    kinds: Sequence[int]
+    scores: Sequence[float]
+    merges: Sequence[str] | None
+    ids: Mapping[str, int]
+    ends: frozenset[int]
+    adds_bos: bool | None
+    adds_eos: bool | None
+    adds_space: bool | None
+    strips_behind_markers: bool
+    chat_template: str
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether the tokens are spelled in letters that stand for bytes."""
+        return self.model == BYTE_LEVEL
+
+    @property
+    def markers(self) -> dict[str, bool]:
+        """The texts of the tokens that are found whole in a text, and whether they are special."""
+        found = zip(self.tokens, self.kinds, strict=True)
+        return {text: kind != USER_DEFINED for text, kind in found if kind in MARKERS}
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of special tokens by the names that chat templates have for them."""
+        named = {name: self.ids.get(field) for name, field in NAMES.items()}
+        for name, field in NAMES_IF_MARKED.items():
+            index = self.ids.get(field)
+            if index is not None and self.kinds[index] in (UNKNOWN, CONTROL):
+                named[name] = index
+        return {name: self.tokens[index] for name, index in named.items() if index is not None}
+
+
+def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
+    """Return the tokens that the metadata describe.
+
+    Raises:
+        Refusal: there are none, they are of a kind that is not read, or two are alike.
+    """
+    model = str(metadata.get(f"{PREFIX}model", "none"))
+    tokens = _texts(metadata.get(TOKENS))
+    if model not in DEFAULT_IDS or not tokens:
+        raise Refusal(
+            f"it has no tokenizer that is read ({PREFIX}model is {model!r}, with {len(tokens)} "
+            f"tokens); the kinds that are read are {', '.join(DEFAULT_IDS)}"
+        )
+    ids = _special_ids(metadata, len(tokens), DEFAULT_IDS[model])
+    ends, kinds = _ends(tokens, ids), _numbers(metadata, "token_type", len(tokens), NORMAL)
+    _correct(kinds, tokens, ends)
+    merges = metadata.get(MERGES)
+    name = str(metadata.get("general.name", "")).lower()
+    return Vocabulary(
+        model=model,
+        pre_tokenizer=str(metadata.get(f"{PREFIX}pre", "")),
+        tokens=tokens,
+        kinds=kinds,
+        scores=_numbers(metadata, "scores", len(tokens), 0.0),
+        merges=merges if isinstance(merges, list) else None,
+        ids=ids,
+        ends=ends,
+        adds_bos=_flag(metadata, "add_bos_token"),
+        adds_eos=_flag(metadata, "add_eos_token"),
+        adds_space=_flag(metadata, "add_space_prefix"),
+        strips_behind_markers="phi-3" in name or "phi3" in name,
+        chat_template=str(metadata.get("tokenizer.chat_template", "")),
+    )
+
+
+def _texts(stored: Any) -> list[str]:
+    """Return the texts of all tokens; an empty one gets a name, as llama.cpp does.
+
+    Raises:
+        Refusal: two are alike, so that one of them could never be written.
+    """
+    if not isinstance(stored, list):
+        return []
+    texts = [text or f"[EMPTY_{index}]" for index, text in enumerate(stored)]
+    by_text: dict[str, int] = {}
+    for index, text in enumerate(texts):
+        first = by_text.setdefault(text, index)
+        if first != index:
+            raise Refusal(f"its tokens {first} and {index} have the same text, {text!r}")
+    return texts
+
+
+def _special_ids(
+    metadata: Mapping[str, Any], count: int, otherwise: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the ids of special tokens by their fields. As in llama.cpp, an id outside the
+    vocabulary, which old files have for a padding token, names no token."""
+    names = ("bos_token_id", "unknown_token_id", "padding_token_id", *END_FIELDS, *FILL_END_TEXTS)
+    told = {name: metadata.get(f"{PREFIX}{name}") for name in names}
+    ids = dict(otherwise) | {name: int(value) for name, value in told.items() if value is not None}
+    return {name: value for name, value in ids.items() if 0 <= value < count}
+
+
+def _ends(tokens: Sequence[str], ids: Mapping[str, int]) -> frozenset[int]:
+    """Return the ids at which an answer ends."""
+    texts = set(END_TEXTS)
+    for field, found in FILL_END_TEXTS.items():
+        if field not in ids:
+            texts.update(found)
+    ends = {index for index, token in enumerate(tokens) if token in texts}
+    ends |= {ids[field] for field in (*END_FIELDS, *FILL_END_TEXTS) if field in ids}
+    end_texts = {tokens[index] for index in ends}
+    no_ends = {text for beside, text, _ in NO_END_BESIDE if beside <= end_texts}
+    return frozenset(index for index in ends if tokens[index] not in no_ends)
+
+
+def _correct(kinds: list[int], tokens: Sequence[str], ends: frozenset[int]) -> None:
+    """Make the tokens that are markers by their texts control tokens, whatever kind is stored."""
+    markers = END_TEXTS.union(FILL_TEXTS, *FILL_END_TEXTS.values())
+    other = {text: kind for _, text, kind in NO_END_BESIDE}
+    for index, text in enumerate(tokens):
+        if text in markers:
+            kinds[index] = CONTROL if index in ends or text not in other else other[text]
+
+
+def _numbers(metadata: Mapping[str, Any], name: str, count: int, otherwise: Any) -> list[Any]:
+    """Return a field that has a number for each token.
+
+    Raises:
+        Refusal: it has fewer.
+    """
+    found = metadata.get(f"{PREFIX}{name}")
+    if found is None:
+        return [otherwise] * count
+    if not isinstance(found, list) or len(found) < count:
+        raise Refusal(f"its {PREFIX}{name} does not have a number for each of {count} tokens")
+    return list(found[:count])
+
+
+def _flag(metadata: Mapping[str, Any], name: str) -> bool | None:
+    found = metadata.get(f"{PREFIX}{name}")
+    return None if found is None else bool(found)
