@@ -40,7 +40,7 @@ BLOCK = re.compile(
 )
 RUNS = re.compile(r"runs(?: with (?P<tool>\w+))?, prints: (?P<prints>.+)")
 FILE = re.compile(r"the file (?P<name>[\w.]+)")
-NOT_RUN = re.compile(r"not run: .+")
+NOT_RUN = re.compile(r"not run: .+|figures: .+")  # a bench's command, which its table names
 PRELUDE = """
 set -euo pipefail
 triolet() {
