@@ -3,7 +3,9 @@
 Rule 1: `METRICS` has every name. A name is vLLM's if vLLM has the same metric; the prefix is ours.
 Rule 2: nothing is counted here. A scrape takes one consistent copy of the engine's counters, which
 costs the engine a few hundred microseconds per scrape and nothing in between. Rule 3: labels are
-models, replicas, phases, ends, RPCs and status codes; there are few of each.
+models, replicas, phases, ends, RPCs and status codes; there are few of each. Rule 4: every scraper
+gets the plain text format. prometheus_client writes OpenMetrics, and escaped text, with names whose
+colon is lost in the samples and kept in their TYPE (prometheus/client_python#1177).
 """
 
 from __future__ import annotations
@@ -331,6 +333,7 @@ async def serving_metrics(
             f"cannot serve metrics on {config.metrics_host}:{config.metrics_port}: "
             f"{error.strerror}; choose another --metrics-port or --metrics-host"
         ) from None
+    server.set_app(partial(_answer_in_plain_text, server.get_app()))
     where = f"{config.metrics_host}:{server.server_port}"
     log.info("metrics are served on http://%s/metrics", where)
     try:
@@ -338,6 +341,11 @@ async def serving_metrics(
     finally:
         with trio.CancelScope(shield=True):  # a scrape that has begun is answered
             await WorkerThreads().run(partial(_stop, server, thread), trio.CapacityLimiter(1))
+
+
+def _answer_in_plain_text(app: Any, environ: dict[str, Any], start_response: Any) -> Any:
+    """Answer as if the scraper had no preference, as each of them reads the plain text format."""
+    return app(environ | {"HTTP_ACCEPT": ""}, start_response)
 
 
 def _stop(server: Any, thread: Any) -> None:

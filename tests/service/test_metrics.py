@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.core.text.draft_counts import DRAFTERS
@@ -36,19 +37,62 @@ SOON_S = 15.0
 LONG = 2000
 WHERE = re.compile(r"metrics are served on (http://\S+)")
 NAMES = {metric.name for metric in METRICS}
+# What Prometheus sends as Accept, by its version and by its settings of protocols and of names.
+# Source: prometheus, scrape/scrape.go (acceptHeader) and config/config.go.
+PROTOBUF = (
+    "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
+)
+OPEN = "application/openmetrics-text;version="
+ACCEPTED = {
+    "none": None,
+    "anything": "*/*",
+    "2.5": f"{OPEN}0.0.1,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "2.34": f"{OPEN}1.0.0,{OPEN}0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "2.49": f"{OPEN}1.0.0;q=0.5,{OPEN}0.0.1;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+    "2.49, native histograms": (
+        f"{PROTOBUF};q=0.5,{OPEN}1.0.0;q=0.4,{OPEN}0.0.1;q=0.3,text/plain;version=0.0.4;q=0.2,"
+        "*/*;q=0.1"
+    ),
+}
+for escaping in ("allow-utf-8", "underscores", "dots", "values"):
+    text = f"text/plain;version=1.0.0;escaping={escaping};q=0.3,text/plain;version=0.0.4;q=0.2"
+    ACCEPTED |= {
+        f"3, {escaping}": (
+            f"{OPEN}1.0.0;escaping={escaping};q=0.5,{OPEN}0.0.1;q=0.4,{text},*/*;q=0.1"
+        ),
+        f"3, {escaping}, text alone": f"{text},*/*;q=0.1",
+    }
 
 
 class Scrape:
-    """One answer to Prometheus: the samples of each family, by its name without prefix."""
+    """One answer to a scraper: the samples of each family, by its name without prefix. It is read
+    as the format that its Content-Type names."""
 
-    def __init__(self, server):
+    def __init__(self, server, accept=None):
         url = WHERE.search(server.log)[1]
-        with urllib.request.urlopen(url, timeout=SOON_S) as answer:
+        headers = {} if accept is None else {"Accept": accept}
+        asked = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(asked, timeout=SOON_S) as answer:
             self.text = answer.read().decode()
+            is_open = "openmetrics" in answer.headers["Content-Type"]
+        parse = (
+            openmetrics.text_string_to_metric_families
+            if is_open
+            else text_string_to_metric_families
+        )
         self.families = {
             family.name.removeprefix(PREFIX): family
-            for family in text_string_to_metric_families(self.text)
+            for family in parse(self.text)
             if family.name.startswith(PREFIX)
+        }
+
+    def series(self):
+        """Return the samples of each family, by its name and its kind."""
+        return {
+            (name, family.type): sorted(
+                (one.name, tuple(sorted(one.labels.items())), one.value) for one in family.samples
+            )
+            for name, family in self.families.items()
         }
 
     def total(self, name, **labels):
@@ -342,6 +386,11 @@ CAUSES = {
     ),
 }
 FIXED = {"memory_limit_bytes"}  # the configuration alone sets it
+# Those without samples until there is an adapter, a worker's process, a cancel, a missed deadline.
+OF_OTHER_CAUSES = {
+    *("adapter_requests_running", "adapter_requests_total", "adapter_generation_tokens_total"),
+    *("worker_resident_bytes", "cancel_to_free_seconds", "deadline_missed_total"),
+}
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
@@ -441,6 +490,20 @@ def test_every_metric_is_explained_in_one_line():
     rows = dict(re.findall(r"^\| `triolet:(\w+)` \| (.+) \|$", page, re.MULTILINE))
     assert set(rows) == NAMES
     assert all(rows.values())
+
+
+def test_every_scraper_reads_the_same_names_whatever_it_accepts():
+    """A metric's TYPE and its samples have one name, and the alerts and the dashboard have it."""
+    with metered() as server:
+        assert generate(server.channel, max_tokens=2).error is None
+        wait_idle(server.channel)
+        read = {who: Scrape(server, accept).series() for who, accept in ACCEPTED.items()}
+    wanted = {(metric.name.removesuffix("_total"), metric.kind) for metric in METRICS}
+    for who, series in read.items():
+        assert set(series) == wanted, who
+        assert [key for key in series if series[key] != read["none"][key]] == [], who
+    without = {name for (name, _), samples in read["none"].items() if not samples}
+    assert without == {name.removesuffix("_total") for name in OF_OTHER_CAUSES}
 
 
 def test_two_servers_cannot_have_one_port():
