@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,9 +27,9 @@ class Chat:
     """A conversation for the model's own chat template.
 
     A message is a dict with role and content in transformers' (OpenAI's) form; an assistant's
-    message may have tool_calls, and a tool's message has tool_call_id. A content may be a list of
-    parts: ``{"type": "text", "text": …}`` and ``{"type": "image", "image": bytes}``.
-    ``tools`` have the same
+    message may have tool_calls, whose arguments are an object or its JSON text, and a tool's
+    message has tool_call_id. A content may be a list of parts: ``{"type": "text", "text": …}`` and
+    ``{"type": "image", "image": bytes}``. ``tools`` have the same
     form: ``{"type": "function", "function": {…}}``. ``tool_choice`` is auto, none, required (at
     least one call), or the name of the one function that must be called.
 
@@ -112,7 +113,7 @@ class Chat:
                 function, call_path = function_of(call), f"{path}.tool_calls[{number}]"
                 if not function.get("name"):
                     yield FieldViolation(f"{call_path}.name", "is empty")
-                if function.get("arguments", {}) is None:
+                if not _is_object(function.get("arguments", {})):
                     yield FieldViolation(f"{call_path}.arguments_json", "is not a JSON object")
         names = [function_of(tool).get("name") for tool in self.tools]
         for number, name in enumerate(names):
@@ -144,6 +145,20 @@ def _parts_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if not isinstance(content, list | tuple):
         return []
     return [part if isinstance(part, Mapping) else {} for part in content]
+
+
+def _is_object(arguments: object) -> bool:
+    """Return whether a call's arguments are a JSON object, which may be written as text."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            return False
+    return isinstance(arguments, Mapping)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def function_of(entry: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -204,6 +204,6 @@ def _with_images(message: Mapping[str, Any], images: Any) -> Mapping[str, Any]:
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message whose content is a list of parts, as the template reads it."""
     content = message.get("content")
-    if not isinstance(content, str):
+    if not isinstance(content, str) or (message.get("tool_calls") and not content):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}

@@ -10,7 +10,6 @@ loop, with a `TrioletError` that names the field.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from engine.core.text.types import Constraint
@@ -174,8 +173,7 @@ def _part_violations(message: inference_pb2.Chat) -> Iterator[FieldViolation]:
 
 
 def _decode_message(message: inference_pb2.Message) -> dict[str, Any]:
-    """Return a turn in the form that chat templates expect: that of transformers, which is OpenAI's
-    except that a call's arguments are an object and not text."""
+    """Return a turn in OpenAI's form."""
     content = _content_of(message) if message.parts else message.content
     turn: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
@@ -183,26 +181,13 @@ def _decode_message(message: inference_pb2.Message) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": _arguments(call.arguments_json)},
+                "function": {"name": call.name, "arguments": call.arguments_json},
             }
             for call in message.tool_calls
         ]
     if message.tool_call_id:
         turn["tool_call_id"] = message.tool_call_id
     return turn | {"name": message.name} if message.name else turn
-
-
-def _arguments(written: str) -> dict[str, Any] | None:
-    """Return the JSON object; None if the text is not one, which `Chat.violations` refuses."""
-    try:
-        arguments = json.loads(written, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        return None
-    return arguments if isinstance(arguments, dict) else None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _decode_tool(message: inference_pb2.Tool) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_a_chat_comes_in_the_form_of_chat_templates():
                 {
                     "id": "abc123def",
                     "type": "function",
-                    "function": {"name": "add", "arguments": {"a": 1, "b": [1.5]}},
+                    "function": {"name": "add", "arguments": '{"a": 1, "b": [1.5]}'},
                 }
             ],
         },

@@ -46,6 +46,7 @@ WANTED_FILES = (
     "config.json", "generation_config.json", WEIGHTS_NAME, INDEX_NAME, "model-*.safetensors",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "preprocessor_config.json", "processor_config.json", "spiece.model",
     "vocab.txt", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
     "[0-9]_*/*.json", "[0-9]_*/*.txt", "[0-9]_*/*.safetensors", ADAPTER_NAME,

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer as Backend
 
 from engine.errors import InvalidRequest, SpawnFailed
 from engine.worker.interface import TokenSpan
+from engine.worker.text.call_turns import CallForm, form_of, in_form
 from engine.worker.text.templates import check_syntax, render, takes_tools
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ _RESERVED_ARGS = frozenset(
         "tools",
     }
 )
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 # The files of older kinds of tokenizers, either of which may stand in for tokenizer.json.
 _OLDER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.model",))
 _ANCHOR_LETTERS = "aeionstrAEINOST0123456789.,"
@@ -194,8 +196,9 @@ class HfTokenizer:
             raise InvalidRequest.of("chat.template_args", f"cannot set {', '.join(clash)}")
         if not messages:
             raise InvalidRequest.of("chat", "a chat needs at least one message")
-        # transformers drops None as well: many templates print it as "None".
-        turns = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        has_calls = any(message.get("tool_calls") for message in messages)
+        form = form_of(template, tuple(self.special_tokens.items())) if has_calls else CallForm()
+        turns = [in_form(message, form) for message in messages]
         mark = ""
         if continue_final_message:
             mark = f"<{uuid4().hex}>"  # in no message, so that its place can be found
@@ -382,25 +385,45 @@ def _add_missing(backend: Backend, config: Mapping[str, Any]) -> None:
 
 
 def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name. As in transformers, files take precedence over
-    tokenizer_config.json.
+    """Return the chat templates by name, from the first place that has any. The order is that of
+    transformers: a processor's own files, template files, tokenizer_config.json. Without a
+    processor, chat_template.json comes last, which transformers does not read then.
 
     Raises:
-        SpawnFailed: as `check_syntax`.
+        SpawnFailed: as `check_syntax`, or a file is not JSON.
     """
+    of_processor = {
+        name: _named_templates(_read_json(directory / name).get("chat_template"))
+        for name in ("processor_config.json", "chat_template.json")
+    }
+    has_processor = any((directory / name).is_file() for name in _PROCESSOR_FILES)
     files = {"default": directory / "chat_template.jinja"}
     folder = directory / "additional_chat_templates"
     files |= {file.stem: file for file in sorted(folder.glob("*.jinja"))}
-    templates = {
-        name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()
+    written = {name: _read(file) for name, file in files.items() if file.is_file()}
+    of_tokenizer = {
+        "": written,
+        "tokenizer_config.json": _named_templates(config.get("chat_template")),
     }
-    if not templates:
-        files, written = {}, config.get("chat_template")
-        named = [{"name": "default", "template": written}] if isinstance(written, str) else written
-        templates = {str(one["name"]): str(one["template"]) for one in named or ()}
-    for name, template in templates.items():
-        check_syntax(template, files[name].name if files else "tokenizer_config.json")
-    return templates
+    places = {**of_processor, **of_tokenizer} if has_processor else {**of_tokenizer, **of_processor}
+    for place, templates in places.items():
+        for name, template in templates.items():
+            check_syntax(template, place or files[name].name)
+        if templates:
+            return templates
+    return {}
+
+
+def _named_templates(written: Any) -> dict[str, str]:
+    """Return the templates that a field of a JSON file has: one text, or a list of named ones."""
+    named = [{"name": "default", "template": written}] if isinstance(written, str) else written
+    if isinstance(named, dict):
+        return {str(name): str(template) for name, template in named.items()}
+    return {str(one["name"]): str(one["template"]) for one in named or ()}
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 def _find_anchor(backend: Backend) -> tuple[int, ...]:

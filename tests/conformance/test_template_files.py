@@ -1,0 +1,112 @@
+"""A model's chat templates come from the files that transformers reads, whatever else there is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import transformers
+from transformers import ProcessorMixin
+
+from engine.errors import SpawnFailed
+from engine.worker.load.resolve import WANTED_FILES
+from engine.worker.text.tokenizer import load_tokenizer
+from tests.support import toy_tokenizers
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # transformers'
+]
+
+ASK = [{"role": "user", "content": "q"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+READS = "{% if tools %}{% endif %}"  # so that tools are taken
+
+
+def as_json(template):
+    return json.dumps({"chat_template": template})
+
+
+# What a model's folder may have, each with a template that writes its own name.
+FILES = {
+    "processor": ("processor_config.json", as_json("processor" + READS)),
+    "json": ("chat_template.json", as_json("json" + READS)),
+    "jinja": ("chat_template.jinja", "jinja" + READS),
+    "named": ("additional_chat_templates/tool_use.jinja", "named" + READS),
+    "config": ("tokenizer_config.json", as_json("config" + READS)),
+    "list": (
+        "tokenizer_config.json",
+        as_json(
+            [
+                {"name": "default", "template": "default" + READS},
+                {"name": "tool_use", "template": "tools" + READS},
+            ]
+        ),
+    ),
+}
+IMAGES = ("preprocessor_config.json", "{}")  # of a model that reads images
+# With a processor, transformers refuses a chat_template.json beside named files.
+CHOICES = [
+    {*chosen}
+    for count in range(4)
+    for chosen in itertools.combinations((*FILES, "images"), count)
+    if not {"config", "list"} <= {*chosen}
+    if not ({"json", "named"} <= {*chosen} and {"images", "processor"} & {*chosen})
+]
+
+
+def write(directory, names):
+    """Write a tokenizer and these files into a folder."""
+    toy_tokenizers.save("byte_level", directory)
+    (directory / "config.json").write_text('{"model_type": "gpt2"}')
+    (directory / "tokenizer_config.json").write_text("{}")
+    for name in names:
+        path, content = {**FILES, "images": IMAGES}[name]
+        (directory / path).parent.mkdir(exist_ok=True)
+        (directory / path).write_text(content)
+
+
+def of_transformers(directory, *, has_processor):
+    """Return the templates that transformers finds in a folder, by name."""
+    found = None
+    if has_processor:
+        found = ProcessorMixin.get_processor_dict(directory)[0].get("chat_template")
+    if found is None:
+        found = transformers.AutoTokenizer.from_pretrained(directory).chat_template
+    return {"default": found} if isinstance(found, str) else found or {}
+
+
+@pytest.mark.parametrize("names", CHOICES, ids=lambda names: "+".join(sorted(names)) or "none")
+def test_the_template_is_that_of_transformers(tmp_path, names):
+    write(tmp_path, names)
+    has_processor = bool({"images", "processor"} & names)
+    expected = of_transformers(tmp_path, has_processor=has_processor)
+    if not expected and "json" in names:
+        expected = {"default": "json" + READS}  # which transformers does not read for a text model
+    ours = load_tokenizer(tmp_path)
+    assert ours.has_chat_template == bool(expected)
+    if "default" in expected:
+        assert ours.render_chat(ASK) == expected["default"].removesuffix(READS)
+    if expected:
+        with_tools = expected.get("tool_use", expected.get("default", ""))
+        assert ours.render_chat(ASK, tools=TOOLS) == with_tools.removesuffix(READS)
+        assert ours.chat_template(has_tools=True) == with_tools
+
+
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_a_broken_file_of_a_template_is_named(tmp_path, name):
+    write(tmp_path, ())
+    (tmp_path / name).write_text("{")
+    with pytest.raises(SpawnFailed, match=f"the model's {name} is not JSON"):
+        load_tokenizer(tmp_path)
+    (tmp_path / name).write_text(as_json("{% if %}"))
+    with pytest.raises(SpawnFailed, match=rf"chat template in {name} is wrong at line 1"):
+        load_tokenizer(tmp_path)
+
+
+def test_every_file_of_a_template_is_downloaded():
+    from fnmatch import fnmatch
+
+    for path, _ in FILES.values():
+        assert any(fnmatch(path, pattern) for pattern in WANTED_FILES), path
