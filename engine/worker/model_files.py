@@ -17,6 +17,7 @@ from engine.worker.load.gguf_file import GgufFile
 from engine.worker.load.mxfp4_checkpoint import Mxfp4Checkpoint, is_mxfp4
 from engine.worker.load.packed_checkpoint import PackedCheckpoint, read_layout
 from engine.worker.load.resolve import read_json, resolve
+from engine.worker.text.gguf_templates import write_templates
 from engine.worker.text.gguf_tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
@@ -68,4 +69,5 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
             file.write_config(written)
             if with_tokenizer:
                 write_tokenizer(file.vocabulary(), written)
+                write_templates(file.metadata, written)
         yield ModelFiles(replace(source, directory=written), GgufFile(source.gguf))

@@ -11,8 +11,11 @@ from transformers import ProcessorMixin
 
 from engine.errors import SpawnFailed
 from engine.worker.load.resolve import WANTED_FILES
+from engine.worker.model_files import open_files
 from engine.worker.text.tokenizer import load_tokenizer
 from tests.support import toy_tokenizers
+from tests.support.gguf_files import write_model
+from tests.support.model_zoo import Zoo
 
 pytestmark = [
     pytest.mark.model,
@@ -110,3 +113,35 @@ def test_every_file_of_a_template_is_downloaded():
 
     for path, _ in FILES.values():
         assert any(fnmatch(path, pattern) for pattern in WANTED_FILES), path
+
+
+GGUF = {
+    "tokenizer.chat_template": ("default", "plain" + READS),
+    "tokenizer.chat_template.tool_use": ("tool_use", "tools" + READS),
+    "tokenizer.chat_template.rag": ("rag", "rag" + READS),
+}
+
+
+@pytest.mark.parametrize("keys", [(), *itertools.combinations(GGUF, 1), [*GGUF][:2], GGUF])
+def test_the_templates_of_a_gguf_file_are_all_read(tmp_path, checkpoint, keys):
+    """Its list of names is for readers that need one; a name that is a path is no name."""
+    names = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.../x": "no"}
+    metadata = {key: GGUF[key][1] for key in keys} | names
+    path = write_model(checkpoint, tmp_path / "made.gguf", metadata=metadata)
+    with open_files(str(path), "", with_tokenizer=True) as files:
+        ours = load_tokenizer(files.source.directory)
+    expected = dict(GGUF[key] for key in keys)
+    assert ours.has_chat_template == bool(expected)
+    for has_tools in (True, False):
+        chosen = expected.get("default", "")
+        wanted = expected.get("tool_use", chosen) if has_tools else chosen
+        assert ours.chat_template(has_tools=has_tools) == wanted
+        if wanted:
+            told = ours.render_chat(ASK, tools=TOOLS if has_tools else [])
+            assert told == wanted.removesuffix(READS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Return a tiny checkpoint without a template."""
+    return Zoo(tmp_path_factory.mktemp("zoo")).directory("llama")

@@ -86,7 +86,6 @@ class Vocabulary:
     adds_eos: bool | None
     adds_space: bool | None
     strips_behind_markers: bool
-    chat_template: str
 
     @property
     def is_byte_level(self) -> bool:
@@ -141,7 +140,6 @@ def read_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
         adds_eos=_flag(metadata, "add_eos_token"),
         adds_space=_flag(metadata, "add_space_prefix"),
         strips_behind_markers="phi-3" in name or "phi3" in name,
-        chat_template=str(metadata.get("tokenizer.chat_template", "")),
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes the tokenizer and the chat template that are inside a GGUF file as a checkpoint has them.
+"""Writes the tokenizer that is inside a GGUF file as a checkpoint has it.
 
 The `tokenizers` library does the work; this file says with which parts. Rule: the file's tokens are
 the vocabulary, each with its own id and as it is spelled there, so that no id is made up. What a
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tokenizers import (
     AddedToken,
@@ -65,10 +65,8 @@ def write_tokenizer(vocabulary: Vocabulary, directory: Path) -> None:
             "the GGUF file has a tokenizer that cannot be built",
             log_detail=f"{type(error).__name__}: {error}",
         ) from error
-    content: dict[str, Any] = dict(vocabulary.special_tokens)
-    if vocabulary.chat_template:
-        content["chat_template"] = vocabulary.chat_template
-    (directory / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
+    content = json.dumps(vocabulary.special_tokens)
+    (directory / "tokenizer_config.json").write_text(content, encoding="utf-8")
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
