@@ -1,9 +1,9 @@
 """Decodes an image file: its first picture, upright, in RGB.
 
 Rule 1: no decoder runs before the size is known and allowed. Rule 2: the pixels are those that
-transformers loads: colour profiles are not applied, and transparent pixels keep the
-colour that they are stored with. Rule 3: an error names nothing of a decoder's own words, which may
-hold addresses and paths.
+transformers loads, but for grey of 16 bits: colour profiles are not applied, and transparent pixels
+keep the colour that they are stored with. Rule 3: an error names nothing of a decoder's own words,
+which may hold addresses and paths.
 
 Meant for threads: the decoders release the GIL. Decoding takes up to `BYTES_PER_PIXEL` for each
 pixel.
@@ -53,12 +53,26 @@ def decode(data: bytes, max_pixels: int) -> Image.Image:
         orientation = header.orientation or _orientation_of(image.info)
         image.info.clear()  # otherwise Pillow warns of some palettes' transparency
         method = _TURNS.get(orientation)
-        turned = image if method is None else image.transpose(method)
-        return turned if turned.mode == "RGB" else turned.convert("RGB")
+        return to_rgb(image if method is None else image.transpose(method))
     except MemoryError:
         raise BadImage("takes more memory than there is") from None
     except Exception:
         raise _damaged(header) from None
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image of any of Pillow's modes in RGB. Of grey with 16 bits the upper 8 count, as
+    in files with colours; Pillow's own conversion makes all that is above 255 white."""
+    from PIL import Image
+
+    if image.mode == "I":  # 16 bits in 32
+        image = image.convert("I;16")
+    if image.mode.startswith("I;16"):
+        upper = 0 if image.mode == "I;16B" else 1  # which of a number's two bytes
+        return Image.frombytes("L", image.size, image.tobytes()[upper::2]).convert("RGB")
+    if image.mode == "La":  # Pillow knows only this way
+        image = image.convert("LA")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:

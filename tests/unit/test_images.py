@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import io
 import random
+import struct
 import time
 import tracemalloc
+import zlib
 from contextlib import suppress
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from engine.images.decode import decode
+from engine.images.anyres_sight import AnyresSight
+from engine.images.decode import decode, to_rgb
 from engine.images.errors import BadImage
-from engine.images.fit import ImageFit
+from engine.images.fit import ImageFit, read_as
+from engine.images.grid_sight import GridSight
+from engine.images.sight import SquareSight, TiledSight
 from tests.support.images import (
     BOMBS,
     FORMATS,
     animated,
+    chunk,
     encoded,
     exif,
     gif_of_size,
@@ -53,17 +59,104 @@ def test_each_format_is_decoded_as_the_library_does(kind):
     assert same(decode(data, MOST), librarys(data))
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
 def test_each_mode_becomes_rgb_as_the_library_makes_it(mode):
-    image = pixels(20, 17).convert("L" if mode == "I;16" else mode)
-    if mode == "I;16":
-        image = Image.fromarray(np.array(image).astype(np.uint16) * 257)
+    image = pixels(20, 17).convert(mode)
     options = {"transparency": bytes(range(0, 256, 2))} if mode == "P" else {}
     data = encoded(image, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *_, **__: None)  # Pillow's, of the palette
         want = librarys(data)
     assert same(decode(data, MOST), want)
+
+
+# Two pixels in each of Pillow's modes, and what they are in RGB by the mode's definition.
+IN_EACH_MODE = {
+    "1": (b"\x40", (0, 0, 0), (255, 255, 255)),
+    "L": (bytes([7, 200]), (7, 7, 7), (200, 200, 200)),
+    "LA": (bytes([7, 0, 200, 255]), (7, 7, 7), (200, 200, 200)),
+    "La": (bytes([40, 100, 200, 255]), (102, 102, 102), (200, 200, 200)),
+    "P": (bytes([3, 250]), (3, 252, 6), (250, 5, 244)),
+    "PA": (bytes([3, 0, 250, 255]), (3, 252, 6), (250, 5, 244)),
+    "RGB": (bytes([1, 2, 3, 254, 5, 6]), (1, 2, 3), (254, 5, 6)),
+    "RGBA": (bytes([1, 2, 3, 0, 254, 5, 6, 255]), (1, 2, 3), (254, 5, 6)),
+    "RGBa": (bytes([40, 20, 60, 100, 254, 5, 6, 255]), (102, 51, 153), (254, 5, 6)),
+    "RGBX": (bytes([1, 2, 3, 9, 254, 5, 6, 9]), (1, 2, 3), (254, 5, 6)),
+    "CMYK": (bytes([255, 0, 0, 0, 0, 0, 0, 55]), (0, 255, 255), (200, 200, 200)),
+    "YCbCr": (bytes([100, 128, 128, 76, 85, 255]), (100, 100, 100), (254, 0, 0)),
+    "LAB": (bytes([0, 0, 0, 255, 0, 0]), (0, 0, 0), (255, 255, 255)),
+    "HSV": (bytes([0, 255, 255, 85, 255, 200]), (255, 0, 0), (0, 200, 0)),
+    "F": (struct.pack("<2f", 7, 300), (7, 7, 7), (255, 255, 255)),
+    "I": (struct.pack("<2i", 255, 0x1234), (0, 0, 0), (18, 18, 18)),
+    "I;16": (struct.pack("<2H", 255, 0x1234), (0, 0, 0), (18, 18, 18)),
+    "I;16L": (struct.pack("<2H", 256, 0x1234), (1, 1, 1), (18, 18, 18)),
+    "I;16N": (struct.pack("=2H", 255, 65535), (0, 0, 0), (255, 255, 255)),
+    "I;16B": (struct.pack(">2H", 511, 0x1234), (1, 1, 1), (18, 18, 18)),
+}
+PALETTE = [value for index in range(256) for value in (index, 255 - index, 2 * index % 256)]
+
+
+def test_the_table_has_each_of_pillows_modes():
+    assert set(IN_EACH_MODE) == set(Image.MODES)
+
+
+@pytest.mark.parametrize("mode", IN_EACH_MODE)
+def test_pixels_of_each_mode_become_rgb_by_the_modes_definition(mode):
+    stored, *want = IN_EACH_MODE[mode]
+    image = Image.frombytes(mode, (2, 1), stored)
+    if mode in ("P", "PA"):
+        image.putpalette(PALETTE)
+    difference = np.array(to_rgb(image), np.int16)[0] - np.array(want)
+    assert np.abs(difference).max() <= (mode == "LAB")  # which is computed in floats
+
+
+# The colour types of PNG by their numbers: samples of a pixel, and the bits that each may have.
+PNG_TYPES = {0: (1, (1, 2, 4, 8, 16)), 2: (3, (8, 16)), 3: (1, (1, 2, 4, 8)),
+             4: (2, (8, 16)), 6: (4, (8, 16))}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("colour", "bits"), [(kind, bits) for kind, (_, each) in PNG_TYPES.items() for bits in each]
+)
+def test_each_form_of_png_has_the_pixels_that_its_samples_say(colour, bits):
+    """Samples of fewer than 8 bits are stretched to 0 … 255; of 16 bits the upper 8 count."""
+    samples, width = PNG_TYPES[colour][0], 16
+    rows = np.random.default_rng(bits).integers(0, 1 << bits, (5, width, samples))
+    if bits == 16:
+        packed = [row.astype(">u2").tobytes() for row in rows]
+    else:
+        flat = (rows.reshape(5, -1, 1) >> np.arange(bits)[::-1] & 1).astype(np.uint8)
+        packed = [np.packbits(row).tobytes() for row in flat.reshape(5, -1)]
+    header = struct.pack(">IIBBBBB", width, 5, bits, colour, 0, 0, 0)
+    parts = [chunk(b"IHDR", header), chunk(b"PLTE", bytes(PALETTE[: 3 << min(bits, 8)]))]
+    body = zlib.compress(b"".join(b"\0" + row for row in packed))
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(parts[: 2 if colour == 3 else 1])
+    data += chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    if colour == 3:
+        want = np.array(PALETTE).reshape(-1, 3)[rows[..., 0]]
+    else:
+        levels = rows >> 8 if bits == 16 else rows * 255 // ((1 << bits) - 1)
+        want = levels[..., :3] if samples > 2 else levels[..., :1].repeat(3, axis=2)
+    assert decode(data, MOST).tobytes() == want.astype(np.uint8).tobytes()
+
+
+def test_every_reader_takes_the_upper_half_of_16_bit_grey():
+    """What an encoder, a chat and a drawing read of a scan, beside its copy in 8 bits."""
+    grey = np.arange(32 * 32, dtype=np.uint16).reshape(32, 32) * 64 + 17
+    scan = encoded(Image.fromarray(grey))
+    plain = encoded(Image.fromarray((grey >> 8).astype(np.uint8)))
+    grid = GridSight(MOST, 2, 1, 16, 1024, 3, "i", 1)
+    anyres = AnyresSight(MOST, 16, ((32, 32),), 4, 16, 3, "i", 1)
+    tiled = TiledSight(MOST, 32, 16, 4, 16, True, 3, "i", 1)
+    for read in (
+        SQUARE.read,
+        lambda data: read_as(data, (32, 32), MOST),
+        SquareSight(SQUARE, "i", "i", 1, 4, 16).read,
+        grid.read,
+        anyres.read,
+        tiled.read,
+    ):
+        assert read(scan) == read(plain)
 
 
 def test_a_progressive_jpeg_of_the_most_pixels_is_decoded_as_the_library_does():
