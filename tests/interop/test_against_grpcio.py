@@ -79,7 +79,15 @@ CHANGES = {
     "https": with_(b":scheme", b"https"),
     "ftp": with_(b":scheme", b"ftp"),
     "no authority": with_(b":authority", None),
-    "another host": plus((b"host", b"other")),
+    "host alone": lambda headers: with_(b"host", b"localhost")(with_(b":authority", None)(headers)),
+    **{
+        f"host {host.decode()}": with_(b"host", host)
+        for host in (
+            *(b"localhost", b"LocalHost", b"localhost:80", b"localhost:50051", b"localhost."),
+            *(b"other", b"[::1]", b""),
+        )
+    },
+    "two hosts": plus((b"host", b"localhost"), (b"host", b"localhost")),
     "upper-case name": plus((b"X-A", b"v")),
     "space after a value": plus((b"x-a", b"v ")),
     "NUL": plus((b"x-a", b"a\0b")),
@@ -146,7 +154,7 @@ IGNORED = {
     "ftp": "The scheme means nothing to a gRPC server. grpcio refuses unknown ones.",
 }
 MALFORMED = (
-    "te gzip, no path, empty path, no scheme, no authority, another host, upper-case name, NUL, "
+    "te gzip, no path, empty path, no scheme, no authority, two hosts, upper-case name, NUL, "
     "line feed, space in a name, no name, connection, path twice, status, unknown pseudo-header, "
     "length 3, length x"
 )
