@@ -269,6 +269,23 @@ def test_inputs_in_another_order_are_refused(checkpoint, tmp_path):
         load_runner(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["GPTQ", "AWQ", "W4A16", "W8A8"])
+@pytest.mark.parametrize("change", ["fewer groups", "fewer outputs"])
+def test_scales_of_another_shape_are_refused(checkpoint, tmp_path, name, change):
+    """The kernels would read behind their end."""
+    write_packed(checkpoint, tmp_path, name)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    end = "scales" if name in ("GPTQ", "AWQ") else "weight_scale"
+    key = f"model.layers.1.mlp.down_proj.{end}"
+    is_turned = end == "scales"  # [groups, outputs]
+    axis = int(is_turned == (change == "fewer outputs"))
+    tensors[key] = tensors[key].narrow(axis, 0, tensors[key].shape[axis] // 2).contiguous()
+    save_file(tensors, path)
+    with pytest.raises(SpawnFailed, match=r"scales"):
+        load_runner(tmp_path)
+
+
 def test_a_layer_without_its_scales_is_refused(checkpoint, tmp_path):
     write_packed(checkpoint, tmp_path, "W4A16")
     path = tmp_path / "model.safetensors"

@@ -213,7 +213,7 @@ def _unpack(
     """Return a packed weight. Codes are [outputs, inputs], zeros and scales [outputs, groups].
 
     Raises:
-        Refusal: its inputs are in another order.
+        Refusal: its inputs are in another order, or its scales have another shape.
     """
     order = parts.get("g_idx", parts.get("weight_g_idx"))
     if order is not None and not torch.equal(
@@ -237,6 +237,11 @@ def _unpack(
         codes = codes[:, : shape[1]]
         if not layout.is_symmetric:
             zeros = _codes(parts["weight_zero_point"].T, layout.bits).T[: shape[0]]
+    wanted = (shape[0], -(-shape[1] // group))
+    for part in (scales, zeros):
+        if part is not None and tuple(part.shape) != wanted:
+            raise Refusal(f"its {name} has scales or zeros of the shape {list(part.shape)}, and "
+                          f"{list(wanted)} belong to its groups")  # fmt: skip
     offsets = None
     if zeros is not None and not bool((zeros == middle).all()):
         offsets = scales * (middle - zeros.float())

@@ -16,6 +16,7 @@ import torch
 
 from engine.worker.forward.attention import KEYWORD, AttentionCall, UnsupportedAttention
 from engine.worker.load.architectures import NO_KEYS, LayerShape
+from engine.worker.load.loader import first_line
 from engine.worker.load.refusal import Refusal
 from engine.worker.outline.modules import Outline
 
@@ -46,7 +47,8 @@ def probe(model: LoadedModel, shapes: Sequence[LayerShape]) -> tuple[AttentionCa
     outline is not run.
 
     Raises:
-        Refusal: The paged cache does not support the model's attention.
+        Refusal: The paged cache does not support the model's attention, or its config's sizes do
+            not fit each other.
     """
     if isinstance(model.module, Outline):
         return model.module.calls
@@ -56,6 +58,13 @@ def probe(model: LoadedModel, shapes: Sequence[LayerShape]) -> tuple[AttentionCa
         model.module(input_ids=tokens, position_ids=tokens, use_cache=False, **{KEYWORD: recorder})
     except UnsupportedAttention as error:
         raise Refusal(f"{model.architecture.name} is not served: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:  # sizes that do not fit each other
+        raise Refusal(
+            f"its config.json does not describe a {model.architecture.name} ({first_line(error)})",
+            detail=str(error),
+        ) from error
     _check_layers(model.architecture.name, recorder, shapes)
     return tuple(sorted(recorder.calls, key=lambda call: call.layer))
 
