@@ -6,17 +6,20 @@
 // it makes of a checkpoint is checked where it is made (`engine.core.common.vocabulary`,
 // `engine.worker.load`); this is the last look before memory is read.
 //
-// The indices, and where those are checked that no step brings:
-//   ids                    `embed` in decoder.h
-//   offsets, ends, tables, slots, untils       `rows_fit`
-//   keep, image_tokens, groups                 `step_fits` in decoder.h
-//   owners, offsets and sources of states      `states_fit` in short_convolution.h
-//   experts of a row       chosen by `choose` in experts.h from as many as there are, of which
-//                          `engine.worker.forward.decoder` refuses to choose more
-//   codes of 4 bits        16 values, and tables of 16 numbers (small_weights.h)
-//   products of an adapter, layers, kinds of rotary embedding      made with the model, as many as
-//                          it has, by `engine.worker.forward.adapters` and `...decoder`
-//   the token of a draw    found in the row itself by `engine.worker.sampling.draw_rows`
+// The indices, and where each is looked at. tests/conformance/test_kernel_bounds.py has a test of
+// each, and test_request_indices.py sends those that requests bring.
+//   token ids                                    `embed` in decoder.h
+//   starts, ends, offsets, blocks, slots and sights of rows      `rows_fit`
+//   kept tokens, images' tokens, tokens of adapters              `step_fits` in decoder.h
+//   rows, offsets and slots of states            `states_fit` in short_convolution.h
+//   experts of a token      chosen here, of no fewer than a token has (`_pack_experts` in decoder.py)
+//   codes of 4 bits         16, of a table of 16; scales: as many as groups (`SmallWeight.in_halves`)
+//   turned numbers of a head                     no more than it has (`_check_rotaries` in decoder.py)
+//   windows, heads that share keys               `paged_attention` in attention.py
+//   products of adapters, kinds of rotary embeddings, layers     made with the model, one of each
+//   tokens of a draw                             found in the row itself (draw_rows.py)
+// What torch and numpy index (bias, bans, penalties, log-probabilities, positions, padding, types of
+// tokens) they look at themselves; an id is of the vocabulary by then.
 #pragma once
 
 #include "paged_cache.h"

@@ -28,6 +28,7 @@ from engine.worker import draft_model, sequences  # noqa: E402
 from engine.worker.draft_model import DraftModel  # noqa: E402
 from engine.worker.drafting.draft_cache import Resident  # noqa: E402
 from engine.worker.factory import runner_of, runner_spec  # noqa: E402
+from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.simulator.mutants import Mutant, planted  # noqa: E402
 from tests.support.draft_rows import (  # noqa: E402
     PROMPT,
@@ -351,6 +352,28 @@ def test_a_draft_model_of_another_vocabulary_is_refused_by_both_names(zoo, tmp_p
         "the draft model other-words has another vocabulary than llama; give a --draft-model of "
         "the same tokenizer"
     )
+
+
+def test_a_draft_model_with_fewer_rows_reads_none_outside_them(tmp_path):
+    """A family's smallest model may have an embedding that is padded less."""
+    large = make(tmp_path / "large", "llama", Shape(vocab=544))
+    small = make(tmp_path / "small", "llama", Shape(vocab=512))
+    shutil.copy(large / "tokenizer.json", small / "tokenizer.json")
+    request = GenerateRequest(
+        token_ids=(*PROMPT, 543, 512, 520),
+        sampling=SamplingParams(
+            temperature=0.0, max_tokens=40, logit_bias={540: 30.0, 7: 30.0}, repetition_penalty=1.3
+        ),
+    )
+    answers = []
+    for speculation, draft in (("off", ""), ("model", small)):
+        config = config_of(large, speculation, draft_model=str(draft))
+        with open_engine(config) as engine:
+            (tokens, *_), _, drafted = ask(engine, request)
+        answers.append(tokens)
+    assert answers[0] == answers[1]
+    assert max(answers[0][0]) >= 512
+    assert drafted["drafted"]
 
 
 def test_a_draft_model_that_cannot_be_served_is_named(zoo, tmp_path):

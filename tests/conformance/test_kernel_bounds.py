@@ -8,7 +8,10 @@ the sanitizers, and plants a missing look.
 from __future__ import annotations
 
 import ctypes
+import json
+import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,19 +19,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.errors import EngineBug  # noqa: E402
+from engine.errors import EngineBug, SpawnFailed  # noqa: E402
 from engine.worker.forward import kernel_structs as structs  # noqa: E402
 from engine.worker.forward import native  # noqa: E402
 from engine.worker.forward.adapters import AdapterGroup  # noqa: E402
 from engine.worker.forward.attention import KEYWORD, AttentionCall  # noqa: E402
-from engine.worker.forward.decoder import GROUPS, NativeDecoder  # noqa: E402
+from engine.worker.forward.decoder import GROUPS, NativeDecoder, Packer  # noqa: E402
 from engine.worker.forward.image_rows import IMAGES, ImageRows  # noqa: E402
+from engine.worker.forward.kv_cache import KvCache  # noqa: E402
 from engine.worker.forward.packing import pack  # noqa: E402
 from engine.worker.forward.recurrent import RowState  # noqa: E402
+from engine.worker.forward.rewrites import ExpertParts, take_apart  # noqa: E402
 from engine.worker.load.adapter import LowRank, StoredAdapter  # noqa: E402
+from engine.worker.load.architectures import layer_shapes  # noqa: E402
+from engine.worker.load.probe import probe  # noqa: E402
+from engine.worker.load.refusal import Refusal  # noqa: E402
+from engine.worker.small_weights import quantise  # noqa: E402
 from tests.conformance import test_native_attention as attention  # noqa: E402
-from tests.conformance.test_rewrites import Built  # noqa: E402
-from tests.support.model_zoo import TINY  # noqa: E402
+from tests.conformance.test_rewrites import Built, load  # noqa: E402
+from tests.support.model_zoo import TINY, load_runner  # noqa: E402
 
 pytestmark = pytest.mark.model
 
@@ -232,3 +241,105 @@ def test_a_block_outside_the_cache_refuses_the_attention_of_a_stock_module():
     for was, now in zip(before, (*case.cache.keys, *case.cache.values), strict=True):
         assert torch.equal(was.nan_to_num(7.0), now.nan_to_num(7.0))
     assert torch.equal(step.attend(AttentionCall(0, 0.125), case.query, case.key, case.value), good)
+
+
+# ---- what a checkpoint brings
+
+
+CHECKPOINTS = {
+    "more ids than rows": ("llama", {"vocab_size": 600}, r"embed_tokens.weight has the shape"),
+    "more chosen experts than there are": (
+        "qwen3_moe", {"num_experts_per_tok": 99}, "does not describe a Qwen3Moe",
+    ),
+    "no chosen experts": ("qwen3_moe", {"num_experts_per_tok": 0}, "0 of 8 experts"),
+    "a window behind": ("mistral", {"sliding_window": -5}, "a window of -5 tokens"),
+    "no window": ("mistral", {"sliding_window": 0}, "a window of 0 tokens"),
+    "more turned numbers than a head has": (
+        "glm", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 2.0}},
+        "does not describe a Glm",
+    ),
+    "keys that heads cannot share": ("llama", {"num_key_value_heads": 3}, "has the shape"),
+    "a shorter convolution": ("lfm2", {"conv_L_cache": 2}, "has the shape"),
+    "a padding id behind the embedding": ("llama", {"pad_token_id": 2**32 - 1}, "num_embeddings"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_whose_sizes_do_not_fit_is_refused(zoo, tmp_path, name):
+    arch, fields, sentence = CHECKPOINTS[name]
+    shutil.copytree(zoo.directory(arch), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    with pytest.raises(SpawnFailed, match=sentence):
+        load_runner(tmp_path)
+
+
+def test_ends_behind_the_vocabulary_are_left_out(zoo, tmp_path):
+    shutil.copytree(zoo.directory("llama"), tmp_path, dirs_exist_ok=True)
+    for file in ("config.json", "generation_config.json"):
+        path = tmp_path / file
+        given = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(given | {"eos_token_id": [7, TINY.vocab, 2**32 - 1, -1]}))
+    runner, info = load_runner(tmp_path)
+    runner.close()
+    assert info.eos_token_ids == {7}
+
+
+def decoder_with(zoo, arch="llama", **changes):
+    """Compile a model of which some parts are changed."""
+    model = load(zoo.directory(arch), FLOAT32)
+    shapes = layer_shapes(model.config)
+    parts = take_apart(model.module, probe(model, shapes))
+    parts = replace(parts, **{name: change(parts) for name, change in changes.items()})
+    cache = KvCache(shapes, 4, 16, dtype=FLOAT32, device=torch.device("cpu"))
+    return NativeDecoder(native.load(), parts, cache, FLOAT32)
+
+
+def test_parts_that_do_not_fit_are_not_compiled(zoo):
+    """Where transformers' own module would not notice, or is not run."""
+
+    def wider(parts):
+        [rotary] = parts.rotaries
+        return (lambda positions: tuple(torch.cat([one] * 3, -1) for one in rotary(positions)),)
+
+    def of_two_widths(parts):
+        [rotary] = parts.rotaries
+        return (rotary, lambda positions: tuple(one[..., :8] for one in rotary(positions)))
+
+    def choosing(count):
+        def change(parts):
+            return tuple(
+                replace(one, mlp=replace(one.mlp, chosen=count))
+                if isinstance(one.mlp, ExpertParts)
+                else one
+                for one in parts.layers
+            )
+
+        return change
+
+    for arch, changes, sentence in (
+        ("llama", {"rotaries": wider}, "rotary embeddings turn 48 numbers of heads of 16"),
+        ("llama", {"rotaries": of_two_widths}, "rotary embeddings turn 8, 16 numbers"),
+        ("qwen3_moe", {"layers": choosing(9)}, "9 of 8 experts"),
+        ("qwen3_moe", {"layers": choosing(0)}, "0 of 8 experts"),
+    ):
+        with pytest.raises(Refusal, match=sentence):
+            decoder_with(zoo, arch, **changes)
+
+
+@pytest.mark.parametrize("change", ["fewer outputs", "fewer groups", "offsets", "no change"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_scales_of_another_shape_are_not_packed(bits, change):
+    weight = quantise(torch.randn(48, 96), bits)
+    changed = {
+        "fewer outputs": {"scales": weight.scales[:32]},
+        "fewer groups": {"scales": weight.scales[:, :2]},
+        "offsets": {"offsets": weight.scales[:16]},
+        "no change": {},
+    }[change]
+    packer = Packer(native.load(), FLOAT32)
+    if not changed:
+        packer.pack(weight, None)
+        return
+    with pytest.raises(Refusal, match="scales of the shape"):
+        packer.pack(replace(weight, **changed), None)

@@ -43,6 +43,8 @@ TESTED = (
     "test_native_attention.py",
     "test_rewrites.py",
     "test_sampler.py",
+    "test_kernel_bounds.py",
+    "test_request_indices.py",
 )
 
 
@@ -141,16 +143,32 @@ def test_the_kernels_own_tests_pass_under_the_sanitizers(march):
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
-FAULTS = {  # what it is called: a line of triolet.cpp, and what is planted in its place
+FAULTS = {  # what it is called: a line of a file, what is planted in its place, and what sees it
     "heap-buffer-overflow": (
+        "triolet.cpp",
         "to[panel_index<T>(k, lane)] = from[k];",
         "to[panel_index<T>(k, lane)] = from[k + 64];",
+        ("tests/conformance/test_native_products.py",),
     ),
     "signed integer overflow": (
+        "triolet.cpp",
         "const int64_t panels = (outputs + PANEL - 1) / PANEL;",
         "const int64_t panels = (outputs + PANEL - 1) / PANEL;\n"
         "    volatile int64_t most = INT64_MAX;\n"
         "    most = most + outputs;",
+        ("tests/conformance/test_native_products.py",),
+    ),
+    "ERROR: AddressSanitizer": (  # no look at the ids, in the engine and in the kernels
+        "decoder.h",
+        "if (!is_inside(id, model.embedding_rows)) {",
+        "if (!is_inside(id, INT64_MAX)) {",
+        ("tests/conformance/test_request_indices.py", "-k", "not_looked_at"),
+    ),
+    "ERROR: AddressSanitizer: ": (  # no look at a step's other indices
+        "decoder.h",
+        "if (!step_fits(model, step)) return OUT_OF_BOUNDS;",
+        "(void)step_fits;",
+        ("tests/conformance/test_kernel_bounds.py", "-k", "refuses_the_step"),
     ),
 }
 
@@ -159,12 +177,12 @@ FAULTS = {  # what it is called: a line of triolet.cpp, and what is planted in i
 @pytest.mark.timeout(4 * LIMIT_S)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_sanitizers_find_a_planted_fault(fault, tmp_path):
-    line, planted = FAULTS[fault]
+    file, line, planted, tests = FAULTS[fault]
     copy = tmp_path / "kernels"
     shutil.copytree(native.SOURCES, copy)
-    text = (copy / "triolet.cpp").read_text()
+    text = (copy / file).read_text()
     assert text.count(line) == 1
-    (copy / "triolet.cpp").write_text(text.replace(line, planted))
-    done = run_sanitized(f"tests/conformance/{TESTED[0]}", "-s", sources=copy)
+    (copy / file).write_text(text.replace(line, planted))
+    done = run_sanitized(*tests, "-s", sources=copy)
     assert done.returncode
-    assert fault in done.stdout + done.stderr
+    assert fault.strip() in done.stdout + done.stderr

@@ -15,15 +15,20 @@ import engine.worker  # noqa: F401  first: sets how long torch's threads spin (D
 pytest.importorskip("torch")
 
 import trio
+from safetensors.torch import load_file, save_file
 
 from engine.api.engine import open_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.errors import InvalidRequest
+from engine.core.text.types import Constraint
+from engine.errors import InvalidRequest, SpawnFailed
 from engine.requests.chat_values import Chat
 from engine.requests.continuation import Continuation, ContinuedChoice
 from engine.requests.draw_values import DrawRequest
 from engine.requests.encode_values import EmbedRequest, RerankRequest
 from engine.requests.text_values import GenerateRequest
+from engine.worker.factory import make_runner
+from engine.worker.sampling.constraint_compiler import ConstraintCompiler
+from engine.worker.text.tokenizer import load_tokenizer
 from tests.checkpoints import diffusion, encoder, text, vision
 from tests.support import encoder_zoo
 from tests.support.added_tokens import add_token, rows_of
@@ -243,3 +248,48 @@ def test_a_token_without_a_row_is_refused_by_name(said, model, name):
     assert f"outside the vocabulary of {own}" in violation.description
     is_text = not violation.field.endswith("]") or "documents" in violation.field
     assert not is_text or f"the token '{OWN}' with the id {own}" in violation.description
+
+
+# ---- what no field names
+
+
+def test_a_form_forces_no_token_without_a_row(said):
+    """What is forced is drafted, and the model reads what is drafted."""
+    [(_, folder, own)] = [one for one in write_texts(said.root / "forms") if one[0] == "llama"]
+    tokenizer = load_tokenizer(folder)
+    compiler = ConstraintCompiler(tokenizer, own, frozenset({0}))
+    try:
+        for kind, source in (("lark", f"start: {OWN}"), ("lark", f'start: "abc" {OWN} "d"')):
+            constraint = Constraint(kind, source)
+            compiler.compile(constraint)
+            matching = compiler.start(constraint)
+            forced = matching.forced()
+            assert all(one < own for one in forced)
+            assert bool(forced) == ("abc" in source)
+    finally:
+        compiler.close()
+
+
+def test_a_padding_token_without_a_row_is_refused_at_the_load(tmp_path):
+    out = encoder.make_embedder(tmp_path)
+    own = add_token(out, OWN, rows_of(out))
+    path = out / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": OWN}))
+    model = ModelConfig(str(out), "m", threads=1)
+    runner = make_runner(model, EngineConfig(models=(model,)))
+    with pytest.raises(SpawnFailed, match=f"padding token has the id {own}, outside"):
+        runner.load(lambda progress: None)
+
+
+def test_token_types_without_a_row_are_refused_at_the_load(tmp_path):
+    out = encoder.make_reranker(tmp_path)
+    path, weights = out / "config.json", out / "model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"type_vocab_size": 1}))
+    tensors = load_file(weights)
+    [name] = [one for one in tensors if one.endswith("token_type_embeddings.weight")]
+    tensors[name] = tensors[name][:1].clone()
+    save_file(tensors, weights, {"format": "pt"})
+    model = ModelConfig(str(out), "m", threads=1)
+    runner = make_runner(model, EngineConfig(models=(model,)))
+    with pytest.raises(SpawnFailed, match="a pair's tokens the type 1, and the model has 1"):
+        runner.load(lambda progress: None)
