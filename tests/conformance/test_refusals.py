@@ -10,6 +10,7 @@ from engine.errors import SpawnFailed  # noqa: E402
 from engine.worker import placed_model as runner_module  # noqa: E402
 from engine.worker.forward.attention import (  # noqa: E402
     HARMLESS,
+    Mask,
     UnsupportedAttention,
     check_keywords,
     paged_attention,
@@ -275,13 +276,24 @@ def test_no_keyword_is_both_honoured_and_ignored():
         (SimpleNamespace(layer_idx=0), {}, "does not pass keywords on"),
         (SimpleNamespace(layer_idx=0, is_causal=False), {"triolet_step": 1}, "both directions"),
         (SimpleNamespace(), {"triolet_step": 1}, "carry no layer_idx"),
+        (
+            SimpleNamespace(layer_idx=0),
+            {"triolet_step": 1, "sliding_window": 8},
+            "ask for a sliding window of 8, and their masks for None",
+        ),
     ],
 )
 def test_a_layer_that_cannot_be_paged_is_refused(module, keywords, sentence):
     tensor = torch.zeros(1, 1, 1, 4)
     with pytest.raises(UnsupportedAttention, match=sentence):
-        paged_attention(module, tensor, tensor, tensor, None, **keywords)
-    with pytest.raises(UnsupportedAttention, match="mask of its own"):
-        paged_attention(
-            SimpleNamespace(layer_idx=0), tensor, tensor, tensor, tensor, triolet_step=1
-        )
+        paged_attention(module, tensor, tensor, tensor, Mask(), **keywords)
+
+
+@pytest.mark.parametrize(
+    ("mask", "sentence"),
+    [(None, "or none"), (torch.zeros(1), "mask of its own"), (Mask(0), "window of 0 keys")],
+)
+def test_a_mask_that_is_not_followed_is_refused(mask, sentence):
+    tensor, module = torch.zeros(1, 1, 1, 4), SimpleNamespace(layer_idx=0)
+    with pytest.raises(UnsupportedAttention, match=sentence):
+        paged_attention(module, tensor, tensor, tensor, mask, triolet_step=1)

@@ -4,7 +4,10 @@ Rule 1: the list of keywords is closed. A layer may pass its attention the param
 `paged_attention` and the keywords in `HARMLESS`. Any other keyword that is not None raises
 `UnsupportedAttention`, because a keyword that is ignored silently gives a wrong model (the first
 prototype ignored sliding windows).
-Rule 2: a backend sees one packed row of tokens and a `PreparedStep`. What depends on the step but
+Rule 2: the mask that the model makes for a layer says which window it has, as in transformers' own
+eager attention. Not every layer passes ``sliding_window`` on to its attention (Qwen2-MoE's do not);
+one that does must name the window of its mask.
+Rule 3: a backend sees one packed row of tokens and a `PreparedStep`. What depends on the step but
 not on the layer is computed once, in `AttentionBackend.prepare`.
 
 The batch is one row of tokens, [1, num_tokens]. The keyword `KEYWORD` carries the step through the
@@ -59,6 +62,14 @@ class AttentionCall:
     sinks: torch.Tensor | None = field(default=None, compare=False)  # tensors have no truth value
 
 
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """What a model gives its layers in place of a mask: which keys a query sees, as in
+    `AttentionCall`. The backend applies it."""
+
+    sliding_window: int | None = None
+
+
 class PreparedStep(Protocol):
     """A backend's data for one step, which the keyword `KEYWORD` carries to every layer."""
 
@@ -85,7 +96,7 @@ def paged_attention(
     query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
     value: torch.Tensor,  # as key
-    attention_mask: torch.Tensor | None,
+    attention_mask: Mask | torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -103,10 +114,17 @@ def paged_attention(
     step: PreparedStep | None = keywords.pop(KEYWORD, None)
     if step is None:
         raise UnsupportedAttention("it does not pass keywords on to its attention")
-    if attention_mask is not None:
-        raise UnsupportedAttention("it builds an attention mask of its own")
+    if not isinstance(attention_mask, Mask):
+        raise UnsupportedAttention("it builds an attention mask of its own, or none")
     if not getattr(module, "is_causal", True):
         raise UnsupportedAttention("it attends in both directions")
+    window = attention_mask.sliding_window
+    if window is not None and window <= 0:
+        raise UnsupportedAttention(f"its layers have a sliding window of {window} keys")
+    if sliding_window not in (None, window):
+        raise UnsupportedAttention(
+            f"its layers ask for a sliding window of {sliding_window}, and their masks for {window}"
+        )
     check_keywords(keywords)
     if sliding_window is not None and sliding_window < 1:
         raise UnsupportedAttention(f"its attention has a window of {sliding_window} tokens")
@@ -118,7 +136,7 @@ def paged_attention(
     if not isinstance(layer, int):
         raise UnsupportedAttention("its attention layers carry no layer_idx")
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    call = AttentionCall(layer, scale, sliding_window, softcap, s_aux)
+    call = AttentionCall(layer, scale, window, softcap, s_aux)
     out = step.attend(
         call, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     )
@@ -141,8 +159,9 @@ def check_keywords(keywords: dict[str, Any]) -> None:
             raise UnsupportedAttention(f"it needs the attention keyword {name!r} as {value!r}")
 
 
-def _no_mask(*_arguments: object, **_keywords: object) -> None:
-    """Make no mask, called by transformers: the backend applies causality and windows."""
+def make_mask(*_arguments: object, local_size: int | None = None, **_keywords: object) -> Mask:
+    """Return the mask of layers with a window of ``local_size``, called by transformers."""
+    return Mask(local_size)
 
 
 def register() -> None:
@@ -150,4 +169,4 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, paged_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, make_mask)

@@ -18,6 +18,7 @@ import torch
 from engine.images.decode import BYTES_PER_PIXEL
 from engine.images.sight import KEPT_BYTES_MAX
 from engine.worker.failures import load_failures
+from engine.worker.forward.attention import Mask
 from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.forward.image_rows import IMAGES, ImageRows, LaterRows, embed_with
 from engine.worker.load.architectures import context_limit
@@ -54,11 +55,6 @@ if TYPE_CHECKING:
     from engine.worker.load.vision_architectures import VisionArchitecture
     from engine.worker.step_batch import Batch
     from engine.worker.text.tokenizer import HfTokenizer
-
-
-# Keeps stock modules from making masks, which they could not do of three positions. Our attention
-# needs none.
-NO_MASKS = {"full_attention": None, "sliding_attention": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +221,9 @@ class VisionRunner(TorchRunner):
         def change(inputs: dict[str, Any]) -> dict[str, Any]:
             if images.positions is not None:
                 positions = torch.from_numpy(images.positions[:, None]).to(self._device)
-                inputs |= {"position_ids": positions, "attention_mask": NO_MASKS}
+                inputs |= {"position_ids": positions}
+                if not isinstance(module, NativeDecoder):
+                    inputs |= {"attention_mask": masks_of(module.config)}
             if self.later is not None:
                 self.later.images = rows
             if rows is None:
@@ -251,6 +249,13 @@ class VisionRunner(TorchRunner):
                 ]
             ),
         )
+
+
+def masks_of(config: Any) -> dict[str, Mask]:
+    """Return the masks of a stock module's layers, by their types. It could not make them itself of
+    three positions."""
+    window = getattr(config, "sliding_window", None)
+    return {"full_attention": Mask(), "sliding_attention": Mask(window)}
 
 
 def _token_of(tokenizer: HfTokenizer, vocab_size: int, token_id: int) -> str:
