@@ -190,7 +190,9 @@ def make(
     directory = Path(out)
     directory.mkdir(parents=True, exist_ok=True)
     config = make_config(arch, shape, extra or {})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
     fill(model, torch.Generator().manual_seed(seed))
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     write_tokenizer(directory, shape.vocab)

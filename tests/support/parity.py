@@ -53,7 +53,11 @@ class Oracle:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(
-            directory, attn_implementation="eager", dtype=torch.float32, **options
+            directory,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            dtype=torch.float32,
+            **options,
         )
         self._routers = [m for m in self.model.modules() if type(m).__name__.endswith("Router")]
 

@@ -32,14 +32,19 @@ if TYPE_CHECKING:
 # Bytes of a number, by safetensors' name of its type. Checkpoints with other types (integers, 8-bit
 # floats) are quantised and are refused.
 FLOAT_SIZES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
-# Names in published checkpoints of Mixtral and GPT-NeoX, and those of transformers' modules.
-# Source: transformers' table of conversions.
+# Names in checkpoints, also those that transformers writes, and those of transformers' modules: of
+# Mixtral, GPT-NeoX, Granite 4 with experts, and Qwen3.5's text model in a checkpoint of one that
+# sees. Source: transformers' table of conversions, with which the tests compare this one.
 OLDER_NAMES = (
     (re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.w1\b"), r"\1.gate_proj"),
     (re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.w3\b"), r"\1.up_proj"),
     (re.compile(r"(?<=\.block_sparse_moe\.experts\.)(\d+)\.w2\b"), r"\1.down_proj"),
-    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"\.block_sparse_moe\.(?=experts\.\d|gate\.)"), ".mlp."),
+    (re.compile(r"(?<=\.block_sparse_moe\.)input_linear\.weight$"), "experts.gate_up_proj"),
+    (re.compile(r"(?<=\.block_sparse_moe\.)output_linear\.weight$"), "experts.down_proj"),
+    (re.compile(r"(?<=\.block_sparse_moe\.router\.)layer\.weight$"), "weight"),
     (re.compile(r"^embed_out\."), "lm_head."),
+    (re.compile(r"^model\.language_model\."), "model."),
 )
 
 

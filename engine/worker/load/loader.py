@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from engine.worker.small_weights import SmallWeight
 
 DEVICES = "--device takes auto, cpu, cuda, cuda:N or mps"
+GROUPED_BYTES = 16  # of a row, for torch.nn.functional.grouped_mm
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Tensors that current models do not read: rotary frequencies and causal masks of old checkpoints,
 # and layers that only draft. Source: transformers' `_keys_to_ignore_on_load_unexpected`.
@@ -201,6 +202,8 @@ def load_model(
     _refuse_quantised(checkpoint, quantization)
     config.dtype = dtype
     module = _build_empty(architecture, config)
+    if _has_narrow_experts(module, dtype):
+        module.set_experts_implementation("eager")
     deferred = _assign_weights(module, checkpoint, dtype, device, progress, quantization)
     _compute_buffers(module, device)
     for name, stored in deferred.items():
@@ -236,6 +239,16 @@ def _build_empty(architecture: Architecture, config: Any) -> Any:
             f"its config.json does not describe a {architecture.name} ({first_line(error)})",
             detail=str(error),
         ) from error
+
+
+def _has_narrow_experts(module: Any, dtype: torch.dtype) -> bool:
+    """Return whether a stock module joins experts whose rows torch's product of groups does not
+    take: their bytes must be a multiple of 16."""
+    return any(
+        is_joined(name, one.shape)
+        and any(size * dtype.itemsize % GROUPED_BYTES for size in one.shape[1:])
+        for name, one in module.named_parameters()
+    )
 
 
 def _stock_class(architecture: Architecture, config: Any) -> Any:
