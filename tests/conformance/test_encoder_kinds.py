@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.core.encode.types import EncodeOptions
+from engine.core.encode.types import EncodeInput, EncodeOptions
 from engine.errors import InvalidRequest, SpawnFailed
+from engine.worker.encoders.input_template import InputTemplate
 from engine.worker.encoders.tokenizer import TEXTS_AT_ONCE
 from engine.worker.interface import EncoderKind
 from tests.conformance.test_encoders import PAIRS, QUERY, TEXTS, drop_tensor, embed, execute, load
@@ -100,10 +101,48 @@ def test_generators_scores_are_the_librarys_and_another_side_of_padding_is_seen(
     runner.close()
 
 
-def test_a_cut_pair_without_its_templates_end_is_seen(tmp_path):
+PADDINGS = {"Bert": (0,), "Roberta": (0, 5), "MPNet": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [
+        pytest.param(name, padding, marks=[] if name in PADDINGS else pytest.mark.full)
+        for name in zoo.POSITIONED
+        for padding in PADDINGS.get(name, (1,))
+    ],
+)
+def test_the_longest_input_is_what_transformers_can_compute(name, padding, tmp_path):
+    """TEI#28: of RoBERTa's 514 positions, two belong to no token."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    sizes = {"max_position_embeddings": 34, "pad_token_id": padding, "num_labels": 1}
+    zoo.write(tmp_path, zoo.POSITIONED[name], "ForSequenceClassification", **sizes)
+    zoo.edit_json(tmp_path / "tokenizer_config.json", model_max_length=1000)
+    oracle = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    values = {}
+    for length in range(26, 40):
+        ids = [20 + place % 7 for place in range(length)]
+        try:
+            with torch.no_grad():
+                values[length] = oracle(torch.tensor([ids])).logits.item()
+        except (IndexError, RuntimeError):
+            break
+    runner, info = load(tmp_path)
+    assert info.max_model_len == max(values)
+    [pair] = runner.encoder_tokenizer.encode_pairs("wind " * 50, ["rain " * 50])
+    assert pair.full_tokens > len(pair.input.token_ids) == info.max_model_len
+    longest = EncodeInput(tuple(20 + place % 7 for place in range(info.max_model_len)))
+    [got] = execute(runner, [longest], [EncodeOptions(raw_scores=True)])
+    assert got.item() == pytest.approx(values[info.max_model_len], abs=1e-4)
+    runner.close()
+
+
+def test_a_cut_input_without_its_templates_end_is_seen(tmp_path, monkeypatch):
     zoo.write_generator(tmp_path, zoo.GENERATORS["Qwen3-Reranker"])
     runner, want = check_scores(tmp_path)
-    runner.encoder_tokenizer._end = ()
+    monkeypatch.setattr(InputTemplate, "end", lambda *_: ())
     wrong = np.abs(scores(runner, alone=True) - want) > 1e-3
     assert wrong.any()
     assert not wrong[0], "a short pair is not cut"
@@ -171,6 +210,16 @@ def embedder(name, **fields):
     return write
 
 
+def embedder_with(template):
+    """Return a writer of an embedding model with another chat template."""
+
+    def write(directory):
+        zoo.write_embedder(directory, zoo.EMBEDDERS["Decoders with a chat template"])
+        (directory / "chat_template.jinja").write_text(template)
+
+    return write
+
+
 def nomic_without_a_tensor(directory):
     zoo.write_embedder(directory, zoo.EMBEDDERS["Nomic"])
     drop_tensor("encoder.layers.1.attn.Wqkv.weight")(directory)
@@ -187,6 +236,9 @@ OWN_CODE = (
     "is none of transformers' and needs the checkpoint's own code, which is never run; choose"
 )
 REFUSED = {
+    "a template without a place for a text": (
+        embedder_with("{{ raise_exception('no') }}"), "no place for a text; choose a checkpoint",
+    ),
     "GTE in its first form": (
         embedder("GTE", model_type="new"), f"{OWN_CODE} a checkpoint whose model type is 'gte'",
     ),
@@ -240,5 +292,5 @@ def test_a_text_model_that_is_said_to_rank_is_refused_with_what_to_take(tmp_path
 def test_the_table_in_the_docs_has_each_kind_once():
     page = FEATURES.read_text().partition("## Encoders\n")[2]
     names = re.findall(r"^\| (?!encoder|---)([^|]+?) \| (?:embeds|ranks)", page, re.MULTILINE)
-    served = [*zoo.EMBEDDERS, *zoo.CLASSIFIERS, *zoo.GENERATORS]
-    assert names == ["BERT and its kin", *served[:9], "BERT rerankers", *served[9:]]
+    rankers = ["BERT rerankers", *zoo.CLASSIFIERS, *zoo.GENERATORS]
+    assert names == ["BERT and its kin", *zoo.EMBEDDERS, *rankers]

@@ -30,6 +30,10 @@ PAIRS_TEMPLATE = (
     " | first }}[SEP]"
     "{%- if add_generation_prompt %}\nanswer ?{% endif -%}"
 )
+# As instruct models have it: the turns between marks, and the mark of the answer.
+TURNS_TEMPLATE = (
+    "{% for m in messages %}[CLS] {{ m.role }} : {{ m.content }} [SEP]\n{% endfor %}answer ! [SEP]"
+)
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
 )
@@ -52,6 +56,7 @@ class Kind:
 
 
 EMBEDDERS = {
+    "RoBERTa and its kin": Kind("Roberta", {"max_position_embeddings": LENGTH + 1}),
     "ModernBERT": Kind("ModernBert", {"local_attention": 16}, pooling="cls"),
     "Nomic": Kind("NomicBert"),
     "GTE": Kind("Gte", pooling="cls", normalize=True),
@@ -69,6 +74,22 @@ EMBEDDERS = {
         dense=(48, 24),
         normalize=True,
     ),
+    "Decoders with a chat template": Kind(
+        "Qwen3", DECODER, ends=True, pooling="lasttoken", template=TURNS_TEMPLATE
+    ),
+}
+# Encoders with learnt positions. Those of RoBERTa's kin begin behind the padding id.
+POSITIONED = {
+    **{
+        name: Kind(name)
+        for name in (
+            *("Bert", "Electra", "Albert", "DistilBert", "MobileBert", "Ernie", "DebertaV2"),
+            *("Nystromformer", "Roberta", "XLMRoberta", "Camembert", "MPNet", "Data2VecText"),
+            *("RobertaPreLayerNorm", "XLMRobertaXL", "IBert", "Esm", "Luke"),
+        )
+    },
+    "Xmod": Kind("Xmod", {"languages": ["en_XX"], "default_language": "en_XX"}),
+    "Longformer": Kind("Longformer", {"attention_window": 8}),
 }
 CLASSIFIERS = {
     "ModernBERT rerankers": Kind("ModernBert", {"local_attention": 16}),
@@ -171,7 +192,11 @@ def write_generator(out: Path, kind: Kind) -> Path:
     return out
 
 
+def edit_json(path: Path, **fields: Any) -> None:
+    """Set fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
 def edit_config(directory: Path, **fields: Any) -> None:
     """Set fields of a model's config."""
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    edit_json(directory / "config.json", **fields)

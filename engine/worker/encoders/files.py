@@ -141,20 +141,24 @@ def check_all_loaded(parameters: Iterable[str], stored: Iterable[str], unused: s
         Refusal: The checkpoint lacks a parameter.
     """
     known: set[str] = set()
-    for name in stored:
-        for old, new in OLD_NAMES:
-            name = name.replace(old, new)
+    for name in map(_current_name, stored):
         parts = name.split(".")
         known.update(".".join(parts[start:]) for start in range(min(3, len(parts))))
     missing = [
         name
-        for name in parameters
+        for name in map(_current_name, parameters)
         if not (unused and unused in name)
         and not any(end in known for end in (name, *_ends_of(name)))
     ]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise Refusal(f"its checkpoint lacks the tensor {missing[0]}{more}")
+
+
+def _current_name(name: str) -> str:
+    for old, new in OLD_NAMES:
+        name = name.replace(old, new)
+    return name
 
 
 def _ends_of(name: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.worker.encoders.files import check_all_loaded
-from engine.worker.encoders.pairs import PairTemplate
+from engine.worker.encoders.input_template import InputTemplate
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -82,6 +82,17 @@ def is_causal(transformer: Any) -> bool:
     return getattr(transformer, "transformer_task", "") == "text-generation"
 
 
+def learnt_positions(module: Any) -> int | None:
+    """Return how many tokens have positions in a model that counts them from behind its padding id,
+    as RoBERTa and its kin do: its first embeddings of positions belong to no token. None for any
+    other model."""
+    for name, part in module.named_modules():
+        padding = getattr(part, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            return len(part.weight) - padding - 1
+    return None
+
+
 def padding_of(model: Any, *, is_rerank: bool) -> int:
     """Return the id of the padding token. A classifier's is that of its config, because one that is
     made of a decoder (Qwen3-Reranker, converted) finds the end of a text by it.
@@ -101,12 +112,13 @@ def padding_of(model: Any, *, is_rerank: bool) -> int:
     return int(config.pad_token_id)
 
 
-def pair_template(transformer: Any, prompt: str) -> PairTemplate | None:
-    """Return the chat template by which a model reads pairs; None if it reads plain texts.
+def input_template(transformer: Any, prompt: str, *, is_rerank: bool) -> InputTemplate | None:
+    """Return the chat template by which a model reads its inputs; None if it reads plain texts. The
+    library writes every text by the template of a model that can read messages.
 
     Raises:
-        Refusal: The model reads messages but is no reranker that generates, or has not exactly one
-            chat template; or its files change how texts are read.
+        Refusal: The model reads messages and has not exactly one chat template, or one without a
+            place for its inputs; or its files change how texts are read.
     """
     settings = dict(transformer.processing_kwargs)
     if unsupported := sorted(TEXT_SETTINGS & settings.keys()):
@@ -116,18 +128,15 @@ def pair_template(transformer: Any, prompt: str) -> PairTemplate | None:
         )
     if "message" not in transformer.modality_config:
         return None
-    if not is_causal(transformer):
-        raise Refusal(
-            "it reads chat messages, and not plain text; choose a checkpoint that reads plain text"
-        )
     tokenizer = transformer.tokenizer
     if not isinstance(tokenizer.chat_template, str):
         raise Refusal(
-            "it reads pairs as chat messages, and its tokenizer does not have exactly one chat "
-            "template; choose a checkpoint with one in chat_template.jinja"
+            "it reads its inputs as chat messages, and its tokenizer does not have exactly one "
+            "chat template; choose a checkpoint with one in chat_template.jinja"
         )
-    return PairTemplate(
+    return InputTemplate(
         tokenizer.chat_template,
+        has_pairs=is_rerank,
         special_tokens=tokenizer.special_tokens_map,
         settings=settings.get("chat_template", {}),
         in_parts=transformer.input_formatter.message_format == "structured",

@@ -41,10 +41,11 @@ from engine.worker.encoders.images import ImageReader, text_width
 from engine.worker.encoders.library import (
     check_model_type,
     check_weights,
+    input_template,
     is_causal,
+    learnt_positions,
     load_model,
     padding_of,
-    pair_template,
 )
 from engine.worker.encoders.tokenizer import InputTokenizer
 from engine.worker.failures import load_failures, step_failures
@@ -94,6 +95,7 @@ class EncoderRunner:
         self._has_types = False
         self._pad_id = 0
         self._pads_left = False
+        self._modality = "text"  # the library's name of what its module reads
         self._is_causal = False  # the scores are logits of the next token
         self._images: ImageReader | None = None
         self._tokenizer: HfTokenizer | None = None
@@ -230,20 +232,24 @@ class EncoderRunner:
         if model.default_prompt_name is not None:
             prompts[""] = prompts.get(model.default_prompt_name, "")
         reads_images = self._capability is Capability.IMAGE_EMBEDDING
+        is_rerank, template = self._capability is Capability.RERANK, None
+        if not reads_images:
+            template = input_template(model[0], prompts.get("", ""), is_rerank=is_rerank)
         self._input_tokenizer = InputTokenizer(
             backend,
             max_tokens=max_tokens,
             prompts=prompts,
             special_ids=special_ids,
-            template=None if reads_images else pair_template(model[0], prompts.get("", "")),
+            template=template,
         )
         self._tokenizer = HfTokenizer(type(backend).from_str(backend.to_str()))
         self._has_types = "token_type_ids" in tokenizer.model_input_names
-        is_rerank = self._capability is Capability.RERANK
         self._pad_id = padding_of(model, is_rerank=is_rerank)
         # SigLIP's vector of a text and the score of a model that generates are read at the last
         # place, so that the side matters.
         self._is_causal = is_causal(model[0])
+        kinds = list(model[0].modality_config)
+        self._modality = "text" if "text" in kinds else kinds[0]
         is_padded = text_width(model[0].model.config) > 0
         self._pads_left = self._is_causal or (is_padded and tokenizer.padding_side == "left")
 
@@ -357,8 +363,8 @@ class EncoderRunner:
             name: torch.from_numpy(one).to(self._device) for name, one in arrays.items()
         }
         if self._is_causal:
-            made |= {"logits_to_keep": 1, "modality": next(iter(self._model[0].modality_config))}
-        return made
+            made["logits_to_keep"] = 1
+        return made | {"modality": self._modality}
 
     def _finish(
         self, features: dict[str, Any], rows: Sequence[EncodeRow]
@@ -437,10 +443,10 @@ def _max_tokens(model: Any, spec: RunnerSpec) -> int:
     Raises:
         Refusal: No limit is known.
     """
-    config = model[0].model.config
-    config = getattr(config, "text_config", config)
+    module = model[0].model
+    config = getattr(module.config, "text_config", module.config)
     limits = [model.max_seq_length, getattr(config, "max_position_embeddings", None)]
-    limits.append(spec.max_model_len)
+    limits += [spec.max_model_len, learnt_positions(module)]
     known = [int(limit) for limit in limits if limit]
     if not known or min(known) > 10**6:
         raise Refusal("neither its tokenizer nor its config limits the length of an input")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Encoding
 
-    from engine.worker.encoders.pairs import PairTemplate
+    from engine.worker.encoders.input_template import InputTemplate
 
 # Texts passed to the library at once. It divides them among its threads and releases the GIL.
 TEXTS_AT_ONCE = 64  # guess: a millisecond or two
@@ -31,8 +31,8 @@ class InputTokenizer:
     """An `engine.worker.interface.EncoderTokenizer` over a tokenizer of the tokenizers library.
 
     ``prompts`` are the model's prompts by name; "" is the default. ``max_tokens`` is the most that
-    an input may have. ``template`` writes the pairs of a model that reads them as chats; None: the
-    default prompt stands before the query.
+    an input may have. ``template`` writes the inputs of a model that reads them as chats; None: the
+    prompt stands before the text or the query.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class InputTokenizer:
         max_tokens: int,
         prompts: Mapping[str, str],
         special_ids: frozenset[int],
-        template: PairTemplate | None = None,
+        template: InputTemplate | None = None,
     ) -> None:
         self._whole = Tokenizer.from_str(backend.to_str())
         self._whole.no_padding()
@@ -51,10 +51,12 @@ class InputTokenizer:
         self._cut.enable_truncation(max_tokens, strategy="longest_first")
         self._max_tokens = max_tokens
         self._template = template
-        self._end = () if template is None else template.end(self._whole)
         self._prompts = dict(prompts)
+        # Pooling leaves no prompt out that a template wrote, as in sentence-transformers.
         self._prompt_tokens = {
-            name: self._length_of(text, special_ids) for name, text in self._prompts.items()
+            name: self._length_of(text, special_ids)
+            for name, text in self._prompts.items()
+            if template is None
         }
 
     def _length_of(self, prompt: str, special_ids: frozenset[int]) -> int:
@@ -68,16 +70,19 @@ class InputTokenizer:
         prompt = self._prompts.get(prompt_name, "")
         count = self._prompt_tokens.get(prompt_name, 0)
         _check_unicode(texts)
+        if self._template is not None:
+            return self._encode_chats(self._template, texts, prompt)
         return self._encode([prompt + text for text in texts], count)
 
     def encode_pairs(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
         """Return each document with the query as one input."""
         _check_unicode([query], "query")
         _check_unicode(documents)
+        prompt = self._prompts.get("", "")
         if self._template is None:
-            query = self._prompts.get("", "") + query
+            query = prompt + query
         if len(query) <= QUERY_SHARE * self._max_tokens:
-            return self._encode([(query, document) for document in documents], 0)
+            return self._encode_pairs([(query, document) for document in documents])
         return self._encode_long(query, documents)
 
     def _encode_long(self, query: str, documents: Sequence[str]) -> list[TokenizedInput]:
@@ -97,11 +102,16 @@ class InputTokenizer:
             end = len(query) if chars is None else chars[0]
             pairs.append((query[:end], document))
             cut_off.append(len(whole) - kept if is_cut else 0)
-        found = self._encode(pairs, 0)
+        found = self._encode_pairs(pairs)
         return [
             TokenizedInput(one.input, one.full_tokens + more)
             for one, more in zip(found, cut_off, strict=True)
         ]
+
+    def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[TokenizedInput]:
+        if self._template is None:
+            return self._encode(pairs, 0)
+        return self._encode_chats(self._template, pairs, self._prompts.get("", ""))
 
     def _encode(
         self, inputs: Sequence[str | tuple[str, str]], prompt_tokens: int
@@ -109,10 +119,6 @@ class InputTokenizer:
         found: list[TokenizedInput] = []
         for start in range(0, len(inputs), TEXTS_AT_ONCE):
             part = inputs[start : start + TEXTS_AT_ONCE]
-            if self._template is not None:
-                texts = [_text_of(self._template, one, i) for i, one in enumerate(part, start)]
-                found += self._encode_chats(texts)
-                continue
             encodings = self._whole.encode_batch(list(part))
             for one, encoding in zip(part, encodings, strict=True):
                 full = len(encoding.ids)
@@ -121,24 +127,29 @@ class InputTokenizer:
                 found.append(TokenizedInput(_input_of(encoding, prompt_tokens), full))
         return found
 
-    def _encode_chats(self, texts: Sequence[str]) -> list[TokenizedInput]:
-        """Return the tokens of pairs that the template wrote. If a pair is cut, the template's end
-        replaces its last tokens, as in sentence-transformers: the score is read behind that end."""
-        found = []
-        for encoding in self._whole.encode_batch(list(texts), add_special_tokens=False):
-            ids = tuple(encoding.ids)
-            if len(ids) > self._max_tokens:
-                end = self._end[-self._max_tokens :]
-                ids = ids[: self._max_tokens - len(end)] + end
-            found.append(TokenizedInput(EncodeInput(ids, (), 0), len(encoding.ids)))
+    def _encode_chats(
+        self, template: InputTemplate, inputs: Sequence[str | tuple[str, str]], prompt: str
+    ) -> list[TokenizedInput]:
+        """Return the tokens of inputs that the template writes. If an input is cut, the template's
+        end replaces its last tokens, as in sentence-transformers: values are read behind it."""
+        found: list[TokenizedInput] = []
+        for start in range(0, len(inputs), TEXTS_AT_ONCE):
+            part = enumerate(inputs[start : start + TEXTS_AT_ONCE], start)
+            texts = [_text_of(template, one, prompt, index) for index, one in part]
+            for encoding in self._whole.encode_batch(texts, add_special_tokens=False):
+                ids = tuple(encoding.ids)
+                if len(ids) > self._max_tokens:
+                    end = template.end(self._whole, prompt)[-self._max_tokens :]
+                    ids = ids[: self._max_tokens - len(end)] + end
+                found.append(TokenizedInput(EncodeInput(ids, (), 0), len(encoding.ids)))
         return found
 
 
-def _text_of(template: PairTemplate, pair: str | tuple[str, str], index: int) -> str:
-    """Return the text of the document with this index, with its query. The error of a text that
-    the template refuses names that document."""
+def _text_of(template: InputTemplate, given: str | tuple[str, str], prompt: str, index: int) -> str:
+    """Return the text of the input with this index. The error of an input that the template
+    refuses names it."""
     try:
-        return template.text_of(*pair)
+        return template.text_of(given, prompt)
     except InvalidRequest as error:
         raise error.renamed(lambda _field: str(index)) from error
 
