@@ -179,15 +179,16 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "extra", "is_compiled", "share"),
+    ("dtype", "extra", "is_compiled", "share", "form"),
     [
-        ("bfloat16", {}, True, 0.36),
-        ("float16", {}, False, 1.0),
-        ("bfloat16", {"unheard_of": 1}, True, 1.0),
+        ("bfloat16", {}, True, 0.36, "MXFP4"),
+        ("bfloat16", {"max_position_embeddings": 2048}, True, 0.36, "MXFP4"),
+        ("float16", {}, False, 1.0, "MXFP4 (expanded)"),
+        ("bfloat16", {"unheard_of": 1}, True, 1.0, "MXFP4 (experts expanded)"),
     ],
-    ids=["compiled", "stock", "compiled from the stock module"],
+    ids=["compiled", "another YaRN factor", "stock", "compiled from the stock module"],
 )
-def test_the_memory_is_as_estimated(large, tmp_path, dtype, extra, is_compiled, share):
+def test_the_memory_is_as_estimated(large, tmp_path, dtype, extra, is_compiled, share, form):
     """Experts stay in 4 bits where an outline runs compiled; elsewhere they are expanded."""
     shutil.copytree(large, tmp_path, dirs_exist_ok=True)
     config = json.loads((large / "config.json").read_text())
@@ -195,13 +196,13 @@ def test_the_memory_is_as_estimated(large, tmp_path, dtype, extra, is_compiled, 
     fields = {"dtype": dtype, "kv_bytes": 1 << 17, "max_model_len": 64, "max_num_seqs": 1}
     runner, info = load_runner(tmp_path, max_num_batched_tokens=16, **fields)
     assert isinstance(runner._model.module, NativeDecoder) == is_compiled
-    assert info.quantization == "MXFP4"
+    assert info.quantization == form
     plain = load_file(large.parent / "plain" / "model.safetensors").values()
     whole = 2 * sum(tensor.numel() for tensor in plain)
     assert runner._model.num_bytes == pytest.approx(share * whole, rel=0.05)
     spec = RunnerSpec(str(tmp_path), threads=1, max_num_batched_tokens=16, **fields)
     with Mxfp4Checkpoint(tmp_path) as opened:
-        is_small = is_compiled and not extra
+        is_small = form == "MXFP4"
         _, config = read_config(tmp_path)
         told = weight_bytes(opened, config, torch.bfloat16, "none", is_compiled=is_compiled)
     assert told == pytest.approx(runner._model.num_bytes, rel=ESTIMATE_OFF_MOST)

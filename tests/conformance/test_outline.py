@@ -21,7 +21,7 @@ from engine.worker.load.architectures import SERVED, layer_shapes  # noqa: E402
 from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.load.probe import probe  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
-from engine.worker.outline.config import OutlineConfig, read_outline  # noqa: E402
+from engine.worker.outline.config import OutlineConfig, Unusual, read_outline  # noqa: E402
 from engine.worker.outline.families import LISTED, REQUIRED, WITHOUT_EFFECT  # noqa: E402
 from engine.worker.outline.modules import Outline  # noqa: E402
 from tests.support.model_zoo import (  # noqa: E402
@@ -76,6 +76,8 @@ PUBLISHED = {
     "SmolLM2": published(
         "LlamaForCausalLM", is_llama_config=True, rope_interleaved=False, rope_theta=100000,
         num_key_value_heads=REQUIRED, **{"transformers.js_config": {"dtype": "q4"}}),
+    "Llama, yarn of another factor": published(
+        "LlamaForCausalLM", rope_scaling=YARN_ROPE | {"factor": 3.0}),
     "Llama, linear": published("LlamaForCausalLM", rope_scaling={"type": "linear", "factor": 2.5}),
     "Qwen2.5": published("Qwen2ForCausalLM", rope_theta=1000000.0, sliding_window=32768,
                          max_window_layers=2, use_sliding_window=False, use_mrope=False),
@@ -224,7 +226,6 @@ def compare(raw, directory):
     decoder takes from it."""
     name = raw["architectures"][0]
     outline_config = read_outline({k: v for k, v in raw.items() if k != "auto_map"}, name)
-    assert outline_config is not None, "the config counts as unusual"
     outline = Outline(outline_config)
     stock, config, calls = stock_of(raw, directory)
     for field, value in vars(outline_config).items():
@@ -321,7 +322,6 @@ UNUSUAL = {
     "a rotary base of one": LLAMA | {"rope_theta": 1.0},
     "no rotary base": LLAMA | {"rope_theta": None},
     "a partly rotated head": LLAMA | {"partial_rotary_factor": 0.5},
-    "a yarn of another length": LLAMA | {"rope_scaling": YARN_ROPE | {"factor": 3.0}},
     "llama3's bands in disorder": LLAMA | {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 9.0}},
     "llama3's length too long": LLAMA
     | {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": 4096}},
@@ -343,7 +343,8 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("raw", UNUSUAL.values(), ids=UNUSUAL)
 def test_an_unusual_config_is_left_to_transformers(raw):
-    assert read_outline(raw, raw["architectures"][0]) is None
+    with pytest.raises(Unusual, match=r"^(its|it has no) \w+"):
+        read_outline(raw, raw["architectures"][0])
 
 
 def test_an_architecture_without_a_compiled_form_is_left_to_transformers(zoo):
@@ -351,13 +352,19 @@ def test_an_architecture_without_a_compiled_form_is_left_to_transformers(zoo):
         assert not isinstance(read_config(zoo.directory(name))[1], OutlineConfig)
 
 
-def test_an_unusual_config_runs_compiled_all_the_same(zoo, tmp_path):
+def test_an_unusual_config_runs_compiled_all_the_same_and_says_so(zoo, tmp_path, caplog):
+    caplog.set_level("INFO", "engine.worker.forward.backends")
     directory = shutil.copytree(zoo.directory("llama"), tmp_path / "model")
     raw = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | {"unheard_of": 1}))
     runner, info = load_runner(directory)
     assert isinstance(runner._model.module, NativeDecoder)
     assert info == load_runner(zoo.directory("llama"))[1]
+    assert re.fullmatch(
+        r"LlamaForCausalLM runs compiled \(.*\), of transformers' module, because of its "
+        r"config\.json: its field unheard_of is unusual",
+        caplog.messages[0],
+    )
     runner.close()
 
 

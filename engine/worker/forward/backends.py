@@ -139,7 +139,7 @@ def prepare(
     if not isinstance(backend, NativeBackend):
         if is_rounded:
             raise Refusal(f"{quantization} weights need the compiled kernels, and {reason}")
-        expand_deferred(model.module, model.dtype, model.device)
+        model = _expanded(model)
         why = f"{name} runs stock with {backend.label} attention{f': {reason}' if reason else ''}"
         stock = StockAdapters(model.module, model.dtype, model.device, places, head)
         return _logged(Execution(_with(model, model.module), backend, why, stock))
@@ -153,7 +153,7 @@ def prepare(
         if is_rounded:
             why = f"{quantization} weights need the compiled decoder, and {error}"
             raise Refusal(why) from error
-        expand_deferred(model.module, model.dtype, model.device)
+        model = _expanded(model)
         module = pack_linears(model.module, backend, model.dtype)
         why = f"{name} runs stock with compiled attention and products ({kind}): {error}"
         stock = StockAdapters(module, model.dtype, model.device, places, head)
@@ -166,7 +166,16 @@ def prepare(
         what = f"{model.quantization} weights by {native.integer_kind(library)}"
     compiled = CompiledAdapters(module, model.dtype, places, packed, head)
     why = f"{name} runs compiled ({kind}, {what})"
+    if objection_to_outline := getattr(model.config, "objection_to_outline", ""):
+        why += f", of transformers' module, because of its config.json: {objection_to_outline}"
     return _logged(Execution(_with(model, module), backend, why, compiled))
+
+
+def _expanded(model: LoadedModel) -> LoadedModel:
+    """Return ``model`` with its weights of 8 or 4 bits in its dtype."""
+    expand_deferred(model.module, model.dtype, model.device)
+    form = model.quantization.removesuffix(" (experts expanded)")
+    return replace(model, quantization=f"{form} (expanded)" if form else "")
 
 
 def _with(model: LoadedModel, module: torch.nn.Module) -> LoadedModel:

@@ -31,7 +31,7 @@ from engine.worker.load.checkpoint import FLOAT_SIZES, is_finite
 from engine.worker.load.joined_experts import is_joined, joining_of
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json
-from engine.worker.outline.config import OutlineConfig, read_outline
+from engine.worker.outline.config import OutlineConfig, Unusual, read_outline
 from engine.worker.outline.division_plans import is_one_expert
 from engine.worker.outline.modules import Outline
 from engine.worker.small_weights import GROUP, ROUNDED, Form, RoundedLater, defer
@@ -68,7 +68,8 @@ class LoadedModel:
 
 def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architecture, Any]:
     """Return the architecture and the config of a model's directory: an `OutlineConfig` if
-    possible, else transformers' config object. ``is_stock`` asks for the latter in any case.
+    possible, else transformers' config object, whose ``objection_to_outline`` says why. With
+    ``is_stock`` it is the latter in any case.
 
     Raises:
         Refusal: The file is missing or broken, or the architecture is not served.
@@ -78,8 +79,15 @@ def read_config(directory: Path, *, is_stock: bool = False) -> tuple[Architectur
     for unsafe in ("auto_map", "fusion_config", "transformers_weights", "kernel_config"):
         raw.pop(unsafe, None)  # they name code or files to load
     raw.pop("quantization_config", None)  # for `engine.worker.load.packed_checkpoint`
-    outline = None if is_stock else read_outline(raw, architecture.name)
-    return architecture, outline or _stock_config(raw, architecture)
+    why = ""
+    if not is_stock:
+        try:
+            return architecture, read_outline(raw, architecture.name)
+        except Unusual as unusual:
+            why = str(unusual)
+    config = _stock_config(raw, architecture)
+    config.objection_to_outline = why
+    return architecture, config
 
 
 def _stock_config(raw: dict[str, Any], architecture: Architecture) -> Any:
@@ -212,6 +220,9 @@ def load_model(
     module.eval()
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
     form = checkpoint.quantization if quantization == "none" else quantization
+    small = {part for part in checkpoint.tensors if checkpoint.form(part) is not None}
+    if any(is_one_expert(part) for part in small) and not isinstance(module, Outline):
+        form += " (experts expanded)"
     return LoadedModel(module, module.config, architecture, dtype, device, num_bytes, form)
 
 

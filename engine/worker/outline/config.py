@@ -1,7 +1,8 @@
 """Reads the config of a listed architecture as transformers does, without importing transformers.
 
 Rule: only what is usual is read here. A config with a field or a value that `LISTED` does not name,
-or one for which transformers raises an error or logs a warning, is left to transformers.
+or one for which transformers raises an error or logs a warning, is left to transformers. But YaRN's
+factor may be any, as in transformers, which warns of one that is not the ratio of the lengths.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ ROPE_FIELDS: dict[str, tuple[set[str], set[str]]] = {
     ),
 }
 ROPE_ALWAYS = {"rope_type", "rope_theta", "type"}
+SIZES = "its sizes do not fit each other"  # why a config is unusual
+ROTARY = "its rotary settings are unusual"
 GLOBAL_THETA = 1_000_000.0  # Gemma 3's, of layers without a window
 
 
-class _Unusual(Exception):
-    """The config is left to transformers."""
+class Unusual(Exception):
+    """The config is left to transformers; the message says why, as a part of a sentence."""
 
 
 class OutlineConfig(SimpleNamespace):
@@ -47,33 +50,40 @@ class OutlineConfig(SimpleNamespace):
     with the same names and values, as far as they decide the model's form."""
 
 
-def read_outline(raw: Mapping[str, Any], name: str) -> OutlineConfig | None:
-    """Return the config of the architecture ``name`` from a parsed config.json, or None if it has
-    to be read by transformers."""
+def read_outline(raw: Mapping[str, Any], name: str) -> OutlineConfig:
+    """Return the config of the architecture ``name`` from a parsed config.json.
+
+    Raises:
+        Unusual: It has to be read by transformers.
+    """
     family = LISTED.get(name)
-    if family is None or raw.get("model_type") != family.model_type:
-        return None
+    if family is None:
+        raise Unusual("its architecture has no compiled form")
+    _require(
+        raw.get("model_type") == family.model_type, f"its model_type is not {family.model_type}"
+    )
+    fields = _usual_fields(raw, family)
+    _complete(fields, family)
     try:
-        fields = _usual_fields(raw, family)
-        _complete(fields, family)
         fields["rope_parameters"] = _rope_parameters(fields, family)
-    except _Unusual:
-        return None
+    except Unusual:
+        raise Unusual(ROTARY) from None
     return OutlineConfig(architecture=name, **fields)
 
 
-def _require(is_usual: bool) -> None:
+def _require(is_usual: bool, why: str = SIZES) -> None:
     if not is_usual:
-        raise _Unusual
+        raise Unusual(why)
 
 
 def _usual_fields(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     for name, value in raw.items():
         field = family.fields.get(name)
         is_usual = field.is_usual if field else WITHOUT_EFFECT.get(name)
-        _require(is_usual is not None and is_usual(value))
+        _require(is_usual is not None and is_usual(value), f"its field {name} is unusual")
     fields = {name: raw.get(name, field.default) for name, field in family.fields.items()}
-    _require(REQUIRED not in fields.values())
+    for name, value in fields.items():
+        _require(value is not REQUIRED, f"it has no {name}")
     return copy.deepcopy(fields)
 
 
@@ -211,15 +221,17 @@ def _standardise(settings: dict[str, Any], fields: Mapping[str, Any], own: set[s
         _require(_is_usual_setting(name, value))
     if kind == "llama3":
         _require(settings["high_freq_factor"] > settings["low_freq_factor"])
-        _require(settings["original_max_position_embeddings"] < fields["max_position_embeddings"])
+        _require(
+            settings["original_max_position_embeddings"] < fields["max_position_embeddings"], ROTARY
+        )
     if kind == "yarn":
         _require(settings.get("beta_fast", 32) >= settings.get("beta_slow", 1))
-        ratio = fields["max_position_embeddings"] / settings["original_max_position_embeddings"]
-        _require(ratio in (1, settings["factor"]))
     rotated = int(fields["head_dim"] * settings.get("partial_rotary_factor", 1.0))
     _require(rotated > 0 and rotated % 2 == 0)
     if kind == "longrope":
-        _require(fields["head_dim"] * fields["num_attention_heads"] == fields["hidden_size"])
+        _require(
+            fields["head_dim"] * fields["num_attention_heads"] == fields["hidden_size"], ROTARY
+        )
         for name in ("short_factor", "long_factor"):
             _require(len(settings[name]) == rotated // 2)
 

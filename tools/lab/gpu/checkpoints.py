@@ -72,7 +72,6 @@ def write(model: Model, folder: Path, device: str) -> Path:
     directory.mkdir(parents=True)
     config = config_of(model)
     outline_config = read_outline(config, model.architecture)
-    assert outline_config is not None
     torch.manual_seed(0)
     shards = _Shards(directory)
     tied = outline_config.tie_word_embeddings
