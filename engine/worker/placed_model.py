@@ -23,9 +23,10 @@ from engine.worker.forward.recurrent import StateSlots, open_states
 from engine.worker.forward.transfer import send
 from engine.worker.interface import LoadProgress
 from engine.worker.load.architectures import context_limit, layer_shapes
+from engine.worker.load.devices import pick_dtype
 from engine.worker.load.division import pick_rank_device
 from engine.worker.load.generation_config import read_generation
-from engine.worker.load.loader import load_model, pick_dtype, weight_bytes
+from engine.worker.load.loader import load_model, weight_bytes
 from engine.worker.load.probe import probe
 from engine.worker.load.recurrent import RECURRENT, state_shapes
 from engine.worker.model_files import open_files

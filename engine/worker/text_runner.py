@@ -31,8 +31,8 @@ from engine.worker.forward import packing
 from engine.worker.forward.thread_state import thread_state
 from engine.worker.interface import ModelInfo
 from engine.worker.load.architectures import context_note
+from engine.worker.load.devices import estimate_on
 from engine.worker.load.division import Division
-from engine.worker.load.loader import estimate_on
 from engine.worker.load.resolve import short_name
 from engine.worker.placed_model import compute, measure, place
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler, refusal

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 import engine
-from engine.worker.load.loader import pick_dtype
+from engine.worker.load.devices import pick_dtype
 from tools.lab.demo import measure_draw, train_draw
 
 pytestmark = [

@@ -19,7 +19,7 @@ from engine.worker.forward.packing import pack  # noqa: E402
 from engine.worker.forward.reference_attention import ReferenceBackend, first_visible  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load.architectures import LayerShape, layer_shapes  # noqa: E402
-from engine.worker.load.loader import pick_device  # noqa: E402
+from engine.worker.load.devices import pick_device  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.text.tokenizer import load_tokenizer  # noqa: E402
 from tests.checkpoints.text import PRESETS, Shape, main, make, make_config  # noqa: E402

@@ -24,7 +24,7 @@ from engine.worker.failures import load_failures, step_failures
 from engine.worker.forward.thread_state import thread_state
 from engine.worker.image_interface import ImageModelInfo
 from engine.worker.interface import LoadProgress
-from engine.worker.load.loader import estimate_on, pick_device, pick_dtype
+from engine.worker.load.devices import estimate_on, pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import resolve, short_name
 from engine.worker.text.tokenizer import HfTokenizer

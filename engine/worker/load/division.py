@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.worker.load.checkpoint import Checkpoint
-from engine.worker.load.loader import pick_device, read_config
+from engine.worker.load.devices import pick_device
+from engine.worker.load.loader import read_config
 from engine.worker.load.refusal import Refusal
 from engine.worker.outline.division_plans import PLANS, Style, is_one_expert, style_of
 
