@@ -171,6 +171,30 @@ def test_compiled_experts_compute_what_torch_does_with_the_same_roundings(
     check_rounded_alike(small, exact)
 
 
+def divergence(exact, other):
+    """Return the mean KL divergence of two models' next tokens, in nats."""
+    sure, told = (one.logits().log_softmax(1) for one in (exact, other))
+    return float((sure.exp() * (sure - told)).sum(1).mean())
+
+
+def test_compiled_experts_diverge_from_float_rows_as_far_as_rows_of_int8_do(
+    checkpoint, scales_in_halves
+):
+    """What they lose is the rounding of the rows that they multiply: a router near a tie then takes
+    another expert, and a log-probability may move by 2.5 on random weights."""
+
+    def built(*, is_stock):
+        weights = Mxfp4Checkpoint(checkpoint)
+        return Built(checkpoint, torch.float32, is_stock=is_stock, weights=weights)
+
+    exact, rounded, small = built(is_stock=True), built(is_stock=True), built(is_stock=False)
+    round_inputs(rounded.execution.model.module, but=FLOAT_LAYERS)
+    lost = divergence(exact, rounded)
+    assert 5e-4 < lost < 5e-3
+    assert divergence(exact, small) == pytest.approx(lost, rel=0.2)
+    assert divergence(rounded, small) < 0.1 * lost
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """Return a checkpoint that is mostly experts, in bfloat16."""
