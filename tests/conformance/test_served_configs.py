@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch")
 from engine.core.text.types import Sampling  # noqa: E402
 from engine.worker.load.checkpoint import current_name  # noqa: E402
 from engine.worker.load.joined_experts import Joining  # noqa: E402
+from tests.checkpoints.text import EXTRA, make, make_config  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import TINY, ZOO, load_runner, prompt_of  # noqa: E402
 from tests.support.parity import Oracle  # noqa: E402
-from tools.make_model import EXTRA, make, make_config  # noqa: E402
 
 pytestmark = pytest.mark.model
 

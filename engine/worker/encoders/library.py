@@ -82,7 +82,7 @@ def is_causal(transformer: Any) -> bool:
     return getattr(transformer, "transformer_task", "") == "text-generation"
 
 
-def learnt_positions(module: Any) -> int | None:
+def _learnt_positions(module: Any) -> int | None:
     """Return how many tokens have positions in a model that counts them from behind its padding id,
     as RoBERTa and its kin do: its first embeddings of positions belong to no token. None for any
     other model."""
@@ -91,6 +91,23 @@ def learnt_positions(module: Any) -> int | None:
         if name.endswith("position_embeddings") and padding is not None:
             return len(part.weight) - padding - 1
     return None
+
+
+def max_tokens_of(model: Any, asked: int | None) -> int:
+    """Return the most tokens of an input: the least of the tokenizer's limit, the model's
+    positions and what the operator ``asked`` for.
+
+    Raises:
+        Refusal: No limit is known.
+    """
+    module = model[0].model
+    config = getattr(module.config, "text_config", module.config)
+    limits = [model.max_seq_length, getattr(config, "max_position_embeddings", None)]
+    limits += [asked, _learnt_positions(module)]
+    known = [int(limit) for limit in limits if limit]
+    if not known or min(known) > 10**6:
+        raise Refusal("neither its tokenizer nor its config limits the length of an input")
+    return min(known)
 
 
 def padding_of(model: Any, *, is_rerank: bool) -> int:

@@ -43,8 +43,8 @@ from engine.worker.encoders.library import (
     check_weights,
     input_template,
     is_causal,
-    learnt_positions,
     load_model,
+    max_tokens_of,
     padding_of,
 )
 from engine.worker.encoders.tokenizer import InputTokenizer
@@ -52,7 +52,7 @@ from engine.worker.failures import load_failures, step_failures
 from engine.worker.forward.thread_state import thread_state
 from engine.worker.interface import EncoderInfo, EncoderKind, LoadProgress
 from engine.worker.load.checkpoint import Checkpoint
-from engine.worker.load.loader import estimate_on, pick_device, pick_dtype
+from engine.worker.load.devices import estimate_on, pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json, resolve, short_name
 from engine.worker.text.tokenizer import HfTokenizer
@@ -193,7 +193,7 @@ class EncoderRunner:
         check_weights(transformer.model, stored, unused="pooler." if reads_texts else "")
         model.to(device=device, dtype=dtype).eval()
         model.requires_grad_(False)
-        max_tokens = _max_tokens(model, spec)
+        max_tokens = max_tokens_of(model, spec.max_model_len)
         self._take_tokenizer(model, max_tokens)
         self._take_modules(model, is_rerank=is_rerank)
         config = transformer.model.config
@@ -434,20 +434,3 @@ def _image_reader(transformer: Any, max_pixels: int) -> ImageReader:
         raise Refusal("its sentence_bert_config.json changes how images are read")
     processor = transformer.processor.image_processor
     return ImageReader(processor, transformer.model.config, max_pixels)
-
-
-def _max_tokens(model: Any, spec: RunnerSpec) -> int:
-    """Return the most tokens of an input: the least of the tokenizer's limit, the model's
-    positions and the operator's limit.
-
-    Raises:
-        Refusal: No limit is known.
-    """
-    module = model[0].model
-    config = getattr(module.config, "text_config", module.config)
-    limits = [model.max_seq_length, getattr(config, "max_position_embeddings", None)]
-    limits += [spec.max_model_len, learnt_positions(module)]
-    known = [int(limit) for limit in limits if limit]
-    if not known or min(known) > 10**6:
-        raise Refusal("neither its tokenizer nor its config limits the length of an input")
-    return min(known)

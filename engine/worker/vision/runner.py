@@ -22,7 +22,7 @@ from engine.worker.forward.attention import Mask
 from engine.worker.forward.decoder import NativeDecoder
 from engine.worker.forward.image_rows import IMAGES, ImageRows, LaterRows, embed_with
 from engine.worker.load.architectures import context_limit
-from engine.worker.load.loader import pick_device, pick_dtype
+from engine.worker.load.devices import pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import resolve, short_name
 from engine.worker.model_files import open_files
