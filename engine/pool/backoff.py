@@ -10,8 +10,6 @@ R114, R142.
 `RestartBackoff`, of one replica's deaths. The k-th death within `WINDOW_S` is followed by a restart
 `FIRST_DELAY_S` · 2^(k-1) seconds later, at most `LONGEST_DELAY_S`; after the last death that is
 allowed no restart follows. Source: R98, R141.
-
-The figures are api.md's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every kind of bad input, over the wire: code and reason of design §5, and the field by name.
+"""Every kind of bad input, over the wire: code and reason, and the field by name.
 
 The server goes on after each. A client's mistake is never INTERNAL or UNKNOWN.
 """

@@ -208,7 +208,7 @@ MESSAGES = {
         failed:uint64 refused:uint64
     """,
     "Totals": STATS + "detached:uint32",
-    # not in api.md: pause, so that a paused replica does not pass for one that serves
+    # `pause` is here so that a paused replica does not pass for one that serves
     "ReplicaStats": STATS + "model:string replica:uint32 state:ReplicaState pause:PauseMode",
     "PauseRequest": "mode:PauseMode model:string",
     "PauseResponse": "",

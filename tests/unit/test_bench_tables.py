@@ -69,11 +69,12 @@ def two(tmp_path, monkeypatch):
 
 def test_a_part_is_its_commands_a_table_and_where_it_was_measured(two):
     assert tables.part(CLAIM) == PART
-    brief = tables.part(replace(CLAIM, brief="A model"))
+    brief = tables.part(replace(CLAIM, brief="A model."))
     assert brief.endswith(
-        "A model, 2 cores of A CPU (Zen 9), 2026-01-02 to 2026-01-02; "
-        "`python -m tools.lab.bench` `step`."
+        "A model. On 2 cores of A CPU (Zen 9), 2026-01-02 to 2026-01-02, by "
+        "`python -m tools.lab.bench\nBENCH`."
     )
+    assert brief.count(" `step` |\n") == len(CLAIM.lines)
     assert "```" not in brief
 
 

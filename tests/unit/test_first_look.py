@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from engine.worker.load.architectures import SERVED
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
@@ -146,9 +143,3 @@ def said(tmp_path_factory):
 def test_a_directory_is_refused_as_what_it_is_before_torch_is_imported(said, name):
     """Importing torch and transformers takes seconds, which a mistake should not cost."""
     assert said[name] == [f"Worker spawn failed: {DIRECTORIES[name][1]}", []]
-
-
-def test_the_page_of_features_lists_the_architectures_that_are_served():
-    page = (Path(__file__).parents[2] / "docs" / "features.md").read_text()
-    names = ", ".join(entry.label for entry in SERVED.values())
-    assert " ".join(page.split()).count(f"token for token against transformers: {names} (") == 1

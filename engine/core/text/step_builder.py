@@ -2,8 +2,8 @@
 queue.
 
 Rule 1: a builder plans one step and keeps nothing for the next. The step is undone or kept as a
-whole (`PlannedStep`). Rule 2: a row exists only with its blocks *and* its message slots reserved
-(design §2.4). A request is parked only if it has the blocks to run but no slot for its message.
+whole (`PlannedStep`). Rule 2: a row exists only with its blocks *and* its message slots reserved.
+A request is parked only if it has the blocks to run but no slot for its message.
 
 The step's token budget: every running decode has its one token first (max_num_batched_tokens is
 greater than max_num_seqs); the rest goes to prompt chunks in rank order. So neither starves the

@@ -113,7 +113,7 @@ def printed(file: Path) -> str:
 
 def part(claim: Claim) -> str:
     """Return what a page shows of a claim: the commands, the table, and where they were measured.
-    The front page has the names of the benches for their commands.
+    The front page has the name of each line's bench for the commands.
 
     Raises:
         KeyError: A row of the claim is not in its file.
@@ -121,14 +121,16 @@ def part(claim: Claim) -> str:
     data = {name: json.loads((FIGURES / f"{name}.json").read_text("utf-8")) for name in claim.files}
     rows = {name: {row["name"]: row for row in one["rows"]} for name, one in data.items()}
     shown = [one for one in claim.lines if not one.is_new or set(one.rows) & set(rows[one.file])]
-    width = len(claim.columns) + 1
+    columns, ends = claim.columns, [""] * len(shown)
+    if claim.brief:
+        columns, ends = (*columns, "bench"), [f" `{data[one.file]['bench']}` |" for one in shown]
     table = [
-        f"| | {' | '.join(claim.columns)} |",
-        "|---" * width + "|",
-        *(_line(line, rows[line.file]) for line in shown),
+        f"| | {' | '.join(columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+        *(_line(one, rows[one.file]) + end for one, end in zip(shown, ends, strict=True)),
     ]
     if claim.brief:
-        return "\n".join([*table, "", *_wrapped(f"{claim.brief}, {_briefly(data)}")])
+        return "\n".join([*table, "", *_wrapped(f"{claim.brief} {_briefly(data)}")])
     commands = ["```sh", *(_command(name, one["bench"]) for name, one in data.items()), "```"]
     return "\n".join([*commands, "", *table, "", *_wrapped(_origins(data))])
 
@@ -169,8 +171,7 @@ def _origins(data: dict[str, dict[str, Any]]) -> str:
 def _briefly(data: dict[str, dict[str, Any]]) -> str:
     machines = " and ".join(dict.fromkeys(_machine(name, one) for name, one in data.items()))
     days = sorted(one["machine"]["when"].split()[0] for one in data.values())
-    benches = ", ".join(f"`{one['bench']}`" for one in data.values())
-    return f"{machines}, {days[0]} to {days[-1]}; `python -m tools.lab.bench` {benches}."
+    return f"On {machines}, {days[0]} to {days[-1]}, by `python -m tools.lab.bench BENCH`."
 
 
 def _machine(name: str, data: dict[str, Any]) -> str:
