@@ -43,8 +43,8 @@ class ToolFormat(Enum):
 
 
 class Pair(NamedTuple):
-    """The markers around a part of an answer. A model writes them if its template has ``closing``
-    or one of ``signs``, or opens the part."""
+    """The markers around a part of an answer. A model writes them if its template has one of them
+    or of ``signs``."""
 
     opening: str
     closing: str
@@ -52,7 +52,7 @@ class Pair(NamedTuple):
 
     def is_of(self, template: str) -> bool:
         """Return whether the model of this template writes the markers."""
-        return any(sign in template for sign in (self.closing, *self.signs))
+        return any(sign in template for sign in (self.opening, self.closing, *self.signs))
 
 
 # Hunyuan's templates need not have the markers of its answers.
@@ -162,7 +162,7 @@ def _find_pair(pairs: Iterable[Pair], template: str, prompt: str) -> tuple[Pair 
     end."""
     end = prompt.rstrip()
     for pair in pairs:
-        if end.endswith(pair.opening) and (pair.opening in template or pair.is_of(template)):
+        if end.endswith(pair.opening) and pair.is_of(template):
             return pair, pair.opening
     return next((pair for pair in pairs if pair.is_of(template)), None), ""
 

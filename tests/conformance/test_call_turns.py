@@ -34,6 +34,9 @@ TEMPLATES = {
     "calls where content is none": (
         f"{LOOP}{{% if m.content is none %}}{CALLS}{AS_JSON}{{% endfor %}}{{% else %}}"
         f"{{{{ m.content }}}}{{% endif %}}{END}", NULL, ARGUMENTS),
+    "a word where content is none": (
+        f"{LOOP}{{% if m.content is none %}}[weather {{% else %}}{{{{ m.content }}}}{{% endif %}}"
+        f"{END}", NULL, ARGUMENTS),
     "calls where content is missing": (
         f"{LOOP}{{% if m.content is defined %}}{{{{ m.content }}}}{{% else %}}{CALLS}{AS_JSON}"
         f"{{% endfor %}}{{% endif %}}{END}", MISSING, ARGUMENTS),
@@ -55,6 +58,9 @@ TEMPLATES = {
     "calls only beside tools": (
         f"{{% if not tools %}}{{{{ raise_exception('no tools') }}}}{{% endif %}}"
         f"{LOOP}{{{{ m.content }}}}{CALLS}{AS_JSON}{{% endfor %}}{END}", MISSING, ARGUMENTS),
+    "no calls, and a content as JSON": (
+        f"{LOOP}{{{{ m.content if m.content is string else m.content | tojson }}}}{END}",
+        EMPTY, ARGUMENTS),
     "no calls at all": (f"{LOOP}{{{{ '' + m.content }}}}{END}", EMPTY, ARGUMENTS),
 }  # fmt: skip
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
@@ -91,7 +97,7 @@ def test_a_call_is_written_as_in_transformers_in_the_form_that_it_wants(
         add_generation_prompt=True,
     )
     assert ours(template, chat(given_content, given_arguments)) == expected
-    assert ("[weather " in expected) == (name != "no calls at all")
+    assert ("[weather " in expected) == (not name.startswith("no calls"))
 
 
 def test_what_a_turn_with_calls_says_stays_and_so_does_a_turn_without_calls():
@@ -125,7 +131,7 @@ def test_any_arguments_reach_a_template_as_the_same_object(arguments, name):
     ]
     for text in texts:
         _, found, call = text.partition("[weather ")
-        if found:
+        if found and call != "<assistant>":
             assert json.loads(call.removesuffix("<assistant>").removesuffix("]")) == arguments
 
 
@@ -145,7 +151,7 @@ def test_a_template_is_tried_once(monkeypatch):
     form_of.cache_clear()
     for _ in range(3):
         ours(TEMPLATES["DeepSeek V3"][0], chat(EMPTY, ARGUMENTS))
-    assert 2 <= count <= 12
+    assert 2 <= count <= 7
 
 
 def test_a_turn_with_calls_and_no_content_gets_no_parts():

@@ -275,8 +275,7 @@ def test_the_format_of_calls_is_read_from_the_template(template, tools):
 def test_a_prompt_may_have_opened_the_reasoning(prompt, inside):
     for template in ("<think> … </think>", "</think>", "<think>"):  # one of them is enough
         form = detect_format(template, prompt=prompt)
-        if inside or "</think>" in template:
-            assert (form.reasoning, form.begins_inside) == (REASONING[0], inside)
+        assert (form.reasoning, form.begins_inside) == (REASONING[0], inside)
     assert detect_format("", names=NAMES, prompt=prompt).is_plain
 
 

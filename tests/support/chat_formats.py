@@ -132,7 +132,7 @@ ROWS = (
         turns(mentions="[TOOL_CALLS]"), None, None, PLAIN),
     Row(("Ministral 3", "Mistral"), "mistralai/Ministral-3-14B-Reasoning-2512",
         "39f03c383413f531fd302c06c7e982ad98c83f0657a8339ae25478ccb81fdcda",
-        turns(mentions="[THINK]thoughts[/THINK][TOOL_CALLS][ARGS]"), BRACKETS, None,
+        turns(mentions="[THINK][TOOL_CALLS][ARGS]"), BRACKETS, None,
         (*thought(BRACKETS, after=""),
          ('[THINK]Hm[/THINK][TOOL_CALLS]f[ARGS]{"a": 1}', ("", "Hm", 1)),
          ("[TOOL_CALLS]other[ARGS]{}", ("[TOOL_CALLS]other[ARGS]{}", "", 0)))),

@@ -75,22 +75,34 @@ def form_of(template: str, special_tokens: tuple[tuple[str, str], ...]) -> CallF
     """Return the form in which a template writes the calls of a turn. Call it where `render` may be
     called."""
     special: dict[str, object] = dict(special_tokens)
-    return max(FORMS, key=lambda form: _success(template, special, form))  # the first of several
+    silent = _written(template, special, {"role": "assistant", "content": ""}) or ""
+    return max(FORMS, key=lambda form: _success(template, special, form, silent))  # the first best
 
 
-def _success(template: str, special_tokens: dict[str, object], form: CallForm) -> int:
-    """Return 2 if a template writes a call that it gets in this form, and no content beside it; 1
-    if it writes something else; 0 if it fails."""
+def _success(template: str, special_tokens: dict[str, object], form: CallForm, silent: str) -> int:
+    """Return 3 if a template writes a call that it gets in this form; 2 if it writes something else
+    than for ``silent``, a turn without content and calls; 1 if it writes that, a null as a word, or
+    an object as Python does; 0 if it fails."""
     function = {"name": "f", "arguments": ARGUMENTS}
     call = {"id": "abcdefghi", "type": "function", "function": function}
-    said: list[dict[str, object]] = [{"role": "user", "content": "q"}]
     turn = in_form({"role": "assistant", "tool_calls": [call]}, form)
-    try:
-        without = render(template, said, TOOLS, special_tokens, add_generation_prompt=False)
-        text = render(template, [*said, turn], TOOLS, special_tokens, add_generation_prompt=False)
-    except TrioletError:
+    text = _written(template, special_tokens, turn)
+    if text is None:
         return 0
     # Arguments that Python wrote, or that stand as text inside of a text, and a content of None.
     wrong = (str(ARGUMENTS), json.dumps(json.dumps(ARGUMENTS))[1:-1])
-    is_wrong = any(one in text for one in wrong) or text.count("None") > without.count("None")
-    return 2 if VALUE in text and not is_wrong else 1
+    says_none = any(text.count(one) > silent.count(one) for one in ("None", "null"))
+    if says_none or any(one in text for one in wrong):
+        return 1
+    return 3 if VALUE in text else 1 + (text != silent)
+
+
+def _written(
+    template: str, special_tokens: dict[str, object], turn: dict[str, object]
+) -> str | None:
+    """Return what a template writes of a chat that ends with a turn; None if it fails."""
+    said: dict[str, object] = {"role": "user", "content": "q"}
+    try:
+        return render(template, [said, turn], TOOLS, special_tokens, add_generation_prompt=False)
+    except TrioletError:
+        return None
