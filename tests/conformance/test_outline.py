@@ -86,6 +86,10 @@ PUBLISHED = {
         rope_scaling={"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}),
     "Qwen2, windows": published("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=64,
                                 max_window_layers=1),
+    "Qwen3, yarn": published(
+        "Qwen3ForCausalLM", head_dim=128, rope_theta=1000000, max_position_embeddings=40960,
+        rope_scaling={"rope_type": "yarn", "factor": 4.0,
+                      "original_max_position_embeddings": 32768}),
     "Qwen3": published("Qwen3ForCausalLM", head_dim=128, attention_bias=False, rope_scaling=None,
                        sliding_window=None, rope_theta=1000000, tie_word_embeddings=True),
     "Qwen3-MoE": published(

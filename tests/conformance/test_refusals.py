@@ -17,13 +17,23 @@ from engine.worker.forward.attention import (  # noqa: E402
 )
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load import architectures  # noqa: E402
-from engine.worker.load.architectures import Architecture, LayerShape, context_limit, find  # noqa: E402
+from engine.worker.load.architectures import (  # noqa: E402
+    LONGROPE,
+    STATIC_ROPE_TYPES,
+    Architecture,
+    LayerShape,
+    context_limit,
+    context_note,
+    find,
+)
+from engine.worker.load.loader import read_config  # noqa: E402
 from engine.worker.load.refusal import Refusal  # noqa: E402
 from engine.worker.load.vision_architectures import (  # noqa: E402
     VISION,
     find_vision,
     has_vision,
 )
+from engine.worker.outline.config import OutlineConfig  # noqa: E402
 from engine.worker.text_runner import TorchRunner  # noqa: E402
 from tests.checkpoints.text import PRESETS, make  # noqa: E402
 from tests.support.model_zoo import LONG_PHI3, load_runner  # noqa: E402
@@ -172,6 +182,63 @@ def test_longrope_serves_its_original_length_and_refuses_more():
         "max_model_len 601 is more than the original length of its longrope embedding, 600; give "
         "--max-model-len 600 or less, or leave it out"
     )
+
+
+ORIGINAL = "original_max_position_embeddings"
+# Kinds of rotary embeddings: their settings, and the longest sequence with 1024 positions in the
+# config. Source: vLLM's `_get_and_verify_max_len`; where yarn's product is less than the positions,
+# vLLM takes the product.
+LENGTHS = {
+    "default": ({"rope_type": "default"}, 1024),
+    "yarn, as Qwen's card": ({"rope_type": "yarn", "factor": 4.0, ORIGINAL: 1024}, 4096),
+    "yarn, as Qwen 3's card": ({"rope_type": "yarn", "factor": 4.0, ORIGINAL: 816}, 3264),
+    "yarn, stretched already": ({"rope_type": "yarn", "factor": 4.0, ORIGINAL: 256}, 1024),
+    "yarn, of half a length": ({"rope_type": "yarn", "factor": 1.5, ORIGINAL: 1023}, 1534),
+    "yarn, without its original": ({"rope_type": "yarn", "factor": 2.0}, 2048),
+    "yarn, without a factor": ({"rope_type": "yarn", "factor": None, ORIGINAL: 256}, 1024),
+    "yarn, shorter": ({"rope_type": "yarn", "factor": 2.0, ORIGINAL: 256}, 1024),
+    "linear": ({"rope_type": "linear", "factor": 2.5}, 2560),
+    "llama3": ({"rope_type": "llama3", "factor": 8.0, ORIGINAL: 256}, 1024),
+    "longrope": ({"rope_type": "longrope", "factor": 4.0, ORIGINAL: 256}, 256),
+    "of each layer type": (
+        {
+            "sliding_attention": {"rope_type": "default"},
+            "full_attention": {"rope_type": "yarn", "factor": 8.0, ORIGINAL: 1024},
+        },
+        8192,
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "length"), LENGTHS.values(), ids=LENGTHS)
+def test_a_sequence_may_be_as_long_as_the_rotary_embedding_is_stretched(settings, length):
+    config = SimpleNamespace(max_position_embeddings=1024, rope_parameters=settings)
+    assert context_limit(config, None) == length
+    with pytest.raises(Refusal, match=f"{length + 1} is more than .*, {length}; give"):
+        context_limit(config, length + 1)
+    if length >= 1024:
+        assert context_note(config, None, length) == ""
+        assert "its KV pool holds no more" in context_note(config, None, length - 1)
+
+
+def test_the_table_of_lengths_has_every_kind_of_rotary_embedding_that_is_served():
+    assert STATIC_ROPE_TYPES | {LONGROPE} <= {name.partition(",")[0] for name in LENGTHS}
+
+
+def test_gemma_3s_positions_are_stretched_already():
+    layers = {"full_attention": {"rope_type": "linear", "factor": 8.0}}
+    for name in ("gemma3_text", "gemma3"):
+        config = SimpleNamespace(
+            max_position_embeddings=1024, rope_parameters=layers, model_type=name
+        )
+        assert context_limit(config, None) == 1024
+
+
+@pytest.mark.parametrize("is_stock", [False, True])
+def test_a_checkpoint_with_yarn_has_the_stretched_length_compiled_and_stock(zoo, is_stock):
+    _, config = read_config(zoo.directory("llama, yarn"), is_stock=is_stock)
+    assert isinstance(config, OutlineConfig) is not is_stock
+    assert (config.max_position_embeddings, context_limit(config, None)) == (320, 1024)
 
 
 def test_a_length_beyond_the_models_is_refused():

@@ -73,7 +73,8 @@ ZOO: dict[str, Entry] = {
         "llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}
     ),
     "llama, llama3 rotary": Entry("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama, yarn": Entry("llama", {"rope_parameters": YARN_ROPE}),
+    # As on Qwen 3's card, whose config does not name the stretched length.
+    "llama, yarn": Entry("llama", {"rope_parameters": YARN_ROPE, "max_position_embeddings": 320}),
     "llama, linear rotary": Entry("llama", {"rope_parameters": LINEAR_ROPE}),
     "qwen2": Entry("qwen2"),
     "qwen2, windows above": Entry(

@@ -105,6 +105,10 @@ MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "image_token_
 # Rotary embeddings whose frequencies depend on the config alone. The type "dynamic" computes them
 # from the longest position of the batch, so that one request would change another's output.
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+# Those with which max_position_embeddings may be the length before stretching, and the models whose
+# configs name the length after it. Source: vLLM's `_get_and_verify_max_len`.
+UNSTRETCHED = frozenset({"linear", "yarn"})
+STRETCHED_TYPES = frozenset({"gemma3", "gemma3_text"})
 LONGROPE = "longrope"  # served up to its original length
 OLD_LONGROPE = "su"  # what the first configs of Phi-3 call it; transformers renames it
 
@@ -209,7 +213,8 @@ def context_limit(config: Any, requested: int | None) -> int:
 def context_note(config: Any, requested: int | None, served: int) -> str:
     """Return why a model is served with ``served`` tokens and not with all of its positions; empty
     if it has all of them, or if the operator ``requested`` a length."""
-    positions, (limit, _) = int(config.max_position_embeddings), _own_limit(config)
+    limit, _ = _own_limit(config)
+    positions = max(limit, int(config.max_position_embeddings))
     if requested is not None or served == positions:
         return ""
     if served < limit:
@@ -221,23 +226,28 @@ def context_note(config: Any, requested: int | None, served: int) -> str:
 
 
 def _own_limit(config: Any) -> tuple[int, str]:
-    """Return the most tokens that the model itself allows, and what sets that limit. For a longrope
+    """Return the most tokens that the model itself allows, and what sets that limit. Where a rotary
+    embedding is stretched further than the config's positions, its length counts. For a longrope
     model it is the original length, because a longer sequence would change the frequencies of all
     sequences in the batch.
 
     Raises:
         Refusal: The rotary embedding is not served.
     """
-    limit = int(config.max_position_embeddings)
-    why = "the model's max_position_embeddings"
+    positions = limit = int(config.max_position_embeddings)
+    why, model_type = "the model's max_position_embeddings", getattr(config, "model_type", None)
     for rope in _rotary_settings(getattr(config, "rope_parameters", None)):
         kind = str(rope.get("rope_type", "default"))
-        if not _has_fixed_stretch(rope, getattr(config, "model_type", None)):
+        if not _has_fixed_stretch(rope, model_type):
             _refuse_rotary(kind)
-        if kind == LONGROPE:
-            original = rope.get("original_max_position_embeddings") or limit
-            if int(original) < limit:
-                limit, why = int(original), "the original length of its longrope embedding"
+        original = int(rope.get("original_max_position_embeddings") or positions)
+        if kind == LONGROPE and original < limit:
+            limit, why = original, "the original length of its longrope embedding"
+        if kind not in UNSTRETCHED or model_type in STRETCHED_TYPES:
+            continue
+        length = int((original if kind == "yarn" else positions) * (rope.get("factor") or 1))
+        if length > limit:
+            limit, why = length, f"the length to which its {kind} embedding is stretched"
     return limit, why
 
 
