@@ -462,7 +462,7 @@ REFUSED = {
     "an unknown name": (Constraint("lark", "start: FOO"), "FOO"),
     "no JSON": (Constraint("json_schema", '{"type":'), "not JSON"),
     "JSON that closes more than it opened": (Constraint("json_schema", '{}, "x": {}'), "not JSON"),
-    "no schema": (Constraint("json_schema", "[1]"), "object schema"),
+    "no schema": (Constraint("json_schema", "[1]"), "must be an object"),
     "an unknown type": (Constraint("json_schema", '{"type": "foo"}'), "foo"),
     "an unsatisfiable schema": (
         Constraint("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}'),

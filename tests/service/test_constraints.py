@@ -79,6 +79,8 @@ BAD = [
     ({"json_schema": "{"}, "constraint.json_schema"),
     ({"json_schema": '{"type": "thing"}'}, "constraint.json_schema"),
     ({"json_schema": '{"type": "array", "uniqueItems": true}'}, "constraint.json_schema"),
+    ({"json_schema": '{"enum": [1234567890123456789]}'}, "constraint.json_schema"),
+    ({"lark": 'start: %json {"const": 1234567890123456789}'}, "constraint.lark"),
     ({"regex": "a(b"}, "constraint.regex"),
     ({"regex": "(?=a)b"}, "constraint.regex"),
     ({"lark": "start: NOWHERE"}, "constraint.lark"),

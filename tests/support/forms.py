@@ -103,13 +103,13 @@ schemas = st.recursive(
 )
 
 
-def drawn(strategy, count, *, number=0):
-    """Return ``count`` different values of a strategy, the same every time."""
+def drawn(strategy, count, *, number=0, times=8):
+    """Return ``count`` different values of a strategy, of ``times`` as many, always the same."""
     found = {}
 
     @seed(number)
     @settings(
-        max_examples=8 * count,
+        max_examples=times * count,
         database=None,
         deadline=None,
         phases=[Phase.generate],

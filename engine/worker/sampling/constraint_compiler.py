@@ -33,11 +33,10 @@ from engine.core.common.vocabulary import first_outside
 from engine.core.text.types import TOOLS_KIND
 from engine.errors import EngineBug, FieldViolation, InvalidRequest, Unsupported
 from engine.worker.sampling.constraint_sandbox import ConstraintSandbox
+from engine.worker.sampling.json_schemas import exact_lark, exact_schema
 from engine.worker.sampling.masks import Mask
 
 if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
     from engine.core.common.types import SequenceId
     from engine.core.text.types import Constraint
     from engine.worker.text.tokenizer import HfTokenizer
@@ -252,7 +251,8 @@ def grammar_of(constraint: Constraint) -> str:
     """Return the constraint in llguidance's own notation.
 
     Raises:
-        InvalidRequest: the schema is not JSON, or the text is not Unicode.
+        InvalidRequest: the schema is not JSON, or has a part that llguidance would not follow
+            exactly, or the text is not Unicode.
     """
     try:
         return _grammar_of(constraint.kind, constraint.source)
@@ -261,25 +261,16 @@ def grammar_of(constraint: Constraint) -> str:
 
 
 def _grammar_of(kind: str, source: str) -> str:
-    if kind == "json_object":
-        return _schema_grammar('{"type": "object"}')
-    if kind == "json_schema":
-        try:
-            schema = json.loads(source)  # the source is pasted into JSON below
-        except ValueError as error:
-            raise ValueError(f"is not JSON: {error}") from None
-        return _schema_grammar("{}" if schema is True else source)
+    if kind in ("json_object", "json_schema"):
+        schema = '{"type": "object"}' if kind == "json_object" else source
+        exact = exact_schema(schema, whitespace_pattern=WHITESPACE)
+        return LLMatcher.grammar_from_json_schema(exact)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(source)
     if kind in ("lark", TOOLS_KIND):
-        return LLMatcher.grammar_from_lark(source)
+        return LLMatcher.grammar_from_lark(exact_lark(source))
     texts = [json.dumps(text, ensure_ascii=False) for text in source.split("\0")]
     return LLMatcher.grammar_from_lark("start: TEXT\nTEXT: " + " | ".join(texts))
-
-
-def _schema_grammar(schema: str) -> str:
-    options: JsonCompileOptions = {"whitespace_pattern": WHITESPACE}
-    return LLMatcher.grammar_from_json_schema(schema, defaults=options)
 
 
 def _build(tokenizer: LLTokenizer, grammar: str, constraint: Constraint) -> LLMatcher:

@@ -1,0 +1,298 @@
+"""Rewrites a JSON schema so that llguidance allows no answer that the schema rejects.
+
+llguidance reads some keywords more loosely than JSON Schema means them. Here each such keyword is
+written in another way, which llguidance follows exactly, or refused with its place in the schema:
+
+- It keeps numbers as doubles, which it reads one off if they have more digits than 2^53: refused.
+- It forgets that an end is open if the other end has the same integer part, as in 5 < x <= 5.5. The
+  next number of 15 digits becomes a closed end.
+- It computes `multipleOf` with 32 bits: refused beyond.
+- Its dates have a 29 February in every year and a year 0, its times a second 60, and its host names
+  any length: a pattern says the rest.
+- It spells names of further properties with ``\\u`` escapes, and so writes a listed name again:
+  texts have no such escapes.
+- It may write the name of a further property twice: `minProperties` is refused if it counts two.
+- `additionalItems` beside `prefixItems`, which means nothing, makes it ignore the latter: left out.
+
+The judge is `tests/conformance/test_schema_answers.py`, which draws schemas and answers.
+
+Rule: only what an answer could be wrong by is changed. Whatever else is wrong with a schema,
+llguidance says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from decimal import Context, Decimal
+from typing import Any
+from urllib.parse import unquote
+
+EXACT_MAX = 2**53  # beyond, a double is not every integer
+DECIMALS_MAX = 22  # behind more, it is not read exactly: 10^22 is the last power that is a double
+# Beyond these, llguidance's 32 bits overflow: a remainder times ten, and a product of two.
+MULTIPLE_MAX = 2**32 // 10 - 1
+PRODUCT_MAX = 2**32 - 1
+DIGITS = Context(prec=15)
+SMALLEST = 1e-20  # the number behind 0, as smaller ones are not read exactly
+ESCAPES = 'nrbtf\\"'
+UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
+LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+ONES = ("items", "additionalItems", "additionalProperties")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+MERGING = ("allOf", "anyOf", "oneOf", "$ref")
+
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_DAY = "(?:(?:0[13-9]|1[0-2])-[0-9]{2}|02-(?:[01][0-9]|2[0-8]))"
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
+_LEAP = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29"
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP})"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+FORMATS = {  # what a text of the format must match besides
+    "date": f"^{_DATE}$",
+    "date-time": f"^{_DATE}[tT]{_TIME}",
+    "time": f"^{_TIME}",
+    "hostname": "^.{1,253}$",
+}
+
+# The tokens of llguidance's Lark in which a %json would be no keyword, and the keyword itself.
+_LARK = re.compile(
+    r'(?:\#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/|<[^<>\s]+>|(?P<json>%json\s*)'
+)
+
+
+def exact_schema(source: str, **options: object) -> str:
+    """Return a schema's text rewritten, with these options of llguidance unless it has its own.
+
+    Raises:
+        ValueError: it is not JSON, or has a part that cannot be followed exactly.
+    """
+    try:
+        schema = _DECODER.decode(source)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    return json.dumps(_exact(schema, options))
+
+
+def exact_lark(source: str) -> str:
+    """Return a Lark grammar with each schema behind ``%json`` rewritten.
+
+    Raises:
+        ValueError: as `exact_schema`.
+    """
+    made, start = [], 0
+    while (found := _next_schema(source, start)) is not None:
+        try:
+            schema, end = _DECODER.raw_decode(source, found)
+        except ValueError as error:
+            raise ValueError(f"has a %json that is not JSON: {error}") from None
+        made += [source[start:found], json.dumps(_exact(schema, {}))]
+        start = end
+    return "".join([*made, source[start:]])
+
+
+def _next_schema(source: str, start: int) -> int | None:
+    """Return where the text of the next schema begins; None if there is none."""
+    for token in _LARK.finditer(source, start):
+        if token["json"]:
+            return token.end()
+    return None
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
+def _exact(schema: Any, options: dict[str, object]) -> Any:
+    """Rewrite a parsed schema in its place, and return it with llguidance's options."""
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        return schema
+    nodes = _nodes(schema)
+    for node, path in nodes:
+        _check_numbers(node, path)
+        _check_names(node, path)
+    _check_multiples(nodes)
+    _close_ends(nodes)
+    for node, _ in nodes:
+        _complete_format(node)
+        _separate_items(node)
+    own = schema.get("x-guidance")
+    merged = dict(own) if isinstance(own, dict) else dict(options)
+    escapes = merged.get("json_allowed_escapes")
+    merged["json_allowed_escapes"] = (
+        escapes.replace("u", "") if isinstance(escapes, str) else ESCAPES
+    )
+    schema["x-guidance"] = merged
+    return schema
+
+
+def _nodes(root: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Return each part of a schema that is a schema itself, with its JSON pointer: what keywords
+    hold, and what references point at."""
+    found: dict[int, tuple[dict[str, Any], str]] = {}
+    waiting: list[tuple[Any, str]] = [(root, "#")]
+    while waiting:
+        node, path = waiting.pop()
+        if not isinstance(node, dict) or id(node) in found:
+            continue
+        found[id(node)] = (node, path)
+        for key in MAPS:
+            if isinstance(parts := node.get(key), dict):
+                waiting += [(one, f"{path}/{key}/{name}") for name, one in parts.items()]
+        for key in LISTS:
+            if isinstance(parts := node.get(key), list):
+                waiting += [(one, f"{path}/{key}/{at}") for at, one in enumerate(parts)]
+        waiting += [(node[key], f"{path}/{key}") for key in ONES if key in node]
+        target = node.get("$ref")
+        if isinstance(target, str) and target.startswith("#/"):
+            waiting.append((_resolve(root, target), target))
+    return [*found.values()]
+
+
+def _resolve(root: Any, pointer: str) -> Any:
+    """Return what a reference points at; None if there is nothing."""
+    node = root
+    for part in unquote(pointer[2:]).split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict):
+            node = node.get(name)
+        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        else:
+            return None
+    return node
+
+
+def _number(value: object) -> float | None:
+    """Return a number; None for anything else."""
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _check_numbers(node: dict[str, Any], path: str) -> None:
+    """Refuse numbers and characters that llguidance would not write as they are."""
+    waiting = [(node[key], f"{path}/{key}") for key in (*BOUNDS, "const", "enum") if key in node]
+    while waiting:
+        value, at = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(one, f"{at}/{name}") for name, one in value.items()]
+        elif isinstance(value, list):
+            waiting += [(one, f"{at}/{number}") for number, one in enumerate(value)]
+        elif isinstance(value, str) and (found := UNWRITABLE.search(value)) is not None:
+            raise ValueError(
+                f"has the control character U+{ord(found[0]):04X} at {at}, which no answer can have"
+            )
+        elif (number := _number(value)) is not None and not _is_exact(number, at):
+            raise ValueError(
+                f"has the number {str(value)[:40]} at {at}, whose digits are too many to be "
+                "followed exactly; integers below 2^53 can be"
+            )
+
+
+def _is_exact(value: float, at: str) -> bool:
+    """Return whether llguidance computes with this number, and not with one beside it."""
+    if isinstance(value, int) or not math.isfinite(value):  # an open end is an integer more
+        return abs(value) <= EXACT_MAX - ("/exclusive" in at)
+    written = Decimal(repr(value))
+    places = _decimals(written)
+    return places <= DECIMALS_MAX and abs(written.scaleb(places)) <= EXACT_MAX
+
+
+def _check_multiples(nodes: list[tuple[dict[str, Any], str]]) -> None:
+    """Refuse `multipleOf` where it, or what it becomes together with others, is too large."""
+    found: dict[Decimal, str] = {}
+    for node, path in nodes:
+        value = _number(node.get("multipleOf"))
+        if value and (isinstance(value, int) or math.isfinite(value)):
+            found[abs(Decimal(repr(value)))] = f"{path}/multipleOf"
+    places = max((_decimals(value) for value in found), default=0)
+    whole = [int(value.scaleb(places)) for value in found]
+    merges = len(found) > 1 and any(key in node for node, _ in nodes for key in MERGING)
+    is_large = any(value.scaleb(_decimals(value)) > MULTIPLE_MAX for value in found)
+    if is_large or (merges and math.lcm(*whole) * max(whole) > PRODUCT_MAX):
+        where = " and ".join(found.values())
+        raise ValueError(f"has a multipleOf with too many digits to be followed exactly: {where}")
+
+
+def _decimals(value: Decimal) -> int:
+    """Return the number of digits behind the point."""
+    return max(0, -int(value.normalize().as_tuple().exponent))
+
+
+def _close_ends(nodes: list[tuple[dict[str, Any], str]]) -> None:
+    """Write an open end as a closed one where an opposite end, which may come from another part of
+    the schema, has the same integer part."""
+    ends = [
+        (node, side, key, up)
+        for node, _ in nodes
+        for side, key, up in (
+            ("minimum", "exclusiveMinimum", 1),
+            ("maximum", "exclusiveMaximum", -1),
+        )
+    ]
+    numbers = {
+        up: [
+            _number(node.get(one))
+            for node, side, key, sign in ends
+            for one in (side, key)
+            if sign == up
+        ]
+        for up in (1, -1)
+    }
+    for node, side, key, up in ends:
+        is_flag = node.get(key) is True  # as draft 4 writes it
+        end = _number(node.get(side if is_flag else key))
+        if end is None or end != int(end) or end * up < 0:
+            continue
+        if not any(other is not None and 0 < (other - end) * up < 1 for other in numbers[-up]):
+            continue
+        after = float(DIGITS.next_plus(Decimal(abs(end)))) if end else SMALLEST
+        given = _number(node.get(side))
+        del node[key]
+        node[side] = up * after if given is None else up * max(up * given, after)
+
+
+def _complete_format(node: dict[str, Any]) -> None:
+    """Add the pattern by which a format's texts are all right."""
+    name = node.get("format")
+    pattern = FORMATS.get(name) if isinstance(name, str) else None
+    if pattern is None:
+        return
+    if "pattern" not in node:
+        node["pattern"] = pattern
+    elif isinstance(parts := node.setdefault("allOf", []), list):
+        node["allOf"] = [*parts, {"pattern": pattern}]
+
+
+def _separate_items(node: dict[str, Any]) -> None:
+    """Leave out an `additionalItems` without effect, and put the other behind its `items`."""
+    if "additionalItems" not in node:
+        return
+    rest = node.pop("additionalItems")
+    if isinstance(node.get("items"), list):
+        parts = [*node.items()]
+        node.clear()
+        for key, value in parts:
+            node[key] = value
+            if key == "items":
+                node["additionalItems"] = rest
+
+
+def _check_names(node: dict[str, Any], path: str) -> None:
+    """Refuse to count names of properties that could be written twice."""
+    least, listed = _number(node.get("minProperties")), node.get("required")
+    names = (
+        {*listed} if isinstance(listed, list) and all(isinstance(n, str) for n in listed) else ()
+    )
+    if least is not None and least - len(names) > 1:
+        raise ValueError(
+            f"has a minProperties of {least} at {path}, and names that are not required could be "
+            "written twice; list names under required"
+        )
