@@ -74,11 +74,11 @@ class InputPreparer:
         Cancellation: at once. A thread that tokenises or decodes goes on to its end, and its result
             is dropped.
         """
-        asked, info, tokenizer = stream.request, replica.info, replica.tools.tokenizer
+        asked, info = stream.request, replica.info
         images: list[ImageInput] = []
         if isinstance(asked, EmbedRequest):
             _check_embed(asked, info)
-            tokenized = await self._tokenize_inputs(asked, info, tokenizer)
+            tokenized = await self._tokenize_inputs(asked, replica)
             paths = [
                 f"inputs[{index}].{'text' if isinstance(one, str) else 'token_ids'}"
                 for index, one in enumerate(asked.inputs)
@@ -86,11 +86,10 @@ class InputPreparer:
             ]
             options = EncodeOptions(asked.dimensions, asked.normalize)
         else:
-            tokenized = await self._tokenize_pairs(asked, tokenizer)
+            tokenized = await self._tokenize_pairs(asked, replica)
             paths = [f"documents[{index}]" for index in range(len(tokenized))]
             options = EncodeOptions(raw_scores=bool(asked.raw_scores))
         _check_lengths(tokenized, paths, info.max_model_len, may_cut=asked.truncate is not False)
-        _check_tokens(asked, tokenized, paths, replica)
         if isinstance(asked, EmbedRequest) and asked.has_images:
             images = await self._read_images(stream, asked, info, held)
         deadline = stream.scope.deadline
@@ -104,15 +103,19 @@ class InputPreparer:
         )
 
     async def _tokenize_inputs(
-        self, asked: EmbedRequest, info: EncoderInfo, tokenizer: EncoderTokenizer
+        self, asked: EmbedRequest, replica: EncodeReplica
     ) -> list[TokenizedInput]:
         """Return the inputs as tokens, in order. Inputs that are ids are only cut."""
+        info = replica.info
         places = [place for place, one in enumerate(asked.inputs) if isinstance(one, str)]
         texts = [one for one in asked.inputs if isinstance(one, str)]
 
         def encode() -> list[TokenizedInput]:
-            with _paths_of([f"inputs[{place}].text" for place in places]):
-                return tokenizer.encode_texts(texts, asked.prompt_name)
+            paths = [f"inputs[{place}].text" for place in places]
+            with _paths_of(paths):
+                found = replica.tools.tokenizer.encode_texts(texts, asked.prompt_name)
+            _check_tokens(found, paths, replica)
+            return found
 
         made = iter(await self._tokenizing.run(_size_of(texts), encode)) if texts else iter(())
         return [
@@ -160,15 +163,18 @@ class InputPreparer:
         return made
 
     async def _tokenize_pairs(
-        self, asked: RerankRequest, tokenizer: EncoderTokenizer
+        self, asked: RerankRequest, replica: EncodeReplica
     ) -> list[TokenizedInput]:
         """Return each document with the query as tokens, in order."""
         documents = asked.documents
         size = _size_of(documents) + len(asked.query) * len(documents)
 
         def encode() -> list[TokenizedInput]:
-            with _paths_of([f"documents[{index}]" for index in range(len(documents))]):
-                return tokenizer.encode_pairs(asked.query, documents)
+            paths = [f"documents[{index}]" for index in range(len(documents))]
+            with _paths_of(paths):
+                found = replica.tools.tokenizer.encode_pairs(asked.query, documents)
+            _check_tokens(found, paths, replica, asked.query)
+            return found
 
         return await self._tokenizing.run(size, encode)
 
@@ -251,12 +257,12 @@ def _check_lengths(
 
 
 def _check_tokens(
-    asked: EmbedRequest | RerankRequest,
     tokenized: Sequence[TokenizedInput],
     paths: Sequence[str],
     replica: EncodeReplica,
+    query: str = "",
 ) -> None:
-    """Check that the tokens of every text are of the model's vocabulary. In a pair, such a token is
+    """Check that the tokens of every text are of the model's vocabulary. Such a token of a pair is
     the query's if the query alone has it.
 
     Raises:
@@ -268,8 +274,8 @@ def _check_tokens(
         for path, one in zip(paths, tokenized, strict=True)
     ]
     found = [one for one in texts if one is not None]
-    if found and not isinstance(asked, EmbedRequest):
-        own = tokenizer.encode(asked.query, add_special_tokens=False)
+    if found and query:
+        own = tokenizer.encode(query, add_special_tokens=False)
         if (wrong := violation_of_text("query", own, vocab_size, tokenizer)) is not None:
             found = [wrong]
     if found:
