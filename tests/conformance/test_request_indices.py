@@ -183,7 +183,8 @@ def engine(tmp_path_factory):
     add_token(base, f"<row {ROWS + 1}>", ROWS + 1, special=False)
     adapter = AdapterConfig("a", str(write_by_hand(root / "a", base)))
     model = ModelConfig(str(base), "m", threads=1, adapters=(adapter,))
-    with open_engine(EngineConfig(models=(model,), kv_cache_memory=1 << 21, check_level=2)) as eng:
+    known = {"kv_cache_memory": 1 << 21, "check_level": 2, "spawn_timeout_s": 250.0}
+    with open_engine(EngineConfig(models=(model,), **known)) as eng:
         yield eng
 
 

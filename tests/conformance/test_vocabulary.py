@@ -215,6 +215,7 @@ class Said:
             models=tuple(ModelConfig(str(out), name, threads=1) for name, out, _ in made),
             check_level=2,
             kv_cache_memory=16 << 20,
+            spawn_timeout_s=250.0,
         )
 
         async def main():
