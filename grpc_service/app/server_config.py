@@ -75,6 +75,11 @@ class ServerConfig:
         if self.uds:
             if len(self.uds.encode()) > UNIX_PATH_BYTES_MAX:
                 raise ConfigError(f"--uds is longer than {UNIX_PATH_BYTES_MAX} bytes")
+            if self.uds.startswith("@") or "\0" in self.uds:
+                raise ConfigError(
+                    f"--uds is {self.uds!r}, and abstract sockets are not served, because every "
+                    "user may open them; give a path, such as ./@name for a file of that name"
+                )
         elif not self.host:
             raise ConfigError("--host is empty; use 127.0.0.1 for this machine only")
         elif not (self.is_guarded or self.insecure or is_loopback(self.host)):

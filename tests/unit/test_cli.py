@@ -329,10 +329,17 @@ def test_addresses_are_as_grpc_takes_them():
     assert ServerConfig().address == "127.0.0.1:50051"
     assert ServerConfig(host="::1", port=1).address == "[::1]:1"
     assert ServerConfig(host="[::1]").address == "[::1]:50051"
-    assert ServerConfig(host="0.0.0.0", uds="/run/t.sock").address == "unix:/run/t.sock"
+    for path in ("/run/t.sock", "./@name", "/run/@name", "name@"):
+        assert ServerConfig(host="0.0.0.0", uds=path).address == f"unix:{path}"
 
 
-@pytest.mark.parametrize("wrong", [{"port": 65536}, {"host": ""}, {"uds": "a" * 108}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"port": 65536}, {"host": ""}),
+        *({"uds": name} for name in ("a" * 108, "@", "@name", "@a/b", "\0name", "a\0b")),
+    ],
+)
 def test_impossible_addresses_are_refused(wrong):
     with pytest.raises(ConfigError, match=f"--{next(iter(wrong))}"):
         ServerConfig(**wrong)
