@@ -8,6 +8,7 @@ stops asks its clients first to open no more calls.
 from __future__ import annotations
 
 import logging
+import ssl
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ class RpcServer:
         )
         self._connections: dict[Connection, None] = {}
         self._num_open: Counter[str] = Counter()  # transports, also before they are ready
+        self._told: set[str] = set()  # why handshakes failed
         self._listening = trio.CancelScope()
         self._serving = trio.CancelScope()
         # The server keeps too many bytes, or a request waits for room.
@@ -153,7 +155,7 @@ class RpcServer:
         try:
             await self._open(transport, address_of(peer))
         except OSError as error:
-            log.debug("%s: %s", peer, error)
+            log.log(self._level_of(error), "%s: %s", peer, error)
             debt_s = BROKEN_CONNECTION * POINT_S
             self._shared.addresses.add_debt_s(address_of(peer), debt_s)
             return
@@ -168,6 +170,17 @@ class RpcServer:
         finally:
             del self._connections[connection]
             self._on_progress()
+
+    def _level_of(self, error: OSError) -> int:
+        """Return WARNING for the first handshake that fails for a reason that is not known yet.
+        There are few reasons, and a client that leaves has none."""
+        is_tls = isinstance(error, ssl.SSLError)
+        has_left = isinstance(error, ssl.SSLEOFError) or not (is_tls or error.errno is None)
+        reason = getattr(error, "reason", None) or str(error)
+        if has_left or reason in self._told:
+            return logging.DEBUG
+        self._told.add(reason)
+        return logging.WARNING
 
     async def _open(self, transport: Transport, address: str) -> None:
         """Open a transport within `Limits.handshake_timeout_s`; close it if that fails. A client

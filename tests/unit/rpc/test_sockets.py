@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import socket
 import ssl
 import time
@@ -51,6 +52,69 @@ async def test_a_handshake_that_takes_too_long_is_cut(autojump_clock):
 async def test_garbage_instead_of_a_handshake_is_closed(autojump_clock):
     with shaking_hands(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n") as serve:
         await serve()
+
+
+@pytest.fixture
+async def serving_tls(tls_context, authority):
+    """Return a function that serves a client with these protocols, and waits for its end."""
+    server = RpcServer(wait)
+
+    async def serve(protocols=(), said=b""):
+        theirs, ours = socket.socketpair()
+        ours.setblocking(False)
+        client = TlsClient(theirs, authority, protocols)
+
+        def talk():
+            with client.sock, contextlib.suppress(OSError):
+                if said:
+                    socket.socket.send(client.sock, said)
+                else:
+                    client.sock.do_handshake()
+                client.sock.read(1)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.to_thread.run_sync, talk)
+            await server._serve_client(TlsTransport(ours, tls_context), "ipv4:10.0.0.7:5")
+
+    return serve
+
+
+FAILED_HANDSHAKES = {
+    "no ALPN": ({}, "does not offer h2"),
+    "ALPN of HTTP/1": ({"protocols": ["http/1.1"]}, "does not offer h2"),
+    "no TLS": ({"said": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"}, "WRONG_VERSION_NUMBER|HTTP_REQUEST"),
+}
+
+
+@pytest.mark.parametrize(("client", "why"), FAILED_HANDSHAKES.values(), ids=FAILED_HANDSHAKES)
+async def test_why_a_handshake_failed_is_told_at_warning_once(serving_tls, caplog, client, why):
+    caplog.set_level("DEBUG", "grpc_service.rpc.server")
+    for _ in range(3):
+        await serving_tls(**client)
+    told = [(one.levelname, one.getMessage()) for one in caplog.records]
+    assert [level for level, _ in told] == ["WARNING", "DEBUG", "DEBUG"]
+    assert all(re.search(f"^ipv4:10.0.0.7:5: .*({why})", message) for _, message in told), told
+
+
+async def test_each_reason_of_a_failed_handshake_is_told(serving_tls, caplog):
+    for client, _ in FAILED_HANDSHAKES.values():
+        await serving_tls(**client)
+    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert len(warnings) == 2
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), ssl.SSLEOFError(8, "EOF")])
+async def test_a_client_that_leaves_during_its_handshake_is_no_warning(caplog, error):
+    class Leaving(TlsTransport):
+        async def open(self):
+            raise error
+
+    caplog.set_level("DEBUG", "grpc_service.rpc.server")
+    theirs, ours = socket.socketpair()
+    with theirs, ours:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        await RpcServer(wait)._serve_client(Leaving(ours, context), "unix:")
+    assert [one.levelname for one in caplog.records] == ["DEBUG"]
 
 
 # ---- addresses
