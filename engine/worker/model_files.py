@@ -16,6 +16,7 @@ from engine.worker.load.checkpoint import Checkpoint
 from engine.worker.load.gguf_file import GgufFile
 from engine.worker.load.mxfp4_checkpoint import Mxfp4Checkpoint, is_mxfp4
 from engine.worker.load.packed_checkpoint import PackedCheckpoint, read_layout
+from engine.worker.load.refusal import Refusal
 from engine.worker.load.resolve import read_json, resolve
 from engine.worker.text.gguf_templates import write_templates
 from engine.worker.text.gguf_tokenizer import write_tokenizer
@@ -56,7 +57,8 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
     """Find a model's files.
 
     Raises:
-        Refusal: there is no such model, or its GGUF file is not read here.
+        Refusal: there is no such model, its GGUF file is not read here, or what is in the file
+            cannot be written into a temporary folder.
         SpawnFailed: its GGUF file has a tokenizer that cannot be built.
     """
     source = resolve(model, revision)
@@ -64,10 +66,20 @@ def open_files(model: str, revision: str, *, with_tokenizer: bool) -> Iterator[M
         yield ModelFiles(source, None)
         return
     with ExitStack() as stack:
-        written = Path(stack.enter_context(TemporaryDirectory(prefix="triolet-gguf-")))
-        with GgufFile(source.gguf) as file:
+        with _writing():
+            written = Path(stack.enter_context(TemporaryDirectory(prefix="triolet-gguf-")))
+        with GgufFile(source.gguf) as file, _writing():
             file.write_config(written)
             if with_tokenizer:
                 write_tokenizer(file.vocabulary(), written)
                 write_templates(file.metadata, written)
         yield ModelFiles(replace(source, directory=written), GgufFile(source.gguf))
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        told = f"needs a temporary folder, and none can be written: {error.strerror}"
+        raise Refusal(f"{told}; name one in TMPDIR") from error

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from engine.errors import SpawnFailed  # noqa: E402
+from engine.worker import model_files  # noqa: E402
 from engine.worker.forward.decoder import NativeDecoder  # noqa: E402
 from engine.worker.interface import RunnerSpec  # noqa: E402
 from engine.worker.load import gguf_file  # noqa: E402
@@ -81,6 +82,35 @@ def checkpoints(tmp_path_factory):
 def load_gguf(path, dtype="float32", **fields):
     """Return a loaded runner of a GGUF file, and its description."""
     return load_runner(path, dtype=dtype, **fields)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']"),
+        PermissionError(13, "Permission denied", "/tmp/triolet-gguf-1"),
+        OSError(28, "No space left on device", "/tmp/triolet-gguf-1"),
+        OSError(30, "Read-only file system"),
+    ],
+)
+@pytest.mark.parametrize("at", ["made", "written"])
+def test_without_a_writable_temporary_folder_the_sentence_says_so(
+    checkpoints, tmp_path, monkeypatch, error, at
+):
+    def fail(*_args, **_fields):
+        raise error
+
+    path = write_model(checkpoints("llama"), tmp_path / "model.gguf")
+    if at == "made":
+        monkeypatch.setattr(model_files, "TemporaryDirectory", fail)
+    else:
+        monkeypatch.setattr(GgufFile, "write_config", fail)
+    with pytest.raises(SpawnFailed) as failed:
+        load_gguf(path)
+    said = (
+        f"needs a temporary folder, and none can be written: {error.strerror}; name one in TMPDIR"
+    )
+    assert said in str(failed.value)
 
 
 def greedy(runner, info, length=8):

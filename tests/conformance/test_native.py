@@ -1,8 +1,10 @@
 """The kernels' library: built once, found again, and replaced where it cannot be built."""
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +133,22 @@ def a_variant_of_another_processor(monkeypatch, tmp_path):
     return "ENGINE_KERNELS is x86-64-v3, and the processor has no abm"
 
 
+def no_temporary_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "find_built", lambda *_: None)
+    monkeypatch.setattr(native, "cache_directory", lambda: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    return "no folder to compile them in can be written: No such file or directory"
+
+
+def no_room_in_the_cache(monkeypatch, tmp_path):
+    def fail(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(native, "find_built", lambda *_: None)
+    monkeypatch.setattr(tempfile, "mkstemp", fail)
+    return "no folder to compile them in can be written: No space left on device"
+
+
 def switched_off(monkeypatch, tmp_path):
     """Switch the kernels off."""
     monkeypatch.setenv(native.SWITCH, "off")
@@ -145,6 +163,8 @@ def switched_off(monkeypatch, tmp_path):
         a_library_of_another_layout,
         a_variant_of_no_name,
         a_variant_of_another_processor,
+        no_temporary_folder,
+        no_room_in_the_cache,
         switched_off,
     ],
 )

@@ -20,8 +20,10 @@ import shutil
 import subprocess
 import tempfile
 import weakref
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.errors import EngineBug
 from engine.worker.forward import variants
@@ -35,6 +37,9 @@ from engine.worker.forward.variants import (
     find_built,
     variant_named,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SOURCES = Path(__file__).resolve().parents[2] / "kernels"
 FLAGS = (*variants.FLAGS, "-march=native")
@@ -157,10 +162,21 @@ def _load() -> ctypes.CDLL:
         if not path.exists():
             _compile(compiler, flags, path)
         return _open(path)
-    with tempfile.TemporaryDirectory(prefix="triolet-kernels-") as private:
-        path = Path(private) / file
+    with _writing():
+        private = tempfile.TemporaryDirectory(prefix="triolet-kernels-")
+    with private as directory_name:
+        path = Path(directory_name) / file
         _compile(compiler, flags, path)
         return _open(path)  # a mapped library no longer needs its file
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        told = f"no folder to compile them in can be written: {error.strerror}"
+        raise Unavailable(told) from error
 
 
 def _flags_of(name: str) -> tuple[str, ...]:
@@ -228,7 +244,8 @@ def cache_directory() -> Path | None:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    handle, scratch = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    with _writing():
+        handle, scratch = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
         done = subprocess.run(
