@@ -6,8 +6,30 @@ handshake, with OpenSSL's words, or not at all.
 
 from __future__ import annotations
 
+import re
 import ssl
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SOON_S = 14 * 86_400.0  # guess: time to notice and to act; Let's Encrypt renews 30 days before
+SOON_SHARE = 1 / 3  # of a short validity; where cert-manager and Let's Encrypt renew, too
+_CERTIFICATE = re.compile(
+    "-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL | re.ASCII
+)
+_VERSION, _SHORT_TIME = 0xA0, 0x17  # tags of DER. Source: X.690; RFC 5280, 4.1.
+
+
+class Validity(NamedTuple):
+    """When the certificates of a file are valid, all together. ``expires_soon`` and ``is_valid``
+    are as of the time that was asked for, and ``sentence`` says the most urgent about it."""
+
+    is_valid: bool
+    expires_soon: bool
+    sentence: str
 
 
 class PemError(ValueError):
@@ -48,6 +70,63 @@ def read_authority(file: str) -> bytes:
     except (ssl.SSLError, ValueError):
         raise PemError(file, "holds no PEM certificate") from None
     return data
+
+
+def validity_of(file: str, now: float) -> Validity:
+    """Return how long the certificates of a PEM file are valid; ``now`` is in seconds since 1970.
+
+    Raises:
+        PemError: the file cannot be read, or holds no PEM certificate.
+    """
+    found = _CERTIFICATE.findall(_read(file).decode("latin-1"))
+    try:
+        spans = [_validity(ssl.PEM_cert_to_DER_cert(one)) for one in found]
+    except (ValueError, IndexError, StopIteration):
+        spans = []
+    if not spans:
+        raise PemError(file, "holds no PEM certificate")
+    begins, ends = max(begin for begin, _ in spans), min(end for _, end in spans)
+    if ends <= now:
+        return Validity(False, False, f"has expired on {_day(ends)}")
+    if begins > now:
+        return Validity(False, False, f"is not valid before {_day(begins)}")
+    if any(end - now < min(SOON_S, (end - begin) * SOON_SHARE) for begin, end in spans):
+        return Validity(True, True, f"expires on {_day(ends)}")
+    return Validity(True, False, f"valid until {_day(ends)}")
+
+
+def _day(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
+
+
+def _validity(certificate: bytes) -> tuple[float, float]:
+    """Return when a certificate in DER begins and ends to be valid, in seconds since 1970."""
+    _, signed = next(_fields(certificate))
+    fields = _fields(next(_fields(signed))[1])
+    # An optional version, the serial number, the signature's algorithm, the issuer, the validity.
+    tags = [field for field in fields if field[0] != _VERSION]
+    begin, end = (_seconds(*time) for time in _fields(tags[3][1]))
+    return begin, end
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield tags and contents of fields in DER that stand one after the other."""
+    at = 0
+    while at < len(data):
+        tag, size, at = data[at], data[at + 1], at + 2
+        if size & 0x80:
+            width = size & 0x7F
+            size, at = int.from_bytes(data[at : at + width], "big"), at + width
+        yield tag, data[at : at + size]
+        at += size
+
+
+def _seconds(tag: int, digits: bytes) -> float:
+    """Return a time of DER. Two digits of a year stand for 1950 to 2049."""
+    text = digits.decode("ascii")
+    if tag == _SHORT_TIME:
+        text = ("19" if text >= "50" else "20") + text
+    return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
 
 
 def _read(file: str) -> bytes:

@@ -43,7 +43,7 @@ from grpc_service.app.listening import check_free, listen
 from grpc_service.app.metrics import serving_metrics
 from grpc_service.app.startup import awaited, reasons_held_back, show_loading, show_ready
 from grpc_service.app.statistics import log_statistics
-from grpc_service.app.tls import server_context
+from grpc_service.app.tls import certificate_warnings, server_context
 from grpc_service.app.tracing import open_tracing
 from grpc_service.rpc.connection import Flusher
 from grpc_service.rpc.limits import Limits
@@ -159,6 +159,8 @@ async def serve(
     check_gateways(engine_config, server_config)
     check_free(server_config)
     server_context(server_config)  # so that a broken file is reported before models load
+    for sentence in certificate_warnings(server_config, time.time()):
+        log.warning(sentence)
     keys = open_keys(server_config)
     ending = _Ending(Watchdog(engine_config.step_timeout_s, exit_process=exit_process), keys)
     with trio.open_signal_receiver(*SIGNALS) as signals:

@@ -2,7 +2,8 @@
 
 Rule 1: a broken file is reported at start, in one sentence that names its flag; otherwise it would
 show at the first handshake, or not at all. Rule 2: a server with --client-ca takes no connection
-without a certificate that this authority signed.
+without a certificate that this authority signed. The authority may be one below a root, as at
+grpcio's server.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ssl
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError
-from grpc_service.pem import PemError, read_authority, read_pair
+from grpc_service.pem import PemError, read_authority, read_pair, validity_of
 
 if TYPE_CHECKING:
     from grpc_service.app.server_config import ServerConfig
@@ -40,4 +41,21 @@ def server_context(config: ServerConfig) -> ssl.SSLContext | None:
             raise ConfigError(f"--client-ca {error}") from None
         context.load_verify_locations(config.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
+
+
+def certificate_warnings(config: ServerConfig, now: float) -> list[str]:
+    """Return a sentence for each file whose certificates are not valid ``now`` (seconds since
+    1970), or soon not any more. The files are those that `server_context` has read."""
+    told = []
+    for flag, file, failing in (
+        ("--tls-cert", config.tls_cert, "clients"),
+        ("--client-ca", config.client_ca, "connections of clients"),
+    ):
+        validity = validity_of(file, now) if file else None
+        if validity is not None and not validity.is_valid:
+            told.append(f"{flag} {file} {validity.sentence}; {failing} that check it fail")
+        elif validity is not None and validity.expires_soon:
+            told.append(f"{flag} {file} {validity.sentence}; a new one needs a restart")
+    return told

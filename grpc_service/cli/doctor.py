@@ -13,12 +13,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.memory_limit import default_limit, usable_bytes
+from grpc_service.pem import PemError, validity_of
 
 if TYPE_CHECKING:
     import argparse
@@ -57,7 +59,7 @@ print(json.dumps({"threads": torch.get_num_threads(), "devices": devices, "kerne
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the report. ``advice`` says what to do about it. Only a finding whose ``is_fit``
-    is False keeps the server from running."""
+    is False keeps the server from running, or its clients from connecting."""
 
     name: str
     value: str
@@ -68,7 +70,7 @@ class Finding:
 def run(args: argparse.Namespace) -> int:
     """Print the report. Return the exit code: 1 if something would keep the server from
     running."""
-    findings = list(examine(args.host, args.port))
+    findings = list(examine(args.host, args.port, args.tls_cert))
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False))
     else:
@@ -79,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(finding.is_fit for finding in findings) else 1
 
 
-def examine(host: str, port: int) -> Iterator[Finding]:
-    """Yield all findings in the order of the report."""
+def examine(host: str, port: int, tls_cert: str) -> Iterator[Finding]:
+    """Yield all findings in the order of the report; ``tls_cert`` is "" for a server without
+    TLS."""
     yield _python()
     yield from map(_package, PACKAGES)
     yield _cores()
@@ -90,6 +93,8 @@ def examine(host: str, port: int) -> Iterator[Finding]:
     yield _spin_count()
     yield _compiler()
     yield _port(host, port)
+    if tls_cert:
+        yield _certificate(tls_cert)
 
 
 def _python() -> Finding:
@@ -204,3 +209,14 @@ def _port(host: str, port: int) -> Finding:
         advice = "another server may run there; choose with --port"
         return Finding("port", f"{name}: {why.lower()}", False, advice)
     return Finding("port", f"{name} is free")
+
+
+def _certificate(file: str) -> Finding:
+    try:
+        found = validity_of(file, time.time())
+    except PemError as error:
+        return Finding("certificate", str(error), False, "choose with --tls-cert")
+    value = f"{file} {found.sentence}"
+    if found.is_valid and not found.expires_soon:
+        return Finding("certificate", value)
+    return Finding("certificate", value, found.is_valid, "renew it, and restart the server")

@@ -502,6 +502,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_PORT,
         help="port to try (default: %(default)s)",
     )
+    parser.add_argument(
+        "--tls-cert", default="", metavar="FILE", help="PEM file of certificates to look at"
+    )
     parser.add_argument("--json", action="store_true", help="answer in JSON, for scripts")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -178,6 +179,22 @@ def test_mtls_takes_its_authoritys_clients_only(files):
         assert is_refused_by_transport(nameless)
         assert is_refused_by_transport(wrong)
         assert generates(channel)
+
+
+def test_an_expired_certificate_is_a_warning_at_the_start(files, tmp_path):
+    past = datetime.datetime(2020, 2, 1, tzinfo=datetime.UTC)
+    leaf = trustme.CA().issue_cert("localhost", not_before=past, not_after=past)
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    leaf.cert_chain_pems[0].write_to_path(cert)
+    leaf.private_key_pem.write_to_path(key)
+    for own, told in (
+        ({"tls_cert": str(cert), "tls_key": str(key)}, [f"{cert} has expired on 2020-02-01"]),
+        (tls_of(files), []),
+    ):
+        with fake(server=own) as server:
+            warnings = [one for one in server.log.splitlines() if "WARNING" in one]
+            assert len(warnings) == len(told)
+            assert all(one in line for one, line in zip(told, warnings, strict=True))
 
 
 def test_old_tls_is_not_spoken(files):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import socket
 import subprocess
 import types
 
 import pytest
+import trustme
 
 import engine
 from grpc_service.cli import doctor
@@ -36,6 +38,36 @@ def test_a_port_that_is_taken_makes_the_machine_unfit(capsys):
             capsys.readouterr().out
         )
     assert main(["doctor", "--port", "0"]) == 0
+
+
+CERTIFICATES = {
+    "valid": (100, "ok ", "valid until "),
+    "soon": (5, "ok ", "expires on "),
+    "expired": (-5, "BAD", "has expired on "),
+}
+
+
+@pytest.mark.parametrize(("days", "mark", "value"), CERTIFICATES.values(), ids=CERTIFICATES)
+def test_how_long_a_certificate_is_valid_is_shown(tmp_path, capsys, days, mark, value):
+    now = datetime.datetime.now(datetime.UTC)
+    leaf = trustme.CA().issue_cert(
+        "localhost",
+        not_before=now - datetime.timedelta(300),
+        not_after=now + datetime.timedelta(days),
+    )
+    path = tmp_path / "cert.pem"
+    leaf.cert_chain_pems[0].write_to_path(path)
+    code = main(["doctor", "--port", "0", "--tls-cert", str(path)])
+    date = f"{now + datetime.timedelta(days):%Y-%m-%d}"
+    assert f"{mark} certificate     {path} {value}{date}" in capsys.readouterr().out
+    assert code == (mark == "BAD")
+
+
+def test_a_certificate_that_cannot_be_read_makes_the_machine_unfit(tmp_path, capsys):
+    (tmp_path / "empty.pem").touch()
+    for name, why in (("nowhere.pem", "cannot be read"), ("empty.pem", "holds no PEM certificate")):
+        assert main(["doctor", "--port", "0", "--tls-cert", str(tmp_path / name)]) == 1
+        assert f"BAD certificate     {tmp_path / name} {why}" in capsys.readouterr().out
 
 
 def test_json_is_one_list_of_findings(capsys):
