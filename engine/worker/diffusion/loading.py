@@ -44,7 +44,7 @@ def max_pixels(pipeline: Pipeline) -> int:
 def stored_dtype(pipeline: Pipeline) -> str:
     """Return safetensors' name of the type of the unet's weights."""
     component = pipeline.components["unet"]
-    with Checkpoint(component.folder, component.files) as checkpoint:
+    with Checkpoint(component.folder, component.files, component.index) as checkpoint:
         return checkpoint.main_dtype
 
 
@@ -57,7 +57,7 @@ def weight_bytes(pipeline: Pipeline, dtype: torch.dtype) -> int:
     """Return the bytes of all components' weights in memory, by the headers of their files."""
     total = 0
     for name, component in pipeline.components.items():
-        with Checkpoint(component.folder, component.files) as checkpoint:
+        with Checkpoint(component.folder, component.files, component.index) as checkpoint:
             total += checkpoint.num_values * _dtype_of(name, component, dtype).itemsize
     return total
 
@@ -66,7 +66,7 @@ def file_bytes(pipeline: Pipeline) -> int:
     """Return the bytes of all components' weights in their files, by their headers."""
     total = 0
     for component in pipeline.components.values():
-        with Checkpoint(component.folder, component.files) as checkpoint:
+        with Checkpoint(component.folder, component.files, component.index) as checkpoint:
             total += sum(tensor.num_bytes for tensor in checkpoint.tensors.values())
     return total
 

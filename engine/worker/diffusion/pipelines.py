@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.worker.diffusion.noise_names import NAMES_OF_CLASSES
 from engine.worker.load.refusal import Refusal
-from engine.worker.load.resolve import PIPELINE_INDEX, read_json
+from engine.worker.load.resolve import PIPELINE_INDEX, read_json, weight_index
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +62,7 @@ class Component:
     config: dict[str, Any]
     files: tuple[str, ...]
     variant: str
+    index: dict[str, str]  # the file of each tensor, if there are several files
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,34 +141,24 @@ def _folder(directory: Path, name: str) -> Path:
 
 def _component(directory: Path, name: str) -> Component:
     folder = _folder(directory, name)
-    variant, files = _weight_files(folder, name)
-    return Component(folder, read_json(folder, "config.json"), files, variant)
+    variant, files, index = _weight_files(folder, name)
+    return Component(folder, read_json(folder, "config.json"), files, variant, index)
 
 
-def _weight_files(folder: Path, name: str) -> tuple[str, tuple[str, ...]]:
-    """Return the variant of a component's weights, and its files."""
+def _weight_files(folder: Path, name: str) -> tuple[str, tuple[str, ...], dict[str, str]]:
+    """Return the variant of a component's weights, its files and their index."""
     for variant in VARIANTS:
         part = f".{variant}" if variant else ""
         whole = f"{WEIGHTS[name]}{part}.safetensors"
         if (folder / whole).is_file():
-            return variant, (whole,)
+            return variant, (whole,), {}
         shards = f"{WEIGHTS[name]}.safetensors.index{part}.json"
-        if (folder / shards).is_file():
-            return variant, _shards(folder, shards)
+        if index := weight_index(folder, shards):
+            return variant, tuple(sorted(set(index.values()))), index
     raise Refusal(
         f"its {name} has no {WEIGHTS[name]}.safetensors; pickled weights (.bin) are not read, "
         "because they can run code: save the pipeline with safe_serialization"
     )
-
-
-def _shards(folder: Path, name: str) -> tuple[str, ...]:
-    listed = read_json(folder, name).get("weight_map")
-    if not isinstance(listed, dict) or not listed:
-        raise Refusal(f"its {name} lists no weights")
-    files = tuple(sorted({str(file) for file in listed.values()}))
-    if any("/" in file or not (folder / file).is_file() for file in files):
-        raise Refusal(f"its {name} names a file that is missing, or is outside its folder")
-    return files
 
 
 def _check(pipeline: Pipeline) -> None:

@@ -54,7 +54,7 @@ def load_module(
     Raises:
         Refusal: a check of Rule 1 failed, a file is damaged, or a weight is not finite.
     """
-    with Checkpoint(component.folder, component.files) as checkpoint:
+    with Checkpoint(component.folder, component.files, component.index) as checkpoint:
         module = _build_empty(name, component.config)
         expected = dict(module.named_parameters())
         sources = _sources(name, expected, checkpoint.tensors.values())

@@ -42,21 +42,28 @@ def check_model_type(config: dict[str, Any]) -> None:
     )
 
 
-def load_model(directory: Path, *, is_rerank: bool) -> Any:
+def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Tensor] | None) -> Any:
     """Load a model by the library, on the CPU in float32, without the network, foreign code or
-    pickled files."""
+    pickled files. ``weights``, where given, replace the transformer's: transformers takes the last
+    copy of a tensor that several files have, whatever the index says."""
     from sentence_transformers import CrossEncoder, SentenceTransformer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # of transformers, for the whole process; the server has its own
     make = CrossEncoder if is_rerank else SentenceTransformer
-    return make(
+    model = make(
         str(directory),
         device="cpu",
         trust_remote_code=False,
         local_files_only=True,
         model_kwargs={"dtype": torch.float32, "use_safetensors": True},
     )
+    if weights is not None:
+        inner = model[0].model
+        model[0].model = type(inner).from_pretrained(
+            None, config=inner.config, state_dict=weights, dtype=torch.float32
+        )
+    return model
 
 
 def check_weights(model: Any, stored: Iterable[str], unused: str) -> None:

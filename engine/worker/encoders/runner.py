@@ -183,11 +183,12 @@ class EncoderRunner:
             stored, main_dtype = list(checkpoint.tensors), checkpoint.main_dtype
             for name in stored:
                 checkpoint.check_finite(name)
+            weights = checkpoint.without_copies()
         dtype = pick_dtype(spec.dtype, main_dtype, device)
         progress(LoadProgress("weights"))
         is_rerank = self._capability is Capability.RERANK
         check_model_type(read_json(folder, "config.json"))
-        self._model = model = load_model(source.directory, is_rerank=is_rerank)
+        self._model = model = load_model(source.directory, is_rerank=is_rerank, weights=weights)
         transformer = model[0]
         reads_texts = self._capability is Capability.TEXT_EMBEDDING
         check_weights(transformer.model, stored, unused="pooler." if reads_texts else "")

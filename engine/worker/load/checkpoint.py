@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 
 from engine.worker.load.joined_experts import Joining, is_joined, joining_of
 from engine.worker.load.refusal import Refusal
-from engine.worker.load.resolve import weight_files
+from engine.worker.load.resolve import weight_files, weight_index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
     from types import TracebackType
 
@@ -66,16 +66,24 @@ class StoredTensor:
 
 class Checkpoint:
     """The open files of one checkpoint, as a context manager. Without the names of ``files``, they
-    are those of transformers' layout.
+    and the ``index`` are those of transformers' layout. A tensor counts in the file that the index
+    names for it; copies in other files are ignored.
 
     Raises:
         Refusal: On entering: there are no files, or one is missing, cut short, or not a safetensors
             file.
     """
 
-    def __init__(self, directory: Path, files: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        files: tuple[str, ...] = (),
+        index: Mapping[str, str] | None = None,
+    ) -> None:
         self._directory = directory
         self._names = files
+        self._index = index or {}
+        self._has_copies = False
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self.tensors: dict[str, StoredTensor] = {}
@@ -85,7 +93,10 @@ class Checkpoint:
 
     def __enter__(self) -> Checkpoint:
         try:
-            for name in self._names or weight_files(self._directory):
+            names = self._names or weight_files(self._directory)
+            if not self._names:
+                self._index = weight_index(self._directory)
+            for name in names:
                 self._open(name)
             self._split_experts()
         except BaseException:
@@ -117,6 +128,18 @@ class Checkpoint:
     def _view(self, name: str, file: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[file].get_tensor(self._older.get(name, name))
         return tensor
+
+    def without_copies(self) -> dict[str, torch.Tensor] | None:
+        """Return all tensors in memory, by the names in their files, for a library that would take
+        those that the index leaves out; None if there are none of these."""
+        if not self._has_copies:
+            return None
+        wholes = {name: self._joined[name][0] if name in self._joined else name
+                  for name in self.tensors}  # fmt: skip
+        return {
+            self._older.get(whole, whole): self._view(whole, self.tensors[name].file).clone()
+            for name, whole in wholes.items()
+        }
 
     def form(self, name: str) -> Form | None:
         """Return the form of a tensor that is kept in 8 or 4 bits, or None for one of floats."""
@@ -167,6 +190,9 @@ class Checkpoint:
         try:
             file = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
             for key in file.keys():  # noqa: SIM118  (not a dict: it has no __iter__)
+                if self._index.get(key, name) != name:
+                    self._has_copies = True
+                    continue
                 part = file.get_slice(key)
                 shape = tuple(part.get_shape())
                 own = current_name(key)

@@ -228,14 +228,8 @@ def weight_files(directory: Path) -> tuple[str, ...]:
     Raises:
         Refusal: There are none, or only pickled ones; or the directory is not that of a model.
     """
-    if (directory / INDEX_NAME).is_file():
-        index = read_json(directory, INDEX_NAME).get("weight_map")
-        if not isinstance(index, dict) or not index:
-            raise Refusal(f"its {INDEX_NAME} lists no weights")
-        names = sorted({str(name) for name in index.values()})
-        if any(Path(name).name != name for name in names):
-            raise Refusal(f"its {INDEX_NAME} points outside the model's directory")
-        return tuple(names)
+    if index := weight_index(directory):
+        return tuple(sorted(set(index.values())))
     if (directory / WEIGHTS_NAME).is_file():
         return (WEIGHTS_NAME,)
     pickled = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLED)
@@ -246,6 +240,23 @@ def weight_files(directory: Path) -> tuple[str, ...]:
         if pickled
         else f"it has no weights ({WEIGHTS_NAME})",
     )
+
+
+def weight_index(directory: Path, name: str = INDEX_NAME) -> dict[str, str]:
+    """Return the file of each tensor, as the checkpoint's index says; nothing if it has none.
+
+    Raises:
+        Refusal: The index is broken, or names a file in another directory.
+    """
+    if not (directory / name).is_file():
+        return {}
+    index = read_json(directory, name).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise Refusal(f"its {name} lists no weights")
+    files = {tensor: str(file) for tensor, file in index.items()}
+    if any(Path(file).name != file for file in files.values()):
+        raise Refusal(f"its {name} points outside the model's directory")
+    return files
 
 
 def read_json(directory: Path, name: str) -> dict[str, Any]:
