@@ -10,7 +10,7 @@ from tests.support import toolchains
 @pytest.fixture
 def bare_machine(monkeypatch):
     """Simulate a machine where nothing is installed and the user is not root."""
-    monkeypatch.setattr(toolchains.shutil, "which", lambda name: None)
+    monkeypatch.setattr(toolchains.shutil, "which", lambda name, path=None: None)
     monkeypatch.setattr(toolchains.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(toolchains, "missing_npm_packages", lambda: ["@grpc/grpc-js"])
 
@@ -39,6 +39,15 @@ def test_without_arms_tools_the_sentence_has_the_command():
     assert "need aarch64-linux-gnu-g++, qemu-aarch64" in said
     packages = "g++-aarch64-linux-gnu qemu-user"
     assert f"`sudo apt-get install --no-install-recommends {packages}`" in said
+
+
+@pytest.mark.usefixtures("bare_machine")
+def test_without_a_program_of_debians_the_sentence_has_the_command():
+    with pytest.raises(pytest.fail.Exception) as failed:
+        toolchains.need_programs("nginx", "haproxy")
+    said = str(failed.value)
+    assert "the nginx and haproxy tests need nginx, haproxy" in said
+    assert "`sudo apt-get install --no-install-recommends nginx haproxy`" in said
 
 
 def test_a_user_who_is_not_root_gets_the_sentence_even_with_apt_get(monkeypatch):

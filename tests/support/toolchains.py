@@ -1,7 +1,7 @@
 """Install tools of other languages where they are missing.
 
-These are npm's packages beside the interop tests, and from Debian's packages Ruby with gRPC, and a
-compiler and an emulator for ARM.
+These are npm's packages beside the interop tests, and from Debian's packages Ruby with gRPC, a
+compiler and an emulator for ARM, Prometheus, nginx and haproxy.
 
 Rule 1: a tool that cannot be installed fails the test with a sentence that says what is missing; a
 skipped test proves nothing. Rule 2: npm's packages stay in tests/interop. Debian's packages belong
@@ -42,6 +42,7 @@ DEBIAN_PACKAGES = (
 ARM_PACKAGES = ("g++-aarch64-linux-gnu", "qemu-user")
 ARM_TOOLS = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 ARM_LIBRARIES = "/usr/aarch64-linux-gnu"
+PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])  # as root has it
 RUBY_PLUGIN = "grpc_ruby_plugin"
 RUBY_NEEDS = ("grpc", "google/protobuf", "google/rpc/error_details_pb")
 PROTOS = ("triolet/v1/common.proto", "triolet/v1/images.proto", "triolet/v1/inference.proto")
@@ -102,6 +103,16 @@ def need_arm() -> tuple[str, str, str]:
     assert compiler
     assert emulator
     return compiler, emulator, ARM_LIBRARIES
+
+
+def need_programs(*packages: str) -> None:
+    """Have apt-get install Debian's packages, unless the programs of their names are there."""
+    _need_debian(
+        " and ".join(packages),
+        lambda: [name for name in packages if shutil.which(name, path=PATH) is None],
+        packages,
+        'or leave them out with -m "not full"',
+    )
 
 
 def missing_for_arm() -> list[str]:
