@@ -1,12 +1,14 @@
 """Hypothesis profiles: `dev` for a person, `ci` derandomised and longer, `mutate` for
-`tools/mutate.py` (HYPOTHESIS_PROFILE)."""
+`tools/mutate.py` (HYPOTHESIS_PROFILE). And which cases of a test belong to the quick run."""
 
 import gc
 import os
 import signal
+from collections import defaultdict
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before any test imports torch (D13)
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 # A shell's background job ignores Ctrl-C, and so would the processes that tests send it to.
@@ -20,6 +22,27 @@ settings.register_profile(  # for tools/mutate.py: the same every time, and no s
     "mutate", max_examples=50, derandomize=True, phases=[Phase.generate], **_COMMON
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+# How many cases of one test the quick run has. Of the folders that are not named, it has all.
+QUICK_CASES = {"conformance": 3, "interop": 4, "service": 5, "simulation": 4}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as `slow` all cases of a test but the few, spread evenly, that the quick run has."""
+    tests = defaultdict(list)
+    for item in items:
+        if not any(item.get_closest_marker(mark) for mark in ("slow", "alone", "full")):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in tests.items():
+        most = QUICK_CASES.get(name.split("/")[1])
+        if most is None or len(cases) <= most:
+            continue
+        quick = {round(number * (len(cases) - 1) / (most - 1)) for number in range(most)}
+        for number, case in enumerate(cases):
+            if number not in quick:
+                case.add_marker("slow")
 
 
 def pytest_collection_finish(session):

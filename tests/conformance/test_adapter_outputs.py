@@ -106,6 +106,7 @@ async def answer(engine, name, prompt, *, n=1, output=None, **sampling):
     return [tuple(one) for one in tokens], scored, own, usage
 
 
+@pytest.mark.slow
 def test_drafts_change_no_token_of_any_adapter(base, written, wanted, monkeypatch):
     """The drafter knows the outputs of all models together, so that a draft for one adapter may be
     right for another one."""
@@ -300,6 +301,7 @@ def test_layers_and_patterns_are_matched_as_by_peft():
 # ---- processes
 
 
+@pytest.mark.slow
 def test_replicas_in_processes_have_every_adapter_also_after_a_death(base, written, wanted):
     """Of the configuration and of the operator."""
     own = {"a": written["a"]}

@@ -156,6 +156,7 @@ def test_base_and_adapters_together_give_the_tokens_of_peft(base, written, wante
     assert not trio.run(wrong_answers, config, wanted, totals)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_model_with_recurrent_layers_and_its_adapters_give_the_tokens_of_peft(
     zoo, tmp_path, name
@@ -368,6 +369,7 @@ def churn(base, written, wanted, seconds):
         return rounds, sum(asker.count for asker in askers)
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go_under_fifty_streams(base, written, wanted):
     """No token is wrong and no byte is lost."""
     rounds, answers = churn(base, written, wanted, 4.0)

@@ -367,6 +367,7 @@ def alone(llama):
     return asked, found, lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_seeded_output_in_a_form_does_not_depend_on_the_schedule(llama, alone, schedule):
     asked, expected, lengths = alone

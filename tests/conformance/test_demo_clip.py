@@ -11,7 +11,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 
 import engine
 from engine.worker.load.resolve import resolve
@@ -57,6 +56,8 @@ def test_the_demo_is_a_small_folder_with_a_card_and_its_trainings_numbers():
 
 def test_the_engine_finds_the_descriptions_of_drawings_and_computes_what_the_library_does(eng):
     groups = [measure_clip.held_out_group(0, index) for index in range(GROUPS)]
+    from sentence_transformers import SentenceTransformer
+
     library = SentenceTransformer(str(SOURCE.directory), device="cpu", local_files_only=True)
     encoder = eng.encoder()
     right: list[bool] = []

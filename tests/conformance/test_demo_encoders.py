@@ -11,7 +11,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from engine.config import EngineConfig, ModelConfig
 from engine.core.common.types import PlanId, SequenceId
@@ -42,12 +41,16 @@ STRANGE = (
 @pytest.fixture(scope="module")
 def embedder():
     """Return the shipped embedding model, loaded by sentence-transformers."""
+    from sentence_transformers import SentenceTransformer
+
     return SentenceTransformer(str(EMBED.directory), device="cpu", local_files_only=True)
 
 
 @pytest.fixture(scope="module")
 def reranker():
     """Return the shipped cross-encoder, loaded by sentence-transformers."""
+    from sentence_transformers import CrossEncoder
+
     return CrossEncoder(str(RERANK.directory), device="cpu", local_files_only=True)
 
 

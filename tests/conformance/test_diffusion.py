@@ -202,6 +202,7 @@ def test_a_unet_that_reads_the_guidance_gives_the_pixels_of_diffusers(runners, p
     assert not np.array_equal(mine, others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("size", [(320, 272), (512, 64), (264, 456)])
 def test_images_of_several_tiles_are_those_of_diffusers(runners, pipes, arch, size):
@@ -332,6 +333,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_shows(runners, pipes, monkeypatch, fault):
     arch, drawing, beside = FAULTS[fault]

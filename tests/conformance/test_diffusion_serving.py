@@ -64,6 +64,7 @@ def images(runner, info):
     return [image for image in found if image is not None]
 
 
+@pytest.mark.slow
 def test_the_bytes_are_the_same_in_any_thread_on_one_and_in_a_process(directory, started):
     infos, drawn = {}, {}
     for where in ("thread", "pinned", "process"):
@@ -82,6 +83,7 @@ def test_the_bytes_are_the_same_in_any_thread_on_one_and_in_a_process(directory,
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.slow
 def test_an_image_of_many_tiles_crosses_the_channel(directory, started):
     runner = make_process_runner(model(directory), EngineConfig(models=(model(directory),)))
     info = load(runner, started)
@@ -93,6 +95,7 @@ def test_an_image_of_many_tiles_crosses_the_channel(directory, started):
         assert (row.image.width, row.image.height, len(row.image.pixels)) == (512, 256, 393216)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_loses_the_drawing_and_nothing_hangs(directory, started):
     runner = make_process_runner(model(directory), EngineConfig(models=(model(directory),)))
     info = load(runner, started)

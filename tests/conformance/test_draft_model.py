@@ -186,6 +186,7 @@ def test_a_request_can_switch_the_draft_model_off(plain, drafting):
     assert drafted["drafted"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["thread", "process"])
 def test_preempted_and_cached_sequences_keep_their_tokens(zoo, plain, runner):
     """Eight requests in room for two: they are preempted again and again, between drafts."""

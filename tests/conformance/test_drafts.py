@@ -109,6 +109,7 @@ def test_the_rows_have_every_sampling_parameter():
 ACCEPTED: Counter[str] = Counter()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(row=ROWS)
 def test_on_equals_off_for_every_parameter(plain, drafting, row):

@@ -75,6 +75,7 @@ def test_what_there_was_no_time_for_is_named(tmp_path):
         assert row["note"].startswith("was stopped after 1 s")
 
 
+@pytest.mark.slow
 def test_a_phase_that_fails_costs_no_other_its_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tools.lab.gpu.__main__.PHASES", {"nothing": 0.5, "kernel": 0.5})
     file = tmp_path / "gpu.json"

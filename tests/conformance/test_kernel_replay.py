@@ -76,6 +76,7 @@ def test_the_library_of_this_machine_gives_what_was_recorded(cases, driver):
     check(kernel_cases.replay(driver, library._name, cases), kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
     [

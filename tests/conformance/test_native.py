@@ -69,6 +69,7 @@ def test_a_library_is_compiled_once_and_found_again(fresh, quick, monkeypatch):
     assert not fresh.stat().st_mode & 0o022
 
 
+@pytest.mark.slow
 def test_two_processes_that_start_at_once_both_work(fresh, quick):
     found = []
     threads = [threading.Thread(target=lambda: found.append(native._load())) for _ in range(2)]
@@ -206,6 +207,7 @@ def test_the_reference_does_what_the_kernels_cannot(device, dtype, width, why):
     assert why in reason
 
 
+@pytest.mark.slow
 def test_a_cache_that_others_can_write_is_not_used(fresh, quick):
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)
@@ -214,6 +216,7 @@ def test_a_cache_that_others_can_write_is_not_used(fresh, quick):
     assert not list(fresh.iterdir())
 
 
+@pytest.mark.slow
 def test_both_use_torchs_own_openmp():
     """Two OpenMP libraries in one process would be twice the threads."""
     code = (
@@ -226,6 +229,7 @@ def test_both_use_torchs_own_openmp():
     assert Path(paths.pop()).parent == Path(torch.__file__).resolve().parent / "lib"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["-O1", pytest.param("-O3", marks=pytest.mark.full)])
 @pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3", "x86-64-v4"])
 def test_other_processors_get_the_same_numbers(fresh, monkeypatch, processor, level):

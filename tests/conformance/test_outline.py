@@ -411,6 +411,7 @@ sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 """
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_served_without_transformers():
     """Also without torch's compiler, whose import takes as long as that of torch itself."""
     done = subprocess.run([sys.executable, "-c", SERVES_THE_DEMO], capture_output=True, text=True)

@@ -59,6 +59,7 @@ def both():
             one.close()
 
 
+@pytest.mark.slow
 def test_every_row_is_the_same_to_the_last_bit_in_both_processes(both):
     for constraint in (None, FORM):
         own, apart = (drive(one, constraint=constraint) for one in both)
@@ -69,6 +70,7 @@ def test_every_row_is_the_same_to_the_last_bit_in_both_processes(both):
         assert "RowFailure" not in rows[0]
 
 
+@pytest.mark.slow
 def test_the_tokenizer_is_the_same_in_both_processes(both):
     own, apart = (one.tokenizer for one in both)
     text = "Once upon a time, thère was a fox. <|end|> 🦊"
@@ -87,6 +89,7 @@ def test_a_constraint_that_cannot_be_followed_is_refused_by_its_field(both):
     assert apart.compile(FORM) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["demo-embed", pytest.param("demo-rerank", marks=pytest.mark.full)]
 )
@@ -123,6 +126,7 @@ def test_a_missing_model_is_refused_by_the_same_sentence(tmp_path):
     assert said[0] == said[1]
 
 
+@pytest.mark.slow
 def test_a_server_of_processes_never_imports_torch_and_a_killed_workers_processes_end():
     code = (
         "import sys\n"

@@ -38,6 +38,7 @@ def pids_of(runner):
     return [rank.pid for rank in runner.process.ranks]
 
 
+@pytest.mark.slow
 def test_ranks_in_processes_give_the_tokens_of_one_model_and_one_death_ends_both():
     whole, parts = make_runner(STORIES, CONFIG), make_process_runner(DIVIDED, CONFIG)
     try:

@@ -213,6 +213,7 @@ def test_what_is_loaded_takes_what_was_estimated(seeing):
     assert abs(seeing.info.memory_bytes / estimate - 1) <= ESTIMATE_OFF_MOST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["smolvlm", "qwen3_vl"])
 def test_the_estimate_holds_what_images_take(tmp_path, arch, monkeypatch):
     """In a process of its own: as many decoded images as are kept, and the largest image that a

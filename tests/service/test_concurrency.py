@@ -54,6 +54,7 @@ def requests_of(channel):
         }
 
 
+@pytest.mark.slow
 def test_64_clients_at_once_get_the_same_as_alone_in_steps_of_many_rows(demo, capsys):
     channel = demo.channel
     [model] = list_models(channel)

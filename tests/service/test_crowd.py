@@ -6,6 +6,8 @@ import json
 import statistics
 import time
 
+import pytest
+
 from grpc_service.client import messages as pb
 from grpc_service.client import stubs
 from tests.support.core_driver import expected_tokens
@@ -29,6 +31,7 @@ LONG = 900  # more tokens than a small window and a small buffer hold
 DRAIN_S = 1.0
 
 
+@pytest.mark.slow
 def test_of_500_streams_100_vanish_and_50_stall_and_the_other_350_finish_unchanged():
     """R72: the server's end does not wait for the streams that stall."""
     total = FINISH + VANISH + STALL
@@ -92,6 +95,7 @@ def test_a_hundred_requests_on_four_workers_are_shared_fairly_and_end_within_ten
     assert max(seconds.values()) < 3 * statistics.median(seconds.values())
 
 
+@pytest.mark.slow
 def test_a_hundred_clients_for_a_while_give_throughput_and_percentiles_as_json(tmp_path, capsys):
     """R73: the bench `load` does the same for a minute."""
     with fake(script={"step_s": 0.01}, engine={"check_level": 1}) as server:

@@ -432,6 +432,7 @@ def test_a_flood_costs_others_nothing_but_time(flood):
         thread.join()
 
 
+@pytest.mark.slow
 def test_remains_of_floods_do_not_add_up():
     """The most expensive flood, again and again on one server."""
     with small_server() as server:

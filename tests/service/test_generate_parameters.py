@@ -550,6 +550,7 @@ def check_attached(cut_line, row, at=None):
         assert [end.usage.resumed_tokens for end in ends] == [0] * n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(COMBINED)))
 def test_a_stream_whose_connection_was_cut_is_whole_and_computed_once(cut_line, index):
     """Red if Attach computes the request again, or misses or repeats an event."""
@@ -603,6 +604,7 @@ def check_killed(directory, channel, rows, rounds):
     return cuts
 
 
+@pytest.mark.slow
 def test_a_server_may_be_killed_in_the_middle_of_any_stream(directory, channel):
     """Red without the replay of counts, stops, text or grammar (`SequenceState.replay`)."""
     cuts = check_killed(directory, channel, COMBINED, [lambda size: size // 2 if size else None])
@@ -659,6 +661,7 @@ UNSEEDED = [
 ][:3]
 
 
+@pytest.mark.slow
 def test_seeded_output_is_the_same_after_a_restart(channel, directory):
     """A new process, which has seen no other request, gives the same output."""
     flags = ("--max-model-len", str(MAX_MODEL_LEN), "--served-model-name", "llama")
@@ -676,6 +679,7 @@ def test_seeded_output_is_the_same_after_a_restart(channel, directory):
     assert len(UNSEEDED) >= 2
 
 
+@pytest.mark.slow
 def test_nearly_every_position_was_compared(channel, oracle, capsys):
     """D10: the share of positions skipped stays below 0.1 %, over all rows, which have run before.
 

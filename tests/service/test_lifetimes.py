@@ -502,6 +502,7 @@ def silent_calls(own, stack, count):
     return [stack.enter_context(Generation(own, **fields)) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_calls_whose_readers_never_read_are_counted_and_bounded():
     """R71, D1: they hold nothing, everybody else is served, and a connection may have 64."""
     engine = {"stream_buffer": UNREAD_TOKENS}

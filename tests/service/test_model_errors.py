@@ -83,6 +83,7 @@ def check_failed(server, code=1):
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_model_that_cannot_be_served_is_one_sentence_and_a_failure(ended, name):
     """R158."""
@@ -93,6 +94,7 @@ def test_a_model_that_cannot_be_served_is_one_sentence_and_a_failure(ended, name
     assert ended[name].log.count(reason) == 1, "the log does not repeat the sentence"
 
 
+@pytest.mark.slow
 def test_the_log_has_the_details_that_the_sentence_leaves_out(ended):
     server = ended["with truncated weights"]
     server.wait(MODEL_START_LIMIT_S)
@@ -107,6 +109,7 @@ def test_a_port_in_use_is_one_sentence_and_a_failure_before_the_model_is_loaded(
             assert "loading" not in server.log
 
 
+@pytest.mark.slow
 def test_the_unix_socket_of_a_running_server_is_not_taken_from_it(demo):
     path = demo.address.removeprefix("unix:")
     with real_process("--model", DEMO, "--uds", path) as server:
@@ -114,6 +117,7 @@ def test_the_unix_socket_of_a_running_server_is_not_taken_from_it(demo):
     assert health(demo.channel) == SERVING
 
 
+@pytest.mark.slow
 def test_serving_other_machines_without_a_key_is_refused_at_once():
     with real_process("--model", DEMO, "--host", "0.0.0.0", "--port", "0") as server:
         assert "--insecure" in check_failed(server, code=2)

@@ -84,6 +84,7 @@ def test_a_killed_process_frees_what_its_parked_request_held():
         assert ended(server.channel) == {"cancelled": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [LONG, 10**6])
 def test_a_client_that_is_half_dead_is_found_by_keepalive(max_tokens):
     """The request is parked or in mid-stream; the kernel takes bytes, but nothing answers."""

@@ -108,7 +108,10 @@ RUNNING = [
     pytest.param(
         snippet,
         id=f"{snippet.page} line {snippet.line}",
-        marks=[pytest.mark.interop] if snippet.runs["tool"] else [],
+        marks=[
+            *([pytest.mark.interop] if snippet.runs["tool"] else []),
+            *([] if snippet.page == "README.md" else [pytest.mark.slow]),
+        ],
     )
     for snippet in SNIPPETS
     if snippet.runs

@@ -24,6 +24,7 @@ def check_in_order(seed):
     simulate(seed, num_requests=NUM_REQUESTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.title)
 def test_a_planted_bug_is_found(mutant):
     """R153."""

@@ -798,7 +798,10 @@ def tokens_per_s(draft, *, num_requests, draft_s):
 
 
 @pytest.mark.parametrize("draft_s", [0.001, 0.0025])
-@pytest.mark.parametrize("num_requests", [4, 8, 15, 32])
+@pytest.mark.parametrize(
+    "num_requests",
+    [4, 8, pytest.param(15, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)],
+)
 def test_prompts_come_no_later_because_of_drafts(num_requests, draft_s):
     """So a burst is served as fast as without drafts where they are wrong, and faster otherwise,
     which is little: most steps have prompts, and so no drafts. Prompts that waited for drafts made

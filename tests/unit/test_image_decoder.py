@@ -147,6 +147,7 @@ def slowly_reversed(data: bytes) -> bytes:
     return data[::-1]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, database=None)
 @given(
     st.lists(
@@ -222,6 +223,7 @@ def test_without_a_process_images_are_decoded_here(decoder, monkeypatch, caplog)
     assert decoder(about_the_process, b"x")[0] == decoder.pid
 
 
+@pytest.mark.slow
 def test_no_descriptor_is_left_behind(decoder):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):

@@ -153,7 +153,12 @@ def names() -> Names:
         found.words |= set(WORD.findall(re.sub(r"//.*", "", path.read_text())))
     for path in (*DEPLOYMENT, ROOT / "pyproject.toml"):
         found.words |= set(WORD.findall(path.read_text()))
-    found.flags |= {*_options(build_parser()), *filter(FLAG.fullmatch, found.strings), "--full"}
+    found.flags |= {
+        *_options(build_parser()),
+        *filter(FLAG.fullmatch, found.strings),
+        "--all",
+        "--full",
+    }
     foreign = {word for group in FOREIGN.values() for word in group}
     found.words |= found.of_proto | foreign
     found.flags |= set(filter(FLAG.fullmatch, foreign))

@@ -106,7 +106,7 @@ MULTIMODAL_KEYS = ("vision_config", "audio_config", "text_config", "image_token_
 # from the longest position of the batch, so that one request would change another's output.
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 # Those with which max_position_embeddings may be the length before stretching, and the models whose
-# configs name the length after it. Source: vLLM's `_get_and_verify_max_len`.
+# configs name the length after it. Source: vLLM's _get_and_verify_max_len.
 UNSTRETCHED = frozenset({"linear", "yarn"})
 STRETCHED_TYPES = frozenset({"gemma3", "gemma3_text"})
 LONGROPE = "longrope"  # served up to its original length
