@@ -170,6 +170,15 @@ class Faults:
 
     def __init__(self):
         self.trio_token = None
+        self.ballast = b""
+
+    def grow(self):
+        """Take 256 MiB more memory."""
+        self.ballast = b"x" * 2**28
+
+    def shrink(self):
+        """Give the memory of `grow` back."""
+        self.ballast = b""
 
     def release(self):
         """Let every hanging step go on, now and later."""
