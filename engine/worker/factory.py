@@ -13,6 +13,7 @@ from engine.errors import SpawnFailed
 from engine.memory_limit import default_limit
 from engine.status import Capability
 from engine.worker.diffusion import pipelines
+from engine.worker.importing import importing
 from engine.worker.interface import RunnerSpec
 from engine.worker.load import architectures, capability
 from engine.worker.load.foreign import refuse_pointers
@@ -208,6 +209,7 @@ def _look_at_text_model(spec: RunnerSpec, directory: Path, kind: Capability) -> 
     return Capability.VISION if sees else kind
 
 
+@importing
 def _text_runner(spec: RunnerSpec, kind: Capability) -> TextRunner:
     if kind is Capability.VISION:
         from engine.worker.vision.runner import VisionRunner
@@ -222,12 +224,14 @@ def _text_runner(spec: RunnerSpec, kind: Capability) -> TextRunner:
     return TorchRunner(spec)
 
 
+@importing
 def _image_runner(spec: RunnerSpec) -> ImageRunner:
     from engine.worker.diffusion.runner import DiffusionRunner
 
     return DiffusionRunner(spec)
 
 
+@importing
 def _encode_runner(spec: RunnerSpec, kind: Capability) -> EncodeRunner:
     from engine.worker.encoders.runner import EncoderRunner
 

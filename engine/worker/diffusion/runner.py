@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,7 @@ from engine.worker.diffusion.noise_names import CLASSES
 from engine.worker.failures import load_failures, step_failures
 from engine.worker.forward.thread_state import thread_state
 from engine.worker.image_interface import ImageModelInfo
+from engine.worker.importing import importing
 from engine.worker.interface import LoadProgress
 from engine.worker.load.devices import estimate_on, pick_device, pick_dtype
 from engine.worker.load.refusal import Refusal
@@ -44,6 +45,14 @@ STEPS, FEW_STEPS = 50, {"lcm": 4}  # diffusers' defaults, by the checkpoint's ow
 EXTRA_STEPS = (("pndm", 1),)  # its first step is taken twice
 
 log = logging.getLogger(__name__)
+
+
+@importing
+def _loading() -> Any:
+    """Return the module that loads models: it imports diffusers."""
+    from engine.worker.diffusion import loading
+
+    return loading
 
 
 class DiffusionRunner:
@@ -75,8 +84,7 @@ class DiffusionRunner:
             SpawnFailed: the model cannot be served.
         """
         with self._load_failures():
-            from engine.worker.diffusion import loading
-
+            loading = _loading()
             spec = self._spec
             device = pick_device(spec.device)
             pipeline = pipelines.read(resolve(spec.model, spec.revision).directory)
@@ -121,8 +129,7 @@ class DiffusionRunner:
     # ---- loading
 
     def _load(self, progress: Callable[[LoadProgress], None]) -> ImageModelInfo:
-        from engine.worker.diffusion import loading
-
+        loading = _loading()
         progress(LoadProgress("config"))
         spec = self._spec
         self._device = device = pick_device(spec.device)

@@ -11,6 +11,7 @@ import torch
 
 from engine.worker.encoders.files import check_all_loaded
 from engine.worker.encoders.input_template import InputTemplate
+from engine.worker.importing import importing
 from engine.worker.load.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ OWN_FORMS = {"new": "gte", "xlm-roberta-flash": "jina_embeddings_v3"}
 TEXT_SETTINGS = {"common", "text"}
 
 
+@importing
 def check_model_type(config: dict[str, Any]) -> None:
     """Check that transformers has a class for the model, because no code of a checkpoint is run.
 
@@ -42,6 +44,7 @@ def check_model_type(config: dict[str, Any]) -> None:
     )
 
 
+@importing
 def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Tensor] | None) -> Any:
     """Load a model by the library, on the CPU in float32, without the network, foreign code or
     pickled files. ``weights``, where given, replace the transformer's: transformers takes the last
@@ -66,6 +69,7 @@ def load_model(directory: Path, *, is_rerank: bool, weights: dict[str, torch.Ten
     return model
 
 
+@importing
 def check_weights(model: Any, stored: Iterable[str], unused: str) -> None:
     """Check as `check_all_loaded` does that the checkpoint has every parameter of a model of
     transformers. Some checkpoints store them under other names, or several as one (Nomic's, GTE's);

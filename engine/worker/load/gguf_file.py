@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.worker.importing import importing
 from engine.worker.load.checkpoint import Checkpoint, StoredTensor
 from engine.worker.load.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES, OTHER_TYPES, decode
 from engine.worker.load.gguf_models import (
@@ -35,6 +36,25 @@ if TYPE_CHECKING:
     from engine.worker.small_weights import Form, SmallWeight
 
 
+@importing
+def _reader() -> Any:
+    """Return transformers' reader of GGUF files: its public functions refuse files with Q5_0, which
+    llama.cpp writes.
+
+    Raises:
+        Refusal: the installed transformers has none.
+    """
+    try:
+        from transformers.integrations.gguf import reader
+    except ImportError as error:
+        raise Refusal(
+            "the installed transformers has no reader of GGUF files as version 5.23 has it; "
+            "install that version",
+            detail=str(error),
+        ) from error
+    return reader
+
+
 class GgufFile(Checkpoint):
     """The tensors and the metadata of one GGUF file, as a context manager. Tensors have the names
     that transformers gives them.
@@ -52,23 +72,12 @@ class GgufFile(Checkpoint):
         self._factors: torch.Tensor | None = None
 
     def __enter__(self) -> GgufFile:
-        try:  # its public functions refuse files with Q5_0, which llama.cpp writes
-            from transformers.integrations.gguf.reader import (
-                _mapped,
-                _read_metadata,
-                _read_tensor_table,
-            )
-        except ImportError as error:
-            raise Refusal(
-                "the installed transformers has no reader of GGUF files as version 5.23 has it; "
-                "install that version",
-                detail=str(error),
-            ) from error
+        reader = _reader()
         try:
-            blob = _mapped(str(self._path))
-            self.metadata, count, place = _read_metadata(blob, str(self._path), STRING_LISTS)
+            blob = reader._mapped(str(self._path))
+            self.metadata, count, place = reader._read_metadata(blob, str(self._path), STRING_LISTS)
             _refuse_parts(self.metadata)
-            entries, place = _read_tensor_table(blob, count, place)
+            entries, place = reader._read_tensor_table(blob, count, place)
             alignment = int(self.metadata.get("general.alignment", 32))
             begin = -(-place // alignment) * alignment
         except Refusal:

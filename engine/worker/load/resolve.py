@@ -14,8 +14,9 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine.worker.importing import importing
 from engine.worker.load.foreign import (
     ADAPTER_NAME,
     is_gguf,
@@ -23,6 +24,11 @@ from engine.worker.load.foreign import (
     refusal_of_file,
 )
 from engine.worker.load.refusal import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from huggingface_hub.errors import HfHubHTTPError
 
 # Demo models, as package data under engine/demo/.
 DEMOS = {
@@ -135,6 +141,7 @@ def _path_of(model: str) -> Path:
     return path
 
 
+@importing
 def _is_hub_id(model: str) -> bool:
     if not HUB_ID.fullmatch(model):
         return False
@@ -148,6 +155,7 @@ def _is_hub_id(model: str) -> bool:
     return True
 
 
+@importing
 def _cached(model: str, revision: str) -> Source | None:
     import huggingface_hub
 
@@ -161,11 +169,9 @@ def _cached(model: str, revision: str) -> Source | None:
 def _hub_directory(model: str, revision: str) -> Path:
     """Return the snapshot of a Hugging Face id: the cached one if it is complete, else a new
     download."""
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError
-
+    download, http_error = _hub()
     snapshot = partial(
-        huggingface_hub.snapshot_download,
+        download,
         model,
         revision=revision or None,
         allow_patterns=list(WANTED_FILES),
@@ -178,7 +184,7 @@ def _hub_directory(model: str, revision: str) -> Path:
         pass  # this revision is not cached: ask the Hub
     try:
         directory = Path(snapshot())
-    except HfHubHTTPError as error:
+    except http_error as error:
         status = getattr(error.response, "status_code", "no answer")
         where = f"revision {revision!r} of it " if revision else "it "
         raise Refusal(
@@ -199,6 +205,15 @@ def _hub_directory(model: str, revision: str) -> Path:
             "Hub cannot be reached",
         )
     return directory
+
+
+@importing
+def _hub() -> tuple[Callable[..., str], type[HfHubHTTPError]]:
+    """Return what downloads a snapshot, and its error of an answer."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return snapshot_download, HfHubHTTPError
 
 
 def _hint(model: str) -> str:

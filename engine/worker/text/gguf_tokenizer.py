@@ -23,6 +23,7 @@ from tokenizers import (
 )
 
 from engine.errors import SpawnFailed
+from engine.worker.importing import importing
 from engine.worker.text.gguf_splits import SPLITS
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def _pieces(vocabulary: Vocabulary) -> Tokenizer:
     return backend
 
 
+@importing
 def _merges(vocabulary: Vocabulary, tokens: dict[str, int]) -> list[tuple[str, str]]:
     """Return the merges of a sentencepiece vocabulary: those of the file or, where it has none,
     each pair that is a token together, by the scores; of equal scores the first token's."""

@@ -13,6 +13,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from engine.worker.importing import importing
 from engine.worker.load.architectures import SERVED, find
 from engine.worker.load.checkpoint import Checkpoint
 from engine.worker.load.division import Division
@@ -42,6 +43,7 @@ TEXT = re.compile(r"(?:model\.)?(?:language_model\.|text_model\.)?(?:model\.)?(.
 COMPUTED = re.compile(r"\.(position_ids|inv_freq)$")
 
 
+@importing
 def read_parts(directory: Path) -> tuple[VisionArchitecture, Any]:
     """Return the architecture and transformers' config of a model that sees.
 
@@ -63,6 +65,7 @@ def read_parts(directory: Path) -> tuple[VisionArchitecture, Any]:
     return vision, config
 
 
+@importing
 def text_part(vision: VisionArchitecture, config: Any) -> tuple[Architecture, Any]:
     """Return the architecture and the config of the text model.
 
@@ -131,6 +134,7 @@ class TextPart(Division):
         """Return the tensors of the text model."""
         return PartOfCheckpoint(whole, text_name)
 
+    @importing
     def complete(self, model: LoadedModel, directory: Path) -> None:
         """Give a text model the rotary embedding that reads three positions, if it has one."""
         vision, config = read_parts(directory)
