@@ -1,5 +1,5 @@
-"""Hypothesis profiles: `dev` for a person, `ci` derandomised and longer, `mutate` for
-`tools/mutate.py` (HYPOTHESIS_PROFILE). And which cases of a test belong to the quick run."""
+"""Registers the Hypothesis profiles (tests/README.md), and chooses the cases that the quick run
+has."""
 
 import gc
 import os
@@ -23,14 +23,14 @@ settings.register_profile(  # for tools/mutate.py: the same every time, and no s
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
-
 # How many cases of one test the quick run has. Of the folders that are not named, it has all.
 QUICK_CASES = {"conformance": 3, "interop": 4, "service": 5, "simulation": 4}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark as `slow` all cases of a test but the few, spread evenly, that the quick run has."""
+    """Mark as `slow` the cases that the quick run leaves out; those that it keeps are spread
+    evenly."""
     tests = defaultdict(list)
     for item in items:
         if not any(item.get_closest_marker(mark) for mark in ("slow", "alone", "full")):

@@ -1,4 +1,4 @@
-"""Whether token ids are of a model's vocabulary, which has as many as its embedding has rows.
+"""Checks that token ids are in a model's vocabulary, which has one for each row of its embedding.
 
 A tokenizer may have more tokens: fine-tunes add some without a row for them. Rule: every id is
 checked here, once, where it enters the engine; whatever computes may rely on it.

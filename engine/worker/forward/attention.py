@@ -126,8 +126,6 @@ def paged_attention(
             f"its layers ask for a sliding window of {sliding_window}, and their masks for {window}"
         )
     check_keywords(keywords)
-    if sliding_window is not None and sliding_window < 1:
-        raise UnsupportedAttention(f"its attention has a window of {sliding_window} tokens")
     if query.shape[1] % key.shape[1]:
         raise UnsupportedAttention(
             f"its {query.shape[1]} heads cannot share {key.shape[1]} keys and values evenly"

@@ -3,21 +3,22 @@
 llguidance reads some keywords more loosely than JSON Schema means them. Here each such keyword is
 written in another way, which llguidance follows exactly, or refused with its place in the schema:
 
-- It keeps numbers as doubles, which it reads one off if they have more digits than 2^53: refused.
-- It forgets that an end is open if the other end has the same integer part, as in 5 < x <= 5.5. The
-  next number of 15 digits becomes a closed end.
+- It keeps numbers as doubles and is off by one where one has more digits than 2^53: refused.
+- It forgets that a bound is exclusive if the other bound has the same integer part, as in
+  5 < x <= 5.5: the next number of 15 digits becomes an inclusive bound.
 - It computes `multipleOf` with 32 bits: refused beyond.
 - Its dates have a 29 February in every year and a year 0, its times a second 60, and its host names
   any length: a pattern says the rest.
-- It spells names of further properties with ``\\u`` escapes, and so writes a listed name again:
+- It spells names of additional properties with ``\\u`` escapes, and so writes a listed name again:
   texts have no such escapes.
-- It may write the name of a further property twice: `minProperties` is refused if it counts two.
+- It may write the name of an additional property twice: `minProperties` is refused if it counts
+  two.
 - `additionalItems` beside `prefixItems`, which means nothing, makes it ignore the latter: left out.
 
 The judge is `tests/conformance/test_schema_answers.py`, which draws schemas and answers.
 
-Rule: only what an answer could be wrong by is changed. Whatever else is wrong with a schema,
-llguidance says.
+Rule: only what could let a wrong answer through is changed. llguidance reports every other fault of
+a schema.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 ONES = ("items", "additionalItems", "additionalProperties")
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-MERGING = ("allOf", "anyOf", "oneOf", "$ref")
+COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _DAY = "(?:(?:0[13-9]|1[0-2])-[0-9]{2}|02-(?:[01][0-9]|2[0-8]))"
@@ -120,7 +121,7 @@ def _exact(schema: Any, options: dict[str, object]) -> Any:
         _check_numbers(node, path)
         _check_names(node, path)
     _check_multiples(nodes)
-    _close_ends(nodes)
+    _make_inclusive(nodes)
     for node, _ in nodes:
         _complete_format(node)
         _separate_items(node)
@@ -214,7 +215,7 @@ def _check_multiples(nodes: list[tuple[dict[str, Any], str]]) -> None:
             found[abs(Decimal(repr(value)))] = f"{path}/multipleOf"
     places = max((_decimals(value) for value in found), default=0)
     whole = [int(value.scaleb(places)) for value in found]
-    merges = len(found) > 1 and any(key in node for node, _ in nodes for key in MERGING)
+    merges = len(found) > 1 and any(key in node for node, _ in nodes for key in COMBINING)
     is_large = any(value.scaleb(_decimals(value)) > MULTIPLE_MAX for value in found)
     if is_large or (merges and math.lcm(*whole) * max(whole) > PRODUCT_MAX):
         where = " and ".join(found.values())
@@ -222,13 +223,13 @@ def _check_multiples(nodes: list[tuple[dict[str, Any], str]]) -> None:
 
 
 def _decimals(value: Decimal) -> int:
-    """Return the number of digits behind the point."""
+    """Return the number of digits after the decimal point."""
     return max(0, -int(value.normalize().as_tuple().exponent))
 
 
-def _close_ends(nodes: list[tuple[dict[str, Any], str]]) -> None:
-    """Write an open end as a closed one where an opposite end, which may come from another part of
-    the schema, has the same integer part."""
+def _make_inclusive(nodes: list[tuple[dict[str, Any], str]]) -> None:
+    """Write an exclusive bound as an inclusive one where the opposite bound, which may come from
+    another part of the schema, has the same integer part."""
     ends = [
         (node, side, key, up)
         for node, _ in nodes
@@ -237,15 +238,9 @@ def _close_ends(nodes: list[tuple[dict[str, Any], str]]) -> None:
             ("maximum", "exclusiveMaximum", -1),
         )
     ]
-    numbers = {
-        up: [
-            _number(node.get(one))
-            for node, side, key, sign in ends
-            for one in (side, key)
-            if sign == up
-        ]
-        for up in (1, -1)
-    }
+    numbers: dict[int, list[float | None]] = {1: [], -1: []}
+    for node, side, key, up in ends:
+        numbers[up] += [_number(node.get(side)), _number(node.get(key))]
     for node, side, key, up in ends:
         is_flag = node.get(key) is True  # as draft 4 writes it
         end = _number(node.get(side if is_flag else key))

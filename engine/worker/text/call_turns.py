@@ -25,20 +25,21 @@ PARAMETERS = {"type": "object", "properties": {}}
 TOOLS: list[dict[str, object]] = [
     {"type": "function", "function": {"name": "f", "description": "", "parameters": PARAMETERS}}
 ]
-FORMS_MAX = 128  # templates whose form is kept, as those that stay compiled
+FORMS_MAX = 128  # templates whose form is kept: as many as stay compiled
 
 
 class CallForm(NamedTuple):
-    """How a turn with calls that says nothing has its content, and all calls their arguments."""
+    """How a template reads a turn with calls: its content, if it says nothing, and whether the
+    calls' arguments are JSON text."""
 
     content: Mapping[str, object] = {}
-    has_text: bool = False  # the arguments are JSON text
+    has_json_text: bool = False
 
 
-# The first is that of transformers 5.23 for OpenAI's null.
+# The first is transformers 5.23's.
 FORMS = [
-    CallForm(content, has_text)
-    for has_text in (False, True)
+    CallForm(content, has_json_text)
+    for has_json_text in (False, True)
     for content in ({}, {"content": ""}, {"content": None})
 ]
 
@@ -53,19 +54,19 @@ def in_form(message: Mapping[str, object], form: CallForm) -> dict[str, object]:
     if not turn.get("content"):
         turn.pop("content", None)
         turn |= form.content
-    return turn | {"tool_calls": [_call_in_form(call, form.has_text) for call in calls]}
+    return turn | {"tool_calls": [_call_in_form(call, form.has_json_text) for call in calls]}
 
 
-def _call_in_form(call: Any, has_text: bool) -> Any:
+def _call_in_form(call: Any, has_json_text: bool) -> Any:
     """Return a call, whose function may be bare, with its arguments as JSON text or an object."""
     if not isinstance(call, Mapping):
         return call
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call_in_form(call["function"], has_text)}
+        return {**call, "function": _call_in_form(call["function"], has_json_text)}
     arguments = call.get("arguments")
-    if has_text and isinstance(arguments, Mapping):
+    if has_json_text and isinstance(arguments, Mapping):
         return {**call, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    if not has_text and isinstance(arguments, str):
+    if not has_json_text and isinstance(arguments, str):
         return {**call, "arguments": json.loads(arguments)}
     return call
 

@@ -133,10 +133,10 @@ def _pieces(vocabulary: Vocabulary) -> Tokenizer:
 def _merges(vocabulary: Vocabulary, tokens: dict[str, int]) -> list[tuple[str, str]]:
     """Return the merges of a sentencepiece vocabulary: those of the file or, where it has none,
     each pair that is a token together, by the scores; of equal scores the first token's."""
-    from transformers.tokenization_utils_base import generate_merges
-
     if vocabulary.merges is not None:
         return [_pair(merge) for merge in vocabulary.merges]
+    from transformers.tokenization_utils_base import generate_merges
+
     order = sorted(range(len(tokens)), key=lambda index: (-vocabulary.scores[index], index))
     ranks = {vocabulary.tokens[index]: -float(rank) for rank, index in enumerate(order)}
     found: list[tuple[str, str]] = generate_merges(tokens, ranks)
