@@ -167,6 +167,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_forms", [30, pytest.param(100, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("max_tokens", [MAX_TOKENS, 4])

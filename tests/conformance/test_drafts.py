@@ -116,6 +116,7 @@ def test_on_equals_off_for_every_parameter(plain, drafting, row):
     ACCEPTED.update(compare(plain, drafting, request_of(row), acceptance=row["acceptance"]))
 
 
+@pytest.mark.slow
 def test_the_drawn_rows_were_drafted():
     """Red if the drafter of the test above did nothing."""
     assert ACCEPTED["accepted"] > 50

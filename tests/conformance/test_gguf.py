@@ -202,6 +202,7 @@ def test_a_mixed_file_of_k_quants_computes_what_torch_does_with_the_same_roundin
     check_rounded_alike(small, exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["the story model's", "random"])
 def test_rounding_here_costs_no_more_than_llama_cpps_own_types(tmp_path, weights):
     """Over text that the model was not trained on."""

@@ -62,7 +62,7 @@ def compile_source(path, *flags, compiler=None):
 @pytest.mark.parametrize(
     ("march", "level"),
     [
-        ("native", "-O1"),
+        pytest.param("native", "-O1", marks=pytest.mark.slow),
         *((march, "-fsyntax-only") for march in MARCHES if march != "native"),
         *(
             pytest.param(march, "-O3", marks=pytest.mark.full)

@@ -81,6 +81,7 @@ def test_the_tokenizer_is_the_same_in_both_processes(both):
     assert apart.chat_template(has_tools=True) == own.chat_template(has_tools=True)
 
 
+@pytest.mark.slow
 def test_a_constraint_that_cannot_be_followed_is_refused_by_its_field(both):
     _, apart = both
     with pytest.raises(InvalidRequest) as refused:
