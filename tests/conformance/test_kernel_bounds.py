@@ -252,7 +252,7 @@ CHECKPOINTS = {
         "qwen3_moe", {"num_experts_per_tok": 99}, "does not describe a Qwen3Moe",
     ),
     "no chosen experts": ("qwen3_moe", {"num_experts_per_tok": 0}, "0 of 8 experts"),
-    "a window behind": ("mistral", {"sliding_window": -5}, "a window of -5 tokens"),
+    "a window behind": ("mistral", {"sliding_window": -5}, "a sliding window of -5 keys"),
     "no window": ("mistral", {"sliding_window": 0}, "a sliding window of 0 keys"),
     "more turned numbers than a head has": (
         "glm", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 2.0}},

@@ -7,11 +7,14 @@ escaped name, a number at its bound).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import tracemalloc
 from datetime import datetime, time
 from decimal import Decimal, InvalidOperation
+from time import process_time
 
 import jsonschema
 import pytest
@@ -23,7 +26,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from engine.core.text.types import TOOLS_KIND, Constraint
 from engine.errors import InvalidRequest
+from engine.requests.text_values import MAX_CONSTRAINT_CHARS
 from engine.worker.sampling.constraint_compiler import ConstraintCompiler
+from engine.worker.sampling.json_schemas import exact_schema
 from engine.worker.text.tokenizer import HfTokenizer
 from tests.support import toy_tokenizers
 from tests.support.forms import drawn, schema_constraint
@@ -271,6 +276,38 @@ def test_exact_numbers_are_followed(forms, number):
 
 
 # ---- whatever is drawn
+
+
+LONG = "x" * 30_000
+WORST = {  # the largest schemas of their kinds that a constraint may have
+    "many values under a long name": {"properties": {LONG: {"enum": [1] * 11_000}}},
+    "many names under a long one": {
+        "properties": {LONG: {"properties": {str(number): True for number in range(2_400)}}}
+    },
+    "many exclusive bounds": {
+        "properties": {str(number): {"exclusiveMinimum": number} for number in range(1_800)}
+    },
+    "many multiples": {
+        "allOf": [{"multipleOf": number} for number in range(1, 3_000)],
+    },
+}
+
+
+@pytest.mark.parametrize("name", WORST)
+def test_no_schema_takes_much_memory_or_time_before_the_sandbox(name):
+    """The rewriting runs in the server. Pointers of all values as text would take a gigabyte."""
+    text = json.dumps(WORST[name])
+    assert len(text) <= MAX_CONSTRAINT_CHARS
+    tracemalloc.start()
+    begun = process_time()
+    try:
+        with contextlib.suppress(ValueError):
+            exact_schema(text)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20
+    assert process_time() - begun < 2.0
 
 
 @pytest.mark.timeout(900)

@@ -27,7 +27,7 @@ import json
 import math
 import re
 from decimal import Context, Decimal
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 EXACT_MAX = 2**53  # beyond, a double is not every integer
@@ -38,6 +38,8 @@ PRODUCT_MAX = 2**32 - 1
 DIGITS = Context(prec=15)
 SMALLEST = 1e-20  # the number behind 0, as smaller ones are not read exactly
 ESCAPES = 'nrbtf\\"'
+PLACE_CHARS = 200  # of a JSON pointer in a message
+EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -117,9 +119,9 @@ def _exact(schema: Any, options: dict[str, object]) -> Any:
     if not isinstance(schema, dict):
         return schema
     nodes = _nodes(schema)
-    for node, path in nodes:
-        _check_numbers(node, path)
-        _check_names(node, path)
+    for node, place in nodes:
+        _check_numbers(node, place)
+        _check_names(node, place)
     _check_multiples(nodes)
     _make_inclusive(nodes)
     for node, _ in nodes:
@@ -135,26 +137,48 @@ def _exact(schema: Any, options: dict[str, object]) -> Any:
     return schema
 
 
-def _nodes(root: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Return each part of a schema that is a schema itself, with its JSON pointer: what keywords
-    hold, and what references point at."""
-    found: dict[int, tuple[dict[str, Any], str]] = {}
-    waiting: list[tuple[Any, str]] = [(root, "#")]
+class _Place(NamedTuple):
+    """A place in a schema. Its JSON pointer is text only in a message: the pointers of a schema's
+    many values under a long name would take gigabytes."""
+
+    parent: _Place | None
+    part: str | int
+
+    def __truediv__(self, part: str | int) -> _Place:
+        return _Place(self, part)
+
+    def __str__(self) -> str:
+        parts, place = [], self
+        while place.parent is not None:
+            parts.append(str(place.part))
+            place = place.parent
+        pointer = "/".join([str(place.part), *reversed(parts)])
+        return pointer if len(pointer) <= PLACE_CHARS else f"{pointer[:PLACE_CHARS]}…"
+
+
+_Nodes = list[tuple[dict[str, Any], _Place]]
+
+
+def _nodes(root: dict[str, Any]) -> _Nodes:
+    """Return each part of a schema that is a schema itself, with its place: what keywords hold, and
+    what references point at."""
+    found: dict[int, tuple[dict[str, Any], _Place]] = {}
+    waiting: list[tuple[Any, _Place]] = [(root, _Place(None, "#"))]
     while waiting:
-        node, path = waiting.pop()
+        node, place = waiting.pop()
         if not isinstance(node, dict) or id(node) in found:
             continue
-        found[id(node)] = (node, path)
+        found[id(node)] = (node, place)
         for key in MAPS:
             if isinstance(parts := node.get(key), dict):
-                waiting += [(one, f"{path}/{key}/{name}") for name, one in parts.items()]
+                waiting += [(one, place / key / name) for name, one in parts.items()]
         for key in LISTS:
             if isinstance(parts := node.get(key), list):
-                waiting += [(one, f"{path}/{key}/{at}") for at, one in enumerate(parts)]
-        waiting += [(node[key], f"{path}/{key}") for key in ONES if key in node]
+                waiting += [(one, place / key / at) for at, one in enumerate(parts)]
+        waiting += [(node[key], place / key) for key in ONES if key in node]
         target = node.get("$ref")
         if isinstance(target, str) and target.startswith("#/"):
-            waiting.append((_resolve(root, target), target))
+            waiting.append((_resolve(root, target), _Place(None, target)))
     return [*found.values()]
 
 
@@ -177,48 +201,58 @@ def _number(value: object) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _check_numbers(node: dict[str, Any], path: str) -> None:
+def _check_numbers(node: dict[str, Any], place: _Place) -> None:
     """Refuse numbers and characters that llguidance would not write as they are."""
-    waiting = [(node[key], f"{path}/{key}") for key in (*BOUNDS, "const", "enum") if key in node]
+    waiting = [(node[key], place / key) for key in (*BOUNDS, "const", "enum") if key in node]
     while waiting:
         value, at = waiting.pop()
         if isinstance(value, dict):
-            waiting += [(one, f"{at}/{name}") for name, one in value.items()]
+            waiting += [(one, at / name) for name, one in value.items()]
         elif isinstance(value, list):
-            waiting += [(one, f"{at}/{number}") for number, one in enumerate(value)]
+            waiting += [(one, at / number) for number, one in enumerate(value)]
         elif isinstance(value, str) and (found := UNWRITABLE.search(value)) is not None:
             raise ValueError(
                 f"has the control character U+{ord(found[0]):04X} at {at}, which no answer can have"
             )
-        elif (number := _number(value)) is not None and not _is_exact(number, at):
+        elif (number := _number(value)) is not None and not _is_exact(
+            number, is_exclusive=at.part in EXCLUSIVE
+        ):
             raise ValueError(
                 f"has the number {str(value)[:40]} at {at}, whose digits are too many to be "
                 "followed exactly; integers below 2^53 can be"
             )
 
 
-def _is_exact(value: float, at: str) -> bool:
+def _is_exact(value: float, *, is_exclusive: bool) -> bool:
     """Return whether llguidance computes with this number, and not with one beside it."""
-    if isinstance(value, int) or not math.isfinite(value):  # an open end is an integer more
-        return abs(value) <= EXACT_MAX - ("/exclusive" in at)
+    if isinstance(value, int) or not math.isfinite(value):
+        return abs(value) <= EXACT_MAX - is_exclusive  # an exclusive bound is an integer more
     written = Decimal(repr(value))
     places = _decimals(written)
     return places <= DECIMALS_MAX and abs(written.scaleb(places)) <= EXACT_MAX
 
 
-def _check_multiples(nodes: list[tuple[dict[str, Any], str]]) -> None:
+def _check_multiples(nodes: _Nodes) -> None:
     """Refuse `multipleOf` where it, or what it becomes together with others, is too large."""
-    found: dict[Decimal, str] = {}
-    for node, path in nodes:
+    found: dict[Decimal, _Place] = {}
+    for node, place in nodes:
         value = _number(node.get("multipleOf"))
         if value and (isinstance(value, int) or math.isfinite(value)):
-            found[abs(Decimal(repr(value)))] = f"{path}/multipleOf"
+            found[abs(Decimal(repr(value)))] = place / "multipleOf"
     places = max((_decimals(value) for value in found), default=0)
-    whole = [int(value.scaleb(places)) for value in found]
-    merges = len(found) > 1 and any(key in node for node, _ in nodes for key in COMBINING)
     is_large = any(value.scaleb(_decimals(value)) > MULTIPLE_MAX for value in found)
-    if is_large or (merges and math.lcm(*whole) * max(whole) > PRODUCT_MAX):
-        where = " and ".join(found.values())
+    if (
+        not is_large
+        and len(found) > 1
+        and any(key in node for node, _ in nodes for key in COMBINING)
+    ):
+        whole, multiple = [int(value.scaleb(places)) for value in found], 1
+        for one in whole:
+            multiple = math.lcm(multiple, one)
+            if is_large := multiple * max(whole) > PRODUCT_MAX:
+                break
+    if is_large:
+        where = " and ".join(str(place) for place in [*found.values()][:3])
         raise ValueError(f"has a multipleOf with too many digits to be followed exactly: {where}")
 
 
@@ -227,7 +261,7 @@ def _decimals(value: Decimal) -> int:
     return max(0, -int(value.normalize().as_tuple().exponent))
 
 
-def _make_inclusive(nodes: list[tuple[dict[str, Any], str]]) -> None:
+def _make_inclusive(nodes: _Nodes) -> None:
     """Write an exclusive bound as an inclusive one where the opposite bound, which may come from
     another part of the schema, has the same integer part."""
     ends = [
@@ -238,15 +272,20 @@ def _make_inclusive(nodes: list[tuple[dict[str, Any], str]]) -> None:
             ("maximum", "exclusiveMaximum", -1),
         )
     ]
-    numbers: dict[int, list[float | None]] = {1: [], -1: []}
+    near: dict[int, set[int]] = {
+        1: set(),
+        -1: set(),
+    }  # integers beside a fraction of the other side
     for node, side, key, up in ends:
-        numbers[up] += [_number(node.get(side)), _number(node.get(key))]
+        for other in (_number(node.get(side)), _number(node.get(key))):
+            if other is not None and other != int(other):
+                near[-up].add(math.ceil(other) if up > 0 else math.floor(other))
     for node, side, key, up in ends:
         is_flag = node.get(key) is True  # as draft 4 writes it
         end = _number(node.get(side if is_flag else key))
         if end is None or end != int(end) or end * up < 0:
             continue
-        if not any(other is not None and 0 < (other - end) * up < 1 for other in numbers[-up]):
+        if int(end) not in near[up]:
             continue
         after = float(DIGITS.next_plus(Decimal(abs(end)))) if end else SMALLEST
         given = _number(node.get(side))
@@ -280,7 +319,7 @@ def _separate_items(node: dict[str, Any]) -> None:
                 node["additionalItems"] = rest
 
 
-def _check_names(node: dict[str, Any], path: str) -> None:
+def _check_names(node: dict[str, Any], place: _Place) -> None:
     """Refuse to count names of properties that could be written twice."""
     least, listed = _number(node.get("minProperties")), node.get("required")
     names = (
@@ -288,6 +327,6 @@ def _check_names(node: dict[str, Any], path: str) -> None:
     )
     if least is not None and least - len(names) > 1:
         raise ValueError(
-            f"has a minProperties of {least} at {path}, and names that are not required could be "
+            f"has a minProperties of {least} at {place}, and names that are not required could be "
             "written twice; list names under required"
         )
