@@ -86,6 +86,7 @@ def test_no_thread_imports_a_large_library_beside_another_for_any_kind(kind, tmp
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3 * 3600)
 def test_eight_models_at_the_start_are_all_ready_in_fifty_starts(tmp_path):
     paths = [make(tmp_path / kind) for kind, make in KINDS.items()]
     for _ in range(50):
