@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import transformers.integrations.gguf  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from engine.errors import SpawnFailed  # noqa: E402
@@ -157,6 +158,7 @@ def test_heads_that_are_not_turned_back_give_other_logits(checkpoints, tmp_path,
 
 def test_a_transformers_that_reads_gguf_otherwise_is_named(checkpoints, tmp_path, monkeypatch):
     path = write_model(checkpoints("llama"), tmp_path / "model.gguf")
+    monkeypatch.delattr(transformers.integrations.gguf, "reader", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.integrations.gguf.reader", None)
     with pytest.raises(SpawnFailed, match=r"no reader of GGUF files .* install that version"):
         load_gguf(path)
