@@ -10,7 +10,6 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -21,32 +20,17 @@ from engine.images.decoder import DecoderProcess
 from engine.images.decoder_main import NICENESS
 from engine.images.errors import BadImage
 from engine.images.fit import ImageFit, read_as
+from tests.support import image_tasks
+from tests.support.image_tasks import (
+    LONG_S,
+    about_the_process,
+    end_by,
+    fail,
+    slowly_reversed,
+)
 from tests.support.images import picture
 
 FIT = ImageFit(1, 10_000, size=(8, 8))
-LONG_S = 20.0
-
-
-def end_by(number: int, data: bytes) -> bytes:
-    """Be killed by a signal; data that begins with a path is killed only once."""
-    path = Path(os.fsdecode(data))
-    if path.exists() or not path.is_absolute():
-        path.unlink(missing_ok=True)
-        os.kill(os.getpid(), number)
-    return data
-
-
-def fail(data: bytes) -> bytes:
-    raise ZeroDivisionError("a bug")
-
-
-def about_the_process(data: bytes) -> tuple[int, int, bytes]:
-    return os.getpid(), os.nice(0), data
-
-
-def slow(data: bytes) -> bytes:
-    time.sleep(LONG_S)
-    return data
 
 
 def is_gone(pid: int) -> bool:
@@ -121,8 +105,8 @@ def test_what_the_process_cannot_find_is_raised_and_the_next_image_is_read(decod
     def only_here(data):
         return data
 
-    only_here.__qualname__ = "only_here"
-    monkeypatch.setattr(sys.modules[__name__], "only_here", only_here, raising=False)
+    only_here.__qualname__, only_here.__module__ = "only_here", image_tasks.__name__
+    monkeypatch.setattr(image_tasks, "only_here", only_here, raising=False)
     with pytest.raises(RuntimeError, match="only_here"):
         decoder(only_here, bytes(2**20))
     assert decoder(FIT.read, picture()) == FIT.read(picture())
@@ -140,11 +124,6 @@ def test_images_of_several_threads_are_read_one_after_another(decoder):
         one.join(LONG_S)
     assert sorted(answer[2] for answer in answers) == files
     assert len({answer[0] for answer in answers}) == 1
-
-
-def slowly_reversed(data: bytes) -> bytes:
-    time.sleep(0.003)
-    return data[::-1]
 
 
 @pytest.mark.slow
@@ -238,7 +217,7 @@ def test_the_process_ends_with_its_server_even_while_it_decodes():
     program = (
         "import sys, threading, time\n"
         "from engine.images.decoder import DecoderProcess\n"
-        "from tests.unit.test_image_decoder import about_the_process, slow\n"
+        "from tests.support.image_tasks import about_the_process, slow\n"
         "one = DecoderProcess()\n"
         "print(one(about_the_process, b'x')[0], flush=True)\n"
         "threading.Thread(target=one, args=(slow, b'x'), daemon=True).start()\n"

@@ -1,0 +1,36 @@
+"""What tests have the decoder of images do. Its process imports this module, and nothing larger."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+LONG_S = 20.0
+
+
+def end_by(number: int, data: bytes) -> bytes:
+    """Be killed by a signal; data that begins with a path is killed only once."""
+    path = Path(os.fsdecode(data))
+    if path.exists() or not path.is_absolute():
+        path.unlink(missing_ok=True)
+        os.kill(os.getpid(), number)
+    return data
+
+
+def fail(data: bytes) -> bytes:
+    raise ZeroDivisionError("a bug")
+
+
+def about_the_process(data: bytes) -> tuple[int, int, bytes]:
+    return os.getpid(), os.nice(0), data
+
+
+def slow(data: bytes) -> bytes:
+    time.sleep(LONG_S)
+    return data
+
+
+def slowly_reversed(data: bytes) -> bytes:
+    time.sleep(0.003)
+    return data[::-1]
