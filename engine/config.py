@@ -23,11 +23,18 @@ SPECULATIONS = ("off", "lookup", "model")
 ROUTINGS = ("least-tokens", "round-robin", "prefix")
 RANKS_MAX = 64  # guess: as for replicas
 REPLICAS_MAX = 64  # guess: far more than the devices and cores of one machine can use
+THREADS_MAX = 1024  # guess: more than a machine has cores; each thread has memory of its own
 
 
 def _at_least(flag: str, value: float, minimum: float) -> None:
     if value < minimum:
         raise ConfigError(f"--{flag} is {value:g}, but must be at least {minimum:g}")
+
+
+def _number_of_threads(value: int) -> None:
+    _at_least("threads", value, 0)
+    if value > THREADS_MAX:
+        raise ConfigError(f"--threads is {value}, but may be at most {THREADS_MAX}")
 
 
 def _require_room_for_prompts(max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -56,7 +63,7 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         _at_least("count", self.count, 1)
-        _at_least("threads", self.threads, 0)
+        _number_of_threads(self.threads)
         _one_of("runner", self.runner or RUNNERS[0], RUNNERS)
 
 
@@ -93,7 +100,9 @@ class ModelConfig:
     lazy: bool = False  # the first request loads the model, not the server's start
     device: str = "auto"  # auto: the first of cuda, mps and cpu that is available
     dtype: str = "auto"  # auto: depends on the checkpoint and the device
-    threads: int = 0  # CPU threads of a step; 0: text models share the cores, encoders have one
+    # CPU threads of a step, always so many. 0: the models share what `engine.limits.cpu` says, and
+    # use fewer while other programs take the cores; an encoder has one.
+    threads: int = 0
     # None: the model's files determine it. A text is one of Capability's values.
     capability: Capability | None = None
     runner: str = RUNNERS[0]  # thread: any thread; pinned: always the same; process: its own
@@ -125,7 +134,7 @@ class ModelConfig:
                 f"{self.model} has --tensor-parallel-size {self.tp} and --draft-model, but a "
                 "divided model drafts nothing; leave one of them out"
             )
-        _at_least("threads", self.threads, 0)
+        _number_of_threads(self.threads)
         _at_least("tensor-parallel-size", self.tp, 1)
         if self.tp > RANKS_MAX:
             raise ConfigError(

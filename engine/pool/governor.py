@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from engine.errors import MemoryExhausted
-from engine.memory_limit import CPU
+from engine.limits.memory import CPU
 from engine.pool.memory import plan_workers
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineBug
-from engine.memory_limit import CPU
+from engine.limits.memory import CPU
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

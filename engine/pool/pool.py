@@ -23,7 +23,7 @@ import trio
 
 from engine.core.common.events import Pause, Resume
 from engine.errors import ShuttingDown
-from engine.memory_limit import default_limit
+from engine.limits.memory import default_limit
 from engine.pool.adapters import Adapters
 from engine.pool.governor import Governor
 from engine.pool.leases import Leases

@@ -6,11 +6,11 @@ model's files, and sentence-transformers only when an encoder is loaded.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from engine.errors import SpawnFailed
-from engine.memory_limit import default_limit
+from engine.limits.cpu import cpu_limit
+from engine.limits.memory import default_limit
 from engine.status import Capability
 from engine.worker.diffusion import pipelines
 from engine.worker.importing import importing
@@ -51,8 +51,9 @@ SILENCE_S = 20.0
 
 
 def threads_for(model: ModelConfig, config: EngineConfig) -> int:
-    """Return how many CPU threads a worker uses. Workers of text models share the cores evenly and
-    have at least one each; an encoder's worker has one."""
+    """Return how many CPU threads a worker uses. Without a number of their own, workers of models
+    that generate share `cpu_limit` evenly and have at least one each; an encoder's worker has
+    one."""
     if model.threads:
         return model.threads
     if _known_capability(model) in ENCODERS:
@@ -60,7 +61,7 @@ def threads_for(model: ModelConfig, config: EngineConfig) -> int:
     num_workers = sum(
         one.num_replicas * one.tp for one in config.models if _known_capability(one) not in ENCODERS
     )
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+    return max(1, cpu_limit().threads // num_workers)
 
 
 def _known_capability(model: ModelConfig) -> Capability | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from engine.limits.cpu import cpu_limit
 from engine.status import Capability, ModelState
 from grpc_service.addresses import DEFAULT_HOST, DEFAULT_PORT
 
@@ -127,11 +128,23 @@ def show_ready(engine: Engine, config: ServerConfig, port: int) -> None:
         else:
             lines.append(f"  {model.name}: {model.state.value}{_because(model.error)}")
     lines += [
+        f"  {_threads(engine)}",
         "Try:",
         *_first_requests(engine, where, config),
         "Ctrl-C drains; a second Ctrl-C cuts.",
     ]
     print("\n".join(lines), flush=True)
+
+
+def _threads(engine: Engine) -> str:
+    """Return how many CPU threads compute, and why, and which models have a number of their own."""
+    own = []
+    for entry in engine.registry.entries.values():
+        config = entry.config
+        threads = max(config.replica(index).threads for index in range(config.num_replicas))
+        if threads:
+            own.append(f"{config.name} has {threads}")
+    return "; ".join([str(cpu_limit()), *own])
 
 
 def _context(model: ModelStatus) -> str:

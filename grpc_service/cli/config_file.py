@@ -25,6 +25,7 @@ MODEL_KEYS = {
     "device": TEXT,
     "dtype": TEXT,
     "runner": TEXT,
+    "threads": COUNT,
     "quantization": TEXT,
     "tp": COUNT,
     "speculation": TEXT,
@@ -33,6 +34,9 @@ MODEL_KEYS = {
 }
 ADAPTER_KEYS = {"name": TEXT, "directory": TEXT}
 WORKER_KEYS = {"device": TEXT, "count": COUNT, "threads": COUNT, "runner": TEXT}
+
+
+TABLES = {"models": MODEL_KEYS, "models.workers": WORKER_KEYS, "models.adapters": ADAPTER_KEYS}
 
 
 class Setting(Protocol):
@@ -152,5 +156,8 @@ def _tables(given: object, name: str) -> list[dict[str, Any]]:
 def _hint(key: str, known: Iterable[str]) -> str:
     if key in ("model", "served_model_name"):
         return "; write a [[models]] table with model and name"
+    places = [f"[[{table}]]" for table, keys in TABLES.items() if key in keys]
+    if places:
+        return f"; it belongs to {' or '.join(places)}"
     near = difflib.get_close_matches(key.replace("-", "_"), list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""

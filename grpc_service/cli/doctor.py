@@ -19,7 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.memory_limit import default_limit, usable_bytes
+from engine.limits.cpu import cpu_limit
+from engine.limits.memory import default_limit, usable_bytes
 from grpc_service.pem import PemError, validity_of
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ try:
     origin = native.origin(library)
 except native.Unavailable as error:
     kernels, integers, origin, missing = "", "", "", str(error)
-print(json.dumps({"threads": torch.get_num_threads(), "devices": devices, "kernels": kernels,
-                  "integers": integers, "origin": origin, "missing": missing}))
+print(json.dumps({"devices": devices, "kernels": kernels, "integers": integers, "origin": origin,
+                  "missing": missing}))
 """
 
 
@@ -114,22 +115,8 @@ def _package(name: str) -> Finding:
 
 
 def _cores() -> Finding:
-    """Report the cores that the process may run on, and the container's limit."""
-    num_cores = len(os.sched_getaffinity(0))
-    quota = _cpu_quota(Path("/sys/fs/cgroup/cpu.max"))
-    if quota is not None and quota < num_cores:
-        advice = "set threads in the configuration to no more than the limit"
-        return Finding("cores", f"{num_cores}, limited to {quota:g}", advice=advice)
-    return Finding("cores", str(num_cores))
-
-
-def _cpu_quota(path: Path) -> float | None:
-    """Return the container's limit in cores, None without one."""
-    try:
-        quota, period = path.read_text().split()
-        return int(quota) / int(period)
-    except (OSError, ValueError):  # no such file, or "max"
-        return None
+    """Report how many threads compute by default, and what limits them."""
+    return Finding("cores", str(cpu_limit()))
 
 
 def _memory() -> Finding:
@@ -172,7 +159,6 @@ def _torch() -> Iterator[Finding]:
         return
     report = json.loads(done.stdout)
     yield Finding("devices", ", ".join(["cpu", *report["devices"]]))
-    yield Finding("threads", f"{report['threads']} by torch's default")
     if report["kernels"]:
         yield Finding("attention", f"compiled kernels, {report['kernels']} ({report['origin']})")
         yield Finding("small weights", f"compiled kernels, {report['integers']}")

@@ -225,6 +225,15 @@ FLAGS = (
         "implies --speculation model, and drafts nothing where that does not pay",
     ),
     Flag("device", ModelConfig, "device", TEXT, "auto, cpu, cuda or cuda:N"),
+    Flag(
+        "threads",
+        ModelConfig,
+        "threads",
+        COUNT,
+        "CPU threads of each model's step, always so many; 0: models share the cores that the "
+        "process and its CPU quota have, and use fewer while other programs take them, and an "
+        "encoder has one",
+    ),
     Flag("lazy", ModelConfig, "lazy", SWITCH, "load a model when a request first asks for it"),
     Flag(
         "runner",

@@ -25,6 +25,7 @@ PROTO = Path(__file__).resolve().parents[2] / "proto"
 
 # An accepted value of each flag that differs from its default, as argument and as TOML.
 OTHER = {
+    "threads": ("3", "3"),
     "host": ("::1", '"::1"'),
     "port": ("0", "0"),
     "adapter_root": ("/srv/adapters", '"/srv/adapters"'),
@@ -131,7 +132,7 @@ def test_every_field_of_the_configs_has_a_flag():
     without = {
         EngineConfig: {"models", "in_process_buffer", "telemetry", "check_level"},
         ServerConfig: set(),
-        ModelConfig: {"model", "name", "aliases", "threads", "capability", "workers", "adapters"},
+        ModelConfig: {"model", "name", "aliases", "capability", "workers", "adapters"},
     }
     for target, others in without.items():
         fields = {field.name for field in dataclasses.fields(target)}
@@ -211,6 +212,23 @@ def test_the_example_file_of_the_design(tmp_path):
     assert server == ServerConfig()
 
 
+def test_threads_may_stand_at_every_level_of_the_file_and_the_nearest_counts(tmp_path):
+    text = """
+    threads = 3
+    [[models]]
+    model = "a"
+    [[models]]
+    model = "b"
+    threads = 2
+    [[models.workers]]
+    [[models.workers]]
+    threads = 1
+    """
+    common, own = from_file(tmp_path, text)[0].models
+    assert [one.threads for one in (common.replica(0), own.replica(0), own.replica(1))] == [3, 2, 1]
+    assert from_file(tmp_path, text, "--threads", "5")[0].models[0].threads == 5
+
+
 def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_path):
     text = """
     dtype = "bfloat16"
@@ -257,6 +275,21 @@ def test_models_of_the_file_take_common_settings_unless_they_have_their_own(tmp_
             "[[models]]\nmodel = 'a'\ncapability = 'sight'",
             "--capability is 'sight'; use text-to-text, text-embedding, rerank, image-embedding, "
             "vision or text-to-image",
+        ),
+        ("count = 2", "count is not a setting; it belongs to [[models.workers]]"),
+        (
+            "[[models]]\nmodel = 'a'\n[[models.adapters]]\nthreads = 2",
+            "models[0].adapters[0].threads is not a setting; it belongs to [[models]] or "
+            "[[models.workers]]",
+        ),
+        ("threads = -1", "--threads is -1, but must be at least 0"),
+        (
+            "[[models]]\nmodel = 'a'\nthreads = 1025",
+            "--threads is 1025, but may be at most 1024",
+        ),
+        (
+            "[[models]]\nmodel = 'a'\n[[models.workers]]\nthreads = 1025",
+            "models[0].workers[0]: --threads is 1025, but may be at most 1024",
         ),
         ("[[models]]\nmodel = 'a'\naliases = 'b'", "models[0].aliases must be a list of names"),
         (

@@ -12,12 +12,13 @@ import pytest
 import trustme
 
 import engine
+from engine.limits.cpu import CpuLimit
 from grpc_service.cli import doctor
 from grpc_service.cli.main import main
 
 RUN = subprocess.run
 TOLD = {
-    "threads": 2, "devices": [], "kernels": "AVX512-BF16", "integers": "AVX512-VNNI",
+    "devices": [], "kernels": "AVX512-BF16", "integers": "AVX512-VNNI",
     "origin": "compiled here", "missing": "",
 }  # fmt: skip
 
@@ -145,12 +146,11 @@ def test_processor_features_are_found_under_either_name(tmp_path):
     assert doctor._cpu_flags(tmp_path / "none") == set()
 
 
-@pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None)])
-def test_a_containers_share_of_the_cores(tmp_path, text, cores):
-    path = tmp_path / "cpu.max"
-    path.write_text(text)
-    assert doctor._cpu_quota(path) == cores
-    assert doctor._cpu_quota(tmp_path / "none") is None
+def test_the_threads_and_what_limits_them_are_shown(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "cpu_limit", lambda: CpuLimit(64, 128, 1.5))
+    main(["doctor", "--port", "0"])
+    expected = "ok  cores           2 threads: CPU quota 1.5 of 64 cores with 128 hyper-threads\n"
+    assert expected in capsys.readouterr().out
 
 
 def test_a_compiler_of_the_users_own_comes_first(monkeypatch):

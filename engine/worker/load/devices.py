@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.memory_limit import LIMIT_FRACTION
+from engine.limits.memory import LIMIT_FRACTION
 from engine.worker.interface import MemoryEstimate
 from engine.worker.load.refusal import Refusal
 

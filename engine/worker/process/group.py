@@ -21,7 +21,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar
 
-from engine.memory_limit import CPU
+from engine.limits.memory import CPU
 from engine.processes.channel import ChannelClosed, packed, wait_for_any
 from engine.worker.process.answers import GRACE_S, Answer, Answers, OutOfStep
 from engine.worker.process.messages import Estimated, Loaded

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import logs
 from engine.errors import EngineBug, ShuttingDown, SpawnFailed, WorkerLost
-from engine.memory_limit import CPU
+from engine.limits.memory import CPU
 from engine.processes.channel import BadMessage, ChannelClosed
 from engine.worker.load.resolve import short_name
 from engine.worker.process import messages
