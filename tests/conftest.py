@@ -11,11 +11,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before any test imports torc
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.support.workers import Workers
+
 # A shell's background job ignores Ctrl-C, and so would the processes that tests send it to.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("quick", max_examples=15, **_COMMON)
 settings.register_profile("dev", max_examples=50, **_COMMON)
 settings.register_profile("ci", max_examples=1000, derandomize=True, print_blob=True, **_COMMON)
 settings.register_profile(  # for tools/mutate.py: the same every time, and no shrinking
@@ -24,7 +27,16 @@ settings.register_profile(  # for tools/mutate.py: the same every time, and no s
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # How many cases of one test the quick run has. Of the folders that are not named, it has all.
-QUICK_CASES = {"conformance": 3, "interop": 4, "service": 5, "simulation": 4}
+QUICK_CASES = {"conformance": 2, "interop": 4, "service": 3, "simulation": 4}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--workers", type=int, default=0, help="run the tests in N forked processes")
+
+
+def pytest_configure(config):
+    if config.option.workers and not config.option.collectonly:
+        config.pluginmanager.register(Workers(config))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,17 +1,6 @@
-"""Prints the parity suite's table of skipped positions when the run ends, if the suite ran, and has
-the fixtures of several suites."""
-
-import sys
+"""Fixtures of several suites."""
 
 import pytest
-
-
-def pytest_terminal_summary(terminalreporter):
-    parity = sys.modules.get("tests.support.parity")
-    if parity is not None and parity.TALLIES:
-        terminalreporter.section("parity with transformers: positions skipped as near-ties")
-        for line in parity.skipped_table():
-            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="module")

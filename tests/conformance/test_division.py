@@ -31,7 +31,7 @@ from tests.checkpoints.text import Shape, make  # noqa: E402
 from tests.conformance.test_parity import run_alone, run_packed  # noqa: E402
 from tests.support.mini_planner import MiniPlanner  # noqa: E402
 from tests.support.model_zoo import COMPILED, REFERENCE, ZOO, Loaded, prompt_of  # noqa: E402
-from tests.support.parity import TALLIES, Tally  # noqa: E402
+from tests.support.parity import Tally  # noqa: E402
 from tests.support.process_fakes import drive  # noqa: E402
 from tests.support.rank_threads import RankThreads  # noqa: E402
 
@@ -112,7 +112,7 @@ def test_the_plans_are_those_of_transformers(name):
 def test_two_ranks_give_the_tokens_of_the_whole_model(divided, name):
     """Alone and packed, in chunks and batches, with preemptions (`test_parity.py`)."""
     loaded = divided(name)
-    tally = TALLIES.setdefault(f"{name} (two ranks)", Tally())
+    tally = Tally()
     loaded.oracle.compare(run_alone(loaded, (1, 17, 200), 24), tally)
     packed, _ = run_packed(loaded, 24, count=6)
     loaded.oracle.compare(packed, tally)
@@ -124,7 +124,7 @@ def test_two_ranks_give_the_tokens_of_the_whole_model(divided, name):
 @pytest.mark.parametrize("name", DIVIDED)
 def test_two_ranks_give_many_tokens_of_the_whole_model_in_both_ways(divided, name, way):
     loaded = divided(name, way)
-    tally = TALLIES.setdefault(f"{name} (two ranks, {way})", Tally())
+    tally = Tally()
     loaded.oracle.compare(run_alone(loaded, (1, 16, 17, 500), 64), tally)
     packed, _ = run_packed(loaded, 64)
     loaded.oracle.compare(packed, tally)

@@ -42,10 +42,6 @@ class Tally:
         assert self.compared
 
 
-# The suite fills this table, and tests/conformance/conftest.py prints it when the run ends.
-TALLIES: dict[str, Tally] = {}
-
-
 class Oracle:
     """The stock model of a checkpoint."""
 
@@ -106,11 +102,3 @@ def _router_margin(margins: list[torch.Tensor]) -> Any:
         margins.append(ranked[:, router.top_k - 1] - ranked[:, router.top_k])
 
     return hook
-
-
-def skipped_table() -> list[str]:
-    """Return one line for each architecture compared so far."""
-    lines = [f"{'architecture':<36}{'compared':>10}{'skipped':>9}{'share':>9}"]
-    for name, tally in TALLIES.items():
-        lines.append(f"{name:<36}{tally.compared:>10}{tally.skipped:>9}{tally.skipped_share:>9.3%}")
-    return lines

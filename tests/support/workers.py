@@ -1,0 +1,176 @@
+"""Runs the tests in forked processes: ``pytest --workers N``.
+
+The tests are imported and collected once; then N workers are forked. A worker takes one file after
+another. Half of the workers take them from the front of the list and half from its end, so that
+few of them test servers: each of these starts the prepared interpreters that it forks servers from
+(`tests.support.prestarted`).
+"""
+
+import atexit
+import os
+import signal
+import traceback
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection, wait
+
+import pytest
+
+
+class Files:
+    """The numbers of the files that no worker has taken yet."""
+
+    def __init__(self, count):
+        context = get_context("fork")
+        self._lock = context.Lock()
+        self._front, self._end = context.RawValue("i", 0), context.RawValue("i", count)
+
+    def take(self, at_front):
+        """Return the number of the first or the last file; None if none is left."""
+        with self._lock:
+            if self._front.value == self._end.value:
+                return None
+            if not at_front:
+                self._end.value -= 1
+                return self._end.value
+            self._front.value += 1
+            return self._front.value - 1
+
+
+@dataclass(eq=False)
+class Worker:
+    """A worker as its parent sees it."""
+
+    pid: int
+    pipe: Connection
+    file: int | None = None  # what it runs
+    reports: list = field(default_factory=list)  # of the file's tests
+
+
+class Workers:
+    """Forks the workers, and reports what they send, a file at a time."""
+
+    def __init__(self, config):
+        self._config = config
+        self._files = []  # the tests of each file
+        self._shown = set()  # numbers of the files that are reported
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        if session.testsfailed:
+            return None  # the collection failed, which pytest's own loop says
+        self._files = [list(items) for _, items in groupby(session.items, lambda one: one.path)]
+        self._config._tmp_path_factory.getbasetemp()  # the workers' directories are in one
+        left = Files(len(self._files))
+        workers = []
+        try:
+            while len(workers) < self._config.option.workers:
+                workers.append(self._fork(left, at_front=len(workers) % 2 == 0))
+            open_pipes = {worker.pipe: worker for worker in workers}
+            while open_pipes:
+                for pipe in wait(open_pipes):
+                    if not self._receive(open_pipes[pipe]):
+                        del open_pipes[pipe]
+        except BaseException:
+            for worker in workers:
+                os.kill(worker.pid, signal.SIGTERM)
+            raise
+        for number in set(range(len(self._files))) - self._shown:
+            self._show(number, [], "the worker that had taken the file died before it")
+        return True
+
+    def _fork(self, left, at_front):
+        receiver, sender = Pipe(duplex=False)
+        capture = self._config.pluginmanager.getplugin("capturemanager")
+        capture.suspend_global_capture()
+        pid = os.fork()
+        if pid == 0:
+            capture.stop_global_capturing()
+            capture.start_global_capturing()
+            receiver.close()
+            self._be_worker(left, at_front, sender)
+        capture.resume_global_capture()
+        sender.close()
+        return Worker(pid, receiver)
+
+    def _be_worker(self, left, at_front, sender):
+        """Run files until none is left, and exit."""
+        atexit._clear()  # what is registered is the parent's
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+        code = 1
+        try:
+            plugins = self._config.pluginmanager
+            plugins.unregister(plugins.getplugin("terminalreporter"))
+            plugins.register(Sender(self._config, sender))
+            number = left.take(at_front)
+            while number is not None:
+                sender.send(number)
+                items = self._files[number]
+                for item, following in pairwise(items):
+                    self._run(item, following)
+                # The next file decides which fixtures the last test leaves as they are.
+                number = left.take(at_front)
+                self._run(items[-1], None if number is None else self._files[number][0])
+            sender.send(None)
+            code = 0
+        except BaseException:  # the parent reports that the worker died
+            traceback.print_exc()
+        finally:
+            atexit._run_exitfuncs()
+            os._exit(code)
+
+    def _run(self, item, following):
+        self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+    def _receive(self, worker):
+        """Take in a worker's message: the next file's number, a report, or None at its end. Return
+        whether others follow."""
+        try:
+            message = worker.pipe.recv()
+        except EOFError:
+            _, status = os.waitpid(worker.pid, 0)
+            code = os.waitstatus_to_exitcode(status)
+            if worker.file is not None:
+                self._show(worker.file, worker.reports, f"its worker died with {code}")
+            return False
+        if isinstance(message, dict):
+            report = self._config.hook.pytest_report_from_serializable(
+                config=self._config, data=message
+            )
+            worker.reports.append(report)
+            return True
+        if worker.file is not None:
+            self._show(worker.file, worker.reports)
+        worker.file, worker.reports = message, []
+        return True
+
+    def _show(self, number, reports, error=""):
+        """Report a file's tests. Those without a report fail with the error."""
+        hook = self._config.hook
+        self._shown.add(number)
+        of_item = {item.nodeid: [] for item in self._files[number]}
+        for report in reports:
+            of_item[report.nodeid].append(report)
+        for item in self._files[number]:
+            found = of_item[item.nodeid]
+            if not found or found[-1].when != "teardown":
+                found.append(
+                    pytest.TestReport(item.nodeid, item.location, {}, "failed", error, "teardown")
+                )
+            hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            for report in found:
+                hook.pytest_runtest_logreport(report=report)
+            hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+
+class Sender:
+    """Sends a worker's reports to its parent."""
+
+    def __init__(self, config, pipe):
+        self._config, self._pipe = config, pipe
+
+    def pytest_runtest_logreport(self, report):
+        self._pipe.send(
+            self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        )
