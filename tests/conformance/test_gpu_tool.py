@@ -86,6 +86,7 @@ def test_a_phase_that_fails_costs_no_other_its_rows(tmp_path, monkeypatch, capsy
     assert kernel["pass"]
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there_is_one_sentence(tmp_path):
     code, rows, _, trouble = run(tmp_path, "--device", "cuda:77")
     assert (code, rows) == (2, {})

@@ -75,6 +75,7 @@ def said(program, *paths):
     return done.stdout.split("\n")[:-1]
 
 
+@pytest.mark.slow
 def test_no_thread_imports_a_large_library_beside_another():
     assert said(WATCH, "demo-see") == []
 

@@ -19,6 +19,7 @@ from engine.requests.answer_format import (
 )
 from engine.requests.answer_parser import AnswerParser
 from engine.requests.answer_reader import DEPTH_MAX, ToolCall
+from tests.support.examples import examples
 
 MARKS = [marker for pair in (*REASONING, *ANSWERS) for marker in pair[:2]]
 PIECES = [
@@ -58,7 +59,7 @@ def parse(form, *pieces):
     return text, "".join(part.reasoning for part in parts), calls
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(form=formats, text=texts)
 def test_an_answer_is_the_same_however_its_text_is_cut(form, text):
     whole = parse(form, text)
@@ -67,7 +68,7 @@ def test_an_answer_is_the_same_however_its_text_is_cut(form, text):
     assert parse(form, *text) == whole
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(form=formats, text=texts)
 def test_without_calls_and_markers_the_text_is_unchanged(form, text):
     said, reasoning, calls = parse(form, text)
@@ -78,7 +79,7 @@ def test_without_calls_and_markers_the_text_is_unchanged(form, text):
             assert (said, reasoning) == (text, "")
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(form=formats, text=texts)
 def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
     """Each character of the answer is in the text, in the same order."""
@@ -96,7 +97,7 @@ def test_nothing_but_markers_and_whitespace_goes_missing(form, text):
     assert all(letter in letters for letter in said)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(text=texts, tools=st.sampled_from(INSIDE))
 def test_what_calls_no_tool_that_was_offered_is_text(text, tools):
     """Also data with a name, which a model writes without any call in mind."""

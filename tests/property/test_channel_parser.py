@@ -14,6 +14,7 @@ from engine.requests.answer_format import RECIPIENT, AnswerFormat, ToolFormat, d
 from engine.requests.answer_reader import ToolCall
 from engine.requests.channel_parser import ChannelParser
 from engine.requests.choice_parser import parser_of
+from tests.support.examples import examples
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, RETURN, CALL, CONSTRAIN = "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"
@@ -43,7 +44,7 @@ def parse(form, *pieces):
     return text, "".join(part.reasoning for part in parts), calls
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(form=formats, text=texts)
 def test_an_answer_is_the_same_however_its_text_is_cut(form, text):
     whole = parse(form, text)
@@ -69,7 +70,7 @@ def written(kind, words):
     return f"{header}{arguments}{CALL}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(messages=messages, cuts=st.lists(st.integers(0, 400), max_size=6))
 def test_messages_come_out_by_their_channels(messages, cuts):
     """The stream is cut anywhere, as tokens may cut it."""
@@ -91,7 +92,7 @@ def joined(parts):
     return "\n\n".join(part for part in parts if part)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(form=formats, text=texts)
 def test_each_character_of_the_answer_is_in_the_text_in_order(form, text):
     said, reasoning, calls = parse(form, text)
@@ -115,7 +116,7 @@ headers = st.lists(st.sampled_from(HEADER_PIECES), max_size=4).map("".join)
 free = st.text("xyz. 1?", max_size=12).map(lambda words: f"?{words}?")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(parts=st.lists(st.tuples(headers, free), min_size=1, max_size=4), form=formats)
 def test_malformed_headers_leave_their_free_text_and_nothing_else(parts, form):
     """As gpt-oss writes them in about one answer of twenty-five (llama.cpp's issue 27720)."""

@@ -18,6 +18,7 @@ from engine.worker.load.architectures import SERVED
 from engine.worker.load.vision_architectures import VISION
 from engine.worker.text.templates import render
 from tests.support.chat_formats import ROWS
+from tests.support.examples import examples
 
 ASK = [{"role": "user", "content": "q"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -56,7 +57,7 @@ def test_the_markers_are_read_from_the_template_and_the_prompt(row):
         assert parse(form, answer) == expected, answer
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), row=st.sampled_from(ROWS))
 def test_answers_are_split_alike_however_they_come(data, row):
     form = format_of(row)

@@ -14,6 +14,7 @@ from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFa
 from engine.core.common.steps import FailureKind, RowFailure, StepFailure
 from engine.core.common.types import EndReason
 from tests.support.encode_driver import EncodeDriver, Picture
+from tests.support.examples import examples
 
 REQUESTS = st.tuples(
     st.lists(st.integers(1, 25) | st.just(Picture(4)), min_size=1, max_size=12),
@@ -168,4 +169,6 @@ class EncodeSchedulerMachine(RuleBasedStateMachine):
 
 
 TestEncodeScheduler = EncodeSchedulerMachine.TestCase
-TestEncodeScheduler.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestEncodeScheduler.settings = settings(
+    max_examples=examples(300), stateful_step_count=50, deadline=None
+)

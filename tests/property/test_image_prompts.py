@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from engine.core.text.prompt_images import cut_chunk
 from engine.core.text.types import PromptImage
 from tests.support.core_driver import Driver, make_request
+from tests.support.examples import examples
 
 WORDS = tuple(range(1, 90))
 IMAGE = 99
@@ -73,7 +74,7 @@ def test_chunks_take_every_image_once_and_cut_none_that_is_whole(layout, is_whol
     assert charged <= sum(one.cost for one in images)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     data=st.data(),
     block_size=st.sampled_from([1, 2, 4, 16]),

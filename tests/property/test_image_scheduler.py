@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.core.common.events import Pause, PauseMode, Resume, StepDone, StepFailed
 from engine.core.common.steps import FailureKind, RowFailure, StepFailure
 from engine.core.common.types import EndReason, RequestId
+from tests.support.examples import examples
 from tests.support.image_driver import SIZES, ImageDriver
 
 REQUESTS = st.fixed_dictionaries(
@@ -182,4 +183,6 @@ class ImageSchedulerMachine(RuleBasedStateMachine):
 
 
 TestImageScheduler = ImageSchedulerMachine.TestCase
-TestImageScheduler.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestImageScheduler.settings = settings(
+    max_examples=examples(150), stateful_step_count=50, deadline=None
+)

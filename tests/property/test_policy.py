@@ -14,6 +14,7 @@ from engine.core.text.blocks import blocks_for
 from engine.core.text.plan import Logits
 from engine.core.text.waiting_queue import waiting_key
 from tests.support.core_driver import Driver, make_request
+from tests.support.examples import examples
 
 RANKS = st.tuples(st.integers(-2, 2), st.floats(0, 100), st.integers(1, 1000))
 REQUESTS = st.builds(
@@ -168,7 +169,7 @@ def test_the_oldest_goes_on_in_every_step(others, size, prepared):
     driver.check_idle()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     asked=st.lists(
         st.tuples(

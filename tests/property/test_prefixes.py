@@ -18,6 +18,7 @@ from grpc_service.rpc.errors import RpcError
 from grpc_service.rpc.status import StatusCode
 from grpc_service.vllm_engine import kv_feed
 from grpc_service.vllm_engine.kv_feed import KvFeed, block_hash
+from tests.support.examples import examples
 from tests.support.kv_index import Index
 
 
@@ -145,7 +146,7 @@ class FeedMachine(RuleBasedStateMachine):
 
 
 TestFeed = FeedMachine.TestCase
-TestFeed.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestFeed.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
 
 
 # ---- by example ------------------------------------------------------------------------------

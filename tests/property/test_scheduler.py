@@ -26,6 +26,7 @@ from engine.core.text.prompt_images import contents_of_blocks
 from engine.core.text.types import PromptImage, Sampling
 from tests.simulator.drafters import drafter
 from tests.support.core_driver import Driver, expected_tokens, make_request
+from tests.support.examples import examples
 
 PREFIXES = [tuple(range(1, 30)), tuple(range(100, 130)), ()]
 # Images of a prompt: the tokens before each, and its span, its cost, its digest and whether it is
@@ -374,4 +375,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 # R80, R82, R85, R151, R191, R192, R195, R197
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=examples(400), stateful_step_count=40, deadline=None)

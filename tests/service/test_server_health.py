@@ -102,6 +102,7 @@ def test_watchers_get_the_load_the_drain_and_nothing_else(watch):
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_a_real_server_answers_while_it_imports_and_loads(tmp_path):
     """Neither the import of torch nor the load delays the event loop. The process is not forked
     from one that has imported torch already."""

@@ -13,6 +13,7 @@ from tools.lab.soak_clients import KINDS
 WARM_UP_MIB = 12.0
 
 
+@pytest.mark.slow
 def test_clients_of_every_kind_leave_nothing_behind():
     """R78, R166, R200, R210: one client's output stays the same, byte for byte, beside all others.
 

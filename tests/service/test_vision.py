@@ -226,6 +226,7 @@ async def test_tokenize_refuses_images_that_it_cannot_count(seeing, text_model):
             assert violation.field == "chat.messages[0].parts[0].image"
 
 
+@pytest.mark.slow
 async def test_a_worker_in_a_process_sees_the_same(whole):
     model = ModelConfig(str(whole.directory), dtype="float32", runner="process")
     async with engine_of(model) as engine:

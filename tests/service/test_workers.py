@@ -203,7 +203,10 @@ async def test_a_worker_whose_step_hangs_is_killed_and_comes_back():
         assert (await tokens_of(engine, request(5)))[1] is None
 
 
-@pytest.mark.parametrize("num_kills", [10, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "num_kills",
+    [pytest.param(10, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.full)],
+)
 async def test_kills_at_any_instant_leave_nothing_behind(num_kills):
     """Red if each lost worker leaves a thread that never ends, or an open descriptor
     (`ProcessRunner.close`)."""

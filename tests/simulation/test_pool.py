@@ -21,6 +21,7 @@ from engine.errors import (
 from engine.pool.backoff import OPEN_S
 from engine.pool.capabilities import can
 from engine.status import Capability, ModelState
+from tests.support.examples import examples
 from tests.support.pools import GB, Model, World
 
 SEEDS = range(6)  # for the order of tasks
@@ -921,7 +922,7 @@ def drawn_worlds(draw):
     return models, operations, limit, ttl, closes_at, draw(st.integers(0, 1 << 30))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(drawn_worlds())
 def test_whatever_happens_the_invariants_hold_and_nobody_waits_for_ever(drawn):
     """R103, R106, R113, R119: `World.run` and `World.check` do the checks."""

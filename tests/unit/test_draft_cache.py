@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.worker.drafting.draft_cache import RESIDENTS_MAX, DraftCache, num_common
+from tests.support.examples import examples
 
 
 def read(cache, sequence, tokens):
@@ -71,7 +72,7 @@ def test_the_number_of_sequences_is_bounded():
     assert cache.num_free == 1000 - 2 * RESIDENTS_MAX
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_what_is_held_is_always_the_sequences_own_and_no_block_has_two_owners(data):
     """Over sequences that grow, reject drafts, end, and are evicted; with a naive model that keeps

@@ -198,9 +198,9 @@ def run_in_small_pool(draft, *, block_size, num_blocks, prompt, max_tokens):
     return finish(driver), driver.scheduler.statistics().preemptions
 
 
-@pytest.mark.parametrize("block_size", [2, 4, 16])
+@pytest.mark.parametrize("block_size", [2, pytest.param(4, marks=pytest.mark.slow), 16])
 @pytest.mark.parametrize("prompt", [4, 7, 9])
-@pytest.mark.parametrize("max_tokens", [8, 14, 24])
+@pytest.mark.parametrize("max_tokens", [8, pytest.param(14, marks=pytest.mark.slow), 24])
 def test_drafts_that_are_wrong_take_no_blocks_from_others(block_size, prompt, max_tokens):
     """In pools from one sequence's size on, as many steps and preemptions as without drafts."""
     least = -(-(prompt + 2 + max_tokens) // block_size)
